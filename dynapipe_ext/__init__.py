@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from dynapipe_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from dynapipe_ext.activations import ActivationFormat
+    from dynapipe_ext.batch.micro_batches import MicroBatch
+    from dynapipe_ext.batch.topology import ActivationFormat, Topology
     from dynapipe_ext.costs.analytic import AnalyticCosts
     from dynapipe_ext.costs.table import CostTable
     from dynapipe_ext.costs.tokens import TokenCosts
@@ -24,12 +25,10 @@ if TYPE_CHECKING:
     from dynapipe_ext.executor.transport.parallel_context import ParallelContext
     from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
     from dynapipe_ext.models.architecture import Architecture
-    from dynapipe_ext.plan import MicroBatch
     from dynapipe_ext.schedules.planner import Planner
-    from dynapipe_ext.topology import Topology
 
 _HOMES = {
-    "ActivationFormat": "dynapipe_ext.activations",
+    "ActivationFormat": "dynapipe_ext.batch.topology",
     "AnalyticCosts": "dynapipe_ext.costs.analytic",
     "Architecture": "dynapipe_ext.models.architecture",
     "CostTable": "dynapipe_ext.costs.table",
@@ -37,12 +36,12 @@ _HOMES = {
     "DynaPipeError": "dynapipe_ext.errors",
     "ExecutionPlan": "dynapipe_ext.executor.instructions",
     "InlineHub": "dynapipe_ext.executor.transport.inline",
-    "MicroBatch": "dynapipe_ext.plan",
+    "MicroBatch": "dynapipe_ext.batch.micro_batches",
     "ParallelContext": "dynapipe_ext.executor.transport.parallel_context",
     "PipelineExecutor": "dynapipe_ext.executor.engine",
     "Planner": "dynapipe_ext.schedules.planner",
     "TokenCosts": "dynapipe_ext.costs.tokens",
-    "Topology": "dynapipe_ext.topology",
+    "Topology": "dynapipe_ext.batch.topology",
     "TorchP2PTransport": "dynapipe_ext.executor.transport.torch_p2p",
     "TorchStage": "dynapipe_ext.executor.stages.torch_stage",
 }

@@ -1,20 +1,23 @@
-"""Every error that a user can cause, as one tree.
-
-    DynaPipeError
-    ├── ConfigError        a setting, flag or topology that cannot work
-    ├── DataError          a file, sample or field that cannot be used
-    ├── PlanError          no valid plan exists for this batch under these limits
-    ├── VerificationError  a plan that would deadlock, leak a buffer or lose a message
-    ├── StoreError         the Redis-compatible store is absent, refuses, or holds something forged
-    └── ExecutionError     a rank that cannot go on: a peer is late, dead or out of step
-        └── NotFiniteError a step whose loss or gradients are not finite: started again it would be the same
-
-Messages name the value, the bound and the next move. A command line turns these into one line and exit status 2.
-"""
+"""Which of the known words somebody may have meant."""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from numbers import Integral, Real
+
+_ALIKE = 0.6  # share of letters in common, as difflib counts
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message that refuses `word`; empty where none that is known is like it.
+
+    >>> did_you_mean("zbv", ["zb-h1", "zb-v"]), did_you_mean("--stpes", ["--steps"]), did_you_mean("x", ["tp"])
+    ("; did you mean 'zb-v'?", "; did you mean '--steps'?", '')
+    """
+    alike = difflib.get_close_matches(word.lower(), words := {one.lower(): one for one in known}, n=1, cutoff=_ALIKE)
+    return f"; did you mean {words[alike[0]]!r}?" if alike else ""
+
 
 _MOST_SHOWN = 40
 _MOST_INT = 2**63 - 1  # what arrays hold

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 from dynapipe_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from dynapipe_ext.executor.megatron.arguments import add_arguments
-    from dynapipe_ext.executor.megatron.datasets import datasets_provider
-    from dynapipe_ext.executor.megatron.drop_in import DropInSettings, ForwardBackward, forward_backward_func
-    from dynapipe_ext.executor.megatron.installed import installed
-    from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
+    from dynapipe_ext.executor.drop_in.arguments import add_arguments
+    from dynapipe_ext.executor.drop_in.datasets import datasets_provider
+    from dynapipe_ext.executor.drop_in.drop_in import DropInSettings, ForwardBackward, forward_backward_func
+    from dynapipe_ext.executor.drop_in.installed import installed
+    from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
 
 _HOMES = {
-    "DropInSettings": "dynapipe_ext.executor.megatron.drop_in",
-    "ForwardBackward": "dynapipe_ext.executor.megatron.drop_in",
-    "PlannedSteps": "dynapipe_ext.executor.megatron.planned_data",
-    "add_arguments": "dynapipe_ext.executor.megatron.arguments",
-    "datasets_provider": "dynapipe_ext.executor.megatron.datasets",
-    "forward_backward_func": "dynapipe_ext.executor.megatron.drop_in",
-    "installed": "dynapipe_ext.executor.megatron.installed",
+    "DropInSettings": "dynapipe_ext.executor.drop_in.drop_in",
+    "ForwardBackward": "dynapipe_ext.executor.drop_in.drop_in",
+    "PlannedSteps": "dynapipe_ext.executor.drop_in.planned_data",
+    "add_arguments": "dynapipe_ext.executor.drop_in.arguments",
+    "datasets_provider": "dynapipe_ext.executor.drop_in.datasets",
+    "forward_backward_func": "dynapipe_ext.executor.drop_in.drop_in",
+    "installed": "dynapipe_ext.executor.drop_in.installed",
 }
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 if __name__ == "__main__":
-    from dynapipe_ext.executor.megatron.script import main
+    from dynapipe_ext.executor.drop_in.script import main
 
     sys.exit(main(sys.argv[1:]))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dynapipe_ext.pieces import Piece
+from dynapipe_ext.batch.micro_batches import Piece
 
 _MICRO_BATCH = re.compile(r"[FBIW]")
 

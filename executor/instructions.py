@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dynapipe_ext.activations import TensorSpec
-from dynapipe_ext.plan import LossNorm, MicroBatch
+from dynapipe_ext.batch.micro_batches import LossNorm, MicroBatch
+from dynapipe_ext.batch.topology import TensorSpec
 from dynapipe_ext.schedules.step_plan import Prediction
 
 Payload = Literal["activation", "gradient"]

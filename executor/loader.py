@@ -1,45 +1,77 @@
-"""DynaPipeDataLoader: a torch-like loader that yields, for each step, this replica's micro-batches and the rank's plan.
-
-What every rank derives alone (the order of samples, the global batches) is never communicated. Plans come from this
-process (`num_workers=0`), or from planner processes through a store; samples are read by the rank that needs them.
-"""
+"""A rank's steps: its plan and the tensors of its micro-batches, read ahead, from any position of the data."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.data.collate import collate, document_lengths
+from dynapipe_ext.batch.micro_batches import MicroBatch, as_length_array, sample_lengths
+from dynapipe_ext.batch.topology import Coordinates, Topology
+from dynapipe_ext.data.batches import (
+    STATE_FORMAT,
+    GlobalBatches,
+    GlobalBatchRule,
+    SampleOrder,
+    StepPosition,
+    array_digest,
+    check_state,
+    collate,
+    document_lengths,
+    following_epoch,
+    order_of,
+)
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.data.pairs import collate_pairs, pair_borders
 from dynapipe_ext.errors import ConfigError, DataError, check_timeout
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.plans.channel import PlanChannel
 from dynapipe_ext.executor.plans.source import InlinePlanSource, PlanSource, timed
-from dynapipe_ext.executor.plans.step_positions import (
-    STATE_FORMAT,
-    GlobalBatchRule,
-    SampleOrder,
-    StepPosition,
-    array_digest,
-    check_state,
-    following_epoch,
-    order_of,
-)
 from dynapipe_ext.executor.protocols import Batch, Store
 from dynapipe_ext.executor.proven_step import ProvenStep, StepPlanner, prove_step
-from dynapipe_ext.executor.read_ahead import ReadStep, read_ahead
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.lengths import as_length_array, sample_lengths
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.topology import Coordinates, Topology
+
+_SLICE_S = 0.5  # how late Ctrl-C may be noticed that comes as a wait begins: Python looks for it only around one
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStep:
+    """One step, ready; the times bound the interval in which the reader waited for its plan."""
+
+    micro_batches: list[Batch]
+    plan: ExecutionPlan
+    plan_asked_s: float
+    planned_s: float
+
+
+def read_ahead(
+    read: Callable[[StepPosition], ReadStep], places: Sequence[StepPosition], source: PlanSource
+) -> Generator[ReadStep, None, None]:
+    """`read(place)` for each place, the next one in a thread while the consumer works on the current one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="dynapipe-loader") as pool:
+        try:  # Ctrl-C may already come while the thread starts
+            pending = pool.submit(read, places[0])
+            for following in places[1:]:
+                item = _awaited(pending)
+                pending = pool.submit(read, following)
+                yield item
+            yield _awaited(pending)
+        finally:
+            source.close()  # else leaving the pool would wait for a plan that nobody wants any more
+
+
+def _awaited(pending: Future[ReadStep]) -> ReadStep:
+    while not wait([pending], _SLICE_S).done:
+        pass
+    return pending.result()
+
 
 LoadedStep = tuple[list[Batch], ExecutionPlan]
 Collate = Callable[[MicroBatch, Sequence[Any]], Mapping[str, Any]]

@@ -18,7 +18,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import NamedTuple, assert_never
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch
+from dynapipe_ext.batch.topology import ActivationFormat
 from dynapipe_ext.executor.instructions import (
     Backward,
     BackwardInput,
@@ -33,7 +34,6 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
-from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import simulate_ns

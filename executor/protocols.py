@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.executor.instructions import ExecutionPlan, Recv, Send
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.timeline import Span
-from dynapipe_ext.topology import Topology
 
 Tensors = tuple[Any, ...]
 Batch = Mapping[str, Any]  # tensors of one micro-batch by name, as the collate function made them

@@ -14,16 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import SampleLength, chains
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import RankPrograms, lower
-from dynapipe_ext.executor.proof.step import verify_step, with_collectives
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.pieces import chains
+from dynapipe_ext.executor.proof import verify_step, with_collectives
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import Topology
 
 Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
 

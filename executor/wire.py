@@ -16,7 +16,8 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, assert_never
 
-from dynapipe_ext.activations import TensorSpec
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import TensorSpec
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor.instructions import (
     Backward,
@@ -33,8 +34,6 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.step_plan import Prediction
 
 VERSION = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dynapipe_ext.launch.signals import ending_signals_raise
+from dynapipe_ext.launch.processes.signals import ending_signals_raise
 
 _INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
 

@@ -2,52 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import SplitRule
-from dynapipe_ext.costs.abilities import prices_forwards_alone, replica_collectives_of
-from dynapipe_ext.costs.forwards import ForwardCosts
-from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import ConfigError, PlanError, short
-from dynapipe_ext.lengths import LengthArray, SampleLength, as_samples
-from dynapipe_ext.plan import (
+import numpy as np
+
+from dynapipe_ext.batch.micro_batches import (
     LAYER_RECOMPUTES,
     RECOMPUTES,
     GlobalBatchPlan,
     Layout,
+    LengthArray,
     LossNorm,
     Pieces,
     Recompute,
     ReplicaPlan,
+    SampleLength,
+    as_samples,
     check_cover,
 )
-from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_placed
-from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.certificate import batch_floor_ns, certify
-from dynapipe_ext.schedules.judge.shared_cores import SharedCores
-from dynapipe_ext.schedules.planner_settings import (
-    check_bounds,
-    check_collectives,
-    check_forward_only,
-    check_pieces,
-    check_types,
+from dynapipe_ext.batch.topology import (
+    ActivationFormat,
+    ReplicaCollectives,
+    ScheduleName,
+    Topology,
+    check_fill_waits,
+    check_placed,
 )
+from dynapipe_ext.costs.abilities import prices_forwards_alone, prices_pieces, replica_collectives_of
+from dynapipe_ext.costs.forwards import ForwardCosts
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean, short
+from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.judge.bounds import batch_floor_ns, certify
+from dynapipe_ext.schedules.judge.simulate import SharedCores
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import ReplicaCosts, StepPlan, predicted, replica_costs, shared_by_twins
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
-from dynapipe_ext.schedules.whole_or_pieces import whole_or_pieces
+from dynapipe_ext.settings.train_config import SplitRule
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_sizes
-from dynapipe_ext.splits.equal import check_enough
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.splits.rules import check_enough
+
+_BOUNDS = {"pad_multiple": (1, 1 << 24), "max_tokens": (0, 1 << 40), "effort": (0, 10**9)}
+_MOST_PIECE = 1 << 31
+_MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "layout": get_args(Layout),
+    "schedule": get_args(ScheduleName),
+    "rule": get_args(SplitRule),
+    "loss_norm": get_args(LossNorm),
+    "recompute": (*RECOMPUTES, None),
+}
+_SWITCHES = ("split_backward", "fill_waits", "equal_counts")
+
+
+def check_forward_only(planner: Planner) -> None:
+    """Refuse what concerns backwards. Errors: ConfigError."""
+    given = {
+        "schedule": planner.schedule != "adaptive",
+        "split_backward": planner.split_backward,
+        "fill_waits": planner.fill_waits,
+        "recompute": planner.recompute not in (None, "none"),
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigError(
+                f"{name} is {getattr(planner, name)!r} but steps of forwards alone have no backward:"
+                " leave it out, or take Planner.for_forwards(), which does"
+            )
+
+
+def check_pieces(planner: Planner) -> None:
+    """Refuse pieces where they cannot be. Errors: ConfigError naming the setting beside which they do not go."""
+    pieces = planner.pieces
+    if pieces != "auto" and (type(pieces) is not int or not planner.pad_multiple <= pieces <= _MOST_PIECE):
+        raise ConfigError(
+            f"pieces is {short(pieces)} but must be off, auto or the tokens of a piece, {planner.pad_multiple}"
+            f" (pad_multiple) to {_MOST_PIECE:,}"
+        )
+    beside = {
+        "layout": (planner.layout == "packed", 'pieces share packed rows with short documents: layout "packed"'),
+        "schedule": (planner.schedule == "adaptive", "published schedules know no pieces: the adaptive schedule"),
+        "rule": (planner.rule == "dynapipe-ext", "peers' rules cut in their own way: rule dynapipe-ext"),
+        "equal_counts": (not planner.equal_counts, "all pieces of a sample run on one replica: let counts differ"),
+    }
+    for name, (goes, why) in beside.items():
+        if not goes:
+            raise ConfigError(f"pieces is {pieces!r} with {name} {getattr(planner, name)!r}: {why}, or pieces off")
+    if not prices_pieces(planner.costs):
+        raise ConfigError(
+            f"pieces is {pieces!r} but these {type(planner.costs).__name__} have no price for pieces of long samples:"
+            " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts, without windows"
+            " and experts of a capacity), or pieces off"
+        )
+
+
+def check_types(planner: Planner) -> None:
+    """Refuse what is not of the declared class. Errors: ConfigError naming field, value and class."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "topology": (Topology,),
+        "format": (ActivationFormat, type(None)),
+        "collectives": (ReplicaCollectives, type(None)),
+        **dict.fromkeys(_SWITCHES, (bool,)),
+    }
+    for name, choices in kinds.items():
+        value = getattr(planner, name)
+        if not isinstance(value, choices):
+            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in choices)
+            raise ConfigError(f"{name} is {short(value)} but must be of type {wanted}: give such a value")
+    if not callable(getattr(planner.costs, "evaluate", None)):
+        raise ConfigError(f"costs are {short(planner.costs)}, which price nothing: give a cost model (TokenCosts)")
+
+
+def check_bounds(planner: Planner) -> None:
+    """Refuse values of another type or out of bounds. Errors: ConfigError naming value, bound and next move."""
+    limit = planner.memory_limit_bytes
+    if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= _MOST_BYTES:
+        raise ConfigError(
+            f"memory_limit_bytes is {short(limit)} but must be a number of 1 to 2^60: give the bytes of one rank's"
+            " device"
+        )
+    if type(planner.seed) is not int:
+        raise ConfigError(f"seed is {short(planner.seed)} but must be an integer: give one such as 0")
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(planner, name)
+        if type(value) is not int or not least <= value <= most:
+            raise ConfigError(
+                f"{name} is {short(value)} but must be an integer of {least} to {most:,}: give one within these bounds"
+            )
+    if planner.num_cores is not None and (type(planner.num_cores) is not int or planner.num_cores < 1):
+        raise ConfigError(
+            f"num_cores is {short(planner.num_cores)} but must be a number of at least 1, or None: give the cores that"
+            " all ranks share"
+        )
+    for name, choices in _CHOICES.items():
+        value = getattr(planner, name)
+        if not isinstance(value, str | None) or value not in choices:
+            near = did_you_mean(str(value), map(str, choices))
+            raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(map(str, choices))}{near}")
+
+
+def check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:
+    """Refuse a run whose micro-batches issue other collectives than the costs price. Errors: ConfigError."""
+    known = replica_collectives_of(costs)
+    if given and known and given.of_micro_batches != known.of_micro_batches:
+        raise ConfigError(
+            f"collectives {given.of_micro_batches} inside micro-batches and with their gradients were given, but the"
+            f" costs are those of a run with {known.of_micro_batches}: leave collectives out, or give the costs of this"
+            " run (zero_stage, ep)"
+        )
+
+
+def whole_or_pieces(
+    cuts: PieceCuts, least_whole_ns: int, whole: Callable[[], StepPlan], in_pieces: Callable[[], StepPlan]
+) -> StepPlan:
+    """The faster of the two plans, whole samples of equals. No plan of these can take less than `least_whole_ns`: where
+    pieces are expected to, they come first, and whole samples only if they did not. Else whole samples come first, and
+    pieces only if there is hope that they are faster.
+
+    Errors: PlanError where neither fits, with what whole samples say.
+    """
+    found: list[StepPlan] = []
+    refused: PlanError | None = None
+    pieces_first = cuts.makespan_ns <= least_whole_ns
+    if not pieces_first:
+        try:
+            found.append(whole())
+        except PlanError as error:
+            refused = error
+    if not found or cuts.hoped_ns < found[0].makespan_ns:
+        with suppress(PlanError):
+            found.append(in_pieces())
+    if not found:
+        if refused:
+            raise refused
+        return whole()
+    if pieces_first and found[0].makespan_ns > least_whole_ns:
+        with suppress(PlanError):
+            found.insert(0, whole())
+    return min(found, key=lambda plan: plan.makespan_ns)
+
 
 Schedules = tuple[PipelineSchedule, ...]
 
@@ -165,7 +305,7 @@ class Planner:
             return ReplicaCollectives()  # of a group of one, whatever they are
         raise ConfigError(
             f"{type(self.costs).__name__} do not say what dp {self.topology.dp} replicas issue together, and a plan"
-            " cannot be proven without: pass collectives=ReplicaCollectives() (dynapipe_ext.collectives) where"
+            " cannot be proven without: pass collectives=ReplicaCollectives() (dynapipe_ext.batch.topology) where"
             " gradients are reduced once at the end of a step (DDP, ZeRO 0 or 1), else its of_zero(stage)"
         )
 

@@ -6,16 +6,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, chains
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.pieces import chains
-from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.certificate import Certificate
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
-from dynapipe_ext.schedules.judge.simulate import SpanNs, bubble_ratio, last_end_ns, simulate_ns, trace_of
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.bounds import Certificate
+from dynapipe_ext.schedules.judge.simulate import (
+    SharedCores,
+    SpanNs,
+    bubble_ratio,
+    last_end_ns,
+    peak_bytes,
+    simulate_ns,
+    simulate_shared_ns,
+    trace_of,
+    validate,
+)
 from dynapipe_ext.timeline import Trace
 
 ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica

@@ -1,11 +1,11 @@
-"""JSON files with a named format: written whole or not at all, read with checks that name the file and the field."""
+"""JSON and TOML files, read with the place of a mistake and written whole."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,3 +117,35 @@ class Fields:
                 f"{self._where}: {name} is {short(value)}, expected {kind.__name__}; run again to rewrite it"
             )
         return value
+
+
+def toml_of(tables: Mapping[str, Mapping[str, Any]], *comments: str) -> str:
+    """One table after the other below the comments.
+
+    >>> print(toml_of({"run": {"steps": 2, "run_dir": ""}, "job": {"strict": True}}, "made by hand"))
+    # made by hand
+    <BLANKLINE>
+    [run]
+    steps = 2
+    run_dir = ""
+    <BLANKLINE>
+    [job]
+    strict = true
+    <BLANKLINE>
+    """
+    lines = [f"# {comment}" for comment in comments]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_value(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return json.dumps(value, ensure_ascii=False)  # a basic string of TOML escapes as JSON does
+        case list() | tuple():
+            return f"[{', '.join(map(_value, value))}]"
+        case _:
+            return repr(value)

@@ -1,6 +1,6 @@
 // Micro-batches that carry one sample between them (chains): what returns when, and what they need together.
 //
-// Twin: schedules/search/carried.py, and of `ChainNeeds` `_of_chains` in schedules/search/dispatch.py.
+// Twin: schedules/search/dispatch.py, and of `ChainNeeds` `_of_chains` in schedules/search/dispatch.py.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Samples exchanged between micro-batches of two sides. Twin: schedules/search/regroup.py.
+// Samples exchanged between micro-batches of two sides. Twin: schedules/search/optimizer.py.
 #pragma once
 
 #include <algorithm>

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, Recompute
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import COLUMNS, KINDS, LayerKind
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.plan import RECOMPUTES, Recompute
 
 A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
 

@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, PricesShapes
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES, Offload
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch, Recompute
-from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:
-    from dynapipe_ext.activations import ActivationFormat
-    from dynapipe_ext.collectives import ReplicaCollectives
+    from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives
     from dynapipe_ext.costs.floor import GrowingTimes
     from dynapipe_ext.costs.table_points import TablePoints
 

@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs import abilities
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import count_positions, fingerprint
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
-from dynapipe_ext.topology import Topology
 
 LETTERS = "FBIW"
 _MOST = 2.0**40

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.abilities import offload_of
 from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, ZeroStage, state_bytes
-from dynapipe_ext.lora import LoraSettings
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.lora_settings import LoraSettings
 
 
 def share_of_adapters(lora: LoraSettings, architecture: Architecture) -> float:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.floor import GrowingTimes, growing_times
@@ -29,10 +29,7 @@ from dynapipe_ext.costs.states import (
 )
 from dynapipe_ext.costs.tokens import carried_start, count_positions, fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.layer_kinds import kinds_of_stages
-from dynapipe_ext.plan import MicroBatch, Recompute
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import FloatArray
 from dynapipe_ext.costs.layers import LayerKind, encoder_end_stage, first_decoder_stage
 from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_parameters
-from dynapipe_ext.topology import Topology
 
 
 def parameter_counts(a: Architecture, tp: int) -> dict[str, int]:

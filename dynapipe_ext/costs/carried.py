@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 
 SUM_BYTES = 4  # gradients of keys and values are summed in fp32
 

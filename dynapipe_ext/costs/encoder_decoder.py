@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.links import Links
@@ -17,8 +19,6 @@ from dynapipe_ext.costs.tokens import fingerprint, topology_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_layers
-from dynapipe_ext.plan import MicroBatch, Recompute
-from dynapipe_ext.topology import Topology
 
 _SIDES = 5  # tokens of encoder and decoder; positions^2 of encoder, decoder, and across
 

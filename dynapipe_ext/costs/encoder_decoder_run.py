@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
@@ -21,8 +21,6 @@ from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_layers, states
-from dynapipe_ext.plan import MicroBatch, Recompute
-from dynapipe_ext.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.plan import MicroBatch
 
 
 def equivalent_shape(m: MicroBatch, grid: Grid | None) -> tuple[float, float, float]:

@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute
+from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
 from dynapipe_ext.costs.abilities import prices_pieces, refuse_carried
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.carried import CarriedPositions
@@ -20,12 +21,9 @@ from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, bytes_keeping_in
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, Offload, StateRecipe
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.costs.unfused import PlainLayers
-from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
 from dynapipe_ext.models.cluster import Cluster, Precision
-from dynapipe_ext.models.layer_kinds import kinds_of_stages
 from dynapipe_ext.models.memory import States, states
-from dynapipe_ext.plan import Layout, MicroBatch, Recompute
-from dynapipe_ext.topology import Topology
 
 LAYER_OVERHEAD_NS = 20_000  # of a forward or a backward of one layer: kernel launches, norms, residuals
 

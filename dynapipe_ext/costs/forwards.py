@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives
 from dynapipe_ext.costs.abilities import (
     activation_format_of,
     costs_as_json,
@@ -21,7 +21,6 @@ from dynapipe_ext.costs.abilities import (
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.plan import MicroBatch, Recompute
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives
 from dynapipe_ext.costs.abilities import activation_format_of, costs_as_json, prices_pieces, replica_collectives_of
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, PlanError, short
-from dynapipe_ext.plan import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)

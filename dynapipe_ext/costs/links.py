@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.topology import Topology
 
 _NS = 1_000_000_000
 

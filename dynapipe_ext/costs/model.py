@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 
 IntArray = npt.NDArray[np.int64]
 

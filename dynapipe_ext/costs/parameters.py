@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.states import Offload, StateBytes, StateRecipe, state_bytes
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.layer_kinds import kinds_of_stages
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
 
 
 def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topology:

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.costs.carried import SUM_BYTES, CarriedPositions
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.errors import DataError, short
-from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
 
 _MOST = 1e6  # ns or bytes for a position or a pair of them: so that those of the longest samples fit into 64 bits

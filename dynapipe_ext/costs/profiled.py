@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, Layout, MicroBatch, Recompute, SampleLength, round_up
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.beside_layers import once_bytes, parameter_counts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
@@ -26,11 +28,8 @@ from dynapipe_ext.costs.surface import (
 )
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, short
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import LAYER_RECOMPUTES, Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.reproducible import exp, log
-from dynapipe_ext.topology import Topology
 
 _TIMES, _LEAST_SHAPES, _FEWEST = ("forward_s", "backward_s"), 8, 3
 _SIZES = ("rows", "length", "decoder_len")  # of a shape, as it is written

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology
 from dynapipe_ext.costs.a100 import hidden_size_of, read_grids, read_parameter_bytes
 from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.beside_layers import once_by_stage, parameters_by_stage
@@ -33,8 +34,6 @@ from dynapipe_ext.costs.piece_surcharge import PieceSurcharges
 from dynapipe_ext.costs.table_json import STATES_PER_PARAMETER_BYTE, VALUE_BYTES, table_fields, table_to_json
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, Recompute
-from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:
     from dynapipe_ext.costs.table_points import TablePoints

@@ -14,11 +14,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import Recompute
 from dynapipe_ext.costs.floor import chain_ns_of
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.layers import COLUMNS, LayerKind
 from dynapipe_ext.costs.table import CostTable
-from dynapipe_ext.plan import Recompute
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

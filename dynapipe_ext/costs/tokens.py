@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.plan import MicroBatch, Recompute
-from dynapipe_ext.topology import Topology
 
 _MOST = 1 << 60
 _MOST_A_TOKEN = 1 << 31  # so that the longest sample stays within 64 bits

@@ -1,15 +1,21 @@
-"""Which samples form each global batch: a pure function of lengths, seed and epoch, with random access by step."""
+"""Global batches of an epoch, the position of a step in them, and the tensors of a micro-batch."""
 
 from __future__ import annotations
 
+import hashlib
+import operator
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import UnionType
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.errors import ConfigError, DataError, check_integer
-from dynapipe_ext.lengths import LengthArray, as_length_array
+from dynapipe_ext.batch.micro_batches import LengthArray, LossNorm, MicroBatch, SampleLength, as_length_array
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
 
 _WEYL = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, odd
 _MASK = (1 << 64) - 1
@@ -180,3 +186,225 @@ def _budget_starts(tokens: npt.NDArray[np.int64], tokens_per_batch: int) -> list
         start = bisect_right(ends, before + tokens_per_batch, lo=start)
         before = ends[start - 1]
     return starts
+
+
+PAD_TOKEN = 0
+
+
+def collate(
+    micro_batch: MicroBatch, samples: Sequence[TokenSample], *, loss_norm: LossNorm = "tokens"
+) -> dict[str, npt.NDArray[np.generic]]:
+    """tokens, labels, position_ids (int64) and loss_weights (float32), each (rows, S), S = `micro_batch.encoder_len`.
+
+    `samples` are those of `micro_batch.samples`, in the same order; a piece takes positions start to start + encoder.
+    loss_weights: 1 on target labels, or 1 / (target labels of the whole sample) under loss_norm "samples"; 0 elsewhere.
+    position_ids: those of `document_positions`.
+    Packed layout only: cu_seqlens, int32, the borders of `document_lengths`.
+
+    Errors: DataError where samples and micro-batch do not belong together, or a sample has a decoder side.
+    """
+    if loss_norm not in get_args(LossNorm):
+        raise ConfigError(f"loss_norm is {loss_norm!r}: choose from {', '.join(map(repr, get_args(LossNorm)))}")
+    if len(samples) != len(micro_batch.samples):
+        raise DataError(f"the micro-batch has {len(micro_batch.samples)} samples but {len(samples)} were given")
+    documents, positions = document_lengths(micro_batch), document_positions(micro_batch)
+    shape = (micro_batch.rows, micro_batch.encoder_len)
+    tokens = np.full(shape, PAD_TOKEN, np.int64)
+    labels = np.full(shape, PAD_TOKEN, np.int64)
+    weights = np.zeros(shape, np.float32)
+
+    packed = micro_batch.layout == "packed"
+    first = 0
+    for row, (planned, sample) in enumerate(zip(micro_batch.samples, samples, strict=True)):
+        _check_sample(planned, sample)
+        place = (0, slice(first, first + planned.encoder)) if packed else (row, slice(0, planned.encoder))
+        end = planned.start + planned.encoder
+        tokens[place] = sample.tokens[planned.start : end]
+        labels[place] = sample.tokens[planned.start + 1 : end + 1]
+        weight = 1.0 if loss_norm == "tokens" else 1.0 / max(1, sample.target)
+        weights[place] = np.where(sample.is_target[planned.start + 1 : end + 1], weight, 0.0)
+        first += planned.encoder
+
+    arrays: dict[str, npt.NDArray[np.generic]] = {"tokens": tokens, "labels": labels, "loss_weights": weights}
+    arrays["position_ids"] = positions
+    if packed:
+        arrays["cu_seqlens"] = np.cumsum((0, *documents)).astype(np.int32)
+    return arrays
+
+
+def document_lengths(micro_batch: MicroBatch) -> tuple[int, ...]:
+    """Positions of each document that attention is confined to, row by row, from the plan alone.
+
+    padded: every row is one document of S positions (its padding lies behind it, out of sight of causal attention).
+    packed: the samples, then the trailing padding as one more document if there is any; attention "row": the row.
+    They sum to rows x S.
+
+    >>> document_lengths(MicroBatch((SampleLength(0, 5), SampleLength(1, 9)), layout="packed", pad_multiple=8))
+    (5, 9, 2)
+    """
+    if not micro_batch.samples:
+        raise DataError("a micro-batch without samples cannot be collated: its plan is not valid")
+    for sample in micro_batch.samples:
+        if sample.decoder:
+            raise DataError(
+                f"sample {sample.index} has {sample.decoder} decoder positions but these arrays are for decoder-only "
+                "models: give lengths with 0 decoder positions"
+            )
+        if sample.encoder < 1 or sample.start < 0:
+            raise DataError(f"sample {sample.index} is planned with no positions or a negative start ({sample})")
+    row_len = micro_batch.encoder_len
+    if micro_batch.layout == "padded":
+        return (row_len,) * micro_batch.rows
+    if micro_batch.attention == "row":
+        return (row_len,)
+    documents = tuple(sample.encoder for sample in micro_batch.samples)
+    padding = row_len - sum(documents)
+    return (*documents, padding) if padding else documents
+
+
+def document_positions(micro_batch: MicroBatch) -> npt.NDArray[np.int64]:
+    """The place of every position in its document, int64, (rows, S), from the plan alone.
+
+    0 to S - 1 in every padded row and in a packed row with attention "row" (padding counts on); else they restart at 0
+    in each document and in the trailing padding. A piece starts at 0 too, but with attention "carried", where it
+    attends to the earlier ones, at its place in the sample.
+
+    >>> piece, whole = SampleLength(0, 3, start=5), SampleLength(1, 2)
+    >>> document_positions(MicroBatch((piece, whole), "packed", attention="carried")).tolist()
+    [[5, 6, 7, 0, 1]]
+    """
+    positions = [np.arange(length, dtype=np.int64) for length in document_lengths(micro_batch)]
+    if micro_batch.attention == "carried":
+        positions[0] += micro_batch.samples[0].start
+    return np.concatenate(positions).reshape(micro_batch.rows, micro_batch.encoder_len)
+
+
+def _check_sample(planned: SampleLength, sample: TokenSample) -> None:
+    if sample.index != planned.index:
+        raise DataError(
+            f"the plan has sample {planned.index} where sample {sample.index} was given: keep the plan's order"
+        )
+    tokens = np.asarray(sample.tokens)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or (tokens < 0).any():
+        raise DataError(
+            f"sample {sample.index} has tokens of shape {tokens.shape} and type {tokens.dtype}, the least of them"
+            f" {tokens.min() if tokens.size else None}: give a row of integers from 0 on"
+        )
+    if planned.start + planned.encoder > sample.positions:
+        raise DataError(
+            f"sample {sample.index} has {sample.positions} positions but its plan takes {planned.start} to "
+            f"{planned.start + planned.encoder}: the plan was made for other data"
+        )
+    end = planned.start + planned.encoder
+    target = int(np.count_nonzero(sample.is_target[planned.start + 1 : end + 1]))
+    if target != planned.target:
+        raise DataError(
+            f"sample {sample.index} has {target} target tokens in positions {planned.start} to {end} but its plan has "
+            f"{planned.target}: the plan was made for other data"
+        )
+
+
+SampleOrder = npt.NDArray[np.int64]  # shape (num_samples,): the sample indices of an epoch as a sampler gave them
+
+STATE_FORMAT = "dynapipe-loader/1"
+_STATE_TYPES: Mapping[str, type | UnionType] = {
+    "epoch": int,
+    "step": int,
+    "global_step": int,
+    "lengths": str,
+    "rule": Mapping,
+    "order": str | None,
+}
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepPosition:
+    """A global batch: `step` counts within its epoch, `global_step` the optimizer steps of the whole run before it."""
+
+    epoch: int = 0
+    step: int = 0
+    global_step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatchRule:
+    """How an epoch becomes global batches; exactly one of the two sizes is given. See `GlobalBatches`."""
+
+    batch_size: int | None = None
+    tokens_per_batch: int | None = None
+    shuffle: bool = False
+    drop_last: bool = False
+    seed: int = 0
+
+    def batches(self, lengths: LengthArray, epoch: int, order: SampleOrder | None = None) -> GlobalBatches:
+        return GlobalBatches(
+            lengths,
+            batch_size=self.batch_size,
+            tokens_per_batch=self.tokens_per_batch,
+            seed=self.seed,
+            epoch=epoch,
+            drop_last=self.drop_last,
+            shuffle=self.shuffle,
+            order=order,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def step_positions(
+    rule: GlobalBatchRule, lengths: LengthArray, start: StepPosition, order: SampleOrder | None = None
+) -> Iterator[tuple[StepPosition, tuple[int, ...]]]:
+    """Every place from `start` on with its sample indices: epoch after epoch without end, or the one epoch of `order`.
+
+    >>> start = StepPosition(epoch=4, step=1, global_step=9)
+    >>> steps = step_positions(GlobalBatchRule(batch_size=2), np.array([[5, 0, 5]] * 3), start)
+    >>> [next(steps) for _ in range(2)]
+    [(StepPosition(epoch=4, step=1, global_step=9), (2,)), (StepPosition(epoch=5, step=0, global_step=10), (0, 1))]
+    """
+    place = start
+    while True:
+        batches = rule.batches(lengths, place.epoch, order)
+        for step in range(place.step, len(batches)):
+            yield StepPosition(place.epoch, step, place.global_step + step - place.step), batches[step]
+        place = following_epoch(place, len(batches))
+        if order is not None:
+            return
+
+
+def following_epoch(place: StepPosition, num_steps: int) -> StepPosition:
+    """The first place after the epoch of `place`, whose epoch has `num_steps` steps."""
+    return StepPosition(place.epoch + 1, 0, place.global_step + num_steps - place.step)
+
+
+def order_of(sampler: Iterable[int], epoch: int) -> SampleOrder:
+    """All indices that a sampler gives for an epoch; it is told the epoch if it has torch's `set_epoch`."""
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+    try:
+        return np.fromiter((operator.index(index) for index in sampler), np.int64)
+    except TypeError as error:
+        raise DataError(f"the sampler must give single sample indices, not batches of them: {error}") from None
+
+
+def array_digest(array: npt.NDArray[np.int64]) -> str:
+    """Hash of the values and their shape, equal on all machines."""
+    header = f"{array.shape}".encode()
+    return hashlib.sha256(header + np.ascontiguousarray(array, dtype="<i8").tobytes()).hexdigest()
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Errors: DataError for what is no state of a loader, naming the key that is missing or of another type."""
+    told = state.get("format") if isinstance(state, Mapping) else state
+    if told != STATE_FORMAT:
+        raise DataError(f"loader state has format {short(told)} but {STATE_FORMAT!r} is read here")
+    for name, kind in _STATE_TYPES.items():
+        value = state.get(name, _MISSING)
+        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+            found = "missing" if value is _MISSING else short(value)
+            raise DataError(
+                f"{name} of the loader's state is {found}: it is not as state_dict() gave it, so load another"
+                " checkpoint, or start the loader anew without its state"
+            )

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import LengthArray
 from dynapipe_ext.data.batches import permutation
 from dynapipe_ext.data.dataset import TokenDataset, TokenSample
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.lengths import LengthArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.data.dataset import TokenSample
-from dynapipe_ext.data.token_file import new_array
+from dynapipe_ext.batch.micro_batches import LengthArray
+from dynapipe_ext.data.dataset import TokenSample, new_array
 from dynapipe_ext.errors import ConfigError, DataError, short
-from dynapipe_ext.lengths import LengthArray
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")

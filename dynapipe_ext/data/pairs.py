@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.data.collate import PAD_TOKEN
+from dynapipe_ext.batch.micro_batches import LengthArray, LossNorm, MicroBatch
+from dynapipe_ext.data.batches import PAD_TOKEN
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.held_out import SampleSubset
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.lengths import LengthArray
-from dynapipe_ext.plan import LossNorm, MicroBatch
 
 START_TOKEN = 0  # of every published T5: that of its padding
 
@@ -139,7 +138,7 @@ def pair_borders(micro_batch: MicroBatch) -> dict[str, Any]:
     padded: `encoder_padding` (rows, E), True behind a row's input, where any row has some. packed: `documents`, the
     positions of each sample among encoder and among decoder positions, with the padding of either as one more.
 
-    >>> from dynapipe_ext.lengths import SampleLength
+    >>> from dynapipe_ext.batch.micro_batches import SampleLength
     >>> samples = SampleLength(0, 5, 2, 2), SampleLength(1, 9, 4, 4)
     >>> pair_borders(MicroBatch(samples, "packed", pad_multiple=8))["documents"]
     ((5, 9, 2), (2, 4, 2))

@@ -1,15 +1,58 @@
-"""What a published transformer is made of, whatever framework holds it: sizes, families and their differences."""
+"""One description of a model: its sizes, the kinds of its layers, and what latent attention adds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.models.latent import LatentAttention, Yarn
-from dynapipe_ext.models.layer_kinds import check_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN (Peng et al. 2023): frequencies of less than `beta_slow` turns in the trained length are divided by
+    `factor`, those of more than `beta_fast` stay, and in between the two are blended.
+    """
+
+    factor: float
+    original_max_seq_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    kind: Literal["yarn"] = "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, sec. 2.1): keys and values of all heads come out of one latent vector,
+    queries out of another, or out of the hidden state where `q_rank` is 0. Of a head's query and key `plain_dim` values
+    are not turned and `rotary_dim` are; these, of keys, are the same for all heads.
+    """
+
+    q_rank: int
+    kv_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+
+    @property
+    def kept_values(self) -> int:
+        """Of a token, on every tensor parallel rank: latent vectors, what their norms make of them, the turned key."""
+        return 2 * self.q_rank + 2 * self.kv_rank + self.rotary_dim
+
+    def parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Weights of the projections."""
+        queries = num_heads * (self.plain_dim + self.rotary_dim)
+        to_queries = self.q_rank * (hidden_size + queries) if self.q_rank else hidden_size * queries
+        to_latent = hidden_size * (self.kv_rank + self.rotary_dim)
+        from_latent = self.kv_rank * num_heads * (self.plain_dim + self.value_dim)
+        return to_queries + to_latent + from_latent + hidden_size * num_heads * self.value_dim
+
 
 PublishedFamily = Literal[
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
@@ -389,3 +432,67 @@ class Architecture:
     def padded(self, tp: int = 1) -> Architecture:
         """The same with the vocabulary as `padded_vocab_size` rounds it: what costs are counted of."""
         return replace(self, vocab_size=self.padded_vocab_size(tp=tp))
+
+
+@lru_cache(maxsize=64)
+def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, range], ...]:
+    """Runs of layers of one make, from the first on: the model as if all of its layers were such, and which they are.
+
+    Of an encoder-decoder one, of its encoder. Windows of attention in some layers make no kind: they change no weights.
+    """
+    a = architecture
+    if not a.num_dense_layers:
+        return ((a, range(a.num_layers)),)
+    experts = replace(a, num_dense_layers=0, dense_ffn_hidden_size=0)
+    dense = replace(
+        experts,
+        ffn_hidden_size=a.dense_ffn_hidden_size,
+        num_experts=0,
+        top_k=0,
+        shared_ffn_hidden_size=0,
+        shared_expert_gate=False,
+        router_bias=False,
+        router_num_groups=0,
+        router_group_topk=0,
+    )
+    return ((dense, range(a.num_dense_layers)), (experts, range(a.num_dense_layers, a.num_layers)))
+
+
+def kinds_of_stages(
+    architecture: Architecture, layers_per_stage: Sequence[int]
+) -> list[tuple[Architecture, tuple[int, ...]]]:
+    """Each kind of layer with how many of it every stage has."""
+    ends = list(accumulate(layers_per_stage))
+    stages = [range(end - count, end) for end, count in zip(ends, layers_per_stage, strict=True)]
+    return [
+        (kind, tuple(max(0, min(own.stop, run.stop) - max(own.start, run.start)) for own in stages))
+        for kind, run in layer_kinds(architecture)
+    ]
+
+
+def check_experts(a: Architecture) -> None:
+    """Errors: ConfigError for sizes of experts, routers and dense layers that do not belong together."""
+    if a.top_k and not a.num_experts:
+        raise ConfigError(f"top_k {a.top_k} is of experts but num_experts is 0: give num_experts, or neither")
+    if a.num_experts and not 1 <= a.top_k <= a.num_experts:
+        raise ConfigError(f"top_k is {a.top_k} but must be 1 to num_experts {a.num_experts}")
+    if (a.shared_ffn_hidden_size and not a.num_experts) or (a.shared_expert_gate and not a.shared_ffn_hidden_size):
+        raise ConfigError(
+            f"shared_ffn_hidden_size is {a.shared_ffn_hidden_size} and shared_expert_gate"
+            f" {a.shared_expert_gate} with num_experts {a.num_experts}: a gate is of a shared expert, which"
+            " is of a mixture"
+        )
+    dense, width = a.num_dense_layers, a.dense_ffn_hidden_size
+    if not 0 <= dense < a.num_layers or (dense > 0) != (width > 0) or (dense and not a.num_experts):
+        raise ConfigError(
+            f"num_dense_layers is {dense} of {a.num_layers} layers, dense_ffn_hidden_size {width}, num_experts"
+            f" {a.num_experts}: dense layers come before those of experts, and have a width of their own"
+        )
+    groups, taken = a.router_num_groups, a.router_group_topk
+    if (groups or taken) and not (
+        0 < taken < groups and a.num_experts % groups == 0 and a.top_k <= taken * (a.num_experts // groups)
+    ):
+        raise ConfigError(
+            f"router_group_topk is {taken} of router_num_groups {groups}: it must be below it, and these be equal parts"
+            f" of num_experts {a.num_experts} that hold top_k {a.top_k}; 0 and 0 where all experts may be taken"
+        )

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.layer_kinds import layer_kinds
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.models.architecture import Architecture, layer_kinds
 
 
 @dataclass(frozen=True, slots=True)

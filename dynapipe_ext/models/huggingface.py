@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
 from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields, rope_fields
-from dynapipe_ext.models.deepseek_config import deepseek_config, deepseek_values
-from dynapipe_ext.models.gemma_config import as_llama, gemma_config, gemma_values
-from dynapipe_ext.suggestion import did_you_mean
+from dynapipe_ext.models.family_configs import as_llama, deepseek_config, deepseek_values, gemma_config, gemma_values
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",

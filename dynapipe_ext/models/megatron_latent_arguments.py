@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.deepseek_config import LATENT_NORM_EPS, router_fault
-from dynapipe_ext.models.latent import LatentAttention, Yarn
+from dynapipe_ext.models.architecture import Architecture, LatentAttention, Yarn
+from dynapipe_ext.models.family_configs import LATENT_NORM_EPS, router_fault
 
 # Arguments that only models of latent attention may have at other values than the usual ones.
 OF_LATENT = (

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, DataError, reason, short
+from dynapipe_ext.errors import ConfigError, DataError, did_you_mean, reason, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import read_arguments
-from dynapipe_ext.suggestion import did_you_mean
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.latent import LatentAttention
-from dynapipe_ext.models.layer_kinds import layer_kinds
+from dynapipe_ext.models.architecture import Architecture, LatentAttention, layer_kinds
 
 ModelSide = Literal["", "encoder", "decoder"]
 GroupKind = Literal[

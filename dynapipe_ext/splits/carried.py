@@ -9,9 +9,8 @@ from itertools import islice
 from operator import attrgetter
 from typing import Literal
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, Pieces, Recompute, SampleLength, round_up
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch, Pieces, Recompute, round_up
 from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs, fill_lightest, in_row_order
 from dynapipe_ext.splits.rules import piece
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import Attention, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import Attention, MicroBatch, Recompute
 from dynapipe_ext.splits.padded import bottleneck
 
 # Micro-batches -> (bottleneck ns, bytes) of each. Raises PlanError for one that cannot run.

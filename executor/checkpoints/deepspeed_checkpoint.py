@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.config import CheckpointSettings
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
 from dynapipe_ext.executor.checkpoints.manifest import MODEL_FOLDER, RunState, read_manifest, refuse_other_model
-from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, gathered
-from dynapipe_ext.executor.stages.transformers_part import TransformersPart
-from dynapipe_ext.executor.stages.transformers_saving import SAVING_FAULTS, join_stages, write_stages
+from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, gathered
+from dynapipe_ext.executor.stages.transformers.part import TransformersPart
+from dynapipe_ext.executor.stages.transformers.saving import SAVING_FAULTS, join_stages, write_stages
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
+from dynapipe_ext.settings.train_config import CheckpointSettings
 
 _LATEST = "latest"
 

@@ -1,25 +1,39 @@
-"""Saves a rank's model and optimizer with where the run stands, all ranks together, and puts them back.
-
-saver = CheckpointSaver(root, chunks, optimizer, arguments, keep_last=2, keep_best=True)
-saver.save(run_state)        # every rank, between two steps
-saver.advance()              # every rank, once a step: ends a save in the background, or raises its error
-
-manifest = load_checkpoint(latest(root), chunks, optimizer, model=sizes)
-"""
+"""Megatron's torch_dist: a rank's tensors, and all ranks' checkpoint together."""
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, BinaryIO
 
+import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from dynapipe_ext.errors import DataError, ExecutionError
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.all_ranks import SavingRanks
 from dynapipe_ext.executor.checkpoints.manifest import (
@@ -27,15 +41,190 @@ from dynapipe_ext.executor.checkpoints.manifest import (
     OptimizerPlace,
     RunState,
     SavedTensor,
+    StoredChunk,
     read_manifest,
     refuse_other_model,
 )
-from dynapipe_ext.executor.stages.collectives import named_collectives
-from dynapipe_ext.executor.stages.megatron import Chunks
-from dynapipe_ext.executor.stages.megatron_optimizer import SHARDING, MegatronOptimizer
+from dynapipe_ext.executor.stages.accumulator import gather_json, named_collectives
+from dynapipe_ext.executor.stages.megatron.optimizer import SHARDING, MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron.stage import Chunks
 
-if TYPE_CHECKING:  # it needs megatron, which is imported once its CUDA calls are settled
-    from dynapipe_ext.executor.checkpoints.megatron_tensors import TensorWriter
+METADATA = ".metadata"
+_Rows = list[list[Any]]  # key, dtype ("" for an object), whole shape, chunk's begin, chunk's shape, offset, bytes
+
+
+class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
+    """megatron-core's save strategy of one checkpoint: this rank's shards, one after the other, in one file.
+
+    `async_save` gives the writing as a request; with `copy_first` it copies the shards to memory at once, so that
+    weights may change meanwhile. After it `finish`, on all ranks, says whether all of them could.
+    """
+
+    def __init__(self, *, copy_first: bool = False) -> None:
+        super().__init__("torch_dist", 1)
+        self._copy_first = copy_first
+        self._file = f"__{dist.get_rank()}_0.distcp"
+        self._rows: _Rows = []
+        self._fault = ""
+        self._metadata = b""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+        copied = io.BytesIO()
+        if self._copy_first:
+            self._rows.extend(_write_shards(copied, sharded_state_dict))
+
+        def fill(file: BinaryIO) -> None:
+            if self._copy_first:
+                file.write(copied.getbuffer())
+            else:
+                self._rows.extend(_write_shards(file, sharded_state_dict))
+
+        return AsyncRequest(self._write, (Path(checkpoint_dir), fill), [])
+
+    def _write(self, folder: Path, fill: Callable[[BinaryIO], object]) -> None:
+        """Keeps an error until `finish`: there all ranks learn of it together, where one alone would let them wait."""
+        try:
+            with (folder / self._file).open("wb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:
+            self._fault = f"rank {dist.get_rank()} could not write {folder / self._file} ({error})"
+
+    def finish(self, device: torch.device) -> Mapping[str, SavedTensor]:
+        """On all ranks: what lies where. Errors: ExecutionError on all ranks."""
+        everyone = gather_json([self._file, self._fault, self._rows], device)
+        if faults := [fault for _, fault, _ in everyone if fault]:
+            raise ExecutionError(f"the checkpoint was not saved: {faults[0]}: make room there, then resume")
+        objects = [
+            (key, StoredChunk((), (), file, offset, num_bytes))
+            for file, _, rows in everyone
+            for key, dtype, _, _, _, offset, num_bytes in rows
+            if not dtype
+        ]
+        tensors: dict[str, tuple[str, tuple[int, ...], list[StoredChunk]]] = {}
+        for file, _, rows in everyone:
+            for key, dtype, whole, begin, shape, offset, num_bytes in rows:
+                if dtype:
+                    found = tensors.setdefault(key, (dtype, tuple(whole), []))
+                    found[2].append(StoredChunk(tuple(begin), tuple(shape), file, offset, num_bytes))
+        index = {key: SavedTensor(dtype, whole, tuple(chunks)) for key, (dtype, whole, chunks) in tensors.items()}
+        if dist.get_rank() == 0:
+            self._metadata = pickle.dumps(_metadata(index, objects))
+        return index
+
+    def write_metadata(self, folder: Path) -> None:
+        """On rank 0, after `finish`: for Megatron, what lies where, and by which strategy it was written."""
+        (folder / METADATA).write_bytes(self._metadata)
+        save_config(CheckpointingConfig(self.backend, self.version), str(folder))
+
+
+def _write_shards(file: BinaryIO, state: Any) -> Iterator[list[Any]]:
+    """Rows of what this rank writes: of several ranks that hold the same, Megatron names one."""
+    for shard in nested_values(state):
+        if not is_main_replica(shard.replica_id):
+            continue
+        offset = file.tell()
+        if isinstance(shard, ShardedObject):
+            torch.save([shard.data], file)
+            yield [shard.unique_key, "", [], [], [], offset, file.tell() - offset]
+        else:
+            block = shard.data.detach()[(None,) * shard.prepend_axis_num].to("cpu", copy=True).contiguous()
+            torch.save(block, file)
+            dtype = str(shard.dtype).removeprefix("torch.")
+            yield [
+                shard.key, dtype, [*shard.global_shape], [*shard.global_offset], [*block.shape], offset,
+                file.tell() - offset,
+            ]  # fmt: skip
+
+
+def _metadata(index: Mapping[str, SavedTensor], objects: list[tuple[str, StoredChunk]]) -> Metadata:
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, stored in objects:
+        entries[key] = BytesStorageMetadata()
+        places[MetadataIndex(key)] = _StorageInfo(stored.file, stored.offset, stored.num_bytes)
+    for key, tensor in index.items():
+        chunks = [ChunkStorageMetadata(torch.Size(chunk.begin), torch.Size(chunk.shape)) for chunk in tensor.chunks]
+        properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+        entries[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        for chunk in tensor.chunks:
+            place = _StorageInfo(chunk.file, chunk.offset, chunk.num_bytes)
+            places[MetadataIndex(key, torch.Size(chunk.begin))] = place
+    return Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=StorageMeta())
+
+
+def read_tensors(folder: Path, index: Mapping[str, SavedTensor], state: Any) -> None:
+    """Fill the tensors that a sharded state dict is made of, in place; its objects, empty here, stay as they are.
+
+    A tensor whose key ends a master weight's may be stored under another of its names: see `_stored`.
+    Errors: DataError naming the key that the checkpoint lacks or holds in another shape or dtype.
+    """
+    sharded, _, _ = load_preprocess(state)
+    with torch.no_grad():
+        for shard in nested_values(sharded):
+            if isinstance(shard, ShardedTensor):
+                _fill(folder, _stored(folder, index, shard), shard)
+
+
+_MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
+
+
+def _stored(folder: Path, index: Mapping[str, SavedTensor], shard: ShardedTensor) -> SavedTensor:
+    """By its own key; a master weight also by the names that Megatron's other optimizers give it. Where weights are
+    float32 they are their own masters."""
+    names = [shard.key]
+    for prefix in _MASTERS:
+        if shard.key.startswith(prefix):
+            weight = shard.key.removeprefix(prefix)
+            names += [*(other + weight for other in _MASTERS), weight]
+    dtype = str(shard.dtype).removeprefix("torch.")
+    found = [index[name] for name in names if name in index]
+    if not found:
+        raise DataError(f"{folder} lacks {shard.key}: it is of another model, or was saved without its optimizer")
+    if found[0].shape != tuple(shard.global_shape) or found[0].dtype != dtype:
+        raise DataError(
+            f"{folder} holds {shard.key} as {found[0].dtype} {list(found[0].shape)}, but the model has {dtype}"
+            f" {list(shard.global_shape)}: resume with the model it was saved with"
+        )
+    return found[0]
+
+
+def _fill(folder: Path, stored: SavedTensor, shard: ShardedTensor) -> None:
+    target = shard.data[(None,) * shard.prepend_axis_num]
+    missing = target.numel()
+    for chunk in stored.chunks:
+        begins = [max(a, b) for a, b in zip(chunk.begin, shard.global_offset, strict=True)]
+        ends = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(chunk.begin, chunk.shape, shard.global_offset, target.shape, strict=True)
+        ]
+        if any(end <= begin for begin, end in zip(begins, ends, strict=True)):
+            continue
+        block = _read(folder, shard.key, chunk)
+        here = target[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, shard.global_offset, strict=True))]
+        here.copy_(block[tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, chunk.begin, strict=True))])
+        missing -= here.numel()
+    if missing:
+        raise DataError(f"{folder} lacks {missing:,} of the values of {shard.key}: resume from another checkpoint")
+
+
+def _read(folder: Path, key: str, chunk: StoredChunk) -> torch.Tensor:
+    path = folder / Path(chunk.file).name
+    try:
+        with path.open("rb") as file:
+            file.seek(chunk.offset)
+            block = torch.load(io.BytesIO(file.read(chunk.num_bytes)), map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise DataError(f"{path} holds no tensor at byte {chunk.offset:,} ({error}): resume from another") from error
+    if not isinstance(block, torch.Tensor) or tuple(block.shape) != chunk.shape:
+        raise DataError(f"{path} holds no {list(chunk.shape)} of {key} at byte {chunk.offset:,}: resume from another")
+    return block
+
 
 _PACKAGES = ("dynapipe-ext", "torch", "megatron-core")
 
@@ -94,8 +283,6 @@ class CheckpointSaver:
 
     def _started(self, run: RunState) -> _Pending:
         from megatron.core import dist_checkpointing
-
-        from dynapipe_ext.executor.checkpoints.megatron_tensors import TensorWriter
 
         model, place = _model_state(self._chunks), self._optimizer.place
         progress = {"iteration": run.step, "consumed_train_samples": run.num_samples, "no_save_rng": True}
@@ -174,7 +361,6 @@ def load_checkpoint(
     `model` is compared with the RunState's. Nothing is unpickled but tensors.
     Errors: DataError naming what the folder lacks, or in what its model differs.
     """
-    from dynapipe_ext.executor.checkpoints.megatron_tensors import read_tensors
 
     manifest = read_manifest(folder)
     refuse_other_model(manifest.run.model, model, folder)

@@ -18,14 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dynapipe_ext.config import CheckpointSettings
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
 from dynapipe_ext.executor.checkpoints.manifest import OPTIMIZER_FILES, RunState, read_manifest, refuse_other_model
-from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
-from dynapipe_ext.executor.stages.transformers_part import TransformersPart
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_folder
-from dynapipe_ext.executor.stages.transformers_saving import (
+from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
+from dynapipe_ext.executor.stages.transformers.part import TransformersPart
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder
+from dynapipe_ext.executor.stages.transformers.saving import (
     ADAPTER_FILE,
     SAVING_FAULTS,
     join_stages,
@@ -33,6 +32,7 @@ from dynapipe_ext.executor.stages.transformers_saving import (
     write_stages,
 )
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
+from dynapipe_ext.settings.train_config import CheckpointSettings
 
 
 def parts_saver(

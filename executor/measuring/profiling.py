@@ -20,23 +20,23 @@ from typing import Any, TypeVar, assert_never
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batching.inference.memory_profiling import is_out_of_memory, measure_on
 from dynapipe_ext.costs.piece_surcharge import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.data.pairs import pair_borders
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import (
+from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
     destroy_parallel,
     initialize_parallel,
     transformer_config,
 )
-from dynapipe_ext.inference.memory_profiling import is_out_of_memory, measure_on
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.step_plan import Prediction
-from dynapipe_ext.topology import Topology
 
 _NUM_LAYERS = 2
 _SECONDS_EACH = 0.5  # one measurement of an action may take altogether; short actions are repeated in it
@@ -200,7 +200,7 @@ class LayerProfiler:
             model.decoder.layers = torch.nn.ModuleList()  # type: ignore[union-attr]
         if self._num_sides == 1:
             return MegatronStage([wrap_ddp(model, config)])
-        from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
+        from dynapipe_ext.executor.stages.megatron.t5 import t5_stage
 
         return t5_stage([wrap_ddp(model, config)])
 

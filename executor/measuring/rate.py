@@ -18,24 +18,22 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.device import process_group_backend
-from dynapipe_ext.executor.stages.megatron import packed_parameters
-from dynapipe_ext.executor.stages.megatron_model import (
+from dynapipe_ext.executor.stages.chunk_runner import StoredBytes
+from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
     destroy_parallel,
     initialize_parallel,
     transformer_config,
 )
-from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.layer_kinds import layer_kinds
-from dynapipe_ext.plan import Layout, MicroBatch
+from dynapipe_ext.executor.stages.megatron.stage import packed_parameters
+from dynapipe_ext.models.architecture import Architecture, layer_kinds
 from dynapipe_ext.reproducible import non_negative_least_squares
-from dynapipe_ext.topology import Topology
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SHAPES = ((1, 32), (2, 64), (4, 128), (2, 512), (8, 128))  # rows, positions

@@ -16,15 +16,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import Topology
 
 DUMP_FORMAT, DUMPED_PLANNER_FORMAT = "dynapipe-dump/1", "dynapipe-dumped-planner/1"
 

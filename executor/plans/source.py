@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from dynapipe_ext.data.batches import StepPosition
 from dynapipe_ext.errors import PlanError, StoreError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.plans.step_positions import StepPosition
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import ProvenStep
 from dynapipe_ext.executor.store.keys import Keys
-from dynapipe_ext.executor.store.wait import StoreTimeoutError
+from dynapipe_ext.executor.store.memory import StoreTimeoutError
 from dynapipe_ext.executor.wire import decode, sealed, unseal
 
 _SLICE_S = 0.25  # how often a rank that waits for its plan looks for a failed or silent planner

@@ -1,15 +1,132 @@
-"""How the gradients of a step's micro-batches are summed: the seam that deterministic mode swaps."""
+"""Where gradients are summed, plainly or exactly, and the names of collectives in errors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.stages.exact_sums import ExactSums, Sum
+
+# What gloo and NCCL say of a peer that is late or gone; both raise plain RuntimeErrors (torch 2.6 to 2.13).
+_SIGNS = ("timed out", "timeout", "connection closed", "connection reset", "gloo", "nccl", "broken pipe", "socket")
+
+
+@contextmanager
+def named_collectives(what: str) -> Iterator[None]:
+    """Turn a backend's error within into an ExecutionError that says what this rank was doing."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error).lower() for sign in _SIGNS):
+            raise
+        reason = str(error).splitlines()[0]
+        raise ExecutionError(
+            f"{what}: another rank that takes part in it is late or gone ({reason}):"
+            " look at the first message of the other ranks"
+        ) from error
+
+
+def send_json(value: Any, source: int, group: Any, device: Any) -> Any:
+    """What rank `source` gives, anything that JSON holds, on every rank of the group. Nothing is pickled."""
+    import torch
+    import torch.distributed as dist
+
+    text = json.dumps(value).encode() if dist.get_rank() == source else b""
+    size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    dist.broadcast(size, source, group=group)
+    row = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if text:
+        row.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(row, source, group=group)
+    return json.loads(row.cpu().numpy().tobytes())
+
+
+def gather_json(value: Any, device: Any) -> list[Any]:
+    """Every rank's `value`, anything that JSON holds, on every rank in their order. Nothing is pickled."""
+    import torch
+    import torch.distributed as dist
+
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64, device=device))
+    longest = max(int(size) for size in sizes)
+    rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+    return [json.loads(row[: int(size)].cpu().numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+Sum = Callable[[torch.Tensor], None]  # over ranks, in place
+
+_SCALE_BITS = 44
+_SCALE, _LIMIT = float(2**_SCALE_BITS), float(2 ** (62 - _SCALE_BITS))
+
+
+class ExactSums:
+    """For each parameter the sum of the gradients that are added to it, as int64 with 44 bits behind the point.
+
+    What is below 2^-45 rounds away, far under the 1e-8 that Adam adds to its denominators. Costs 8 bytes a value.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.parameters = tuple(parameters)
+        device = self.parameters[0].device if self.parameters else None
+        sizes = [parameter.numel() for parameter in self.parameters]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        # Of the magnitudes of all sums on the way: no order of theirs comes to more than the sum of largest entries.
+        self._bounds = torch.zeros(len(sizes), dtype=torch.float64, device=device)
+        parts = zip(self.parameters, torch.split(self._flat, sizes), self._bounds, strict=True)
+        self._of = {parameter: (part.view(parameter.shape), bound) for parameter, part, bound in parts}
+
+    def clear(self) -> None:
+        self._flat.zero_()
+        self._bounds.zero_()
+
+    @torch.no_grad()
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if gradient.numel():
+            total, bound = self._of[parameter]
+            bound += torch.linalg.vector_norm(gradient, torch.inf)
+            total += gradient.double().mul_(_SCALE).round_().long()
+
+    def sum_all(self, ranks: Sum) -> None:
+        """Add up the sums of ranks that hold the same parameters."""
+        ranks(self._flat)
+        ranks(self._bounds)
+
+    def sum_over(self, ranks: Sum, parameters: Sequence[torch.Tensor]) -> None:
+        """Add up the sums of some parameters. All ranks give those of one order; what one has no sum of, a parameter
+        that does not train or a stand-in of its shape, counts nothing."""
+        found = [self._of.get(parameter, self._nothing(parameter)) for parameter in parameters]
+        for parts in zip(*found, strict=True):
+            whole = torch.cat([part.reshape(-1) for part in parts])
+            ranks(whole)
+            for part, summed in zip(parts, torch.split(whole, [part.numel() for part in parts]), strict=True):
+                part.copy_(summed.view(part.shape))
+
+    def _nothing(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(parameter, dtype=torch.int64), self._bounds.new_zeros(())
+
+    def check(self) -> None:
+        """Errors: ExecutionError where a sum may have left the range of fixed point."""
+        too_large = self._bounds[self._bounds.isfinite() & (self._bounds >= _LIMIT)]
+        if too_large.numel():
+            raise ExecutionError(
+                f"gradients as large as {float(too_large.max()):.3g} leave the fixed-point range {_LIMIT:.3g} of exact"
+                " sums: lower the learning rate, clip, or sum without deterministic mode (the plain accumulator)"
+            )
+
+    def value(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The sum in float64, to be rounded once; NaN where a gradient was not finite."""
+        total, bound = self._of[parameter]
+        value = total.double().div_(_SCALE)
+        return torch.where(bound.isfinite(), value, torch.nan)
+
 
 # Weights that another rank has a copy of, each with the sum over the ranks that have one.
 Copies = Mapping[torch.nn.Parameter, Sum]

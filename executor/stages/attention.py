@@ -17,8 +17,15 @@ from typing import Any
 
 import torch
 
+from dynapipe_ext.batch.packed_attention import (
+    Borders,
+    DocumentRule,
+    VarlenKernel,
+    attend,
+    attend_by_kernel,
+    kernel_for,
+)
 from dynapipe_ext.executor.stages.carried_keys import AttentionKernel, CarriedPiece
-from dynapipe_ext.packing.kernels import Borders, DocumentRule, VarlenKernel, attend, attend_by_kernel, kernel_for
 
 
 def _document_lengths(packed: Any) -> Sequence[int]:

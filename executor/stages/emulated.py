@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from dynapipe_ext.activations import ActivationFormat, TensorSpec
+from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.instructions import Buffer, ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors

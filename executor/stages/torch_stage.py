@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
 from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
 from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
-from dynapipe_ext.plan import MicroBatch
 
 Module = Callable[..., Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]

@@ -30,7 +30,7 @@ from redis.retry import Retry
 
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.wait import overdue
+from dynapipe_ext.executor.store.memory import overdue
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from dynapipe_ext.activations import TensorSpec
+from dynapipe_ext.batch.topology import TensorSpec
 from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors, Transport
 

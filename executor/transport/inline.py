@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, ExecutionError, check_timeout
 from dynapipe_ext.executor.instructions import Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors
-from dynapipe_ext.topology import Topology
 
 _Lane = tuple[int, int, int]  # lower rank, higher rank, communicator
 

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.batch.topology import Coordinates, Topology
 from dynapipe_ext.errors import ConfigError, check_timeout
 from dynapipe_ext.executor.device import rank_device
-from dynapipe_ext.executor.transport.groups import make_group, make_pipeline_groups
-from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
-from dynapipe_ext.topology import Coordinates, Topology
+from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_group, make_pipeline_groups
 
 
 class ParallelContext:

@@ -17,13 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.activations import DTYPE_BYTES
+from dynapipe_ext.batch.topology import DTYPE_BYTES, Topology
 from dynapipe_ext.errors import ExecutionError, check_timeout
 from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors
-from dynapipe_ext.executor.transport.groups import Groups
-from dynapipe_ext.executor.transport.torch_p2p import check_tensors, empty_tensors
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.executor.transport.torch_p2p import Groups, check_tensors, empty_tensors
 
 _HEADER_LEN = 24
 _CLOSE_S = 1.0

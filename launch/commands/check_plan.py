@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, ReplicaPlan
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import VerificationError
@@ -27,9 +27,9 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     read_lengths,
     run_collectives,
 )
-from dynapipe_ext.plan import GlobalBatchPlan, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, replica_costs
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.check.buffers import with_buffers
 from dynapipe_ext.tools.check.check_plan import Lengths, check, micro_batch_of
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from rich.table import Table
 
+from dynapipe_ext.batching.inference.memory_records import MemoryRecord, RecordFile
+from dynapipe_ext.batching.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.inference.memory_records import MemoryRecord, RecordFile
-from dynapipe_ext.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.launch.command_parser import add_json, dtype, ending
-from dynapipe_ext.tools.console import deliver, say_loading
+from dynapipe_ext.tools.console import counted, deliver, say_loading
 from dynapipe_ext.tools.progress import WorkProgress
-from dynapipe_ext.tools.wording import counted
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if not Path(args.model).exists():  # said before torch is loaded
         raise DataError(f"{args.model} does not exist: give a model's folder, or its config.json")
     say_loading("torch", "transformers")
-    from dynapipe_ext.inference.memory_profiling import (
+    from dynapipe_ext.batching.inference.memory_profiling import (
         beams_of,
         check_lengths,
         collect,

@@ -21,11 +21,11 @@ from rich.text import Text
 import dynapipe_ext.errors
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DynaPipeError
-from dynapipe_ext.executor.megatron.clone import clone_version, misfits
+from dynapipe_ext.executor.drop_in.clone import clone_version, misfits
 from dynapipe_ext.executor.proven_step import PROVEN_RULE
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import limit_threads
-from dynapipe_ext.launch.redis_server import RedisServer, find_server_binary
+from dynapipe_ext.launch.store.redis_server import RedisServer, find_server_binary
 from dynapipe_ext.tools.console import deliver, say_loading
 
 _MEGATRON_VERSIONS = ((0, 16), (0, 20))  # from, up to but without: pyproject.toml has the same
@@ -219,7 +219,7 @@ def _attention() -> Check:
     if _is_cpu_build():
         return Check("attention", True, "sdpa")
     try:
-        kernels = importlib.import_module("dynapipe_ext.packing.kernels")
+        kernels = importlib.import_module("dynapipe_ext.batch.packed_attention")
     except ModuleNotFoundError as error:
         return Check("attention", False, f"unknown without {error.name}")
     unusable = {kernel.name: kernels.load_kernel(kernel)[1] for kernel in kernels.KERNELS}

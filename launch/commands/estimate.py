@@ -10,18 +10,18 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from dynapipe_ext.config import PlacementChoice, TrainConfig
+from dynapipe_ext.batch.micro_batches import Layout, Pieces
+from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.states import RECIPES, StateRecipe
-from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, add_pieces, add_truncate, cut_at, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
-from dynapipe_ext.launch.job import topology_of
-from dynapipe_ext.launch.model_folder import prediction_line
+from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.model_folder import prediction_line
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.models.presets import PRESETS, read_model
-from dynapipe_ext.plan import Layout, Pieces
-from dynapipe_ext.suggestion import did_you_mean
+from dynapipe_ext.settings.train_config import PlacementChoice, TrainConfig
 from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.estimate.config import settings, toml_text, train_fault
 from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data
@@ -30,7 +30,6 @@ from dynapipe_ext.tools.estimate.ranking import Estimate, Search, estimate
 from dynapipe_ext.tools.estimate.table import Prices, estimate_json, show_estimate, trainable
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
-from dynapipe_ext.topology import placement_of
 
 _PIPE_COLUMNS = 190  # no terminal to fit into
 _MOST_TOKENS_PER_BATCH = 4 << 20  # what large models were trained with

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynapipe_ext.batch.micro_batches import RECOMPUTES
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
@@ -13,7 +14,6 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.models.presets import read_model
-from dynapipe_ext.plan import RECOMPUTES
 from dynapipe_ext.tools.account.flops import Account, account, accounts_of_report, flops_table, read_log
 from dynapipe_ext.tools.console import deliver
 

@@ -14,18 +14,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
-from dynapipe_ext.launch.agent import LOST_STATUS, NodeEnd, NodePlace, RendezvousBackend, run_agent, torchrun_command
-from dynapipe_ext.launch.cluster import JobError, say_at_once
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.commands import train
 from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, named_interface, store_password
-from dynapipe_ext.launch.job import topology_of, variants
-from dynapipe_ext.launch.named_files import missing_file, refuse_missing_file
-from dynapipe_ext.launch.network import interface_towards, refuse_unknown_host
-from dynapipe_ext.launch.nodes import (
+from dynapipe_ext.launch.job.job import topology_of, variants
+from dynapipe_ext.launch.job.model_folder import refuse_unsupported
+from dynapipe_ext.launch.job.run_data import missing_file, refuse_missing_file
+from dynapipe_ext.launch.processes.agent import (
+    LOST_STATUS,
+    NodeEnd,
+    NodePlace,
+    RendezvousBackend,
+    run_agent,
+    torchrun_command,
+)
+from dynapipe_ext.launch.processes.cluster import JobError, say_at_once
+from dynapipe_ext.launch.processes.network import interface_towards, refuse_unknown_host
+from dynapipe_ext.launch.processes.nodes import (
     FOLLOW_FLAG,
     Host,
     Nodes,
@@ -35,13 +42,13 @@ from dynapipe_ext.launch.nodes import (
     run_on_nodes,
     shell_line,
 )
-from dynapipe_ext.launch.outcome import reason_of, report_what_ran
-from dynapipe_ext.launch.ray_nodes import RayNodes
-from dynapipe_ext.launch.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
-from dynapipe_ext.launch.secret_file import read_secret
-from dynapipe_ext.launch.train import is_done
-from dynapipe_ext.launch.transformers_settings import refuse_unsupported
-from dynapipe_ext.launch.user_store import asked_store
+from dynapipe_ext.launch.processes.ray_nodes import RayNodes
+from dynapipe_ext.launch.processes.scratch import read_secret
+from dynapipe_ext.launch.rank.train_rank import is_done
+from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
+from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
+from dynapipe_ext.launch.store.user_store import asked_store
+from dynapipe_ext.settings.train_config import TrainConfig
 
 _EPILOG = """examples:
   dynapipe launch --config mine.toml

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from dynapipe_ext.config import PlacementChoice, TrainConfig
+from dynapipe_ext.batch.micro_batches import Layout, SampleLength
+from dynapipe_ext.batch.topology import ScheduleName, Topology
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.abilities import layers_to_place, over_topology
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
@@ -24,21 +25,17 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     priced_costs,
     run_collectives,
 )
-from dynapipe_ext.launch.job import trained_costs
-from dynapipe_ext.launch.placement import followed_placement, placement_trials, trials_table
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import Layout
-from dynapipe_ext.schedule_names import ScheduleName
-from dynapipe_ext.schedules.judge.certificate import free_batch_ns, with_bounds
+from dynapipe_ext.launch.job.job import trained_costs
+from dynapipe_ext.launch.job.placement import followed_placement, placement_trials, trials_table
+from dynapipe_ext.schedules.judge.bounds import free_batch_ns, with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.placements import PlacementTrial
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.train_config import PlacementChoice, TrainConfig
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
-from dynapipe_ext.tools.console import deliver, output
+from dynapipe_ext.tools.console import counted, deliver, output, percent
 from dynapipe_ext.tools.show.certificate import certificate_of_file, certificate_table
 from dynapipe_ext.tools.show.plan import of_proven_step, read_plan, rendered_plan
-from dynapipe_ext.tools.wording import counted, percent
-from dynapipe_ext.topology import Topology
 
 _MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _MOST_LIMIT_S = 1e6

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import MOST_POSITIONS, LengthArray, SampleLength, as_length_array, sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.a100 import A100_HIDDEN_SIZE
 from dynapipe_ext.costs.abilities import activation_format_of, has_decoder, over_topology, replica_collectives_of
 from dynapipe_ext.costs.interchange import read_cost_file
@@ -19,7 +18,7 @@ from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, reason, short
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at
-from dynapipe_ext.launch.job import (
+from dynapipe_ext.launch.job.job import (
     TRAIN_COLLECTIVES,
     analytic_costs,
     architecture_of,
@@ -29,11 +28,10 @@ from dynapipe_ext.launch.job import (
     topology_of,
     trained_costs,
 )
-from dynapipe_ext.launch.measured_model import refuse_table_of_other_model
-from dynapipe_ext.lengths import MOST_POSITIONS, LengthArray, SampleLength, as_length_array, sample_lengths
+from dynapipe_ext.launch.job.run_costs import refuse_table_of_other_model
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.json_file import parse_json
-from dynapipe_ext.tools.wording import counted
-from dynapipe_ext.topology import Topology
 
 MOST_BYTES = 1 << 60  # of a rank
 MOST_HIDDEN_SIZE = 1 << 20

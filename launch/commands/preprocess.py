@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dynapipe_ext.config_data import TemplateChoice
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.indexed_dataset import index_lengths, is_indexed, lengths_path, read_index, write_lengths
+from dynapipe_ext.data.mixture import unknown_tasks
 from dynapipe_ext.data.preprocessing import preprocess as work
 from dynapipe_ext.data.preprocessing.encoders import Encoder, Specials, lost_characters
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
@@ -25,7 +25,6 @@ from dynapipe_ext.data.preprocessing.inputs import Form, InputFile, TextUnit, fi
 from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, Workers, usable_cores
 from dynapipe_ext.data.reading import COMPRESSED
-from dynapipe_ext.data.tasks_file import unknown_tasks
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import (
     MAX_INPUT_HELP,
@@ -37,6 +36,7 @@ from dynapipe_ext.launch.command_parser import (
 )
 from dynapipe_ext.launch.commands.preprocess_choices import chosen_encoding, chosen_tasks, named_encoder
 from dynapipe_ext.launch.env import child_environment
+from dynapipe_ext.settings.data_settings import TemplateChoice
 from dynapipe_ext.tools.console import deliver
 
 _OF_TEXT = (  # options that an .idx cannot follow

@@ -7,24 +7,24 @@ from typing import Any
 
 from rich.console import Console
 
-from dynapipe_ext.config_data import DataSettings, check_data_settings
 from dynapipe_ext.data.length_bounds import SideBounds
+from dynapipe_ext.data.mixture import Tasks, read_tasks
 from dynapipe_ext.data.preprocessing.encoders import Encoder, gpt2_encoder, load_encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import InputFile
 from dynapipe_ext.data.preprocessing.preprocess import train_bpe
 from dynapipe_ext.data.preprocessing.rendering import RecordFields
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
-from dynapipe_ext.data.tasks_file import Tasks, read_tasks
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import cut_at
-from dynapipe_ext.launch.data_form import (
+from dynapipe_ext.launch.job.data_form import (
     DataForm,
     form_of,
     is_encoder_decoder,
     is_model_folder,
     tokenizer_to_train_with,
 )
+from dynapipe_ext.settings.data_settings import DataSettings, check_data_settings
 
 
 def chosen_encoding(

@@ -19,29 +19,26 @@ from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.tokens import fingerprint
-from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, dtype, ending
 from dynapipe_ext.launch.env import RankEnv, limit_threads
-from dynapipe_ext.launch.job import architecture_of
-from dynapipe_ext.launch.outcome import versions
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.launch.job.job import architecture_of
+from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.run.outcome import versions
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import read_model
-from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, Recompute, round_up
 from dynapipe_ext.reproducible import exp, log
-from dynapipe_ext.suggestion import did_you_mean
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.profile_errors import errors_of_pieces, errors_table, held_out_errors
-from dynapipe_ext.tools.console import deliver, say_loading
+from dynapipe_ext.tools.console import counted, deliver, say_loading
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
-from dynapipe_ext.tools.wording import counted
-from dynapipe_ext.topology import Topology
 
 _FORMAT = "dynapipe-profile-part/1"
 _MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
@@ -113,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     import dynapipe_ext.executor.measuring.profiling  # noqa: F401  # once, before ranks are forked
-    from dynapipe_ext.executor.stages import megatron_cpu
+    from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 
     megatron_cpu.install()  # imports megatron, once too
     torch.set_num_threads(limit_threads())  # more would count as CPU seconds of one

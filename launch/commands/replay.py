@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.text import Text
 
+from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DataError, DynaPipeError, short
 from dynapipe_ext.executor.plans.dump import DUMP_FORMAT, DUMPED_PLANNER_FORMAT, planner_digest, replicas_json
 from dynapipe_ext.executor.proven_step import ProvenStep, prove
 from dynapipe_ext.launch.command_parser import ending
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.tools.console import output
 from dynapipe_ext.tools.json_file import Fields, read_json

@@ -6,14 +6,13 @@ import argparse
 from pathlib import Path
 
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.csv_notation import to_csv
-from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import peak_bytes
+from dynapipe_ext.schedules.notation import to_csv
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
-from dynapipe_ext.suggestion import did_you_mean
 from dynapipe_ext.tools.console import output
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.show.schedule import (

@@ -13,37 +13,40 @@ from typing import Any
 
 from rich.console import Console
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.command_parser import (
+    add_setting_flags,
     add_truncate,
     cut_at,
     degrees,
     ending,
+    given_settings,
 )
 from dynapipe_ext.launch.env import RankEnv, debug_settings, limit_threads, num_cores
-from dynapipe_ext.launch.job import check_batches, check_fits, settled_steps, topology_of, variants
-from dynapipe_ext.launch.listeners import require_loggers
-from dynapipe_ext.launch.model_folder import dropout_line, prediction_line, settings_of_model, usual_settings
-from dynapipe_ext.launch.outcome import keeping_what_ran
-from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
-from dynapipe_ext.launch.process_title import set_process_title
-from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import (
+from dynapipe_ext.launch.job.job import check_batches, check_fits, settled_steps, topology_of, variants
+from dynapipe_ext.launch.job.model_folder import (
+    adapters_line,
+    dropout_line,
+    prediction_line,
+    refuse_unsupported,
+    settings_of_model,
+    usual_settings,
+)
+from dynapipe_ext.launch.job.placement import followed_placement, settled_placement, trials_table
+from dynapipe_ext.launch.job.run_costs import resumed_costs, settle_costs
+from dynapipe_ext.launch.job.run_data import (
     check_data,
     data_lines,
     refuse_other_data,
     refuse_pieces,
     run_data,
 )
-from dynapipe_ext.launch.run_directory import RunDirectory, place_of_resumed, run_to_resume
-from dynapipe_ext.launch.setting_flags import add_setting_flags, given_settings
-from dynapipe_ext.launch.train import (
+from dynapipe_ext.launch.processes.cluster import run_local, set_process_title
+from dynapipe_ext.launch.rank.rank_log import require_loggers
+from dynapipe_ext.launch.rank.train_rank import (
     TrainingJob,
     data_progress,
     rank_title,
@@ -53,9 +56,12 @@ from dynapipe_ext.launch.train import (
     to_go_on_from,
     train_rank,
 )
-from dynapipe_ext.launch.trained_model import refuse_output
-from dynapipe_ext.launch.transformers_settings import adapters_line, refuse_unsupported
-from dynapipe_ext.launch.user_store import asked_store, greet_store
+from dynapipe_ext.launch.run.outcome import keeping_what_ran
+from dynapipe_ext.launch.run.run_directory import RunDirectory, place_of_resumed, run_to_resume
+from dynapipe_ext.launch.run.trained_model import refuse_output
+from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store.user_store import asked_store, greet_store
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import say_loading
 
 _EPILOG = """examples:
@@ -181,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     described = config.model.described
     if config.model.init_from and (described is None or described.family != "transformers"):
         say_loading("torch")
-        from dynapipe_ext.launch.initial_weights import open_initial_weights
+        from dynapipe_ext.launch.job.model_folder import open_initial_weights
 
         open_initial_weights(config.model.init_from, described)
     address = asked_store(args.store, insecure=args.insecure_store)
@@ -242,7 +248,7 @@ def _rank(job: TrainingJob, env: RankEnv) -> int:
 def _import_once(config: TrainConfig) -> None:
     """What the ranks need, imported before they are forked: once instead of once a rank."""
     say_loading("torch", "megatron-core")
-    from dynapipe_ext.executor.stages import megatron_cpu
+    from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 
     megatron_cpu.install()
     needed = ["launch.variant_run", "executor.store.redis"]

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from dynapipe_ext.batching.inference.memory_records import read_records
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.inference.memory_records import read_records
 from dynapipe_ext.launch.command_parser import add_json, ending
-from dynapipe_ext.tools.console import deliver, say_loading
+from dynapipe_ext.tools.console import counted, deliver, say_loading
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
-from dynapipe_ext.tools.wording import counted
 
 if TYPE_CHECKING:
     say_loading("scipy", "sklearn")
-    from dynapipe_ext.inference.memory_training import Training
+    from dynapipe_ext.batching.inference.memory_training import Training
 
 
 _EPILOG = """examples:
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--seed is {args.seed}: 0 or more is needed")
     found = read_records(args.records)
     say_loading("scipy", "sklearn")
-    from dynapipe_ext.inference.memory_training import NUM_FITS, train
+    from dynapipe_ext.batching.inference.memory_training import NUM_FITS, train
 
     with WorkProgress("fits", NUM_FITS) as progress:
         if found.cut:

@@ -1,20 +1,28 @@
-"""Lower bounds of the makespan over all orders on a given placement: the certificate of a schedule.
-
-One machine at a time (the heads-and-tails bound of Carlier 1982, in Jackson's preemptive form): on a rank, each action
-is a job that cannot start before its micro-batch's earlier work is done (head) and must be followed by its later work
-(tail). With preemption the best order is known, largest tail first, so its value bounds every order. It includes the
-rank's whole work plus the least head and tail, and each micro-batch's longest chain.
-"""
+"""What no plan beats: bounds of a schedule, of a cut batch, of the whole batch, and the certificate of them."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
-from dynapipe_ext.costs.model import MicroBatchCosts
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.costs.abilities import floor_of
+from dynapipe_ext.costs.floor import GrowingTimes
+from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.costs.table_points import NEVER_NS, PointTable, TablePoints
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
+
+if TYPE_CHECKING:
+    from dynapipe_ext.schedules.step_plan import StepPlan
 
 Job = tuple[int, int, int]  # head_ns, duration_ns, tail_ns
 
@@ -190,3 +198,349 @@ def _preemptive_ns(jobs: Sequence[Job]) -> int:
             now += left
             best = max(best, now - minus_tail)
     return best
+
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_NEXT_TO_NOTHING_NS = 1e-12  # of a square, where attention took no time that was measured
+_ROUNDING_NS = 3  # of F and B (or I and W) of one micro-batch on one stage, in the floor and in what it is held against
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFloor:
+    """Least times. One entry a pipeline rank: `work_ns` of all samples, `head_ns` before it, `tail_ns` after it (0 for
+    split backwards, since W may come last). `chain_ns`: the longest of the samples' least dependency chains; with
+    pieces, the longest sample's work on its busiest rank."""
+
+    work_ns: FloatArray
+    head_ns: FloatArray
+    tail_ns: FloatArray
+    chain_ns: float
+
+    def bound_ns(self, dp: int) -> int:
+        whole_ns = float((np.maximum(0, self.work_ns) / dp + self.head_ns + self.tail_ns).max())
+        return max(0, int(max(whole_ns, self.chain_ns)))
+
+
+def batch_floor(
+    costs: CostModel,
+    lengths: Sequence[tuple[int, int]],
+    stage_ranks: Sequence[int],
+    *,
+    split: bool,
+    packed: bool,
+    pieces: bool = False,
+    memory_limit_bytes: int | None = None,
+) -> BatchFloor | None:
+    """The floor of whole samples of these (encoder, decoder) lengths; None for a cost model without a `floor`, for no
+    samples, and where a sample has no shape that can be priced (or fits the limit).
+
+    With `packed` it holds for packed and padded micro-batches alike, else for padded ones alone (and is higher on
+    measured tables). `split` allows I and W in place of B. With `pieces` it holds for plans that cut long samples, too;
+    None where a measured table has no prices of them.
+    """
+    if not len(lengths):
+        return None
+    encoder, decoder = np.array(lengths, np.int64).reshape(-1, 2).T
+    width = int(decoder.max()) + 1
+    pairs, counts = np.unique(encoder * width + decoder, return_counts=True)
+    needs = np.stack(np.divmod(pairs, width), axis=1)
+    ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
+    match floor_of(costs, stage_ranks, split=split):
+        case None:
+            return None
+        case GrowingTimes() as growing:
+            times = _growing(growing, needs, counts, ranks, split, pieces)
+        case points if pieces and points.attended_ns is None:
+            return None
+        case points if packed or pieces:
+            times = _packed(points, needs.astype(np.float64), counts, points.attended_ns if pieces else None)
+        case points:
+            times = _padded(points, needs.astype(np.float64), counts, memory_limit_bytes)
+    work_ns, head_ns, tail_ns, chain_ns = times
+    if max(work_ns.max(), head_ns.max(), tail_ns.max(), chain_ns) >= INFEASIBLE:
+        return None
+    num_stages, before = len(stage_ranks), np.array([own[0] for own in ranks])
+    num_parts = int((counts * needs[:, 0]).sum() if pieces else counts.sum())
+    longest = int(needs[:, 0].max()) if pieces else 2
+    return BatchFloor(
+        work_ns=work_ns - _ROUNDING_NS * num_parts * np.array([len(own) for own in ranks]),
+        head_ns=head_ns - _ROUNDING_NS * before,
+        tail_ns=tail_ns - (0 if split else _ROUNDING_NS) * before,
+        chain_ns=chain_ns - longest * _ROUNDING_NS * num_stages,
+    )
+
+
+_Times = tuple[FloatArray, FloatArray, FloatArray, float]  # as in BatchFloor, before rounding
+
+
+def _padded(points: TablePoints, needs: FloatArray, counts: IntArray, memory_limit_bytes: int | None) -> _Times:
+    def least(tables: Sequence[PointTable], some: FloatArray) -> list[FloatArray]:
+        place = points.place(some)
+        fits = None if memory_limit_bytes is None else points.fits(place, memory_limit_bytes)
+        return [table.least(place, fits) for table in tables]
+
+    first, last = _extreme(needs, least=True), _extreme(needs, least=False)
+    work = [math.fsum(counts * values) for values in least(points.work, needs)]
+    return (
+        np.array([work[j] for j in points.work_of]),
+        np.array([values.min() for values in least(points.head, first)]),
+        np.array([values.min() for values in least(points.tail, first)]),
+        float(least([points.chain], last)[0].max()),
+    )
+
+
+def _extreme(needs: FloatArray, *, least: bool) -> FloatArray:
+    """The pairs of lengths that no other pair is at most (at least) in both: the others' floors lie within theirs.
+
+    >>> _extreme(np.array([[1.0, 3.0], [2.0, 1.0], [2.0, 4.0]]), least=True).tolist()
+    [[2.0, 1.0], [1.0, 3.0]]
+    """
+    sign = 1 if least else -1
+    kept, best = [], np.inf
+    for pair in needs[np.lexsort((sign * needs[:, 0], sign * needs[:, 1]))]:
+        if sign * pair[0] < best:
+            kept.append(pair)
+            best = sign * pair[0]
+    return np.array(kept)
+
+
+def _packed(points: TablePoints, needs: FloatArray, counts: IntArray, attended_ns: Sequence[float] | None) -> _Times:
+    """Of whole samples; with `attended_ns` of ranks, of samples in pieces as well."""
+    lengths = np.stack(np.meshgrid(*points.axes, indexing="ij"), axis=-1).reshape(-1, 2)
+    totals = (counts[:, None] * _features(needs)).sum(axis=0)  # whole numbers: exact in any order
+
+    def largest(table: PointTable, held: FloatArray, most_square_ns: float = math.inf) -> float:
+        return _largest_price(lengths, table.values.min(axis=0).ravel(), held, points.has_decoder, most_square_ns)
+
+    longest = [_features(need[None])[0] for need in _extreme(needs, least=False)]
+    if attended_ns is None:
+        works = [largest(table, totals) for table in points.work]
+        work = [works[j] for j in points.work_of]
+        chain = max(largest(points.chain_of_row, held) for held in longest)
+    else:
+        ranks = [(points.work[j], attended / 2) for j, attended in zip(points.work_of, attended_ns, strict=True)]
+        work = [largest(table, totals, most) for table, most in ranks]
+        chain = max(largest(table, held, most) for (table, most), held in product(ranks, longest))
+    heads, tails = ([table.values.min() for table in tables] for tables in (points.head, points.tail))
+    return np.array(work), np.array(heads), np.array(tails), chain
+
+
+def _features(lengths: FloatArray) -> FloatArray:
+    """Of (encoder, decoder) lengths (n, 2): encoder, decoder, both, both squared; shape (n, 4)."""
+    both = lengths.sum(axis=1)
+    return np.stack([lengths[:, 0], lengths[:, 1], both, both**2], axis=1)
+
+
+def _largest_price(
+    points: FloatArray, cost: FloatArray, totals: FloatArray, has_decoder: bool, most_square_ns: float
+) -> float:
+    """The most that prices of features can add up to in `totals` while no point's price exceeds its cost, nor that of a
+    square `most_square_ns`."""
+    run = cost < INFEASIBLE
+    features, cost = _features(points[run]), cost[run]
+    if not has_decoder:
+        use = features[:, 2:] / cost[:, None]
+        if most_square_ns < math.inf:
+            use = np.vstack([use, [0.0, 1 / max(most_square_ns, _NEXT_TO_NOTHING_NS)]])
+        return _two_prices(use, totals[2:])
+    with np.errstate(divide="ignore"):
+        return float((totals * (cost[:, None] / features).min(axis=0)).max())
+
+
+def _two_prices(use: FloatArray, totals: FloatArray) -> float:
+    """max p . totals over p >= 0 with use p <= 1, which bounds both: at a corner of two constraints, or on an axis.
+
+    >>> _two_prices(np.array([[0.25, 0.5], [0.5, 0.25]]), np.array([3.0, 3.0]))
+    8.0
+    """
+    i, j = np.triu_indices(len(use), 1)
+    determinant = use[i, 0] * use[j, 1] - use[j, 0] * use[i, 1]
+    crossing = np.abs(determinant) > 1e-12 * use[i, 0] * use[j, 1]
+    i, j, determinant = i[crossing], j[crossing], determinant[crossing]
+    corners = np.stack([use[j, 1] - use[i, 1], use[i, 0] - use[j, 0]], axis=1) / determinant[:, None]
+    prices = np.concatenate([corners[(corners >= 0).all(axis=1)], np.eye(2)])
+    # Each is scaled onto its tightest constraint: what breaks none keeps its value. No matrix products: their last bits
+    # differ between machines.
+    used = prices[:, :1] * use[:, 0] + prices[:, 1:] * use[:, 1]
+    return float(((prices[:, 0] * totals[0] + prices[:, 1] * totals[1]) / used.max(axis=1)).max())
+
+
+def _growing(
+    growing: GrowingTimes,
+    needs: IntArray,
+    counts: IntArray,
+    ranks: Sequence[Sequence[int]],
+    split: bool,
+    pieces: bool,
+) -> _Times:
+    num_samples = int(counts.sum())
+    together, alone = (growing.padded(rows, needs) for rows in (num_samples, 1))
+    if max(together.forward.max(), alone.forward.max()) >= INFEASIBLE:
+        never = np.full(len(ranks), NEVER_NS)
+        return never, never, never, NEVER_NS
+    whole = together.forward + together.backward
+    work = np.array([math.fsum(whole[list(own)].sum(axis=0) * counts) / num_samples for own in ranks])
+    work = work - [float(growing.rounding_ns[list(own)].sum()) for own in ranks]
+    least = growing.padded(1, np.array([[1, 0]])) if pieces else alone
+    upstream = [np.cumsum(np.vstack([0 * x[:1], x]), axis=0).min(axis=1) for x in (least.forward, least.backward)]
+    firsts = [own[0] for own in ranks]
+    tail = np.zeros(len(ranks)) if split else upstream[1][firsts]
+    chain = alone.chain
+    if pieces:
+        chain = np.max([(alone.forward + alone.backward)[list(own)].sum(axis=0) for own in ranks], axis=0)
+    return work, upstream[0][firsts], tail, float(chain.max())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Bounds of a step in ns; entry d of `replicas` belongs to data-parallel rank d.
+
+    `batch_ns`: no plan of these samples on so many replicas ends earlier under the same memory limit, whatever its
+    split into padded micro-batches (into padded or packed ones, if the plan packs), order, recomputation and replicas;
+    without split backwards, unless the plan has them; and of whole samples, unless the plan has long ones in pieces:
+    then of either. None where no such bound is known: a cost model other than the four of this package, or samples cut
+    at the ends of fixed rows. `free_batch_ns`: the same wherever layers live on as many ranks, with any memory: the
+    least work of the samples over the ranks. `certify` leaves it to who shows it (`free_batch_ns`).
+    """
+
+    makespan_ns: int
+    replicas: tuple[ReplicaBounds, ...]
+    batch_ns: int | None
+    free_batch_ns: int | None = None
+
+    @property
+    def bound_ns(self) -> int:
+        """No order of these micro-batches can be faster: the largest bound of any replica."""
+        return max((replica.best_ns for replica in self.replicas), default=0)
+
+    @property
+    def gap(self) -> float | None:
+        """Makespan over `bound_ns`, less 1; None where nothing is to be done."""
+        return _gap(self.makespan_ns, self.bound_ns)
+
+    @property
+    def batch_gap(self) -> float | None:
+        """Makespan over `batch_ns`, less 1; None without that bound."""
+        return _gap(self.makespan_ns, self.batch_ns)
+
+
+def certify(
+    step_plan: StepPlan,
+    costs: CostModel,
+    samples: Sequence[SampleLength],
+    *,
+    memory_limit_bytes: int | None = None,
+    like: StepPlan | None = None,
+) -> Certificate:
+    """The certificate of a plan of `samples` under `costs`; without a limit there is no byte-time bound, and
+    the batch bound is that without one. Replicas that still are those of a plan `like` this one, certified under the
+    same limit, keep their bounds.
+
+    Errors: PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
+    """
+    known: dict[tuple[int, int], ReplicaBounds] = {}  # by whose schedule and costs they are of
+    if like is not None and like.certificate is not None:
+        before = zip(like.schedules, like.costs, like.certificate.replicas, strict=True)
+        known = {(id(schedule), id(priced)): bounds for schedule, priced, bounds in before}
+    pairs = list(zip(step_plan.schedules, step_plan.costs, strict=True))
+    for schedule, priced in pairs:
+        if (pair := (id(schedule), id(priced))) not in known:
+            known[pair] = replica_bounds(
+                schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes
+            )
+    replicas = tuple(known[id(schedule), id(priced)] for schedule, priced in pairs)
+    ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
+    certificate = Certificate(
+        makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
+        replicas=replicas,
+        batch_ns=_least_ns(step_plan, costs, samples, ranks, dp, memory_limit_bytes),
+    )
+    for name, bound_ns in (("these micro-batches", certificate.bound_ns), ("this batch", certificate.batch_ns or 0)):
+        if bound_ns > certificate.makespan_ns:
+            raise PlanError(
+                f"the plan of step {step_plan.batch.step} takes {certificate.makespan_ns} ns but no plan of {name} can"
+                f" take less than {bound_ns} ns: it was priced by another cost model or limit; plan it again"
+            )
+    return certificate
+
+
+def free_batch_ns(step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength]) -> int | None:
+    """A certificate's `free_batch_ns`: all work on one rank, over the number of ranks."""
+    ranks = step_plan.schedules[0].stage_ranks
+    work_ns = _least_ns(step_plan, costs, samples, (0,) * len(ranks), 1, None)
+    return None if work_ns is None else work_ns // (len(set(ranks)) * len(step_plan.schedules))
+
+
+def _least_ns(
+    step_plan: StepPlan,
+    costs: CostModel,
+    samples: Sequence[SampleLength],
+    stage_ranks: Sequence[int],
+    dp: int,
+    memory_limit_bytes: int | None,
+) -> int | None:
+    """The floor of all plans of the kind that this one is, on such ranks."""
+    micro_batches = step_plan.batch.micro_batches
+    pieces = any(m.attention == "carried" for m in micro_batches)
+    if not pieces and sum(len(m.samples) for m in micro_batches) != len(samples):
+        return None
+    return batch_floor_ns(
+        costs,
+        samples,
+        stage_ranks,
+        dp=dp,
+        split=any(schedule.is_split for schedule in step_plan.schedules),
+        packed=any(m.layout == "packed" for m in micro_batches),
+        pieces=pieces,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+def batch_floor_ns(
+    costs: CostModel,
+    samples: Sequence[SampleLength],
+    stage_ranks: Sequence[int],
+    *,
+    dp: int,
+    split: bool,
+    packed: bool,
+    pieces: bool = False,
+    memory_limit_bytes: int | None = None,
+) -> int | None:
+    """No plan of these samples on `dp` replicas ends earlier, of whole ones or with `pieces` of either; None where that
+    is not known, as for samples that are cut already."""
+    if any(sample.start for sample in samples):
+        return None
+    floor = batch_floor(
+        costs,
+        [(s.encoder, s.decoder) for s in samples],
+        stage_ranks,
+        split=split,
+        packed=packed,
+        pieces=pieces,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    return None if floor is None else floor.bound_ns(dp)
+
+
+def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, Any]:
+    """A dynapipe-plan/1 object with the certificate in it: "bounds" of each replica's prediction, "batch_bound_s" and
+    "free_batch_bound_s"."""
+    replicas = []
+    for raw, bounds in zip(plan["replicas"], certificate.replicas, strict=True):
+        told = {
+            "stage_s": bounds.stage_ns / 1e9,
+            "chain_s": bounds.chain_ns / 1e9,
+            "heads_tails_s": bounds.heads_tails_ns / 1e9,
+        }
+        if bounds.byte_time_ns is not None:
+            told["byte_time_s"] = bounds.byte_time_ns / 1e9
+        replicas.append({**raw, "predicted": {**raw["predicted"], "bounds": told}})
+    whole = {"batch_bound_s": certificate.batch_ns, "free_batch_bound_s": certificate.free_batch_ns}
+    return {**plan, "replicas": replicas, **{name: ns / 1e9 for name, ns in whole.items() if ns is not None}}
+
+
+def _gap(makespan_ns: int, bound_ns: int | None) -> float | None:
+    return makespan_ns / bound_ns - 1 if bound_ns else None

@@ -25,8 +25,7 @@ from dataclasses import replace
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.memory import peak_bytes, static_bytes
-from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate_ns, static_bytes
 
 Ran = tuple[Action, int, int]  # action, start_ns, end_ns
 

@@ -1,19 +1,4 @@
-"""Dispatch rules: how ranks that are free choose among what is ready, under a byte limit, on any placement.
-
-The reference of the native core's `pipeline.hpp`: both make the same choices in the same order.
-
-Forwards of a stage run in injection order, and so do its gradients. A forward is admitted where its stored bytes fit
-beside what is held, with the working bytes that it and the backwards of the micro-batches inside will need. With one
-stage a rank that cannot block: a stage that lacks the oldest micro-batch in flight holds nothing older, so it has room.
-Where a rank holds several stages, an admission must leave the micro-batches in flight able to complete one after the
-other, oldest first (Dijkstra's banker, with a fixed order, which makes the test local to the rank).
-
-Where micro-batches carry a sample between them (chains), gradients run in the order of `Returns`. The first piece takes
-the bytes of all on a stage, and each gives back its own; a cap stops no forward before the head of the returns has
-come. When the oldest that has not come to a stage lacks room there, nothing is inside but chains that span its place,
-and these it must fit beside in any run of this order: so it is the order that blocks, not a choice. The banker's walk
-over the positions lets whole ones come and go, and chains come with their first piece and go with their last.
-"""
+"""One pass that orders actions rank by rank: admission, dispatch rules, and pieces of one sample in a chain."""
 
 from __future__ import annotations
 
@@ -21,8 +6,116 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dynapipe_ext.pieces import Chain
-from dynapipe_ext.schedules.search.carried import Returns
+from dynapipe_ext.batch.micro_batches import Chain
+from dynapipe_ext.costs.model import MicroBatchCosts
+
+
+def start_orders(costs: MicroBatchCosts, chains: Sequence[Chain] = ()) -> list[list[int]]:
+    """Natural, ascending, descending, alternating between the two halves, and cheap at both ends (a short fill and
+    drain, and neighbours alike). Micro-batches of a chain stand one behind the other, and count as one."""
+    times = (costs.forward_ns + costs.backward_ns).sum(axis=0).tolist()
+    later = {m for chain in chains for m in chain[1:]}
+    units = {m: (m,) for m in range(len(times)) if m not in later} | {chain[0]: chain for chain in chains}
+    work = {m: sum(times[k] for k in unit) for m, unit in units.items()}
+    ascending = sorted(units, key=lambda m: (work[m], m))
+    half = len(ascending) // 2
+    alternating = [m for pair in zip(ascending[half:], ascending[:half], strict=False) for m in pair]
+    alternating += [ascending[-1]] if len(ascending) % 2 else []
+    hill = ascending[::2] + ascending[1::2][::-1]
+    orders = [sorted(units), ascending, ascending[::-1], alternating, hill]
+    return [[k for m in order for k in units[m]] for i, order in enumerate(orders) if order not in orders[:i]]
+
+
+def splitmix64(state: int) -> tuple[int, int]:
+    """Next state and a random number of 64 bits (Steele, Lea and Flood 2014): the same on every machine.
+
+    >>> splitmix64(0)[1], splitmix64(splitmix64(0)[0])[1]
+    (16294208416658607535, 7960286522194355700)
+    """
+    mask = (1 << 64) - 1
+    state = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return state, z ^ (z >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Returns:
+    """The order in which the gradients of positions run on every stage, and each position's place in it.
+
+    `first_of` and `last_of`: of each position's chain (of itself, where it is whole). `longest`: pieces of a chain.
+    """
+
+    order: tuple[int, ...]
+    place: tuple[int, ...]
+    first_of: tuple[int, ...]
+    last_of: tuple[int, ...]
+    longest: int
+
+    @classmethod
+    def of(cls, count: int, chains: Sequence[Chain]) -> Returns:
+        """A piece returns before the pieces before it, and none before its sample's last: all have that one's place.
+
+        >>> Returns.of(5, [(0, 2, 3)]).order
+        (1, 3, 2, 0, 4)
+        """
+        first_of, last_of = list(range(count)), list(range(count))
+        for chain in chains:
+            for position in chain:
+                first_of[position], last_of[position] = chain[0], chain[-1]
+        order = sorted(range(count), key=lambda m: (last_of[m], -m))
+        place = [0] * count
+        for k, m in enumerate(order):
+            place[m] = k
+        return cls(tuple(order), tuple(place), tuple(first_of), tuple(last_of), max(map(len, chains), default=1))
+
+
+def chain_positions(group: Sequence[int], chains: Sequence[Chain]) -> tuple[Chain, ...]:
+    """The chains of an order of runs, as positions in it."""
+    place = {m: i for i, m in enumerate(group)}
+    return tuple(tuple(place[m] for m in chain) for chain in chains if chain[0] in place)
+
+
+def in_piece_order(group: list[int], chains: Sequence[Chain]) -> None:
+    """Put the pieces of each chain, where they stand, in their order.
+
+    >>> group = [3, 9, 1, 2]
+    >>> in_piece_order(group, [(1, 2, 3)])
+    >>> group
+    [1, 9, 2, 3]
+    """
+    for positions, chain in zip(chain_positions(group, chains), (c for c in chains if c[0] in group), strict=True):
+        for position, m in zip(sorted(positions), chain, strict=True):
+            group[position] = m
+
+
+def put_in_place(group: list[int], i: int, old: Sequence[int], new: Sequence[int]) -> None:
+    """In place of the run at i and of all others of `old`, `new`, one behind the other.
+
+    >>> group = [3, 9, 4, 8]
+    >>> put_in_place(group, 2, (3, 4), (5, 6))
+    >>> group
+    [9, 5, 6, 8]
+    """
+    at = sum(m not in old for m in group[:i])
+    group[:] = [m for m in group if m not in old]
+    group[at:at] = new
+
+
+def place_apart(group: list[int], chain: Chain, at: int, between: int) -> None:
+    """Put a chain of the group at the `at`-th place among the others (counted round), with `between` of them after each
+    piece.
+
+    >>> group = [3, 9, 4, 8, 7]
+    >>> place_apart(group, (3, 4), 1, 1)
+    >>> group
+    [9, 3, 8, 4, 7]
+    """
+    group[:] = [m for m in group if m not in chain]
+    at %= len(group) + 1
+    for k, m in enumerate(chain):
+        group.insert(min(at + k * (1 + between), len(group)), m)
+
 
 NEVER = 1 << 60
 NO_CAP = 1 << 20

@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import replica_costs
 

@@ -13,14 +13,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import Chain
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.pieces import Chain
-from dynapipe_ext.schedules.judge.shared_cores import SharedCores
-from dynapipe_ext.schedules.search.carried import chain_positions, in_piece_order, place_apart, put_in_place
-from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, DispatchRule, Pipeline, dispatch
-from dynapipe_ext.schedules.search.order import splitmix64
+from dynapipe_ext.schedules.judge.simulate import SharedCores
+from dynapipe_ext.schedules.search.dispatch import (
+    NEVER,
+    Chosen,
+    DispatchRule,
+    Pipeline,
+    chain_positions,
+    dispatch,
+    in_piece_order,
+    place_apart,
+    put_in_place,
+    splitmix64,
+)
 
 Run = tuple[int, int, int]  # items first .. end - 1 as one micro-batch, and the index of its kind of recomputation
 GONE: Run = (-1, -1, 0)  # a run that was merged away

@@ -1,8 +1,4 @@
-"""The own optimizer: where to cut the batch, recomputation, replicas, order, warm-up depth and the place of I and W.
-
-A search (`search`) over cuts, injection orders and dispatch rules (`dispatch`) under a byte limit, whose only judge is
-the simulated makespan, for any placement of stages on ranks.
-"""
+"""The search for the best plan: starts, moves, and samples exchanged between micro-batches."""
 
 from __future__ import annotations
 
@@ -14,19 +10,157 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import Chain, MicroBatch, round_up
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.pieces import Chain
+from dynapipe_ext.reproducible import non_negative_least_squares
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.shared_cores import SharedCores
-from dynapipe_ext.schedules.judge.validate import validate
-from dynapipe_ext.schedules.search.carried import chain_positions
-from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, rules
+from dynapipe_ext.schedules.judge.simulate import SharedCores, peak_bytes, validate
+from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, chain_positions, rules, splitmix64, start_orders
 from dynapipe_ext.schedules.search.joint import GONE, Problem, Run, SearchState, records_of, search
-from dynapipe_ext.schedules.search.order import start_orders
+from dynapipe_ext.splits.padded import Cut, Runs, bottleneck
+
+ShapeLaw = tuple[float, float, float, float, float, float]  # see `fitted_law`
+
+_NEAR = (0.6, 1.5)  # times the usual micro-batch's time: shapes that a law is fitted to, as only these will come about
+_FEWEST_SHAPES = 32
+_LONGER = 1.1  # times what it took: how long a micro-batch may become that was not below the median
+_ALLOWANCE = 2000  # a move may cost up to one part in so many at first
+_MOVES = 256  # for every sample
+_SEED = 0
+
+
+def exchanged(runs: Runs, cuts: Sequence[Cut]) -> list[MicroBatch]:
+    """As many micro-batches as cuts, each under its cut's kind of recomputation, with samples exchanged between them.
+
+    They keep the cap on tokens; their prices are not asked for. Raises PlanError where too little is priced for a law.
+    """
+    times, usual = bottleneck(runs.kind_costs[0], stage_ranks=runs.stage_ranks)[0], sorted(runs.times(cuts))
+    law = fitted_law(runs.sizes, times, usual[len(usual) // 2])
+    if law is None:
+        raise PlanError("too few shapes are priced to say what others take")
+    order, multiple = runs.order, runs.caps.pad_multiple
+    encoder = [round_up(s.encoder, multiple) for s in order]
+    decoder = [round_up(s.decoder, multiple) for s in order]
+    groups = [range(first, end) for first, end, _ in cuts]
+    most = runs.caps.max_tokens or INFEASIBLE
+    found = regrouped(groups, encoder, decoder, law, moves=_MOVES * len(order), most_tokens=most)
+    return [
+        MicroBatch(tuple(order[i] for i in sorted(group)), recompute=runs.kinds[kind], pad_multiple=multiple)
+        for group, (_, _, kind) in zip(found, cuts, strict=True)
+    ]
+
+
+def fitted_law(sizes: IntArray, times_ns: IntArray, usual_ns: int) -> ShapeLaw | None:
+    """c of c0 + rows (c1 e + c2 d + c3 e e + c4 d d + c5 e d), about the time of `rows` samples padded to (e, d).
+
+    `sizes` (3, shapes): rows, e and d of shapes that take about so long as a micro-batch does (`usual_ns`), with their
+    `times_ns`. None where there are too few of these to tell.
+    """
+    near = (times_ns > _NEAR[0] * usual_ns) & (times_ns < min(_NEAR[1] * usual_ns, INFEASIBLE))
+    if int(near.sum()) < _FEWEST_SHAPES:
+        return None
+    rows, e, d = sizes[:, near].astype(np.float64)
+    law = np.stack([np.ones_like(rows), rows * e, rows * d, rows * e * e, rows * d * d, rows * e * d], axis=1)
+    c0, c1, c2, c3, c4, c5 = non_negative_least_squares(law, times_ns[near].astype(np.float64)).tolist()
+    return c0, c1, c2, c3, c4, c5
+
+
+def regrouped(
+    groups: Sequence[Sequence[int]],
+    encoder: Sequence[int],
+    decoder: Sequence[int],
+    law: ShapeLaw,
+    *,
+    moves: int,
+    most_tokens: int = INFEASIBLE,
+) -> list[list[int]]:
+    """As many groups of the same items (with these padded lengths), their sum by `law` as small as so many moves found.
+
+    A move gives an item to another group or exchanges two, mostly one that is its group's longest on a side. No group
+    becomes much longer, or comes to have more positions, padding included, than `most_tokens`. Record-to-record travel
+    (Dueck 1993), as in `joint`. A function of its arguments.
+    """
+    if len(groups) < 2:
+        return list(map(list, groups))
+    if native is not None:
+        found: list[list[int]] = native.regrouped(
+            list(map(list, groups)), list(encoder), list(decoder), law, most_tokens, moves, _SEED
+        )
+        return found
+    return Regrouping(groups, encoder, decoder, law, most_tokens).after(moves, _SEED)
+
+
+class Regrouping:
+    """The native core's twin: groups, and what moves have made of their costs."""
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        encoder: Sequence[int],
+        decoder: Sequence[int],
+        law: ShapeLaw,
+        most_tokens: int,
+    ) -> None:
+        self.groups, self.lengths, self.law = [list(group) for group in groups], (encoder, decoder), law
+        self.most_tokens = most_tokens
+        self.cost = [self._cost(group) for group in self.groups]
+        median = sorted(self.cost)[len(self.cost) // 2]
+        self.most = [max(cost * _LONGER, median) for cost in self.cost]
+
+    def after(self, moves: int, seed: int) -> list[list[int]]:
+        state, energy = seed, 0.0
+        for cost in self.cost:  # one after the other, as the native core adds; `sum` compensates
+            energy += cost
+        record, allowance = energy, energy / _ALLOWANCE
+        for move in range(moves):
+            state, choice = splitmix64(state)
+            state, places = splitmix64(state)
+            a, b = choice % len(self.groups), (choice >> 16) % len(self.groups)
+            if a == b or (len(self.groups[a]) < 2 and not choice >> 34 & 1):
+                continue
+            mine, theirs = self._moved(a, b, choice >> 32, places)
+            costs = self._cost(mine), self._cost(theirs)
+            changed = energy + (costs[0] + costs[1] - self.cost[a] - self.cost[b])
+            if not self._possible(a, mine, costs[0]) or not self._possible(b, theirs, costs[1]):
+                continue
+            if changed > record + allowance * (moves - move) / moves:
+                continue
+            self.groups[a], self.groups[b] = mine, theirs
+            self.cost[a], self.cost[b] = costs
+            energy, record = changed, min(record, changed)
+        return self.groups
+
+    def _moved(self, a: int, b: int, choice: int, places: int) -> tuple[list[int], list[int]]:
+        """Groups a and b after the move; bits of the choice: the side, exchange or gift, any item or the longest."""
+        mine, theirs = list(self.groups[a]), list(self.groups[b])
+        lengths = self.lengths[choice & 1]
+        i = places % len(mine)
+        if choice >> 3 & 3:
+            i = max(range(len(mine)), key=lambda at: lengths[mine[at]])
+        if choice >> 2 & 1:
+            j = (places >> 32) % len(theirs)
+            mine[i], theirs[j] = theirs[j], mine[i]
+        else:
+            theirs.append(mine[i])
+            mine[i] = mine[-1]
+            mine.pop()
+        return mine, theirs
+
+    def _possible(self, g: int, items: Sequence[int], cost: float) -> bool:
+        return cost <= max(self.cost[g], self.most[g]) and len(items) * sum(self._shape(items)) <= self.most_tokens
+
+    def _cost(self, items: Sequence[int]) -> float:
+        c0, c1, c2, c3, c4, c5 = self.law
+        e, d = self._shape(items)
+        return (c1 * e + c2 * d + c3 * (e * e) + c4 * (d * d) + c5 * (e * d)) * len(items) + c0
+
+    def _shape(self, items: Sequence[int]) -> tuple[int, int]:
+        encoder, decoder = self.lengths
+        return max(encoder[item] for item in items), max(decoder[item] for item in items)
+
 
 _TRIAL = 16  # of the moves, one part in so many for each of several starts
 _REPLICAS = 4  # that one measure of effort is for

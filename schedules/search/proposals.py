@@ -11,35 +11,33 @@ from typing import TypeVar
 
 import numpy as np
 
-from dynapipe_ext.config import SplitRule
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength, chains, round_up
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.abilities import shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.pieces import chains
-from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.schedules.search.joint import Run
-from dynapipe_ext.schedules.search.optimizer import Start
-from dynapipe_ext.schedules.search.regroup import exchanged
-from dynapipe_ext.splits.balance import assign_replicas
+from dynapipe_ext.schedules.search.optimizer import Start, exchanged
+from dynapipe_ext.settings.train_config import SplitRule
+from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_cuts
-from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
 from dynapipe_ext.splits.padded import (
     Caps,
+    Cut,
+    Runs,
     ShapeEvaluate,
     SortOrder,
     bottleneck,
     members_of,
     ordered,
+    price_runs,
     shape_evaluate,
     subset_costs,
     under_fastest,
 )
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
-from dynapipe_ext.splits.runs import Cut, Runs, price_runs
-from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]
 MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]

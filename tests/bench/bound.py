@@ -23,14 +23,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES
 from dynapipe_ext.costs.abilities import over_topology, shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.plan import LAYER_RECOMPUTES
-from dynapipe_ext.splits.partition import best_partition
+from dynapipe_ext.splits.balance import best_partition
 
 FloatArray = npt.NDArray[np.float64]
 _ROUNDING_NS = 2  # cost models round F and B to whole ns, each up or down by at most half

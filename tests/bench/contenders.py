@@ -14,20 +14,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import round_up, sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.abilities import layers_to_place, over_topology
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.errors import DataError, PlanError
-from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.plan import round_up
 from dynapipe_ext.schedules.placements import PlacementSearch, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 TOPOLOGY = Topology(tp=1, pp=4, dp=2)
 INTERLEAVED, V = (replace(TOPOLOGY, placement=placement_of(name, 4)) for name in ("interleaved", "v"))

@@ -28,7 +28,11 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from dynapipe_ext.activations import ActivationFormat, TensorSpec  # noqa: E402
+from dynapipe_ext.batch.topology import (  # noqa: E402
+    ActivationFormat,
+    TensorSpec,
+    Topology,
+)
 from dynapipe_ext.costs.model import MicroBatchCosts  # noqa: E402
 from dynapipe_ext.executor.engine import PipelineExecutor  # noqa: E402
 from dynapipe_ext.executor.instructions import ExecutionPlan  # noqa: E402
@@ -37,14 +41,15 @@ from dynapipe_ext.executor.protocols import Transport  # noqa: E402
 from dynapipe_ext.executor.stages.emulated import EmulatedStage  # noqa: E402
 from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
 from dynapipe_ext.executor.transport.emulated import EmulatedLinks  # noqa: E402
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups  # noqa: E402
 from dynapipe_ext.executor.transport.strict import StrictTransport  # noqa: E402
-from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport  # noqa: E402
-from dynapipe_ext.executor.transport.watched import WatchedTransport  # noqa: E402
-from dynapipe_ext.launch.cluster import run_local  # noqa: E402
+from dynapipe_ext.executor.transport.torch_p2p import (  # noqa: E402
+    TorchP2PTransport,
+    WatchedTransport,
+    make_pipeline_groups,
+)
+from dynapipe_ext.launch.processes.cluster import run_local  # noqa: E402
 from dynapipe_ext.schedules.planner import Planner  # noqa: E402
 from dynapipe_ext.timeline import Span, Trace  # noqa: E402
-from dynapipe_ext.topology import Topology  # noqa: E402
 
 TransportName = Literal["strict", "torch"]
 _TIMEOUT_S = 60.0

@@ -72,8 +72,16 @@ def traced(work: Callable[[], None], log: Path) -> list[str]:
 def library(scratch: Path) -> Callable[[], None]:
     import torch
 
-    from dynapipe_ext import ActivationFormat, DynaPipeDataLoader, InlineHub, PipelineExecutor, Planner, TokenCosts
-    from dynapipe_ext import Topology, TorchStage
+    from dynapipe_ext import (
+        ActivationFormat,
+        DynaPipeDataLoader,
+        InlineHub,
+        PipelineExecutor,
+        Planner,
+        TokenCosts,
+        Topology,
+        TorchStage,
+    )
     from dynapipe_ext.data.dataset import prepare
     from dynapipe_ext.data.generation import generate_examples
 

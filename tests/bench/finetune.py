@@ -34,25 +34,22 @@ from contenders import provenance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batching.packing.attention import register_document_attention
+from dynapipe_ext.batching.packing.collator import IGNORED, PackedAttention, PackingCollator, pack_rows
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.data.collate import collate
+from dynapipe_ext.data.batches import GlobalBatches, collate
 from dynapipe_ext.data.dataset import TokenDataset, TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
+from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.launch.run_data import run_data
-from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.launch.job.run_data import run_data
 from dynapipe_ext.models.transformers_sizes import read_sizes
-from dynapipe_ext.packing.attention import register_document_attention
-from dynapipe_ext.packing.collator import IGNORED, PackedAttention, PackingCollator, pack_rows
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.train_config import TrainConfig
 
 RESULTS = Path(__file__).parent / "results"
 LONGEST, ROW, ROWS = 1024, 2048, 8  # tokens of a sample and of a packed row; rows of a padded micro-batch

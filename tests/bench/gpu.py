@@ -23,30 +23,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import OptimizerSettings, TrainConfig
-from dynapipe_ext.data.collate import collate
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, Recompute, ReplicaPlan, SampleLength, round_up
+from dynapipe_ext.batch.topology import ActivationFormat
+from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
+from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
+from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.executor.update import ExecutedStep
-from dynapipe_ext.launch.job import architecture_of
-from dynapipe_ext.launch.run_costs import settle_costs
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.launch.job.job import architecture_of
+from dynapipe_ext.launch.job.run_costs import settle_costs
 from dynapipe_ext.models.flops import step_flops, work_of
-from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, Recompute, ReplicaPlan, round_up
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.settings.train_config import OptimizerSettings, TrainConfig
 from tests.bench.contenders import provenance
 from tests.gpu.steps import ALONE, alone
 

@@ -32,9 +32,7 @@ from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, validate
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from bound import whole_layers_bound_s
 
+from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.lengths import SampleLength, sample_lengths
-from dynapipe_ext.topology import Topology
 
 MEMORY_GB = 36
 _JUDGE_TIMEOUT_S = 240

@@ -36,17 +36,15 @@ from typing import Any
 import numpy as np
 from contenders import provenance
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import Pieces, SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.lengths import SampleLength, sample_lengths
+from dynapipe_ext.launch.store.redis_server import RedisServer
 from dynapipe_ext.models.presets import preset
-from dynapipe_ext.plan import Pieces
-from dynapipe_ext.schedules.judge.batch_floor import batch_floor
+from dynapipe_ext.schedules.judge.bounds import batch_floor
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import Topology
 
 RESULT = Path(__file__).parent / "results" / "long.json"
 SHARED = Path(__file__).resolve().parents[3] / "shared"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from long import SHARED, Case, floor_s, lengths, planned
 
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.schedules.actions import Action, Kind
 from dynapipe_ext.schedules.step_plan import StepPlan
 

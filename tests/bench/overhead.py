@@ -40,23 +40,21 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from contenders import provenance
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.batches import StepPosition
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.plans.source import StorePlanSource
-from dynapipe_ext.executor.plans.step_positions import StepPosition
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.wire import encode
-from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv
-from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.store.redis_server import RedisServer
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 

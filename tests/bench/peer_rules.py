@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength, round_up
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.splits.balance import karmarkar_karp
 
 Replicas = list[list[MicroBatch]]

@@ -18,21 +18,27 @@ from functools import partial
 
 from peer_rules import first_fit_in_order, verl_rule
 
+from dynapipe_ext.batch.micro_batches import (
+    LAYER_RECOMPUTES,
+    GlobalBatchPlan,
+    Layout,
+    MicroBatch,
+    ReplicaPlan,
+    SampleLength,
+    check_cover,
+)
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import LAYER_RECOMPUTES, GlobalBatchPlan, Layout, MicroBatch, ReplicaPlan, check_cover
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.memory import StageMemory, peak_bytes
-from dynapipe_ext.schedules.judge.simulate import simulate
+from dynapipe_ext.schedules.judge.simulate import StageMemory, peak_bytes, simulate
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.splits.padded import shape_evaluate
 from dynapipe_ext.splits.rules import dynapipe_rule
-from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]
 Scheduler = Callable[[MicroBatchCosts, int], PipelineSchedule]  # costs and memory limit -> schedule

@@ -34,17 +34,17 @@ from contenders import best_topology, provenance
 from judged import CASES, MANY, MEMORY_GB, Bench, Case, Measured, closed_share, samples_of, write_many
 from peers import peer_plan, renumbered
 
+from dynapipe_ext.batch.micro_batches import Layout
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.plan import Layout
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.tools.json_file import read_json
-from dynapipe_ext.topology import Topology
 
 RESULTS = Path(__file__).parent / "results"
 SHARED = Path(__file__).resolve().parents[3] / "shared"

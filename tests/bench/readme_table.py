@@ -32,12 +32,12 @@ from contenders import (
     topology_for,
 )
 
+from dynapipe_ext.batch.micro_batches import sample_lengths
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError, DynaPipeError, PlanError
-from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.schedules.judge.certificate import free_batch_ns
+from dynapipe_ext.schedules.judge.bounds import free_batch_ns
 from dynapipe_ext.tools.account.report import RunReport, RunResult
 from dynapipe_ext.tools.json_file import read_json
-from dynapipe_ext.topology import Topology
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 RESULTS = Path(__file__).parent / "results"

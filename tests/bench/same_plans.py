@@ -27,23 +27,21 @@ from contenders import INTERLEAVED, MEMORY_LIMIT_BYTES, REAL_BYTES, TOPOLOGY, V,
 from judged import CASES, Bench, samples_of
 from plans import placed, planner_of
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.adapted import MeasuredAction, adapted, times_by_letter
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts, count_positions
-from dynapipe_ext.errors import PlanError
+from dynapipe_ext.errors import DynaPipeError, PlanError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.wire import encode_all
-from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.models.presets import preset
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology, placement_of
+from dynapipe_ext.schedules.step_plan import StepPlan
 
 RESULT = Path(__file__).parent / "results" / "same_plans.json"
 _KEY = bytes(32)
@@ -52,20 +50,28 @@ _KEY = bytes(32)
 def digest_of_plan(planner: Planner, samples: Sequence[SampleLength]) -> str:
     try:
         plan = planner.plan(samples)
-    except PlanError as error:
+    except DynaPipeError as error:
         return f"refused: {error}"
-    return hashlib.sha256(json.dumps(plan_json(plan, planner.topology)).encode()).hexdigest()[:16]
+    return hashlib.sha256(text_of_plan(plan, planner).encode()).hexdigest()[:16]
+
+
+def text_of_plan(plan: StepPlan, planner: Planner) -> str:
+    """The plan's JSON; of what that format cannot hold, the micro-batches, orders and times."""
+    try:
+        return json.dumps(plan_json(plan, planner.topology))
+    except PlanError:
+        samples = [[(m.samples, m.rows, m.recompute) for m in one.micro_batches] for one in plan.batch.replicas]
+        orders = [[[str(action) for action in rank] for rank in one.ranks] for one in plan.schedules]
+        return repr((samples, orders, plan.makespan_s))
 
 
 def digest_of_step(planner: Planner, samples: Sequence[SampleLength]) -> str:
     """Of the plan as it is proven, and of all ranks' instructions."""
     try:
         proven = prove_step(planner, samples, step=3)
-    except PlanError as error:
+    except DynaPipeError as error:
         return f"refused: {error}"
-    digest = hashlib.sha256()
-    if planner.shared_cores is None:  # the format's figures are of ranks with a core each
-        digest.update(json.dumps(plan_json(proven.step_plan, planner.topology)).encode())
+    digest = hashlib.sha256(text_of_plan(proven.step_plan, planner).encode())
     every = [plan for replica in proven.plans for plan in replica]
     for one in encode_all(every, _KEY, contexts=[b"plan"] * len(every)):
         digest.update(one)

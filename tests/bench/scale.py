@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 from contenders import MEMORY_LIMIT_BYTES, REAL_BYTES, TOPOLOGY, V, cost_model, provenance, read_batches
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
@@ -40,10 +40,8 @@ from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.plans.planner_process import collect_seldom
 from dynapipe_ext.executor.proven_step import Plans, prove, prove_step
 from dynapipe_ext.executor.wire import encode_all
-from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.models.presets import preset
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 RESULT = Path(__file__).parent / "results" / "scale.json"
 SHARED = Path(__file__).resolve().parents[3] / "shared"

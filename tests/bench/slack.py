@@ -26,11 +26,11 @@ from contenders import TOPOLOGY, Batch, Costs, cost_model, provenance, read_batc
 from emulation import GivenStep, run_steps
 from noise import Noise, measure_slack, noisy_costs, readiness_first
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.topology import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 

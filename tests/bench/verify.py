@@ -13,15 +13,12 @@ from functools import partial
 
 import numpy as np
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.instructions import Instruction
 from dynapipe_ext.executor.lowering import lower_schedule
-from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.executor.proof.step import verify_step, with_collectives
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.executor.proof import verify, verify_step, with_collectives
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b

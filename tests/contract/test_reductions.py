@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext import ParallelContext
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.transport.inline import InlineReductions
-from dynapipe_ext.topology import Topology
 
 
 def sums(parallel: Reductions, rank: int) -> list[list[int]]:

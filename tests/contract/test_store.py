@@ -18,11 +18,10 @@ import redis
 from dynapipe_ext.errors import ConfigError, DynaPipeError, StoreError
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.memory import MemoryStore
+from dynapipe_ext.executor.store.memory import MemoryStore, StoreTimeoutError
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.store.redis import RedisStore
-from dynapipe_ext.executor.store.wait import StoreTimeoutError
-from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.launch.store.redis_server import RedisServer
 
 pytestmark = pytest.mark.timeout(60)
 

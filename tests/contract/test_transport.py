@@ -9,14 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.activations import TensorSpec
+from dynapipe_ext.batch.topology import TensorSpec, Topology
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import Buffer, Recv, Send
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
 
 PAIR = Topology(pp=2)
 LIMIT_S = 4.0

@@ -9,8 +9,7 @@ import numpy as np
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, simulate
 from dynapipe_ext.schedules.notation import draw, format_lines, parse_lines
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic

@@ -16,24 +16,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import Layout, Recompute, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.collate import collate
+from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.device import process_group_backend, rank_device
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.megatron import wrap_ddp
-from dynapipe_ext.executor.stages.megatron_exact import gpt_stage
-from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
+from dynapipe_ext.executor.stages.megatron.exact import gpt_stage
+from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
+from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import Layout, Recompute
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 from tests.support.pieces import hand_made, pieced_replicas, random_legal_schedule
 
 ALONE = Topology()
@@ -126,7 +124,7 @@ def alone(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
+            from dynapipe_ext.executor.stages.megatron.model import destroy_parallel
 
             destroy_parallel()
             dist.destroy_process_group()

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dynapipe_ext.packing.kernels import (
+from dynapipe_ext.batch.packed_attention import (
     KERNELS,
     SDPA,
     Borders,

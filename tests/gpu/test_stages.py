@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batching.packing.attention import register_document_attention
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
+from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.packing.attention import register_document_attention
-from dynapipe_ext.topology import Topology
 from tests.support.tiny_models import VOCAB, one_by_one, tiny_model
 from tests.support.tiny_steps import SAMPLES, batches_of, plans_of
 

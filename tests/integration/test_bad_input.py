@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.given_costs import write_costs
 from tests.support.preloaded import Command, Preloaded

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError
@@ -25,17 +25,16 @@ from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.stages.megatron import MegatronStage
-from dynapipe_ext.executor.stages.megatron_optimizer import SHARDING
-from dynapipe_ext.executor.stages.megatron_weights import global_name
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.stages.megatron.model import global_name
+from dynapipe_ext.executor.stages.megatron.optimizer import SHARDING
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
+from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.update import ExecutedStep
+from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.megatron_arguments import run_arguments
 from dynapipe_ext.tools.checkpoint import converter
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
-from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import (
     NUM_SAMPLES,
     Case,

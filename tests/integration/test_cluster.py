@@ -14,18 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.launch.cluster import JobError, Supervised, run_local
 from dynapipe_ext.launch.env import RankEnv, rank_env
-from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.launch.processes.cluster import JobError, Supervised, run_local
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 Wait = Callable[[int], None]
 
@@ -293,8 +292,8 @@ def _pause(env: RankEnv) -> int:
 JOB = textwrap.dedent("""
     import os, signal, sys, types
     from dynapipe_ext.launch import cli, subcommands
-    from dynapipe_ext.launch.cluster import Supervised, run_local
-    from dynapipe_ext.launch.redis_server import RedisServer
+    from dynapipe_ext.launch.processes.cluster import Supervised, run_local
+    from dynapipe_ext.launch.store.redis_server import RedisServer
 
     def pause():
         os.write(1, f"{os.getpid()}\\n".encode())

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from dynapipe_ext.batching.inference.batches import GenerationMemory
+from dynapipe_ext.batching.inference.generation import generate, generate_batches
+from dynapipe_ext.batching.inference.loader import build_dynamic_batch_dataloader
+from dynapipe_ext.batching.inference.memory_model import LearnedMemory
+from dynapipe_ext.batching.inference.memory_profiling import load_model, measured_on, profiled_peak
+from dynapipe_ext.batching.inference.memory_records import read_records
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.inference.batches import GenerationMemory
-from dynapipe_ext.inference.generation import generate, generate_batches
-from dynapipe_ext.inference.loader import build_dynamic_batch_dataloader
-from dynapipe_ext.inference.memory_model import LearnedMemory
-from dynapipe_ext.inference.memory_profiling import load_model, measured_on, profiled_peak
-from dynapipe_ext.inference.memory_records import read_records
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import collect_memory as collect_memory_command
 

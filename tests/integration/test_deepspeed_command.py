@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import load_engine
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.cli import main
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from tests.integration.test_fine_tuning import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.cluster import JobError
+from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from tests.support.checkpoints import saved

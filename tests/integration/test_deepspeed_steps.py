@@ -15,22 +15,21 @@ import torch.distributed as dist
 import transformers
 
 from dynapipe_ext import ParallelContext, PipelineExecutor, Planner, TokenCosts, Topology
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import OptimizerSettings
-from dynapipe_ext.data.collate import collate
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives
+from dynapipe_ext.data.batches import collate
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, make_engine
-from dynapipe_ext.executor.stages.deepspeed_stage import DeepSpeedStage, EngineGradients, engine_model, engine_stage
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
-from dynapipe_ext.executor.stages.transformers_stage import token_loss_sum
-from dynapipe_ext.executor.update import ExecutedStep
-from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, make_engine
+from dynapipe_ext.executor.stages.deepspeed.stage import DeepSpeedStage, EngineGradients, engine_model, engine_stage
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
+from dynapipe_ext.executor.stages.transformers.stage import token_loss_sum
+from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.launch.env import RankEnv
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.settings.train_config import OptimizerSettings
 from tests.support.checkpoints import tiny
 from tests.support.deepspeed_ranks import quiet
 from tests.support.tiny_models import SIZES, VOCAB, one_by_one, samples_of, tiny_model

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -25,16 +25,13 @@ from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
-from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
+from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
 from dynapipe_ext.launch.env import RankEnv
-from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.variant_run import broadcast_bytes, gather_bytes
-from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.launch.rank.variant_run import broadcast_bytes, gather_bytes
+from dynapipe_ext.launch.store.redis_server import RedisServer
 from dynapipe_ext.schedules.judge.simulate import last_end_ns, simulate_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import Topology
 
 pytestmark = pytest.mark.timeout(180)
 BATCH_SIZE, NUM_STEPS, CPU = 24, 6, torch.device("cpu")

@@ -18,18 +18,16 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import Plans, prove_step
-from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.launch.store.redis_server import RedisServer
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology, placement_of
 from tests.bench.noise import Noise, noisy_costs
 
 pytestmark = pytest.mark.timeout(240)

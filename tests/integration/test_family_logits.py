@@ -14,19 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.stages.megatron import finalize_grads, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_layers import rotary_frequencies
-from dynapipe_ext.executor.stages.megatron_model import (
+from dynapipe_ext.executor.stages.megatron.layers import rotary_frequencies
+from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
     initialize_parallel,
     transformer_config,
 )
-from dynapipe_ext.executor.stages.megatron_placement import build_chunks
-from dynapipe_ext.launch.initial_weights import load_initial_weights
+from dynapipe_ext.executor.stages.megatron.placement import build_chunks
+from dynapipe_ext.executor.stages.megatron.stage import finalize_grads, wrap_ddp
+from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
 from dynapipe_ext.tools.checkpoint.megatron.export import export_hf_weights
-from dynapipe_ext.topology import Topology
 from tests.support.checkpoints import differences
 from tests.support.megatron_ranks import CPU
 from tests.support.published_models import (

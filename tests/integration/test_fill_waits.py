@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.executor.protocols import Pending
-from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.transport.watched import WatchedTransport
-from dynapipe_ext.launch import megatron_run
-from dynapipe_ext.launch import variant_run as rank
-from dynapipe_ext.launch.cluster import JobError
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.transport.torch_p2p import WatchedTransport
 from dynapipe_ext.launch.env import RankEnv
-from dynapipe_ext.launch.job import Variant, analytic_costs, architecture_of, make_planner, variants
-from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.run_data import run_data
-from dynapipe_ext.launch.train import TrainingJob, train_rank
+from dynapipe_ext.launch.job.job import Variant, analytic_costs, architecture_of, make_planner, variants
+from dynapipe_ext.launch.job.run_data import run_data
+from dynapipe_ext.launch.processes.cluster import JobError
+from dynapipe_ext.launch.rank import megatron_run
+from dynapipe_ext.launch.rank import variant_run as rank
+from dynapipe_ext.launch.rank.train_rank import TrainingJob, train_rank
+from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.settings.train_config import TrainConfig
 
 megatron_cpu.install()
 

@@ -13,19 +13,19 @@ import pytest
 import torch
 import transformers
 
-from dynapipe_ext.config import OptimizerSettings, TrainConfig
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.pairs import PairSample
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 from dynapipe_ext.launch.env import RankEnv
-from dynapipe_ext.launch.initial_weights import load_initial_weights
-from dynapipe_ext.launch.trained_model import write_trained_model
+from dynapipe_ext.launch.job.model_folder import load_initial_weights
+from dynapipe_ext.launch.run.trained_model import write_trained_model
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.models.tensors import tensor_groups
+from dynapipe_ext.settings.train_config import OptimizerSettings, TrainConfig
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files
 from dynapipe_ext.tools.checkpoint.recognise import recognise
-from dynapipe_ext.topology import Topology
 from tests.integration.test_train_command import report_of
 from tests.support.checkpoints import differences, saved, tensors_in, tiny
 from tests.support.given_costs import write_costs
@@ -92,7 +92,7 @@ class Sample:
 
 def samples_of(run: Path) -> tuple[list[Sample], list[Sample]]:
     """What the run trained on and what it held out, as its own split says."""
-    from dynapipe_ext.launch.run_data import run_data
+    from dynapipe_ext.launch.job.run_data import run_data
 
     config = TrainConfig.read(run / "config.toml")
     data = run_data(config.with_values(data={"path": str(run / "data")}))
@@ -249,9 +249,9 @@ def test_a_wider_checkpoint_is_rounded_to_the_weights_and_whole_in_their_masters
 
     def loads(env: RankEnv) -> bool:
         megatron_cpu.install()
-        from dynapipe_ext.executor.stages.megatron import wrap_ddp
-        from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
-        from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
+        from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
+        from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
+        from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 
         torch.distributed.init_process_group("gloo", init_method=env.init_method, rank=0, world_size=1)
         initialize_parallel(Topology(), 0)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from dynapipe_ext.batching.inference.batches import PROMPT_TOKENS, GenerationMemory
+from dynapipe_ext.batching.inference.generation import GeneratedBatch, generate, generate_batches
+from dynapipe_ext.batching.inference.loader import build_dynamic_batch_dataloader
+from dynapipe_ext.batching.inference.memory_profiling import is_out_of_memory
 from dynapipe_ext.errors import ConfigError, ExecutionError
-from dynapipe_ext.inference.batches import PROMPT_TOKENS, GenerationMemory
-from dynapipe_ext.inference.generation import GeneratedBatch, generate, generate_batches
-from dynapipe_ext.inference.loader import build_dynamic_batch_dataloader
-from dynapipe_ext.inference.memory_profiling import is_out_of_memory
 
 pytest.importorskip("transformers")
 

@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import LengthArray
+from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.store.memory import MemoryStore
-from dynapipe_ext.lengths import LengthArray
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Coordinates, Topology
 
 
 class CountingDataset:

@@ -15,10 +15,10 @@ import pytest
 
 from dynapipe_ext.errors import StoreError
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.executor.plans import planner_pool
+from dynapipe_ext.executor.plans import channel as planner_pool
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.wire import encode
-from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.launch.store.redis_server import RedisServer
 from tests.support.store_loaders import (
     FIRST,
     KEY,

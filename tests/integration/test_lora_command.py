@@ -11,11 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest, refuse_other_model
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_folder
-from dynapipe_ext.executor.stages.transformers_saving import load_adapters, save_parts
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder
+from dynapipe_ext.executor.stages.transformers.saving import load_adapters, save_parts
+from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_fine_tuning import (
     BATCH,
     DECAY,
@@ -34,7 +34,7 @@ from tests.support.model_folders import VOCABULARY, write_chats
 from tests.support.preloaded import Preloaded
 
 peft: Any = pytest.importorskip("peft")
-from dynapipe_ext.executor.stages.transformers_adapters import add_adapters  # noqa: E402
+from dynapipe_ext.executor.stages.transformers.adapters import add_adapters  # noqa: E402
 
 RANKS = {
     "alone": (),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.tensors import tensor_groups
@@ -24,7 +25,6 @@ from dynapipe_ext.tools.checkpoint.megatron import legacy as megatron_legacy
 from dynapipe_ext.tools.checkpoint.megatron.folder import CARRIED
 from dynapipe_ext.tools.checkpoint.megatron.names import megatron_tensors, to_megatron
 from dynapipe_ext.tools.checkpoint.megatron.state import RNG_NOTICE
-from dynapipe_ext.topology import Topology
 from tests.support.megatron_training import ITERATION, SAMPLES, STEPS, Case, Job, Local, Training, on_ranks, saving
 
 

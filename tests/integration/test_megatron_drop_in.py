@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 
 megatron_cpu.install()
 from megatron.core import parallel_state  # noqa: E402
@@ -32,8 +32,11 @@ from dynapipe_ext.data.dataset import TokenSample, prepare  # noqa: E402
 from dynapipe_ext.data.generation import generate_examples  # noqa: E402
 from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
 from dynapipe_ext.executor import loader  # noqa: E402
-from dynapipe_ext.executor.megatron import drop_in, reports  # noqa: E402
-from dynapipe_ext.executor.megatron.gradient_sync import StepGradients  # noqa: E402
+from dynapipe_ext.executor.drop_in import (  # noqa: E402
+    drop_in,
+    reports,
+)
+from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients  # noqa: E402
 from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
 from dynapipe_ext.launch import megatron_core  # noqa: E402
 from tests.support.megatron_loops import (  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 
 from dynapipe_ext.data.dataset import TokenDataset, prepare
 from dynapipe_ext.data.generation import generate_examples
-from dynapipe_ext.executor.megatron.refusals import (
+from dynapipe_ext.executor.drop_in.refusals import (
     UNSUPPORTED_ARGUMENTS,
     UNSUPPORTED_BESIDE_DATA,
     UNSUPPORTED_DATA,

@@ -12,18 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.stages.megatron import MegatronStage
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
+from dynapipe_ext.executor.training_loop import ExecutedStep, Refused
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.update import ExecutedStep, Refused
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
+from dynapipe_ext.settings.train_config import OptimizerSettings
 from tests.support.megatron_ranks import Case, build, join, samples_of, step_plan_of, tensors_of
 from tests.support.rank_jobs import in_turn
 

@@ -15,25 +15,24 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.megatron import (
+from dynapipe_ext.executor.stages.megatron.stage import (
     MegatronGradients,
     MegatronStage,
     finalize_grads,
     unwrapped,
 )
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.update import ExecutedStep
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (
     NUM_SAMPLES,

@@ -13,25 +13,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.batch.micro_batches import LossNorm, MicroBatch, SampleLength, check_cover
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.proof import verify
+from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
+from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
+from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.update import ExecutedStep
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import LossNorm, MicroBatch, check_cover
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.settings.train_config import OptimizerSettings
 from dynapipe_ext.splits.rules import fixed_rows
-from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import CPU, costs_of, join, main_grads, planned, tensors_of, worst_error
 from tests.support.rank_jobs import in_turn
 

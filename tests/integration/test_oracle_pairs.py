@@ -15,20 +15,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.batch.micro_batches import LossNorm
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.protocols import Batch
-from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
-from dynapipe_ext.executor.stages.megatron_t5 import sum_copies, t5_stage
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
+from dynapipe_ext.executor.stages.megatron.t5 import sum_copies, t5_stage
+from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.update import ExecutedStep
+from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import LossNorm
-from dynapipe_ext.topology import Topology
 from tests.support.checkpoints import tiny_variant
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import CPU, join

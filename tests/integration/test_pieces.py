@@ -21,28 +21,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.executor.drop_in.forward_step import ForwardStepStage, LoopStep
+from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients
+from dynapipe_ext.executor.drop_in.samples import megatron_arrays
+from dynapipe_ext.executor.drop_in.shapes import MicroBatchShapes
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.megatron.forward_step import ForwardStepStage, LoopStep
-from dynapipe_ext.executor.megatron.gradient_sync import StepGradients
-from dynapipe_ext.executor.megatron.samples import megatron_arrays
-from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
-from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.executor.stages.megatron import MegatronStage, unwrapped
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.proof import verify
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, unwrapped
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.cluster import DEVICES, Cluster
-from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.show.timeline import read_trace_file
-from dynapipe_ext.topology import Topology
 from tests.support.given_costs import write_costs
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (

@@ -10,19 +10,19 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from dynapipe_ext.batch.micro_batches import sample_lengths
+from dynapipe_ext.data.batches import StepPosition
 from dynapipe_ext.errors import StoreError
-from dynapipe_ext.executor.plans import planner_pool
-from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses
-from dynapipe_ext.executor.plans.publishing import recent_places
+from dynapipe_ext.executor.plans import channel as planner_pool
+from dynapipe_ext.executor.plans.channel import PlannerProcesses
+from dynapipe_ext.executor.plans.planner_process import recent_places
 from dynapipe_ext.executor.plans.source import StorePlanSource, publish_failure
-from dynapipe_ext.executor.plans.step_positions import StepPosition
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import encode
-from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.launch.store.redis_server import RedisServer
 from tests.support.planned_steps import (
     KEY,
     KEYS,

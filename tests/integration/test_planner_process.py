@@ -12,19 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import as_length_array, sample_lengths
+from dynapipe_ext.data.batches import StepPosition, step_positions
 from dynapipe_ext.errors import ConfigError, PlanError, StoreError
 from dynapipe_ext.executor import proven_step
-from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses
+from dynapipe_ext.executor.plans.channel import PlannerProcesses
 from dynapipe_ext.executor.plans.planner_process import describe_planner
 from dynapipe_ext.executor.plans.source import publish_failure
-from dynapipe_ext.executor.plans.step_positions import StepPosition, step_positions
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import decode, encode
-from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.lengths import as_length_array, sample_lengths
+from dynapipe_ext.launch.store.redis_server import RedisServer
 from tests.support.planned_steps import (
     KEY,
     KEYS,
@@ -175,7 +175,7 @@ def test_planners_end_with_their_owner_and_leave_no_file(
     np.save(tmp_path / "lengths.npy", LENGTHS)
     owner_code = (
         "import sys, numpy as np, time\n"
-        "from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses\n"
+        "from dynapipe_ext.executor.plans.channel import PlannerProcesses\n"
         "from dynapipe_ext.executor.plans.planner_process import PlannerJob\n"
         "from dynapipe_ext.executor.store.memory import MemoryStore\n"
         f"job = PlannerJob.from_json(open({str(tmp_path / 'job.json')!r}).read())\n"

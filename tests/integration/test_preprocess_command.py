@@ -13,14 +13,13 @@ import time
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.data.indexed_dataset import IndexedTokens
 from dynapipe_ext.launch import cli
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 TIMEOUT_S = 60
 RUN = f"""

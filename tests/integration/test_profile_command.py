@@ -17,15 +17,14 @@ pytest.importorskip("torch")
 
 import torch
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.costs.piece_surcharge import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.executor.measuring import profiling
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.job import architecture_of
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.launch.job.job import architecture_of
+from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.preloaded import Preloaded
 
 _CONFIG = """

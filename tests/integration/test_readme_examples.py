@@ -12,11 +12,11 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - once, before ranks are forked
 
 from dynapipe_ext import ActivationFormat, InlineHub, PipelineExecutor, TokenCosts, TorchStage
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.transport.inline import InlineReductions
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 
 @pytest.fixture(scope="module")

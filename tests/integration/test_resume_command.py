@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Command, Preloaded
 from tests.support.tiny_sizes import TINY_SIZES

@@ -15,9 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
@@ -26,14 +24,14 @@ from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.proof.step import verify_step, with_collectives
-from dynapipe_ext.executor.stages.megatron_exact import gpt_stage
-from dynapipe_ext.executor.stages.megatron_weights import held_weights
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.proof import verify_step, with_collectives
+from dynapipe_ext.executor.stages.megatron.exact import gpt_stage
+from dynapipe_ext.executor.stages.megatron.model import held_weights
+from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.update import ExecutedStep
+from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.launch.env import RankEnv
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.given_costs import write_costs
 from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
 from tests.support.preloaded import Preloaded

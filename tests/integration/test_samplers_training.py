@@ -1,4 +1,4 @@
-"""Fine-tuning with the sampler on several ranks, by the loops that `dynapipe_ext.sampling` shows, equals one process.
+"""Fine-tuning with the sampler on several ranks, by the loops that its package shows, equals one process.
 
 The oracle runs every sample alone, one after the other, and divides the sum of losses of a step by its target tokens. A
 step on the ranks adds the same numbers in another order and from rows of another shape: gradients in float32 then agree
@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-import dynapipe_ext.sampling
+import dynapipe_ext.batching.sampling
+from dynapipe_ext.batching.packing import PackingCollator
+from dynapipe_ext.batching.packing.collator import IGNORED
+from dynapipe_ext.batching.packing.dynamicat import SUPERVISED, PaddingSide, limited, loss_weight, make_record, padded
+from dynapipe_ext.batching.sampling import DistributedTokenBatchSampler
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.packing import PackingCollator
-from dynapipe_ext.packing.collator import IGNORED
-from dynapipe_ext.packing.dynamicat import SUPERVISED, PaddingSide, limited, loss_weight, make_record, padded
-from dynapipe_ext.sampling import DistributedTokenBatchSampler
 from tests.support.rank_jobs import in_turn
 
 pytest.importorskip("transformers")
@@ -72,8 +72,8 @@ def gpt2() -> Any:
 
 
 def example(title: str) -> str:
-    """The indented code in the docstring of `dynapipe_ext.sampling` below the paragraph that starts with `title`."""
-    lines = (dynapipe_ext.sampling.__doc__ or "").splitlines()
+    """The indented code in the docstring of `batching.sampling` below the paragraph that starts with `title`."""
+    lines = (dynapipe_ext.batching.sampling.__doc__ or "").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(title))
     start = next(number for number in range(start, len(lines)) if lines[number].startswith("    "))
     stop = next((n for n in range(start, len(lines)) if lines[n] and not lines[n].startswith(" ")), len(lines))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.schedules.csv_notation import from_csv
+from dynapipe_ext.schedules.notation import from_csv
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
 from dynapipe_ext.tools.show.schedule import FOR_COSTS
 

@@ -7,8 +7,8 @@ from threading import Thread
 
 import pytest
 
-from dynapipe_ext.launch.cluster import run_local
-from dynapipe_ext.launch.signals import ending_signals_blocked, ending_signals_raise
+from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.processes.signals import ending_signals_blocked, ending_signals_raise
 
 
 def test_after_the_first_ending_signal_the_next_ones_are_ignored() -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import zstandard
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.core import active_core
-from dynapipe_ext.launch.network import free_port
-from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.launch.processes.network import free_port
+from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events
 from dynapipe_ext.tools.show.timeline import read_trace_file
@@ -316,4 +316,4 @@ def test_torchrun_trains_as_the_launcher_does(
 
 def torchrun(num_ranks: int, config: Path) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return run([*words, "-m", "dynapipe_ext.launch.train", "--config", str(config)])
+    return run([*words, "-m", "dynapipe_ext.launch.rank", "--config", str(config)])

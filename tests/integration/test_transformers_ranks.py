@@ -16,22 +16,20 @@ import transformers
 from megatron.core import optimizer_param_scheduler  # noqa: F401  (here, once, instead of in every rank)
 
 from dynapipe_ext import ParallelContext, PipelineExecutor, Planner, TokenCosts, Topology
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import OptimizerSettings
-from dynapipe_ext.data.collate import collate
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, placement_of
+from dynapipe_ext.data.batches import collate
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
-from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
-from dynapipe_ext.executor.stages.transformers_part import TransformersPart
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_config, parts_of_folder
-from dynapipe_ext.executor.stages.transformers_saving import save_parts
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
-from dynapipe_ext.executor.update import ExecutedStep
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.topology import placement_of
+from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
+from dynapipe_ext.executor.stages.transformers.part import TransformersPart
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
+from dynapipe_ext.executor.stages.transformers.saving import save_parts
+from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
+from dynapipe_ext.executor.training_loop import ExecutedStep
+from dynapipe_ext.settings.train_config import OptimizerSettings
 from tests.support.tiny_models import CONFIGS, one_by_one, samples_of, tiny_model
 
 SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4, 6, 11))

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.topology import ActivationFormat, Topology, placement_of
+from dynapipe_ext.batching.packing.attention import register_document_attention
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
+from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.packing.attention import register_document_attention
-from dynapipe_ext.topology import Topology, placement_of
 from tests.support.pieces import hand_made, pieced_replicas, random_legal_schedule
 from tests.support.tiny_models import CONFIGS, one_by_one, tiny_model
 from tests.support.tiny_steps import SAMPLES, assert_same, batches_of, learned, plans_of

@@ -12,8 +12,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.topology import ActivationFormat, Topology, placement_of
+from dynapipe_ext.batching.packing.attention import register_document_attention
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -24,17 +24,16 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_config, parts_of_folder, parts_of_model
-from dynapipe_ext.executor.stages.transformers_saving import save_parts
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder, parts_of_model
+from dynapipe_ext.executor.stages.transformers.saving import save_parts
+from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.models.transformers_sizes import read_trainable
-from dynapipe_ext.packing.attention import register_document_attention
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology, placement_of
+from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_fine_tuning import (
     BATCH,
     DECAY,

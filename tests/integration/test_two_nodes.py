@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.executor.checkpoints.folder import latest
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.given_costs import write_costs
 from tests.support.hosts import Host, NoHostsError, host_files, store_of, two_hosts

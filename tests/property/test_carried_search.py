@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
-from dynapipe_ext.schedules.judge.validate import validate
-from dynapipe_ext.schedules.search.carried import Returns, chain_positions
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, validate
 from dynapipe_ext.schedules.search.dispatch import (
     NEVER,
     NO_CAP,
     Chosen,
     DispatchRule,
     Pipeline,
+    Returns,
     Table,
+    chain_positions,
     dispatch,
     rules,
 )

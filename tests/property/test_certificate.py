@@ -13,21 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.schedules.actions import Action, Kind, linear_schedule
-from dynapipe_ext.schedules.judge.batch_floor import batch_floor
-from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
+from dynapipe_ext.schedules.judge.bounds import batch_floor, lower_bound_ns
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
-from dynapipe_ext.topology import Topology
 
 Lengths = list[tuple[int, int]]
 ROWS, ENCODER, DECODER = (1, 2, 4), (8, 16, 64), (4, 16, 32)

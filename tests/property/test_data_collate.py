@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.data.collate import collate, document_lengths
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.data.batches import collate, document_lengths
 from dynapipe_ext.data.dataset import TokenSample
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 
 SEVERAL = settings(max_examples=50)  # of many micro-batches each
 

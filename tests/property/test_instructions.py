@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError, VerificationError
@@ -28,15 +29,12 @@ from dynapipe_ext.executor.instructions import (
     WaitSend,
 )
 from dynapipe_ext.executor.lowering import lower_schedule
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.topology import Topology
 
 FORMAT = ActivationFormat(2)
 

@@ -13,17 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import (
+    GlobalBatchPlan,
+    MicroBatch,
+    ReplicaPlan,
+    SampleLength,
+    check_cover,
+    round_up,
+)
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan, check_cover, round_up
-from dynapipe_ext.splits import partition
-from dynapipe_ext.splits.balance import assign_replicas
+from dynapipe_ext.splits import balance as partition
+from dynapipe_ext.splits.balance import assign_replicas, best_partition
 from dynapipe_ext.splits.packing import RowPackings, RowRule, fill_lightest, micro_batch_evaluate
 from dynapipe_ext.splits.padded import ShapeEvaluate, ordered, shape_evaluate, split_padded
-from dynapipe_ext.splits.partition import best_partition
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 
 COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.search import regroup
-from dynapipe_ext.schedules.search.regroup import Regrouping, ShapeLaw, fitted_law, regrouped
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.schedules.search import optimizer as regroup
+from dynapipe_ext.schedules.search.optimizer import Regrouping, ShapeLaw, fitted_law, regrouped
 
 LAW: ShapeLaw = (2e6, 1e4, 1.5e4, 2.5, 1.25, 0.75)
 

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batching.sampling.even_steps import even_steps, least_cost
+from dynapipe_ext.batching.sampling.samplers import DistributedTokenBatchSampler
+from dynapipe_ext.batching.sampling.streaming import StreamingTokenBatches
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.sampling.even_steps import even_steps, least_cost
-from dynapipe_ext.sampling.samplers import DistributedTokenBatchSampler
-from dynapipe_ext.sampling.streaming import StreamingTokenBatches
 
 OBJECTIVES = st.sampled_from(["tokens", "quadratic", "padded"])
 LASTS = st.sampled_from(["spread", "pad", "carry"])

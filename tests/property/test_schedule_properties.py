@@ -17,10 +17,17 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import _preemptive_ns, lower_bound_ns
-from dynapipe_ext.schedules.judge.memory import held_bytes, peak_bytes
-from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate, simulate_ns, trace_of
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.simulate import (
+    SharedCores,
+    held_bytes,
+    makespan_ns,
+    peak_bytes,
+    simulate,
+    simulate_ns,
+    simulate_shared_ns,
+    trace_of,
+    validate,
+)
 from dynapipe_ext.schedules.notation import format_lines, parse_lines
 from dynapipe_ext.schedules.search.dispatch import NEVER, Pipeline, dispatch, rules
 from dynapipe_ext.schedules.search.optimizer import optimize

@@ -13,10 +13,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.shared_cores import SharedCores
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.simulate import SharedCores, makespan_ns, peak_bytes, validate
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize, optimize_best
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 

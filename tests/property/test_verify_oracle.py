@@ -32,7 +32,7 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from tests.support.lowered import Programs, costs_of, lowered
 

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.activations import TensorSpec
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import TensorSpec
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor import wire
 from dynapipe_ext.executor.instructions import (
@@ -33,8 +34,6 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch
 from dynapipe_ext.schedules.step_plan import Prediction
 
 KEY = b"k" * 32

@@ -18,13 +18,13 @@ FACADES = {"dynapipe_ext/__init__.py", "dynapipe_ext/megatron.py"}
 # Which files (patterns) may import each of these, at the top or inside a function.
 RIM = {
     "torch": (
-        "dynapipe_ext/inference/generation.py",  # the driver of generate()
-        "dynapipe_ext/inference/loader.py",  # a DataLoader, and the driver of generate(); planning needs neither
-        "dynapipe_ext/inference/memory_profiling.py",  # measures peaks of the user's model
-        "dynapipe_ext/packing/*.py",  # tensors and attention of transformers models; packing itself is numpy
+        "dynapipe_ext/batching/inference/generation.py",  # the driver of generate()
+        "dynapipe_ext/batching/inference/loader.py",  # a DataLoader, and the driver of generate()
+        "dynapipe_ext/batching/inference/memory_profiling.py",  # measures peaks of the user's model
+        "dynapipe_ext/batching/packing/*.py",  # tensors and attention of transformers models; packing is numpy
+        "dynapipe_ext/batch/packed_attention.py",
         "dynapipe_ext/megatron.py",
         "executor/stages/accumulator.py",
-        "executor/stages/exact_sums.py",
         "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
         "executor/checkpoints/all_ranks.py",
         "executor/checkpoints/deepspeed*.py",
@@ -32,54 +32,50 @@ RIM = {
         "executor/device.py",
         "executor/stages/chunk_runner.py",
         "executor/loader.py",
-        "executor/megatron/*.py",  # inside Megatron's own loops
+        "executor/drop_in/*.py",  # inside Megatron's own loops
         "executor/measuring/rate.py",  # it times the user's model
         "executor/measuring/profiling.py",  # so does this one
         "executor/measuring/profiler_ranges.py",
         "executor/stages/attention*.py",
         "executor/stages/carried_keys.py",
-        "executor/stages/collectives.py",
-        "executor/stages/deepspeed*.py",
-        "executor/stages/megatron*.py",
-        "executor/stages/random_state.py",
+        "executor/stages/deepspeed/*.py",
+        "executor/stages/megatron/*.py",
         "executor/stages/split_linear.py",
-        "executor/stages/stored_bytes.py",
         "executor/stages/torch_stage.py",
-        "executor/stages/transformers*.py",
-        "executor/transport/groups.py",
+        "executor/stages/transformers/*.py",
+        "executor/transport/torch_p2p.py",
         "executor/transport/parallel_context.py",
         "executor/transport/strict.py",
-        "executor/transport/torch_p2p.py",
         "launch/commands/doctor.py",
         "launch/commands/profile_model.py",  # the name of the device
-        "launch/deepspeed_run.py",
-        "launch/megatron_run.py",
-        "launch/transformers_run.py",
+        "launch/rank/deepspeed_run.py",
+        "launch/rank/megatron_run.py",
+        "launch/rank/transformers_run.py",
         "launch/megatron_core.py",  # a training script to copy from
-        "launch/meeting.py",  # torch's store, and the process group of all ranks
-        "launch/variant_run.py",
-        "launch/train.py",
-        "launch/rank_program.py",  # the store of torchrun's agent, and its record of failures
+        "launch/rank/meeting.py",  # torch's store, and the process group of all ranks
+        "launch/rank/variant_run.py",
+        "launch/rank/train_rank.py",
+        "launch/rank/rank_program.py",  # the store of torchrun's agent, and its record of failures
         "tools/checkpoint/*.py",
     ),
     "redis": ("executor/store/redis.py", "launch/commands/doctor.py"),
     "megatron": (
         "dynapipe_ext/megatron.py",
         "executor/checkpoints/megatron*.py",
-        "executor/megatron/*.py",
-        "executor/stages/megatron*.py",
+        "executor/drop_in/*.py",
+        "executor/stages/megatron/*.py",
         "launch/megatron_core.py",
     ),
-    "deepspeed": ("executor/stages/deepspeed*.py",),
+    "deepspeed": ("executor/stages/deepspeed/*.py",),
     "transformers": (
-        "dynapipe_ext/inference/memory_profiling.py",  # builds the user's model
+        "dynapipe_ext/batching/inference/memory_profiling.py",  # builds the user's model
         "dynapipe_ext/data/preprocessing/transformers_encoder.py",  # tokenizers that only it can load
-        "dynapipe_ext/packing/attention.py",  # registers an attention that keeps documents apart
-        "dynapipe_ext/packing/check.py",  # builds a small twin of the user's model
-        "executor/stages/transformers*.py",
+        "dynapipe_ext/batching/packing/attention.py",  # registers an attention that keeps documents apart
+        "dynapipe_ext/batching/packing/check.py",  # builds a small twin of the user's model
+        "executor/stages/transformers/*.py",
     ),
-    "peft": ("executor/stages/transformers_adapters.py",),
-    "flash_attn": ("dynapipe_ext/packing/kernels.py",),
+    "peft": ("executor/stages/transformers/adapters.py",),
+    "flash_attn": ("dynapipe_ext/batch/packed_attention.py",),
 }
 ENVIRONMENT = "launch/env.py"
 AMBIENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
@@ -88,24 +84,24 @@ VAGUE = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Planning processes start with these: each must import without what only trainers have.
 LIGHT = (
     "dynapipe_ext",
-    "dynapipe_ext.plan",
+    "dynapipe_ext.batch.micro_batches",
     "dynapipe_ext.schedules.planner",
     "dynapipe_ext.schedules.search.optimizer",
     "dynapipe_ext.executor.lowering",
-    "dynapipe_ext.executor.proof.replica",
+    "dynapipe_ext.executor.proof",
     "dynapipe_ext.executor.wire",
     "dynapipe_ext.executor.engine",
     "dynapipe_ext.launch.cli",
     "dynapipe_ext.launch.subcommands",
-    "dynapipe_ext.launch.cluster",
+    "dynapipe_ext.launch.processes.cluster",
 )
 HEAVY = ("torch", "redis", "megatron", "deepspeed", "transformers")
 
 # What plans and measured costs depend on: BLAS, LAPACK and vector libraries round by the processor.
 FITTING = (
     "dynapipe_ext/costs/*",
-    "dynapipe_ext/inference/memory_*",
-    "dynapipe_ext/sampling/*",
+    "dynapipe_ext/batching/inference/memory_*",
+    "dynapipe_ext/batching/sampling/*",
     "dynapipe_ext/splits/*",
     "executor/measuring/*",
     "schedules/*",
@@ -199,17 +195,17 @@ def test_every_module_has_a_telling_name_of_its_own(all_sources: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "says"),
     [
-        ("schedules/search/order.py", "from dynapipe_ext.executor.wire import encode", "layer to its right"),
-        ("dynapipe_ext/plan.py", "from dynapipe_ext import schedules", "layer to its right"),
-        ("dynapipe_ext/plan.py", "def f():\n    import dynapipe_ext.launch.env", "layer to its right"),
+        ("schedules/search/dispatch.py", "from dynapipe_ext.executor.wire import encode", "layer to its right"),
+        ("dynapipe_ext/batch/micro_batches.py", "from dynapipe_ext import schedules", "layer to its right"),
+        ("dynapipe_ext/batch/micro_batches.py", "def f():\n    import dynapipe_ext.launch.env", "layer to its right"),
         ("executor/engine.py", "from .wire import encode", "relative import"),
         ("executor/engine.py", "from dynapipe_ext.executor.wire import *", "star import"),
-        ("launch/train.py", "import tools.estimate", "second copy"),
+        ("launch/rank/train_rank.py", "import tools.estimate", "second copy"),
         ("executor/engine.py", "def f():\n    import torch.nn", "rim only"),
         ("executor/engine.py", "import importlib\nimportlib.import_module('torch')", "rim only"),
         ("executor/loader.py", "import redis", "rim only"),
-        ("launch/train.py", "import os\nx = os.environ['A']", "launch/env.py alone"),
-        ("launch/train.py", "from os import getenv", "launch/env.py alone"),
+        ("launch/rank/train_rank.py", "import os\nx = os.environ['A']", "launch/env.py alone"),
+        ("launch/rank/train_rank.py", "from os import getenv", "launch/env.py alone"),
         ("dynapipe_ext/costs/grid.py", "x = a @ b", "@ rounds"),
         ("schedules/planner.py", "import numpy as np\nx = np.linalg.solve(a, b)", "np.linalg rounds"),
     ],
@@ -221,9 +217,9 @@ def test_each_rule_finds_its_offence(path: str, text: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("launch/cli.py", "from dynapipe_ext.schedules.search.order import best"),
+        ("launch/cli.py", "from dynapipe_ext.schedules.search.dispatch import best"),
         ("dynapipe_ext/__init__.py", "from dynapipe_ext.executor.engine import PipelineExecutor"),
-        ("executor/stages/megatron.py", "import torch\nfrom megatron.core import parallel_state"),
+        ("executor/stages/megatron/stage.py", "import torch\nfrom megatron.core import parallel_state"),
         ("launch/env.py", "import os\nx = os.environ"),
         ("executor/stages/split_linear.py", "x = a @ b"),
     ],

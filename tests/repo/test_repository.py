@@ -18,7 +18,7 @@ TOP_LEVEL = {
     "README.md",
     "LICENSE",
 }
-LONGEST_FILE_LINES = 400
+LONGEST_FILE_LINES = 600
 
 # Commands of the README, each with the test that runs it: as it stands (test_quickstart.py), or its kind, where it
 # needs several machines or takes minutes.

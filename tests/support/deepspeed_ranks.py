@@ -24,9 +24,9 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from dynapipe_ext.executor.stages.deepspeed_engine import ask_for_devices_once, compile_nothing
-from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.executor.stages.deepspeed.engine import ask_for_devices_once, compile_nothing
 from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.launch.processes.cluster import run_local
 from tests.support.checkpoints import tiny
 
 compile_nothing()  # a killed compilation hangs every later run

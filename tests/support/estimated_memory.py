@@ -19,24 +19,23 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
-from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron import packed_parameters, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import (
+from dynapipe_ext.executor.stages.chunk_runner import StoredBytes
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
     initialize_parallel,
     transformer_config,
 )
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
-from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
-from dynapipe_ext.launch.cluster import run_local
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron.stage import packed_parameters, wrap_ddp
+from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.plan import Layout, MicroBatch, Recompute
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.train_config import OptimizerSettings
 
 megatron_cpu.install()
 from tests.support.rank_jobs import forget_models  # noqa: E402 (it imports megatron)

@@ -154,7 +154,7 @@ def descendants(pid: int) -> list[int]:
 
 def _watch_ranks(sites: _Sites) -> None:
     from dynapipe_ext.executor.store.redis import RedisStore
-    from dynapipe_ext.launch import train
+    from dynapipe_ext.launch.rank import train_rank as train
 
     own_train, own_init = train._train, RedisStore.__init__
 

@@ -7,14 +7,14 @@ import json
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batching.inference.memory_training import fit_phases
+from dynapipe_ext.batching.sampling.samplers import quadratic_coefficients
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.surface import Measured, ModelPart, left_out_errors
-from dynapipe_ext.inference.memory_training import fit_phases
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.sampling.samplers import quadratic_coefficients
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 SHAPE = Architecture.gpt(
     num_layers=4,

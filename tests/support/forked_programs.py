@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 _TITLES = {
     "dynapipe_ext.executor.plans.planner_process": "planner",
     "torch.distributed.run": "torchrun",
-    "dynapipe_ext.launch.train": "rank",
+    "dynapipe_ext.launch.rank": "rank",
 }
 _forked = {"dynapipe_ext.executor.plans.planner_process"}
 
@@ -103,7 +103,7 @@ def _become(
             os.chdir(cwd)
         if preexec is not None:
             preexec()
-        from dynapipe_ext.launch.process_title import set_process_title
+        from dynapipe_ext.launch.processes.cluster import set_process_title
 
         set_process_title(f"{_TITLES[module]} {module}")
         sys.argv = [module, *arguments]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
+from dynapipe_ext.settings.train_config import TrainConfig
 
 
 def write_costs(config: TrainConfig, vocab_size: int, path: Path) -> None:

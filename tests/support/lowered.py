@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, ExecutionPlan, Instruction
 from dynapipe_ext.executor.lowering import lower_schedule
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
 

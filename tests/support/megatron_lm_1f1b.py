@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 
-from dynapipe_ext.executor.megatron import drop_in
-from dynapipe_ext.executor.megatron.forward_step import LoopStep
-from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
+from dynapipe_ext.executor.drop_in import drop_in
+from dynapipe_ext.executor.drop_in.forward_step import LoopStep
+from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
 
 
 def run_by_1f1b(

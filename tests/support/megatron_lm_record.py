@@ -38,8 +38,8 @@ class Recorder:
         def recorded_model(build: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
             from megatron.core import parallel_state
 
-            from dynapipe_ext.executor.stages.megatron import unwrapped
-            from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
+            from dynapipe_ext.executor.stages.megatron.model import initialize_weights
+            from dynapipe_ext.executor.stages.megatron.stage import unwrapped
 
             chunks = build(*arguments, **keywords)
             for model in map(unwrapped, chunks):
@@ -79,8 +79,8 @@ class Recorder:
     def save(self, place: Path) -> None:
         import torch
 
-        from dynapipe_ext.executor.stages.megatron import unwrapped
-        from dynapipe_ext.executor.stages.megatron_weights import held_weights
+        from dynapipe_ext.executor.stages.megatron.model import held_weights
+        from dynapipe_ext.executor.stages.megatron.stage import unwrapped
 
         weights = {}
         for name, parameter in (pair for chunk in self._chunks for pair in held_weights(unwrapped(chunk))):

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 from tests.support.megatron_lm_record import Record, Recorder
 
 _BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]]
@@ -184,10 +184,10 @@ def main() -> None:
         on_cpu.prepare(megatron_lm)
         for script in {run.script for run in runs}:
             runpy.run_path(_place(megatron_lm, script), run_name="imported")  # once, for all ranks
-    from dynapipe_ext.executor.megatron import drop_in
-    from dynapipe_ext.executor.megatron import script as planned
-    from dynapipe_ext.launch.cluster import run_local
+    from dynapipe_ext.executor.drop_in import drop_in
+    from dynapipe_ext.executor.drop_in import script as planned
     from dynapipe_ext.launch.env import RankEnv
+    from dynapipe_ext.launch.processes.cluster import run_local
     from tests.support.megatron_lm_1f1b import run_by_1f1b
     from tests.support.megatron_saves import keep_results_in_rank
 

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 
-from dynapipe_ext.executor.stages.megatron_weights import global_name, initialize_weights
+from dynapipe_ext.executor.stages.megatron.model import global_name, initialize_weights
 from tests.support.rank_jobs import forget_models
 
 VOCAB, LENGTH, ROWS = 128, 16, 2

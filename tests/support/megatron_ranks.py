@@ -16,28 +16,39 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.batch.micro_batches import (
+    GlobalBatchPlan,
+    Layout,
+    LossNorm,
+    MicroBatch,
+    Recompute,
+    ReplicaPlan,
+    SampleLength,
+)
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.collate import collate
+from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenSample
-from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron import wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
-from dynapipe_ext.executor.stages.megatron_placement import build_chunks
-from dynapipe_ext.executor.stages.megatron_weights import global_name, tensor_slice
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages.megatron.model import (
+    build_model,
+    global_name,
+    initialize_parallel,
+    tensor_slice,
+    transformer_config,
+)
+from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron.placement import build_chunks
+from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import GlobalBatchPlan, Layout, LossNorm, MicroBatch, Recompute, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import published_schedule
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.train_config import OptimizerSettings
 
 megatron_cpu.install()
 for module in ("models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):

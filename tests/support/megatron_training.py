@@ -20,19 +20,21 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from dynapipe_ext.executor.stages.megatron import wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import (
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
+    full_shape,
+    global_name,
     initialize_parallel,
+    tensor_slice,
     transformer_config,
 )
-from dynapipe_ext.executor.stages.megatron_weights import full_shape, global_name, tensor_slice
+from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import write_arguments
 from dynapipe_ext.tools.checkpoint.megatron.names import tied_head_name
-from dynapipe_ext.topology import Topology
 from tests.support.checkpoints import tiny_variant
 from tests.support.megatron_ranks import CPU, join
 from tests.support.megatron_saves import keep_results_in_rank

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dynapipe_ext.inference.batches import (
+from dynapipe_ext.batching.inference.batches import (
     FirstBatch,
 )
-from dynapipe_ext.inference.memory_model import LearnedMemory
-from dynapipe_ext.inference.memory_records import MeasuredOn, MemoryRecord
+from dynapipe_ext.batching.inference.memory_model import LearnedMemory
+from dynapipe_ext.batching.inference.memory_records import MeasuredOn, MemoryRecord
 
 ON = MeasuredOn(
     model="llama, 1000 parameters",

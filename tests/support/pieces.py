@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, Recompute, ReplicaPlan, SampleLength, chains
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.pieces import chains
-from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, Recompute, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
-from dynapipe_ext.topology import Topology
 
 # Of a run on four ranks, for `dynapipe train`.
 SETTINGS = """

@@ -7,19 +7,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import LengthArray, as_length_array
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner
-from dynapipe_ext.executor.plans.publishing import PlanPublisher
+from dynapipe_ext.data.batches import GlobalBatchRule, StepPosition, step_positions
+from dynapipe_ext.executor.plans.planner_process import PlannerJob, PlanPublisher, describe_planner
 from dynapipe_ext.executor.plans.source import StorePlanSource
-from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, StepPosition, step_positions
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.redis import RedisStore
-from dynapipe_ext.lengths import LengthArray, as_length_array
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 KEY = b"k" * 32
 LENGTHS: LengthArray = as_length_array(np.random.default_rng(0).integers(4, 90, 40))

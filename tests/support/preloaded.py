@@ -37,10 +37,10 @@ _MODULES = (
     "dynapipe_ext.launch.cli",
     "dynapipe_ext.launch.subcommands",
     "dynapipe_ext.launch.commands.train",
-    "dynapipe_ext.launch.variant_run",
-    "dynapipe_ext.launch.megatron_run",
+    "dynapipe_ext.launch.rank.variant_run",
+    "dynapipe_ext.launch.rank.megatron_run",
     "dynapipe_ext.executor.store.redis",
-    "dynapipe_ext.executor.checkpoints.megatron_tensors",
+    "dynapipe_ext.executor.checkpoints.megatron_checkpoint",
     "dynapipe_ext.executor.plans.planner_process",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -50,9 +50,9 @@ _MODULES = (
 )
 # What commands of models that transformers computes import besides.
 TRANSFORMERS = (
-    "dynapipe_ext.launch.transformers_run",
-    "dynapipe_ext.executor.stages.transformers_adapters",
-    "dynapipe_ext.launch.deepspeed_run",
+    "dynapipe_ext.launch.rank.transformers_run",
+    "dynapipe_ext.executor.stages.transformers.adapters",
+    "dynapipe_ext.launch.rank.deepspeed_run",
     "transformers.integrations.deepspeed",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
@@ -334,7 +334,7 @@ if __name__ == "__main__":
         _interpret(sys.argv[2], sys.argv[3:])
 
     from dynapipe_ext.executor.parent_death import end_with_parent
-    from dynapipe_ext.executor.stages import megatron_cpu
+    from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 
     end_with_parent(int(sys.argv[2]))
     megatron_cpu.install()  # before anything of megatron is imported

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.training import get_args
 
 import dynapipe_ext.megatron as dynapipe
-from dynapipe_ext.executor.megatron.samples import LabelledSample, SampleSource, open_samples, split_source
+from dynapipe_ext.executor.drop_in.samples import LabelledSample, SampleSource, open_samples, split_source
 from tests.support import pretrain_padded
 
 

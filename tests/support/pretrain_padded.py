@@ -17,7 +17,7 @@ from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
 
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.executor.megatron.samples import LabelledSample, SampleSource, open_samples, split_source
+from dynapipe_ext.executor.drop_in.samples import LabelledSample, SampleSource, open_samples, split_source
 
 
 class Padded(torch.utils.data.Dataset[Any]):

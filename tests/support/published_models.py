@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
-from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
+from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.tensors import tensor_groups
@@ -28,7 +29,6 @@ from dynapipe_ext.tools.checkpoint.megatron.names import (
     tied_head_name,
     to_megatron,
 )
-from dynapipe_ext.topology import Topology
 from tests.support import rank_results
 from tests.support.checkpoints import VARIANTS, saved, tensors_in, tiny
 from tests.support.megatron_ranks import CPU, join

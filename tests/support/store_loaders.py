@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import redis
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import LengthArray
+from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.wire import encode
-from dynapipe_ext.lengths import LengthArray
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Coordinates, Topology
 
 KEY = b"k" * 32
 RANKS = [Coordinates(tp_rank=0, pp_rank=pp_rank, dp_rank=dp_rank) for pp_rank in range(2) for dp_rank in range(2)]

@@ -12,25 +12,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.batch.micro_batches import Layout, LossNorm, MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.pairs import PairSample, collate_pairs
-from dynapipe_ext.executor.stages.megatron import wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
-from dynapipe_ext.executor.stages.megatron_placement import build_chunks
-from dynapipe_ext.executor.stages.megatron_weights import fill_weights, held_weights, tensor_slice
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.executor.stages.megatron.model import (
+    build_model,
+    fill_weights,
+    held_weights,
+    initialize_parallel,
+    tensor_slice,
+    transformer_config,
+)
+from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron.placement import build_chunks
+from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.memory import stage_layers
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.plan import Layout, LossNorm, MicroBatch, Recompute
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.settings.train_config import OptimizerSettings
 from dynapipe_ext.tools.checkpoint.megatron.names import to_megatron
-from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import CPU, planned, schedule_of, split_backwards
 
 NUM_PAIRS = 9

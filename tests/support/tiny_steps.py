@@ -10,19 +10,18 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.collate import collate
+from dynapipe_ext.data.batches import collate
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.accumulator import PlainAccumulator
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
+from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 from tests.support.tiny_models import samples_of
 
 SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4))

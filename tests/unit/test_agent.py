@@ -12,19 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.launch.agent import LOST_STATUS, NodeEnd, run_agent
 from dynapipe_ext.launch.env import launcher
-from dynapipe_ext.launch.rank_records import RankRecord, read_rank_records
+from dynapipe_ext.launch.processes.agent import LOST_STATUS, NodeEnd, RankRecord, read_rank_records, run_agent
 
 # As torchrun: starts ranks, and ends with 1 as soon as one has failed, once it has ended the others.
 AGENT = """
 import os, signal, sys, time
 from dynapipe_ext.errors import ConfigError, ExecutionError, NotFiniteError
 from dynapipe_ext.executor.parent_death import end_with_parent, supervising_pid
-from dynapipe_ext.launch.cluster import JobError
+from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.env import launcher
-from dynapipe_ext.launch.rank_records import recorded
-from dynapipe_ext.launch.signals import ending_signals_raise
+from dynapipe_ext.launch.processes.agent import recorded
+from dynapipe_ext.launch.processes.signals import ending_signals_raise
 
 def fail(error, cause):
     raise JobError(str(error), 1 if isinstance(error, ValueError) else 2, cause) from error
@@ -92,7 +91,7 @@ def test_how_ranks_end_is_how_the_node_does(body: str, status: int, says: str, m
 
 
 def test_ranks_that_have_ended_before_the_first_look_leave_the_agent_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynapipe_ext.launch.agent._POLL_S", 2.0)
+    monkeypatch.setattr("dynapipe_ext.launch.processes.agent._POLL_S", 2.0)
     end = ended("os.waitpid(rank(0, lambda: sys.exit(138)), 0); time.sleep(3); sys.exit(1)")
     assert (end.status, end.cause) == (138, "")
 
@@ -106,7 +105,7 @@ def test_what_stands_still_is_killed_by_name() -> None:
 
 
 def test_an_agent_that_stays_when_its_ranks_have_failed_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynapipe_ext.launch.agent._AFTER_RANKS_S", 0.5)
+    monkeypatch.setattr("dynapipe_ext.launch.processes.agent._AFTER_RANKS_S", 0.5)
     end = ended("os.waitpid(rank(0, lambda: fail(ExecutionError('late'), 'x')), 0); wait()", timeout_s=0.1)
     assert (end.status, end.cause) == (LOST_STATUS, "no rank has run here for 0.6 s, and none will")
 

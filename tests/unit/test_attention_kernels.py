@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from dynapipe_ext.packing import kernels
-from dynapipe_ext.packing.kernels import KERNELS, Borders, DocumentRule, attend_by_kernel, attend_documents, load_kernel
+from dynapipe_ext.batch import packed_attention as kernels
+from dynapipe_ext.batch.packed_attention import (
+    KERNELS,
+    Borders,
+    DocumentRule,
+    attend_by_kernel,
+    attend_documents,
+    load_kernel,
+)
 from tests.support.documents import LENGTHS, by_definition, packed_tensors
 
 # As the sources of each version state them; where a package is installed, its own sources are read instead.

@@ -13,25 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, chains
+from dynapipe_ext.batch.packed_attention import VarlenKernel
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.stages import attention as attention_of_stages
-from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.attention import DocumentAttention
-from dynapipe_ext.executor.stages.carried_keys import CarriedKeys
-from dynapipe_ext.executor.stages.carried_order import PieceOrder
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.executor.stages.carried_keys import CarriedKeys, PieceOrder
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.packing.kernels import VarlenKernel
-from dynapipe_ext.pieces import chains
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Kind
-from dynapipe_ext.topology import Topology
 from tests.support.pieces import pieced_replicas, random_legal_schedule
 from tests.support.tiny_models import samples_of
 
 megatron_cpu.install()
-from dynapipe_ext.executor.stages.megatron import packed_parameters  # noqa: E402
-from dynapipe_ext.executor.stages.megatron_layers import CoreAttention, WindowAttention  # noqa: E402
+from dynapipe_ext.executor.stages.megatron.layers import CoreAttention, WindowAttention  # noqa: E402
+from dynapipe_ext.executor.stages.megatron.stage import packed_parameters  # noqa: E402
 
 CPU, HEADS, WIDTH = torch.device("cpu"), (4, 2, 2), 8  # of queries, keys and values
 

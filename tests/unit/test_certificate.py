@@ -13,19 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength, sample_lengths
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.judge.certificate import Certificate, certify, free_batch_ns, with_bounds
+from dynapipe_ext.schedules.judge.bounds import Certificate, certify, free_batch_ns, with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, predicted
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.show.certificate import certificate_of_file
-from dynapipe_ext.topology import Topology
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from dynapipe_ext.batching.packing import PackingCollator, check_packing, register_document_attention
 from dynapipe_ext.errors import ConfigError, ExecutionError
-from dynapipe_ext.packing import PackingCollator, check_packing, register_document_attention
 
 pytest.importorskip("transformers")
 SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

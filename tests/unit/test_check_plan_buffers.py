@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.launch import cli
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.topology import Topology
 from tests.unit.test_check_plan import checked, made
 
 SHAPE = Architecture.gpt(

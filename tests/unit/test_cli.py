@@ -13,7 +13,7 @@ import pytest
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.launch import cli, subcommands
-from dynapipe_ext.launch.cluster import JobError
+from dynapipe_ext.launch.processes.cluster import JobError
 
 Define = Callable[[Callable[[], int]], None]
 

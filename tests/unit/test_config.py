@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.commands import train as train_command
-from dynapipe_ext.launch.job import architecture_of
+from dynapipe_ext.launch.job.job import architecture_of
 from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.settings.train_config import TrainConfig
 
 QUICKSTART = Path("launch/configs/quickstart.toml")
 

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import active_core, native
-from dynapipe_ext.launch import train
 from dynapipe_ext.launch.commands.doctor import all_checks
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.launch.rank import train_rank as train
 
 
 def test_the_native_core_is_active_unless_a_pure_build_was_asked_for() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.abilities import floor_of, has_decoder, over_topology, recounted, shape_prices
 from dynapipe_ext.costs.adapted import AdaptedCosts, TimeCorrection
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -20,10 +22,8 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import preset
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.judge.batch_floor import batch_floor
+from dynapipe_ext.schedules.judge.bounds import batch_floor
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 TOKENS = TokenCosts(2, ns_per_token_squared=2.0, overhead_ns=5_000)
 GPT = Architecture.gpt(

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.adapted import (
     AdaptedCosts,
@@ -25,10 +27,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts, count_positions
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.drift import fitted_costs
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.presets import preset
-from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch
-from dynapipe_ext.topology import Topology
 
 RIGHT = TokenCosts(4, ns_per_token_squared=8, overhead_ns=20_000, stage_scale=(1.0, 0.8, 1.1, 1.3))
 WRONG = {

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.topology import Topology
 
 GPT2 = Architecture.gpt(
     num_layers=12,

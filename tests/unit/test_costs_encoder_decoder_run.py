@@ -7,20 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.job import analytic_costs, architecture_of, configured_format, topology_of, variants
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.launch.job.job import analytic_costs, architecture_of, configured_format, topology_of, variants
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_parameters
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.train_config import TrainConfig
 
 T5 = Architecture.t5(
     num_layers=4, num_decoder_layers=4, hidden_size=64, num_heads=4, ffn_hidden_size=128, gated_mlp=True,

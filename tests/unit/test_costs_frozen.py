@@ -7,14 +7,13 @@ import json
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 BASE = TokenCosts(num_stages=2, ns_per_token_squared=3, static_bytes=1000)
 FROZEN = FrozenCosts(BASE, (0.25, 0.0), static_bytes=(300, 200))

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.piece_surcharge import (
@@ -26,9 +28,7 @@ from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measur
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.proposals import Proposals
@@ -38,7 +38,6 @@ from dynapipe_ext.tools.account.profile_errors import errors_of_pieces
 from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
-from dynapipe_ext.topology import Topology
 
 KINDS: tuple[Recompute, ...] = ("none", "full")
 _F, _B = PairGrowth(attended=0.02), PairGrowth(before=1.5, attended=0.05)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
@@ -21,9 +23,6 @@ from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, Recompute
-from dynapipe_ext.topology import Topology
 
 ROWS, LENGTHS = (1, 2, 8), (16, 64, 256)
 HIDDEN = 8

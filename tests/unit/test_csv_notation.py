@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.csv_notation import from_csv, to_csv
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.simulate import validate
+from dynapipe_ext.schedules.notation import from_csv, to_csv
 from dynapipe_ext.schedules.tables.published import PUBLISHED
 from dynapipe_ext.schedules.tables.published import published_schedule as published
 

@@ -1,11 +1,10 @@
 import numpy as np
 import pytest
 
-from dynapipe_ext.data.collate import collate, document_lengths
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.data.batches import collate, document_lengths
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 
 A = TokenSample(7, np.array([11, 12, 13, 14, 15]), 3)  # 4 positions, targets 14 15
 B = TokenSample(9, np.array([21, 22, 23]), 1)  # 2 positions, targets 22 23

@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import as_length_array
 from dynapipe_ext.data import dataset as dataset_module
 from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, prepare
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.data.reading import Example
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.lengths import as_length_array
 
 BYTES = {"tokenizer": "bytes", "max_seq_len": 4096, "truncate": False}
 BPE = {"tokenizer": "bpe", "vocab_size": 400, "max_seq_len": 4096, "truncate": False}

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenDataset, TokenSample, prepare
 from dynapipe_ext.data.held_out import hold_out
@@ -15,10 +16,7 @@ from dynapipe_ext.data.pairs import PairDataset, PairSample, collate_pairs, pair
 from dynapipe_ext.data.reading import Example
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Coordinates, Topology
 
 A = PairSample(7, np.array([11, 12, 13]), np.array([21, 22]))
 B = PairSample(9, np.array([31]), np.array([41, 42, 43, 44]))

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.config import DebugSettings, TrainConfig
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands import launch as launch_command
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.env import RankEnv, debug_settings, kv_store_url
-from dynapipe_ext.launch.rank_log import rank_log
-from dynapipe_ext.launch.user_store import asked_store
+from dynapipe_ext.launch.rank.rank_log import rank_log
+from dynapipe_ext.launch.store.user_store import asked_store
+from dynapipe_ext.settings.train_config import DebugSettings, TrainConfig
 
 VARIABLES = {
     "DYNAPIPE_DEBUG": "DEBUG",

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.packing.collator import IGNORED, PackingCollator
-from dynapipe_ext.packing.dynamicat import (
+from dynapipe_ext.batching.packing.collator import IGNORED, PackingCollator
+from dynapipe_ext.batching.packing.dynamicat import (
     INFERENCE,
     PRETRAINING,
     SUPERVISED,
@@ -29,6 +28,7 @@ from dynapipe_ext.packing.dynamicat import (
     pieces,
     scaled_learning_rate,
 )
+from dynapipe_ext.errors import ConfigError, DataError
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 

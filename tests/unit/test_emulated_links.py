@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from dynapipe_ext.activations import TensorSpec
+from dynapipe_ext.batch.topology import TensorSpec
 from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.transport.emulated import EmulatedLinks
 from dynapipe_ext.executor.transport.inline import InlineHub

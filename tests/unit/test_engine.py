@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -18,9 +19,7 @@ from dynapipe_ext.executor.measuring.profiler_ranges import profiler_ranges
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 from tests.support.lowered import forwards_of
 
 HIDDEN, VOCAB = 8, 17

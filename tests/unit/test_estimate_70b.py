@@ -7,17 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.estimated import Strategy
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.models.presets import preset
 from dynapipe_ext.models.tensors import num_parameters
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.tools.estimate.lengths import distribution_data
 from dynapipe_ext.tools.estimate.options import Limits, Question, strategy_name
 from dynapipe_ext.tools.estimate.ranking import Search, estimate
-from dynapipe_ext.topology import Topology
 
 LLAMA = preset("llama-2-70b")
 CLUSTER = Cluster.of(DEVICES["a100"], nodes=6, gpus_per_node=4, gpu_memory_gb=80.0)

@@ -8,11 +8,11 @@ import json
 import numpy as np
 import pytest
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.commands import estimate as estimate_command
-from dynapipe_ext.launch.job import architecture_of, topology_of
+from dynapipe_ext.launch.job.job import architecture_of, topology_of
 from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.settings.train_config import TrainConfig
 
 SMALL = {
     "model_type": "llama",

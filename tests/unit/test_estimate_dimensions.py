@@ -7,21 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.topology import Topology, placement_of
 from dynapipe_ext.costs.estimated import Strategy
-from dynapipe_ext.launch.job import topology_of
+from dynapipe_ext.launch.job.job import topology_of
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.models.presets import preset
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.config import settings, train_fault
 from dynapipe_ext.tools.estimate.lengths import distribution_data
 from dynapipe_ext.tools.estimate.memory import planned_memory
 from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, spreads
 from dynapipe_ext.tools.estimate.ranking import Search, estimate
-from dynapipe_ext.topology import Topology, placement_of
 
 QUICK = Search(tokens_per_batch=(1, 1 << 17), most_plans=6, effort=50)
 V = Topology(tp=2, pp=2, dp=2, placement=placement_of("v", 2))

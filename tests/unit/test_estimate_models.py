@@ -9,12 +9,13 @@ from functools import cache
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.costs.parameters import parameters_per_stage, replica_and_expert_parameters
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.flops import Positions, forward_flops
 from dynapipe_ext.models.huggingface import write_config
@@ -22,9 +23,7 @@ from dynapipe_ext.models.megatron_arguments import write_arguments
 from dynapipe_ext.models.memory import stage_parameters, states
 from dynapipe_ext.models.presets import PRESETS, preset, read_model
 from dynapipe_ext.models.tensors import num_parameters
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.tools.estimate.modules import MODULES, modules_of, positions_of
-from dynapipe_ext.topology import Topology
 
 PUBLISHED = {
     "llama-2-7b": 6_738_415_616,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.cluster import DEVICES, Cluster
@@ -20,7 +21,6 @@ from dynapipe_ext.tools.estimate.lengths import distribution_data, file_data
 from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, balanced_layers, spreads
 from dynapipe_ext.tools.estimate.ranking import Search, estimate, tokens_bounds
 from dynapipe_ext.tools.estimate.table import Prices, show_estimate
-from dynapipe_ext.topology import Topology
 
 QUICK = Search(tokens_per_batch=(1, 1 << 16), most_plans=4, effort=0)
 

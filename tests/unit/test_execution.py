@@ -10,21 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Buffer, Recv, WaitSend
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, PlainAccumulator
+from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, ExactSums, PlainAccumulator
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
-from dynapipe_ext.executor.stages.exact_sums import ExactSums
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 HIDDEN, VOCAB = 8, 17
 LENGTHS = (3, 11, 4, 5, 9, 2, 7)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import dynapipe_ext
-from dynapipe_ext import inference, megatron, packing, sampling
+from dynapipe_ext import megatron
+from dynapipe_ext.batching import inference, packing, sampling
 
 
 @pytest.mark.parametrize("facade", [dynapipe_ext, inference, megatron, packing, sampling])
@@ -21,7 +22,8 @@ def test_every_name_that_a_package_offers_is_there_under_its_own_name(facade: An
 
 def test_samplers_need_no_torch() -> None:
     script = (
-        "import sys; from dynapipe_ext.sampling import MultipackDistributedBatchSampler as S, StreamingTokenBatches;"
+        "import sys; from dynapipe_ext.batching.sampling import MultipackDistributedBatchSampler as S;"
+        "from dynapipe_ext.batching.sampling import StreamingTokenBatches;"
         "print(len(S(8, [3, 5, 2, 4])), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

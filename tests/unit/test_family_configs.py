@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.models.architecture import Architecture, RopeScaling
+from dynapipe_ext.models.architecture import Architecture, RopeScaling, layer_kinds
 from dynapipe_ext.models.huggingface import read_config, write_config
-from dynapipe_ext.models.layer_kinds import layer_kinds
 from dynapipe_ext.models.megatron_arguments import command_line, read_arguments, unsayable, write_arguments
 from dynapipe_ext.models.presets import preset
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.tools.estimate.options import balanced_layers
-from dynapipe_ext.topology import Topology
 
 _SMALL = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -17,8 +17,7 @@ from dynapipe_ext.schedules.judge.filling import (
     simulate_filling,
     with_room_to_fill,
 )
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate_ns
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.v_shape import zb_v

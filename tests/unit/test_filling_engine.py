@@ -9,24 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from dynapipe_ext.activations import ActivationFormat, TensorSpec
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import BackwardWeight, Buffer, ExecutionPlan, Recv, Send
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
-from dynapipe_ext.executor.transport.torch_p2p import _TorchPending
-from dynapipe_ext.executor.transport.watched import WatchedTransport
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.executor.transport.torch_p2p import WatchedTransport, _TorchPending
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.timeline import Span
-from dynapipe_ext.topology import Topology
 
 HIDDEN, VOCAB, NUM_STAGES = 8, 17, 3
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((3, 11, 4, 5, 9, 2, 7, 12, 6, 8, 10, 1))]

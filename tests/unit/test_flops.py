@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.flops import Positions, Work, forward_flops, step_flops, work_of
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch
 from dynapipe_ext.tools.account.flops import LoggedRun, account, read_log
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, StoreInfo
-from dynapipe_ext.topology import Topology
 
 _GPT = read_config({"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 51_200})
 _SMALL: dict[str, Any] = {

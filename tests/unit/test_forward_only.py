@@ -14,30 +14,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import LengthArray, MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.evaluation import EvalResult, evaluate
 from dynapipe_ext.executor.instructions import Backward, ExecutionPlan, Forward, Instruction, Recv, Send, WaitRecv
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.training_loop import EvalResult, evaluate
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.wire import decode, encode
-from dynapipe_ext.lengths import LengthArray, SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, validate
 from dynapipe_ext.schedules.notation import plan_json, read_plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.tables.gpipe import gpipe
-from dynapipe_ext.topology import Coordinates, Topology
 
 KEY = b"k" * 32
 COSTS = TokenCosts(4, bytes_per_token=100, static_bytes=900, transfer_ns_per_token=200, overhead_ns=5000)

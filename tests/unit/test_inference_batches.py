@@ -12,9 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynapipe_ext.batching.inference.batches import (
+    PROMPT_TOKENS,
+    UNMEASURED,
+    GenerationMemory,
+    InferenceBatchRule,
+    plan_batches,
+)
+from dynapipe_ext.batching.inference.loader import DynamicBatchSampler, build_dynamic_batch_dataloader
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.inference.batches import PROMPT_TOKENS, UNMEASURED, GenerationMemory, InferenceBatchRule, plan_batches
-from dynapipe_ext.inference.loader import DynamicBatchSampler, build_dynamic_batch_dataloader
 
 
 class WordTokenizer:

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch.initial_weights import open_initial_weights
+from dynapipe_ext.launch.job.model_folder import open_initial_weights
 from dynapipe_ext.models.presets import read_model
 from tests.support.checkpoints import saved, tiny
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.adapted import AdaptedCosts
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -19,18 +20,16 @@ from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.job import (
+from dynapipe_ext.launch.job.job import (
     analytic_costs,
     architecture_of,
     configured_costs,
     make_planner,
     topology_of,
 )
-from dynapipe_ext.launch.run_costs import settle_costs
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.launch.job.run_costs import settle_costs
 from dynapipe_ext.models.memory import stage_parameters
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.train_config import TrainConfig
 
 CONFIG = TrainConfig().with_values(topology={"tp": 2, "pp": 2, "dp": 2})
 CONFIG_TOPOLOGY, VOCABULARY = topology_of(CONFIG), 256

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch import cli, rank_program
-from dynapipe_ext.launch.agent import NodeEnd
+from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import launch
-from dynapipe_ext.launch.outcome import report_what_ran
-from dynapipe_ext.launch.run_directory import RunDirectory
-from dynapipe_ext.launch.secret_file import read_secret
+from dynapipe_ext.launch.processes.agent import NodeEnd
+from dynapipe_ext.launch.processes.scratch import read_secret
+from dynapipe_ext.launch.rank import rank_program
+from dynapipe_ext.launch.run.outcome import report_what_ran
+from dynapipe_ext.launch.run.run_directory import RunDirectory
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 
 STORE = ["--store", "redis://127.0.0.1:1/0"]
@@ -40,7 +41,7 @@ def test_on_one_machine_torchrun_starts_all_ranks_with_the_flags_of_train(capsys
     (words,) = commands(capsys, *arguments)
     assert words[1:] == [
         *TORCHRUN.format(nodes=1, ranks=8, restarts=0).split(),  # the launcher starts again itself
-        *["--standalone", "-m", "dynapipe_ext.launch.train", "--tp", "2", "--pp", "2", "--dp", "2"],
+        *["--standalone", "-m", "dynapipe_ext.launch.rank", "--tp", "2", "--pp", "2", "--dp", "2"],
         *["--data", "a b.jsonl=1", "c.jsonl=2", "--min-lr", "1e-9", "--steps", "3"],
     ]
 
@@ -110,7 +111,7 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
 def test_what_cannot_work_is_refused_before_anything_starts(
     flags: list[str], says: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynapipe_ext.launch.network._KNOWN_S", 0.0)
+    monkeypatch.setattr("dynapipe_ext.launch.processes.network._KNOWN_S", 0.0)
     try:
         status = cli.main(["launch", *SIZES, *flags])
     except SystemExit as error:

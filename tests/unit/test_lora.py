@@ -11,24 +11,23 @@ import pytest
 import torch
 import transformers
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_config
-from dynapipe_ext.launch.job import check_fits, configured_costs, make_planner, topology_of, trained_costs
-from dynapipe_ext.launch.run_costs import settle_costs
-from dynapipe_ext.launch.transformers_settings import refuse_unsupported
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_config
+from dynapipe_ext.launch.job.job import check_fits, configured_costs, make_planner, topology_of, trained_costs
+from dynapipe_ext.launch.job.model_folder import refuse_unsupported
+from dynapipe_ext.launch.job.run_costs import settle_costs
+from dynapipe_ext.models.config_fields import LAYER_PATTERNS, pattern_of
 from dynapipe_ext.models.flops import step_flops, work_of
-from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.tiny_models import CONFIGS
 
 peft: Any = pytest.importorskip("peft")
-from dynapipe_ext.executor.stages.transformers_adapters import add_adapters  # noqa: E402
+from dynapipe_ext.executor.stages.transformers.adapters import add_adapters  # noqa: E402
 
 ALL = ("all-linear",)
 

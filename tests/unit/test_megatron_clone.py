@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.megatron.clone import ENTRY_POINTS, STEP_KEYWORDS, clone_version, misfits
+from dynapipe_ext.executor.drop_in.clone import ENTRY_POINTS, STEP_KEYWORDS, clone_version, misfits
 from dynapipe_ext.launch import cli
 
 
@@ -33,7 +33,7 @@ def edit(place: Path, before: str, after: str) -> None:
 
 
 def test_the_keywords_are_those_of_the_function_that_takes_the_place_of_megatrons() -> None:
-    from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
+    from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
 
     assert {"self", *STEP_KEYWORDS} == {*inspect.signature(ForwardBackward.__call__).parameters}
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.stages.megatron_layers import WindowAttention
-from dynapipe_ext.executor.stages.megatron_model import build_model
+from dynapipe_ext.executor.stages.megatron.layers import WindowAttention
+from dynapipe_ext.executor.stages.megatron.model import build_model
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.topology import Topology
 
 WINDOW = 7
 LENGTHS = (1, 6, 7, 8, 14, 15, 30)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron import MegatronStage
-from dynapipe_ext.executor.stages.megatron_model import transformer_config
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages.megatron.model import transformer_config
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.topology import Topology
 
 megatron_cpu.install()
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
 
-from dynapipe_ext.executor.stages.megatron_placement import PlacedLayout, is_tied_by_megatron  # noqa: E402
+from dynapipe_ext.executor.stages.megatron.placement import PlacedLayout, is_tied_by_megatron  # noqa: E402
 
 SHAPE = Architecture.gpt(
     num_layers=8,

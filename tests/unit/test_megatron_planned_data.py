@@ -16,27 +16,24 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample, prepare
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
-from dynapipe_ext.executor.megatron.datasets import PlannedDatasets, planned_iterators, real_flops
-from dynapipe_ext.executor.megatron.drop_in import ForwardBackward, _say_planned
-from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
-from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, batch_once, data_planner
-from dynapipe_ext.executor.megatron.samples import Conversations, megatron_arrays, open_samples, split_source
-from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape
+from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
+from dynapipe_ext.executor.drop_in.datasets import PlannedDatasets, planned_iterators, real_flops
+from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward, _say_planned
+from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
+from dynapipe_ext.executor.drop_in.planned_data import PlanChoices, PlannedSteps, batch_once, data_planner
+from dynapipe_ext.executor.drop_in.samples import Conversations, megatron_arrays, open_samples, split_source
+from dynapipe_ext.executor.drop_in.uniform import UniformPlanner, UniformShape
 from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Kind
-from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
-from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 
 class Source:

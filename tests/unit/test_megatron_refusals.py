@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.batch.topology import Coordinates, Topology
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.megatron.drop_in import DropInSettings
-from dynapipe_ext.executor.megatron.gradient_sync import check_sync
-from dynapipe_ext.executor.megatron.pipeline import rank_topology
-from dynapipe_ext.executor.megatron.placement import check_placement
-from dynapipe_ext.executor.megatron.refusals import (
+from dynapipe_ext.executor.drop_in.drop_in import DropInSettings
+from dynapipe_ext.executor.drop_in.gradient_sync import check_sync
+from dynapipe_ext.executor.drop_in.pipeline import rank_topology
+from dynapipe_ext.executor.drop_in.placement import check_placement
+from dynapipe_ext.executor.drop_in.refusals import (
     UNSUPPORTED_ARGUMENTS,
     UNSUPPORTED_BESIDE_DATA,
     UNSUPPORTED_CONFIG,
@@ -30,9 +31,8 @@ from dynapipe_ext.executor.megatron.refusals import (
     check_planned_experts,
     check_shapes,
 )
-from dynapipe_ext.executor.megatron.reports import check_collects, sent_to_last_rank
-from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.topology import Coordinates, Topology
+from dynapipe_ext.executor.drop_in.reports import check_collects, sent_to_last_rank
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 
 CONFIG: dict[str, Any] = {
     "context_parallel_size": 2,

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.inference.batches import (
+from dynapipe_ext.batching.inference.batches import (
     FirstBatch,
 )
-from dynapipe_ext.inference.memory_model import LearnedMemory, Trees
-from dynapipe_ext.inference.memory_records import RecordFile, read_records
+from dynapipe_ext.batching.inference.memory_model import LearnedMemory, Trees
+from dynapipe_ext.batching.inference.memory_records import RecordFile, read_records
+from dynapipe_ext.errors import ConfigError, DataError
 from tests.support.memory_law import ON, records, sizes_of
 
 

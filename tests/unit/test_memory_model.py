@@ -17,22 +17,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.inference.batches import (
+from dynapipe_ext.batching.inference.batches import (
     FirstBatch,
     GenerationMemory,
     InferenceBatchRule,
     plan_batches,
     with_a_padded_first,
 )
-from dynapipe_ext.inference.loader import DynamicBatchSampler, build_dynamic_batch_dataloader
-from dynapipe_ext.inference.memory_model import FEATURES, LearnedMemory, Trees, features, shapes_of, terms
-from dynapipe_ext.inference.memory_records import MemoryRecord
-from dynapipe_ext.inference.memory_shapes import CHOICES, Choice, Shape, ShapeLimits, next_memory_shape
+from dynapipe_ext.batching.inference.loader import DynamicBatchSampler, build_dynamic_batch_dataloader
+from dynapipe_ext.batching.inference.memory_model import FEATURES, LearnedMemory, Trees, features, shapes_of, terms
+from dynapipe_ext.batching.inference.memory_records import MemoryRecord
+from dynapipe_ext.batching.inference.memory_shapes import CHOICES, Choice, Shape, ShapeLimits, next_memory_shape
+from dynapipe_ext.errors import ConfigError, DataError
 
 pytest.importorskip("sklearn")
 
-from dynapipe_ext.inference.memory_training import FEWEST_RECORDS, Training, exported, train
+from dynapipe_ext.batching.inference.memory_training import FEWEST_RECORDS, Training, exported, train
 from tests.support.memory_law import LONGEST, ON, law, record, records, sizes_of
 
 
@@ -70,7 +70,7 @@ def test_a_model_read_from_its_file_predicts_the_same_bits_with_numpy_alone(
     first = shapes[:1].repeat(len(shapes), axis=0)
     script = (
         "import sys, json, numpy as np\n"
-        "from dynapipe_ext.inference.memory_model import LearnedMemory\n"
+        "from dynapipe_ext.batching.inference.memory_model import LearnedMemory\n"
         f"shapes = np.array({shapes.tolist()!r})\n"
         f"found = LearnedMemory.read({str(path)!r}).ratio(shapes, shapes[:1].repeat(len(shapes), axis=0))\n"
         "loaded = [name for name in ('sklearn', 'scipy', 'torch', 'joblib') if name in sys.modules]\n"

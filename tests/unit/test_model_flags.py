@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import as_length_array, sample_lengths
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.launch.commands import train as train_command
-from dynapipe_ext.launch.job import (
+from dynapipe_ext.launch.job.job import (
     analytic_costs,
     architecture_of,
     check_fits,
@@ -25,9 +25,9 @@ from dynapipe_ext.launch.job import (
     settled_steps,
     topology_of,
 )
-from dynapipe_ext.launch.model_folder import dropout_line, prediction_line
-from dynapipe_ext.launch.trained_model import refuse_output
-from dynapipe_ext.lengths import as_length_array, sample_lengths
+from dynapipe_ext.launch.job.model_folder import dropout_line, prediction_line
+from dynapipe_ext.launch.run.trained_model import refuse_output
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.wandb_run import WandbRun, require_wandb
 from tests.support.steps import a_step
 

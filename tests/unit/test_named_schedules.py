@@ -9,22 +9,26 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import sample_lengths
+from dynapipe_ext.batch.topology import (
+    SPLIT_SCHEDULES,
+    ActivationFormat,
+    ReplicaCollectives,
+    ScheduleName,
+    Topology,
+    own_placement,
+    placement_of,
+)
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job import topology_of
-from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
-from dynapipe_ext.topology import Topology, placement_of
+from dynapipe_ext.settings.train_config import TrainConfig
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 LENGTHS = np.minimum(np.random.default_rng(5).lognormal(4, 1, 48), 700).astype(int).tolist()

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.agent import NodeEnd
-from dynapipe_ext.launch.nodes import Host, ShellNodes, read_hosts, run_on_nodes
-from dynapipe_ext.launch.signals import ending_signals_raise
+from dynapipe_ext.launch.processes.agent import NodeEnd
+from dynapipe_ext.launch.processes.nodes import Host, ShellNodes, read_hosts, run_on_nodes
+from dynapipe_ext.launch.processes.signals import ending_signals_raise
 
 HOSTS = (Host("a"), Host("me@b"), Host("c"))
 
@@ -78,9 +78,9 @@ def test_a_job_ends_as_the_node_that_explains_the_others(
 def test_when_a_node_has_failed_the_input_of_the_others_ends_and_they_with_it(
     nodes: ShellNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dynapipe_ext.launch.nodes._TELL_S", 0.2)
+    monkeypatch.setattr("dynapipe_ext.launch.processes.nodes._TELL_S", 0.2)
     lines = ["cat > order; echo over > end", "kill -9 $$", "cat; sleep 60"]
-    monkeypatch.setattr("dynapipe_ext.launch.nodes._END_S", 0.5)  # the last one does not follow its input
+    monkeypatch.setattr("dynapipe_ext.launch.processes.nodes._END_S", 0.5)  # the last one does not follow its input
     assert run_on_nodes(nodes, lines, 5.0) == NodeEnd(75, "me@b ended with exit status 137")
     assert ((tmp_path / "a" / "order").read_text(), (tmp_path / "a" / "end").read_text()) == ("", "over\n")
 

@@ -6,13 +6,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.launch.outcome import filled_trace, page_notes
-from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.launch.run.outcome import filled_trace, page_notes
 from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import simulate
+from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import published_schedule
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynapipe_ext.batching.packing.attention import register_document_attention
+from dynapipe_ext.batching.packing.collator import IGNORED, PackingCollator, pack_rows
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.packing.attention import register_document_attention
-from dynapipe_ext.packing.collator import IGNORED, PackingCollator, pack_rows
 
 LENGTHS = (5, 1, 9, 17, 3, 8)
 VOCABULARY = 97

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.config import CheckpointSettings
-from dynapipe_ext.executor.checkpoints.manifest import RunState
-from dynapipe_ext.executor.checkpoints.periodic import EndRequest, PeriodicCheckpoints, SoFar
+from dynapipe_ext.executor.checkpoints.manifest import EndRequest, PeriodicCheckpoints, RunState, SoFar
 from dynapipe_ext.executor.events import EvalDone, StepDone
+from dynapipe_ext.settings.train_config import CheckpointSettings
 from tests.support.steps import a_step
 
 

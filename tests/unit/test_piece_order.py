@@ -10,24 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import chains, sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError, VerificationError
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.wire import decode, encode
-from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.pieces import chains
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.simulate import validate
 from dynapipe_ext.schedules.notation import plan_json, read_plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.tools.check.check_plan import Verdict, check
 from dynapipe_ext.tools.check.plan_file import read_plan_file
-from dynapipe_ext.topology import Topology
 
 LIMIT = 10**9
 LENGTHS = [[300, 40, 25, 9, 180, 12], [130, 7], [520, 30, 300, 60], [90, 260, 14, 33]]

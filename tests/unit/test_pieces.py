@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, carried_pieces, chains
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.pieces import carried_pieces, chains
-from dynapipe_ext.plan import MicroBatch
 
 
 def _piece(index: int, start: int, length: int, *others: SampleLength) -> MicroBatch:

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 NUM_LAYERS = 16
 SHAPE = Architecture.gpt(

@@ -14,22 +14,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, carried_pieces, chains, sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.tokens import TokenCosts, count_positions
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import preset
-from dynapipe_ext.pieces import carried_pieces, chains
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.notation import plan_json
-from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.planner import Planner, whole_or_pieces
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.schedules.whole_or_pieces import whole_or_pieces
 from dynapipe_ext.splits.carried import RowTime, cut, piece_cuts
 from dynapipe_ext.splits.packing import RowRule, micro_batch_evaluate
 from dynapipe_ext.tools.check.check_plan import check
@@ -37,7 +33,6 @@ from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
 from dynapipe_ext.tools.show.plan import micro_batch_table, of_proven_step, read_plan
 from dynapipe_ext.tools.show.schedule import read_pieces
-from dynapipe_ext.topology import Topology
 
 LLAMA = Architecture.gpt(
     num_layers=4, hidden_size=64, num_heads=4, num_query_groups=2, ffn_hidden_size=256, gated_mlp=True,

@@ -11,18 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import SampleLength, as_length_array, sample_lengths
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands.plan import best_in_time
-from dynapipe_ext.lengths import SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.schedules.notation import read_plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import Topology
 
 LENGTHS = [40, 300, 17, 90, 120, 64, 33, 250]
 

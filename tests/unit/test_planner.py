@@ -13,21 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext import core
-from dynapipe_ext.config import SplitRule, TrainConfig
+from dynapipe_ext.batch.micro_batches import SampleLength, as_length_array, check_cover, round_up, sample_lengths
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.launch.job import check_fits, make_planner, topology_of, variants
-from dynapipe_ext.lengths import SampleLength, as_length_array, sample_lengths
-from dynapipe_ext.plan import check_cover, round_up
+from dynapipe_ext.launch.job.job import check_fits, make_planner, topology_of, variants
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.splits.equal import split_padded_equal
+from dynapipe_ext.settings.train_config import SplitRule, TrainConfig
 from dynapipe_ext.splits.padded import shape_evaluate
-from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max, split_padded_equal
 
 COSTS = TokenCosts(2, ns_per_token_squared=1000, overhead_ns=0)
 RULES: tuple[SplitRule, ...] = get_args(SplitRule)

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import SampleLength, check_cover, sample_lengths
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, PlanError
-from dynapipe_ext.lengths import SampleLength, sample_lengths
-from dynapipe_ext.plan import check_cover
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.splits.packing import RowRule, document_costs, micro_batch_evaluate
-from dynapipe_ext.topology import Topology
 
 PLANNER = Planner(Topology(pp=2, dp=2), TokenCosts(2), 1e12, effort=1)
 NAN = float("nan")

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength, sample_lengths
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.splits import packing
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate, pack

@@ -7,13 +7,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.preprocessing.workers import InlineWorkers
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import preprocess as preprocess_command
-from dynapipe_ext.launch.run_data import run_data
+from dynapipe_ext.launch.job.run_data import run_data
+from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.model_folders import write_chats, write_lines, write_model_tokenizer, write_pairs, write_texts
 
 BEGIN = 0  # <s>, which the tokenizer puts before a text

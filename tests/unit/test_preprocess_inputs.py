@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.data.preprocessing import inputs
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, find_inputs
-from dynapipe_ext.data.preprocessing.records import records
+from dynapipe_ext.data.preprocessing.rendering import records
 from dynapipe_ext.errors import ConfigError, DataError
 
 pyarrow = pytest.importorskip("pyarrow")

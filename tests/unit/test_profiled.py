@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.surface import Measured, ModelPart, Surface, left_out_errors, next_shape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.tools.account.profile_errors import held_out_errors
-from dynapipe_ext.topology import Topology
 
 _SHAPE = Architecture.gpt(
     num_layers=4,

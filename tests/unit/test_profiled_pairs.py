@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.launch.job import check_fits
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.launch.job.job import check_fits
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_layers, stage_parameters
-from dynapipe_ext.plan import Layout, MicroBatch, Recompute
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.profile_errors import held_out_errors
-from dynapipe_ext.topology import Topology
 
 RANGE = ProfileRange(min_len=16, max_len=256, max_decoder_len=128, max_tokens=4096)
 SHAPES = 14

@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.lowering import loss_divisor, lower
 from dynapipe_ext.executor.proven_step import prove, prove_step
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.schedules.judge.certificate import certify
+from dynapipe_ext.schedules.judge.bounds import certify
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, predicted
-from dynapipe_ext.topology import Topology
 
 FORMAT = ActivationFormat(8)
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((9, 3, 11, 4, 5, 9, 2, 7, 12, 6, 8, 10))]

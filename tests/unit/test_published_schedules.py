@@ -7,8 +7,7 @@ import pytest
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, simulate_ns
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b

@@ -8,9 +8,7 @@ import pytest
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, simulate_ns, validate
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule

@@ -11,11 +11,12 @@ from typing import NoReturn
 import pytest
 from torch.distributed import TCPStore
 
-from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch import cluster, network, rank_program
 from dynapipe_ext.launch.commands import train as train_command
-from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.launch.processes import cluster, network
+from dynapipe_ext.launch.rank import rank_program
+from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.settings.train_config import TrainConfig
 
 
 def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
@@ -120,7 +121,7 @@ def test_of_forked_ranks_that_fail_the_first_alone_is_heard(capfd: pytest.Captur
 
 def test_ps_shows_which_rank_a_process_is() -> None:
     script = """
-from dynapipe_ext.launch.process_title import set_process_title
+from dynapipe_ext.launch.processes.cluster import set_process_title
 
 def shown(what):
     with open(f"/proc/self/{what}") as file:

@@ -11,9 +11,9 @@ from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
 from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch.agent import NodeEnd
-from dynapipe_ext.launch.nodes import run_on_nodes
-from dynapipe_ext.launch.ray_nodes import RayNodes
+from dynapipe_ext.launch.processes.agent import NodeEnd
+from dynapipe_ext.launch.processes.nodes import run_on_nodes
+from dynapipe_ext.launch.processes.ray_nodes import RayNodes
 from tests.support.preprocessing import BYTES, Stopping
 
 ray = pytest.importorskip("ray", reason="the optional package ray is not installed")
@@ -116,11 +116,11 @@ def test_a_node_is_told_to_save_ends_with_its_input_and_is_missed_when_its_actor
         pass
     assert again.ended(0.0) == {"Ray node 0": 75}
     wait_until_gone(int((tmp_path / "next").read_text()))
-    monkeypatch.setattr("dynapipe_ext.launch.ray_nodes._END_S", 0.1)
+    monkeypatch.setattr("dynapipe_ext.launch.processes.ray_nodes._END_S", 0.1)
     again.close()
 
 
 def test_nodes_that_the_cluster_has_not_got_are_refused(cluster, monkeypatch):
-    monkeypatch.setattr("dynapipe_ext.launch.ray_nodes._PLACE_S", 0.2)
+    monkeypatch.setattr("dynapipe_ext.launch.processes.ray_nodes._PLACE_S", 0.2)
     with pytest.raises(ConfigError, match="no 2 nodes with 1 CPU each that are free"):
         RayNodes(2, 1, None)

@@ -17,17 +17,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult
-from dynapipe_ext.topology import Topology
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 LENGTHS = (8, 8, 8, 16, 16, 24, 40, 8, 64, 8, 120, 16)
@@ -256,8 +255,8 @@ def test_a_report_fills_the_measured_rows_and_leaves_the_rest_empty(table: Any, 
 
 
 def test_the_compared_runs_have_the_names_that_train_gives_them(table: Any) -> None:
-    from dynapipe_ext.config import TrainConfig
-    from dynapipe_ext.launch.job import variants
+    from dynapipe_ext.launch.job.job import variants
+    from dynapipe_ext.settings.train_config import TrainConfig
 
     assert set(table._RUNS.values()) <= {variant.name for variant in variants(TrainConfig(), compare=True)}
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from dynapipe_ext.batching.packing.dynamicat import INFERENCE, PRETRAINING, SUPERVISED, Field, make_record
+from dynapipe_ext.batching.packing.record_tokens import tokenize_records
 from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
-from dynapipe_ext.packing.dynamicat import INFERENCE, PRETRAINING, SUPERVISED, Field, make_record
-from dynapipe_ext.packing.record_tokens import tokenize_records
 
 ROWS = [{"prompt": f"ask {i} " * (i % 7), "response": "x" * (i % 11 + 1)} for i in range(103)]
 FIELDS = (Field("prompt", loss=False, max_length=9, cut="left"), Field("response", max_length=5))
@@ -149,8 +149,8 @@ def test_records_are_read_as_they_are_needed_and_an_iterator_left_alone_ends_its
 def test_workers_of_a_killed_process_end_too(wait_until_gone: Callable[[int], None]) -> None:
     script = (
         "import os, itertools\n"
-        "from dynapipe_ext.packing.dynamicat import Field\n"
-        "from dynapipe_ext.packing.record_tokens import tokenize_records\n"
+        "from dynapipe_ext.batching.packing.dynamicat import Field\n"
+        "from dynapipe_ext.batching.packing.record_tokens import tokenize_records\n"
         "rows = ({'text': 'a'} for _ in itertools.count())\n"
         "who = lambda texts: [[os.getpid()] for _ in texts]\n"
         "found = tokenize_records(rows, who, [Field('text')], num_workers=2, chunk_records=1)\n"

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import transformers
 
-from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.data.collate import collate
+from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
+from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.run_data import run_data
-from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.launch.job.run_data import run_data
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.show.samples import sample_text
 from tests.support.model_folders import CHATML, write_lines, write_model_tokenizer
 

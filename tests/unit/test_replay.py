@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.plans.planner_process import describe_planner, planner_of
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job import variants
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.launch.job.job import variants
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.train_config import TrainConfig
 
 SAMPLES = [SampleLength(i, length, 0, length - 1) for i, length in enumerate((12, 7, 350, 41, 9, 1024, 88, 16))]
 PLANNER = Planner(

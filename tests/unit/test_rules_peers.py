@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import (
+    GlobalBatchPlan,
+    MicroBatch,
+    ReplicaPlan,
+    SampleLength,
+    check_cover,
+    sample_lengths,
+)
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength, sample_lengths
-from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan, check_cover
 from tests.bench.peer_rules import first_fit_in_order, verl_rule
 
 STEADY = settings(derandomize=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.events import CostsFit, EvalDone, StepDone
 from dynapipe_ext.models.flops import Positions
@@ -26,7 +27,6 @@ from dynapipe_ext.tools.account.run_events import (
     validation_points,
 )
 from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, scalars
-from dynapipe_ext.topology import Topology
 from tests.support.steps import a_step
 
 FACTS = RunFacts(

@@ -7,12 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.splits.padded import Caps, bottleneck, ordered
-from dynapipe_ext.splits.runs import Runs, price_runs
+from dynapipe_ext.splits.padded import Caps, Runs, bottleneck, ordered, price_runs
 
 COSTS = TokenCosts(2, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from dynapipe_ext.batching.sampling.samplers import DistributedTokenBatchSampler
+from dynapipe_ext.batching.sampling.streaming import StreamingTokenBatches
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.sampling.samplers import DistributedTokenBatchSampler
-from dynapipe_ext.sampling.streaming import StreamingTokenBatches
 
 sampler = partial(DistributedTokenBatchSampler, [5], num_replicas=1, rank=0)
 

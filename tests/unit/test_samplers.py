@@ -12,15 +12,19 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.sampling.epoch_plan import EpochPlan
-from dynapipe_ext.sampling.multipack import (
+from dynapipe_ext.batching.sampling.epoch_plan import EpochPlan
+from dynapipe_ext.batching.sampling.multipack import (
     MultipackDistributedBatchSampler,
     MultipackDistributedBatchSampler_LinearAttention,
 )
-from dynapipe_ext.sampling.samplers import DistributedTokenBatchSampler, quadratic_coefficients, quadratic_costs
-from dynapipe_ext.sampling.streaming import StreamingTokenBatches
+from dynapipe_ext.batching.sampling.samplers import (
+    DistributedTokenBatchSampler,
+    quadratic_coefficients,
+    quadratic_costs,
+)
+from dynapipe_ext.batching.sampling.streaming import StreamingTokenBatches
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
 
 
 def chat_lengths(count: int = 6144) -> Any:

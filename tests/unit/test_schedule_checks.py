@@ -11,10 +11,19 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.memory import StageMemory, held_bytes, peak_bytes, static_bytes
-from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate, simulate_ns, trace_of
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.simulate import (
+    SharedCores,
+    StageMemory,
+    held_bytes,
+    makespan_ns,
+    peak_bytes,
+    simulate,
+    simulate_ns,
+    simulate_shared_ns,
+    static_bytes,
+    trace_of,
+    validate,
+)
 from dynapipe_ext.schedules.notation import parse_lines
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic

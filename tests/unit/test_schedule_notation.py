@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, ReplicaPlan, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.notation import draw, parse_lines, plan_json, read_plan_json
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.timeline import Span, Trace
-from dynapipe_ext.topology import Topology
 
 
 def step_plan(schedules: list[PipelineSchedule]) -> StepPlan:

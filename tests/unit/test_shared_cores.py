@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.judge.shared_cores import SharedCores
+from dynapipe_ext.schedules.judge.simulate import SharedCores
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import Topology
 
 COSTS = TokenCosts(2, overhead_ns=40_000)
 TOPOLOGY = Topology(tp=2, pp=2, dp=2)

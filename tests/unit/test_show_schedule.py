@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.commands.show_schedule import DEFAULT_EFFORT
-from dynapipe_ext.pieces import Piece
 from dynapipe_ext.schedules.actions import Kind
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.notation import format_lines, parse_lines, picture
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
 from dynapipe_ext.tools.show.schedule import (

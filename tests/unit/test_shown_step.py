@@ -12,24 +12,24 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import MicroBatch, as_length_array, sample_lengths
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.data.batches import GlobalBatchRule, StepPosition
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.executor.plans.planner_process import describe_planner, planner_of
-from dynapipe_ext.executor.plans.publishing import PlanPublisher
+from dynapipe_ext.executor.plans.planner_process import PlanPublisher, describe_planner, planner_of
 from dynapipe_ext.executor.plans.source import StorePlanSource
-from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, StepPosition
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
-from dynapipe_ext.launch import cli, job, outcome
-from dynapipe_ext.launch.placement import settled_placement
-from dynapipe_ext.lengths import as_length_array, sample_lengths
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.launch import cli
+from dynapipe_ext.launch.job.job import job
+from dynapipe_ext.launch.job.placement import settled_placement
+from dynapipe_ext.launch.run import outcome
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Trace
 
 BATCH_SIZE, NUM_STEPS = 20, 3

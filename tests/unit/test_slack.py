@@ -8,15 +8,13 @@ from functools import cache
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import simulate_ns
-from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate_ns, validate
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 from tests.bench.noise import Loss, Noise, measure_slack, noisy_costs, readiness_first
 
 LIMIT_BYTES = 36_000_000_000

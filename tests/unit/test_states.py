@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, ZERO_STAGES, state_bytes
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.topology import Topology
 
 LLAMA_70B = 68_976_648_192
 SMALL = Architecture.gpt(

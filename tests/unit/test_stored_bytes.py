@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
+from dynapipe_ext.executor.stages.chunk_runner import StoredBytes
 
 
 def test_a_graph_that_is_dropped_before_its_backward_takes_what_was_counted_with_it() -> None:

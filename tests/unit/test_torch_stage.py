@@ -9,16 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
 
 HIDDEN, VOCAB = 4, 9
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((3, 6, 2))]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.pieces import Piece
 from dynapipe_ext.timeline import Span, Trace, merge
 from dynapipe_ext.tools.show.timeline import (
     TraceRecord,

@@ -10,21 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config_data import EvalSettings
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.evaluation import PeriodicEvaluation
 from dynapipe_ext.executor.events import AllRanks, EvalDone, Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
-from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
+from dynapipe_ext.executor.training_loop import (
+    ExecutedStep,
+    LoopSettings,
+    PeriodicEvaluation,
+    SpanRecorder,
+    StepExecutors,
+    train_steps,
+)
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.data_settings import EvalSettings
 
 NUM_STEPS = 8
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.stages.accumulator import Float32Accumulator, PlainAccumulator
-from dynapipe_ext.executor.stages.megatron_optimizer import learning_rates
-from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
+from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
+from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
+from dynapipe_ext.executor.training_loop import ExecutedStep, Refused
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.executor.update import ExecutedStep, Refused
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.settings.train_config import OptimizerSettings
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_steps import batches_of, plans_of
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 import transformers
 
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batching.packing import PackingCollator, check_packing
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages.split_linear import DeferredGradients, make_linears_splittable
-from dynapipe_ext.executor.stages.transformers_parts import parts_of_config, parts_of_model
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_model
+from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineReductions
-from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, LayerPattern
-from dynapipe_ext.packing import PackingCollator, check_packing
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.models.config_fields import LAYER_PATTERNS, LayerPattern
 from tests.support.tiny_models import SIZES, one_by_one, tiny_model
 from tests.support.tiny_steps import SAMPLES, assert_same, batches_of, learned, plans_of
 

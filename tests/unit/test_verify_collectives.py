@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.topology import ReplicaCollectives
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import Backward, Forward, Recv
-from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.executor.proof.step import Collective, verify_step, with_collectives
+from dynapipe_ext.executor.proof import Collective, verify, verify_step, with_collectives
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.tables.gpipe import gpipe
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dynapipe_ext.activations import TensorSpec
+from dynapipe_ext.batch.topology import TensorSpec
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import (
     Backward,
@@ -24,7 +24,7 @@ from dynapipe_ext.executor.instructions import (
     WaitSend,
 )
 from dynapipe_ext.executor.lowering import channel_of
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 
 SEQ_LENS = (5, 9, 3, 8, 6, 7, 4, 2)  # of the micro-batches
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from dynapipe_ext.activations import TensorSpec
+from dynapipe_ext.batch.topology import TensorSpec
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import (
     Backward,
@@ -22,7 +22,7 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
-from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from tests.support.lowered import lowered, uniform_costs
 

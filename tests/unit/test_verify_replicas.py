@@ -10,26 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.batch.micro_batches import SampleLength, as_length_array
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.batches import StepPosition
 from dynapipe_ext.errors import ConfigError, VerificationError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.plans.publishing import PlanPublisher
-from dynapipe_ext.executor.plans.step_positions import StepPosition
-from dynapipe_ext.executor.proof.step import Collective, verify_step, with_collectives
+from dynapipe_ext.executor.plans.planner_process import PlanPublisher
+from dynapipe_ext.executor.proof import Collective, verify_step, with_collectives
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
-from dynapipe_ext.lengths import SampleLength, as_length_array
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.tables.gpipe import gpipe
-from dynapipe_ext.topology import Topology
 
 SHAPE = Architecture.gpt(
     num_layers=2,

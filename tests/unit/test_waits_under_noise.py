@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.instructions import (
     Backward,
@@ -25,9 +26,7 @@ from dynapipe_ext.executor.instructions import (
     WaitSend,
 )
 from dynapipe_ext.executor.lowering import lower_schedule
-from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns
 from dynapipe_ext.schedules.search.optimizer import optimize

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.carried import SUM_BYTES
 from dynapipe_ext.costs.piece_surcharge import MeasurePieces
 from dynapipe_ext.costs.profiled import MeasureShape
 from dynapipe_ext.costs.surface import ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.tools.wording import percent
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.tools.console import percent
 
 _LABELS = {
     "forward_s": "F seconds",

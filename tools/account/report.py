@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dynapipe_ext.batch.micro_batches import RECOMPUTES
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone
 from dynapipe_ext.models.flops import Positions, Work
-from dynapipe_ext.plan import RECOMPUTES
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
-from dynapipe_ext.topology import Topology
 
 _Number = TypeVar("_Number", int, float)
 

@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, Attention, MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, short
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import RECOMPUTES, Attention, MicroBatch, Recompute
 from dynapipe_ext.tools.check.pieces import PlainAction, piece_faults, used_samples
 from dynapipe_ext.tools.check.plan_file import BOUNDS, PlanFile, ReplicaFile, ShapeFile
 from dynapipe_ext.tools.check.recomputed_bounds import ByteNeed, batch_bound_ns, replica_bounds_ns
-from dynapipe_ext.topology import Topology
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _TOLERANCE = 1e-6  # of claimed seconds: those in the file were rounded, and floors were summed in another order

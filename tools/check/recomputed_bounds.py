@@ -15,12 +15,12 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, Recompute
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.plan import LAYER_RECOMPUTES, Recompute
 
 FloatArray = npt.NDArray[np.float64]
 ByteNeed = tuple[int, int]  # encoder, decoder positions of a sample

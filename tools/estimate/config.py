@@ -7,14 +7,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
-from dynapipe_ext.plan import round_up
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import figure, percent
 from dynapipe_ext.tools.estimate.options import Question, pad_multiple
 from dynapipe_ext.tools.estimate.ranking import Option
-from dynapipe_ext.tools.toml_file import toml_of
-from dynapipe_ext.tools.wording import figure, percent
+from dynapipe_ext.tools.json_file import toml_of
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 

@@ -10,10 +10,10 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.data.batches import GlobalBatches, permutation
 from dynapipe_ext.errors import ConfigError, DataError, short
-from dynapipe_ext.lengths import LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.reproducible import exp
 

@@ -8,10 +8,9 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up
 from dynapipe_ext.costs.estimated import EstimatedCosts
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch, Recompute, round_up
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.splits.carried import RowTime, carried_rows

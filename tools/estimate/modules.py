@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import LengthArray
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.lengths import LengthArray
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.flops import Positions
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups

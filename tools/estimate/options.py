@@ -11,22 +11,21 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.config import PlacementChoice
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompute
+from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
 from dynapipe_ext.costs.abilities import prices_pieces
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.states import Offload, StateRecipe
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.architecture import Architecture, layer_kinds
 from dynapipe_ext.models.cluster import Cluster, Precision
 from dynapipe_ext.models.flops import layer_weights
-from dynapipe_ext.models.layer_kinds import layer_kinds
-from dynapipe_ext.plan import RECOMPUTES, Layout, Pieces, Recompute
 from dynapipe_ext.reproducible import product
+from dynapipe_ext.settings.train_config import PlacementChoice
 from dynapipe_ext.splits.carried import piece_sizes
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
-from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 OFFLOADS_TRIED: tuple[Offload, ...] = ("none", "optimizer", "all")  # weights alone free less, and cost more of the link
 RecomputeChoice = Literal["none", "selective", "full", "stage", "auto"]

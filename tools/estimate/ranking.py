@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy
 from dynapipe_ext.costs.states import ZERO_STAGES, state_bytes
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.tensors import num_parameters
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory, Evaluation, evaluation, planned_memory
 from dynapipe_ext.tools.estimate.options import (

@@ -18,22 +18,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.pieces import Piece
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.csv_notation import from_csv
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import simulate, simulate_ns
-from dynapipe_ext.schedules.judge.validate import validate
-from dynapipe_ext.schedules.notation import PLAN_FORMAT, parse_lines, picture, pieces_in_json, read_plan_json
+from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate, simulate_ns, validate
+from dynapipe_ext.schedules.notation import PLAN_FORMAT, from_csv, parse_lines, picture, pieces_in_json, read_plan_json
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.timeline import Trace
+from dynapipe_ext.tools.console import counted, percent
 from dynapipe_ext.tools.json_file import read_json
 from dynapipe_ext.tools.show.timeline import write_trace_html
-from dynapipe_ext.tools.wording import counted, percent
 
 FILE_KINDS = (".csv", ".txt", ".json")
 FOR_COSTS = ("cyclic", "adaptive")  # schedules that follow from costs and a limit

@@ -18,8 +18,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.pieces import Piece
 from dynapipe_ext.timeline import Span, Trace, chrome_events
 from dynapipe_ext.tools.json_file import read_json, write_atomic
 

@@ -16,15 +16,16 @@ from dynapipe_ext.data.indexed_dataset import token_dtype
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
 from dynapipe_ext.data.preprocessing.inputs import Block, TextUnit
-from dynapipe_ext.data.preprocessing.records import TextRecord, records
 from dynapipe_ext.data.preprocessing.rendering import (
     CHAT_FIELDS,
     TASK,
     RecordFields,
     Renderer,
     Template,
+    TextRecord,
     first_target,
     is_chat,
+    records,
 )
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.reading import Example, example_of, lacking, string_field

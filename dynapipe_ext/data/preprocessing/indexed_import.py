@@ -10,9 +10,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.data.dataset import TokenDataset, is_prepared, move_into_place, refuse_other_content
+from dynapipe_ext.data.dataset import (
+    TOKENS_FILE,
+    TokenDataset,
+    is_prepared,
+    move_into_place,
+    refuse_other_content,
+    seal,
+)
 from dynapipe_ext.data.indexed_dataset import IndexedTokens, bin_path
-from dynapipe_ext.data.token_file import TOKENS_FILE, seal
 from dynapipe_ext.errors import ConfigError, DataError
 
 _CHUNK_TOKENS = 1 << 22

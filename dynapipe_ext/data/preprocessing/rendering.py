@@ -1,23 +1,93 @@
-"""What a model reads of a record, by a template: a chat's turns, a prompt with its response, or a text.
-
-chat      the model's own chat template; loss on what the assistant says
-prompt    START prompt response END; loss on the response and its end
-text      START text END; loss on all but what the tokenizer itself puts first
-
-START is what the model's tokenizer puts before a text (mostly a beginning of text, or nothing), END its end of text;
-where a record's own text begins or ends with these they are not put there again.
-"""
+"""Records as people have them, rendered to tokens and targets by a template."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, assert_never
 
 from dynapipe_ext.data.length_bounds import LengthBounds
-from dynapipe_ext.data.reading import lacking, string_field
+from dynapipe_ext.data.preprocessing.inputs import Block
+from dynapipe_ext.data.reading import lacking, parse_object, string_field
 from dynapipe_ext.errors import ConfigError, DataError, short
+
+TextRecord = Mapping[str, object]
+
+
+def records(block: Block, *, text_key: str) -> Iterator[tuple[str, TextRecord]]:
+    """(place, record) for every record of the block; one of a text file has the single field `text_key`.
+
+    Blank lines are no records; the paragraphs of a text are what blank lines part.
+
+    Errors: DataError naming file and line for text that is not UTF-8, or a line that is not a JSON object.
+    """
+    match block.form:
+        case "jsonl":
+            for number, line in enumerate(_lines(block.payload), block.first):
+                if line.strip():
+                    where = f"{block.file}, line {number}"
+                    yield where, parse_object(line, where=where)
+        case "text":
+            for where, text in _texts(block):
+                yield where, {text_key: _decoded(text, where)}
+        case "parquet":
+            yield from _rows(block)
+
+
+def _lines(payload: bytes) -> list[bytes]:
+    lines = payload.split(b"\n")
+    return lines[:-1] if lines[-1] == b"" else lines
+
+
+def _texts(block: Block) -> Iterator[tuple[str, bytes]]:
+    if block.unit == "document":
+        if block.payload.strip():
+            yield block.file, block.payload
+        return
+    lines = [line.removesuffix(b"\r") for line in _lines(block.payload)]
+    if block.unit == "line":
+        for number, line in enumerate(lines, block.first):
+            if line.strip():
+                yield f"{block.file}, line {number}", line
+        return
+    start = 0
+    for place, line in enumerate([*lines, b""]):
+        if line.strip():
+            continue
+        if place > start:
+            yield f"{block.file}, line {block.first + start}", b"\n".join(lines[start:place])
+        start = place + 1
+
+
+def _decoded(text: bytes, where: str) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = text[error.start]
+        raise DataError(
+            f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8: convert the file to UTF-8"
+        ) from None
+
+
+def _rows(block: Block) -> Iterator[tuple[str, TextRecord]]:
+    import pyarrow
+
+    number = block.first
+    with pyarrow.ipc.open_stream(block.payload) as reader:
+        for batch in reader:
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError as error:
+                last = number + batch.num_rows - 1
+                raise DataError(
+                    f"{block.file}, rows {number} to {last}: a text is not UTF-8 ({error.reason}): "
+                    "write the file again with UTF-8 strings"
+                ) from None
+            for row in rows:
+                yield f"{block.file}, row {number}", row
+                number += 1
+
 
 Template = Literal["chat", "prompt", "text"]
 MESSAGES, CONVERSATIONS, TOOLS, TASK = "messages", "conversations", "tools", "task"

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.stages.megatron import Chunks, unwrapped
-from dynapipe_ext.executor.stages.megatron_gather import Receivers, WeightGatherer
+from dynapipe_ext.executor.stages.megatron.gather import Receivers, WeightGatherer
+from dynapipe_ext.executor.stages.megatron.stage import Chunks, unwrapped
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.megatron.legacy_names import whole_name

@@ -1,0 +1,368 @@
+"""What a global batch is made of: lengths of samples, pieces of long ones, micro-batches, plans of all replicas."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
+
+LengthArray = npt.NDArray[np.int64]  # shape (num_samples, 3): encoder positions, decoder positions, target tokens
+MOST_POSITIONS = 1 << 31  # of a sample's side
+_INTEGERS = (int, np.integer)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLength:
+    """One sample, or one piece of it: `encoder` (and `decoder`) are model input positions, without padding.
+
+    `target` counts the positions that carry loss. `start` is the first position of a piece of a sample that was cut
+    (Megatron's GPT dataset rule cuts documents at row ends); 0 for whole samples.
+    """
+
+    index: int
+    encoder: int
+    decoder: int = 0
+    target: int = 0
+    start: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens: encoder plus decoder positions."""
+        return self.encoder + self.decoder
+
+
+def sample_lengths(lengths: LengthArray | Sequence[int], indices: Iterable[int] | None = None) -> list[SampleLength]:
+    """Rows of a lengths array as values; a flat sequence of integers means decoder-only, every position a target.
+
+    >>> sample_lengths([5, 9])[1]
+    SampleLength(index=1, encoder=9, decoder=0, target=9, start=0)
+    """
+    table = as_length_array(lengths)
+    chosen = range(len(table)) if indices is None else indices
+    return [SampleLength(int(i), int(table[i, 0]), int(table[i, 1]), int(table[i, 2])) for i in chosen]
+
+
+def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
+    """Any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3).
+
+    Errors: DataError for what is no array of integers, negative lengths, an empty encoder side, or more targets than
+    positions.
+    """
+    try:
+        raw = np.asarray(lengths)
+    except ValueError:
+        raise DataError("lengths differ in their number of columns: give one, two or three for every sample") from None
+    if raw.size and not np.issubdtype(raw.dtype, np.integer):
+        raise DataError(f"lengths have dtype {raw.dtype} but must be integers")
+    if raw.ndim == 1:
+        raw = np.stack([raw, np.zeros_like(raw), raw], axis=1) if raw.size else np.zeros((0, 3), np.int64)
+    elif raw.ndim == 2 and raw.shape[1] == 2:
+        raw = np.concatenate([raw, np.where(raw[:, 1:] > 0, raw[:, 1:], raw[:, :1])], axis=1)
+    if raw.ndim != 2 or raw.shape[1] != 3:
+        raise DataError(f"lengths have shape {raw.shape}: expected (N,), (N, 2) or (N, 3)")
+    if raw.size and int(raw.max()) > np.iinfo(np.int64).max:
+        raise DataError(f"lengths go up to {raw.max()} but are at most 2^63 - 1: give tokens of a sample")
+    table = raw.astype(np.int64)
+    bad = (table < 0).any(axis=1) | (table[:, 0] < 1) | (table[:, 2] > table[:, 0] + table[:, 1])
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        raise DataError(f"sample {i} has lengths {table[i].tolist()} (encoder, decoder, targets): not usable")
+    return table
+
+
+def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:
+    """Samples of anybody's making, or of their lengths. Errors: DataError for the first that cannot be planned."""
+    is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str | bytes)
+    if not is_list and not (isinstance(lengths, np.ndarray) and lengths.ndim):
+        raise DataError(f"lengths are {short(lengths)} but must be a list of SampleLength or of integers, or an array")
+    given = len(lengths) and isinstance(lengths[0], SampleLength)
+    samples = list(cast("Sequence[SampleLength]", lengths)) if given else sample_lengths(cast(LengthArray, lengths))
+    if not _are_plain(samples):
+        _check_one_by_one(samples)
+    return samples
+
+
+def _are_plain(samples: Sequence[SampleLength]) -> bool:
+    """Whether all can be planned, and no number is of a type but int: told without a look at each sample by itself."""
+    if {*map(type, samples)} != {SampleLength}:
+        return False
+    index, encoder, decoder, target, start = columns = (
+        [s.index for s in samples],
+        [s.encoder for s in samples],
+        [s.decoder for s in samples],
+        [s.target for s in samples],
+        [s.start for s in samples],
+    )
+    if any({*map(type, column)} != {int} for column in columns) or min(encoder) < 1:
+        return False
+    if min(map(min, (index, decoder, target, start))) < 0 or max(max(encoder), max(decoder)) > MOST_POSITIONS:
+        return False
+    return all(t <= e + d for t, e, d in zip(target, encoder, decoder, strict=True))
+
+
+def _check_one_by_one(samples: Sequence[SampleLength]) -> None:
+    for s in samples:
+        if not isinstance(s, SampleLength):
+            raise DataError(f"{short(s)} stands among samples but is no SampleLength: give those alone")
+        counts = (s.index, s.encoder, s.decoder, s.target, s.start)
+        integers = {*map(type, counts)} == {int} or all(isinstance(count, _INTEGERS) for count in counts)
+        if not (integers and min(counts) >= 0) or not (
+            1 <= s.encoder <= MOST_POSITIONS and s.decoder <= MOST_POSITIONS and s.target <= s.tokens
+        ):
+            shown = ", ".join(map(short, counts))
+            raise DataError(
+                f"a sample of (index, encoder, decoder, target, start) = ({shown}) cannot be planned: give integers"
+                " from 0 on, an encoder side of 1 to 2^31 positions, a decoder side of at most as many, and no"
+                " more targets than positions"
+            )
+
+
+Layout = Literal["padded", "packed"]
+# What a backward computes again: nothing; core attention; each layer, from its input; or the whole stage, from its
+# input, of which nothing else is then kept.
+Recompute = Literal["none", "selective", "full", "stage"]
+# Packed rows: attention restarts at each document; or goes over the whole row; or restarts, and the first document, a
+# piece of a long sample, attends to the earlier pieces as well (`dynapipe_ext/batch/micro_batches.py`).
+Attention = Literal["document", "row", "carried"]
+Pieces = Literal["off", "auto"] | int  # of long samples: how many tokens a piece has
+LossNorm = Literal["tokens", "samples"]
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+LAYER_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # that differ within layers
+
+
+def round_up(length: int, multiple: int) -> int:
+    """
+    >>> [round_up(n, 8) for n in (0, 1, 8, 9)]
+    [0, 8, 8, 16]
+    """
+    return -(-length // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples that run together, in row order.
+
+    padded: one row a sample, every row `encoder_len` positions. packed: documents end to end in one row whose length is
+    the sum of theirs. Both are rounded up to `pad_multiple`. `min_len` forces a longer row (fixed-size rules).
+    """
+
+    samples: tuple[SampleLength, ...]
+    layout: Layout = "padded"
+    recompute: Recompute = "none"
+    attention: Attention = "document"
+    pad_multiple: int = 1
+    min_len: int = 0
+    encoder_len: int = field(init=False, repr=False, compare=False)  # of a row; it follows from the samples, but
+    decoder_len: int = field(init=False, repr=False, compare=False)  # planning asks ten times for what is found once
+
+    def __post_init__(self) -> None:
+        decoder = [s.decoder for s in self.samples]
+        object.__setattr__(self, "encoder_len", self._row_len([s.encoder for s in self.samples]))
+        object.__setattr__(self, "decoder_len", self._row_len(decoder) if any(decoder) else 0)
+
+    @property
+    def rows(self) -> int:
+        return len(self.samples) if self.layout == "padded" else 1
+
+    @property
+    def real_tokens(self) -> int:
+        """Model input positions that are not padding."""
+        return sum(s.tokens for s in self.samples)
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.rows * (self.encoder_len + self.decoder_len)
+
+    @property
+    def target_tokens(self) -> int:
+        return sum(s.target for s in self.samples)
+
+    def _row_len(self, lengths: list[int]) -> int:
+        longest = max(lengths, default=0) if self.layout == "padded" else sum(lengths)
+        return round_up(max(longest, self.min_len), self.pad_multiple)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """The micro-batches of one data-parallel replica, in injection order."""
+
+    dp_rank: int
+    micro_batches: tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatchPlan:
+    """One optimizer step: the micro-batches of all replicas and what the loss is divided by."""
+
+    step: int
+    replicas: tuple[ReplicaPlan, ...]
+    loss_norm: LossNorm = "tokens"
+    seed: int = 0
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        return tuple(m for replica in self.replicas for m in replica.micro_batches)
+
+    @property
+    def target_tokens(self) -> int:
+        """Global number of target tokens (the loss divisor under loss_norm "tokens")."""
+        return sum(m.target_tokens for m in self.micro_batches)
+
+    @property
+    def num_samples(self) -> int:
+        """Distinct samples (the loss divisor under loss_norm "samples"); pieces of one sample count once."""
+        return len({s.index for m in self.micro_batches for s in m.samples})
+
+    @property
+    def real_tokens(self) -> int:
+        return sum(m.real_tokens for m in self.micro_batches)
+
+    @property
+    def padded_tokens(self) -> int:
+        return sum(m.padded_tokens for m in self.micro_batches)
+
+    @property
+    def padding_efficiency(self) -> float:
+        """Real over padded tokens."""
+        return self.real_tokens / max(1, self.padded_tokens)
+
+
+def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
+    """Refuse a plan that does not train every sample exactly once (pieces of a cut sample must tile it)."""
+    wanted = {s.index: s for s in samples}
+    planned = [sample for micro_batch in plan.micro_batches for sample in micro_batch.samples]
+    is_whole = len(planned) == len(wanted) and {s.index: s.start for s in planned} == dict.fromkeys(wanted, 0)
+    if is_whole and all(wanted[s.index] is s for s in planned):
+        return  # each as it was given
+    pieces: dict[int, list[SampleLength]] = {}
+    for sample in planned:
+        pieces.setdefault(sample.index, []).append(sample)
+    if missing := sorted(wanted.keys() - pieces.keys()):
+        raise PlanError(f"the plan of step {plan.step} leaves out samples {missing[:9]} ({len(missing)} in all)")
+    if extra := sorted(pieces.keys() - wanted.keys()):
+        raise PlanError(f"the plan of step {plan.step} has samples {extra[:9]} that are not in the batch")
+    for index, parts in pieces.items():
+        whole = wanted[index]
+        if len(parts) == 1 and not parts[0].start:
+            part = parts[0]
+            if part is whole:
+                continue
+            if (part.encoder, part.decoder, part.target) == (whole.encoder, whole.decoder, whole.target):
+                continue
+        end = 0
+        for part in sorted(parts, key=lambda part: part.start):
+            if part.start != end:
+                fault = "twice" if part.start < end else "with a gap"
+                raise PlanError(f"sample {index} is trained {fault} at position {part.start}")
+            end += part.encoder
+        totals = Counter(encoder=end, decoder=sum(p.decoder for p in parts), target=sum(p.target for p in parts))
+        if totals != Counter(encoder=whole.encoder, decoder=whole.decoder, target=whole.target):
+            raise PlanError(f"sample {index} is planned with {dict(totals)} but has {whole}")
+
+
+# Of a cut sample: the positions of its pieces among a replica's micro-batches, first piece first.
+Chain = tuple[int, ...]
+
+
+def chains(micro_batches: Sequence[MicroBatch]) -> tuple[Chain, ...]:
+    """The chains of a replica's micro-batches, by the injection order of their first pieces; () without pieces.
+
+    Errors: PlanError for a carried micro-batch that is padded or whose later documents are pieces too, and for pieces
+    that do not follow one another from position 0 (of which one is missing, say because it went to another replica).
+    """
+    found: dict[int, list[int]] = {}
+    for position, micro_batch in enumerate(micro_batches):
+        if micro_batch.attention != "carried":
+            continue
+        first, *others = micro_batch.samples
+        if micro_batch.layout != "packed" or any(other.start for other in others):
+            raise PlanError(
+                f"micro-batch {position} carries a piece of sample {first.index} but is {micro_batch.layout} or holds a"
+                " second piece: a piece is the first document of a packed row, before whole samples"
+            )
+        found.setdefault(first.index, []).append(position)
+    for index, positions in found.items():
+        positions.sort(key=lambda position: micro_batches[position].samples[0].start)
+        end = 0
+        for position in positions:
+            piece = micro_batches[position].samples[0]
+            if piece.start != end:
+                raise PlanError(
+                    f"micro-batch {position} carries sample {index} from position {piece.start} but the pieces before"
+                    f" it on this replica end at {end}: all pieces of a sample run on one replica, each once"
+                )
+            end += piece.encoder
+    return tuple(tuple(positions) for positions in sorted(found.values(), key=lambda positions: positions[0]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a micro-batch carries of a cut sample: its `number`-th piece, from 1 to `count`; positions up to `end` - 1.
+
+    >>> str(Piece(sample=17, number=3, count=16, start=8192, end=12288))
+    'sample 17, piece 3 of 16, tokens 8192-12287'
+    """
+
+    sample: int
+    number: int
+    count: int
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"sample {self.sample}, piece {self.number} of {self.count}, tokens {self.start}-{self.end - 1}"
+
+
+def carried_pieces(micro_batches: Sequence[MicroBatch]) -> dict[int, Piece]:
+    """What each micro-batch of a replica carries of a cut sample, by its position; a sample in one piece is not cut.
+
+    Errors: PlanError as chains.
+    """
+    found = {}
+    for chain in chains(micro_batches):
+        for number, position in enumerate(chain, 1):
+            piece = micro_batches[position].samples[0]
+            end = piece.start + piece.encoder
+            found[position] = Piece(sample=piece.index, number=number, count=len(chain), start=piece.start, end=end)
+    return {position: piece for position, piece in found.items() if piece.count > 1}
+
+
+@dataclass(frozen=True, slots=True)
+class PieceNeighbours:
+    """What a piece comes after on every stage, by micro-batch: its forward after that of the piece `before` it, and its
+    input gradient (B or I) after that of the piece `behind` it, whose gradients of its keys and values it needs.
+
+    >>> order = PieceNeighbours.of([(0, 2, 3)])
+    >>> order.before, order.behind
+    ({2: 0, 3: 2}, {0: 2, 2: 3})
+    """
+
+    before: Mapping[int, int]
+    behind: Mapping[int, int]
+
+    @classmethod
+    def of(cls, chains: Sequence[Chain]) -> PieceNeighbours:
+        links = [link for chain in chains for link in pairwise(chain)]
+        return cls({later: earlier for earlier, later in links}, dict(links))
+
+
+def pieces_of(text: str) -> Pieces:
+    """What a flag says: off, auto or the tokens of a piece. Errors: ConfigError.
+
+    >>> pieces_of("auto"), pieces_of("4096")
+    ('auto', 4096)
+    """
+    if text == "off":
+        return "off"
+    if text == "auto":
+        return "auto"
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+        raise ConfigError(f"pieces is {short(text)} but must be off, auto or the tokens of a piece, like 8192")
+    return int(text)

@@ -1,0 +1,323 @@
+"""Ranks, the stages that lie on them, and what ranks send to one another or reduce together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.errors import ConfigError, check_integer, short
+
+_MOST_OF_A_DEGREE = 1 << 20
+PlacementName = Literal["linear", "interleaved", "v"]
+
+
+def placement_of(name: PlacementName, pp: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+    """Pipeline rank of every stage under a named placement; `stages_per_rank` defaults to 1 for linear, else to 2.
+
+    interleaved: round after round down the ranks (Narayanan et al. 2021, sec. 2.2); v: down and back up in turns, so
+    that the first and the last stage share a rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
+
+    >>> placement_of("interleaved", 3), placement_of("v", 3)
+    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+
+    Errors: ConfigError for a name, or a number of stages a rank, that does not make this placement.
+    """
+    if name not in get_args(PlacementName):
+        raise ConfigError(f"placement is {name!r} but must be one of {', '.join(get_args(PlacementName))}")
+    down = tuple(range(pp))
+    rounds = stages_per_rank if stages_per_rank is not None else 1 if name == "linear" else 2
+    match name:
+        case "linear":
+            if rounds != 1:
+                raise ConfigError(f"placement linear has 1 stage a rank, not {rounds}: take interleaved or v")
+            return down
+        case "interleaved":
+            if pp < 2 or rounds < 2:
+                raise ConfigError(
+                    f"placement interleaved of {rounds} stages on each of {pp} ranks: it needs 2 or more of both"
+                )
+            return down * rounds
+        case "v":
+            if pp < 2 or rounds < 2 or rounds % 2:
+                raise ConfigError(
+                    f"placement v of {rounds} stages on each of {pp} ranks: it needs 2 ranks or more and an even number"
+                    " of stages on each"
+                )
+            return (down + down[::-1]) * (rounds // 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """A rank's place. `pp_rank` is the pipeline rank, not a stage (a rank may hold several stages)."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Degrees of parallelism, the stages and their placement on pipeline ranks.
+
+    Ranks are laid out in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent ranks.
+    `layers_per_stage` may be uneven; `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank s).
+
+    >>> Topology(tp=2, pp=2, dp=2).coordinates(5)
+    Coordinates(tp_rank=1, pp_rank=1, dp_rank=0)
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+    placement: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} is {value!r} but must be an integer of at least 1")
+            if value > _MOST_OF_A_DEGREE:
+                raise ConfigError(f"{name} is {short(value)} but must be at most {_MOST_OF_A_DEGREE:,}")
+        if self.placement and set(self.placement) != set(range(self.pp)):
+            raise ConfigError(f"placement {self.placement} must use every pipeline rank 0..{self.pp - 1} at least once")
+        if self.layers_per_stage and len(self.layers_per_stage) != self.num_stages:
+            raise ConfigError(
+                f"layers_per_stage has {len(self.layers_per_stage)} entries for {self.num_stages} stages: give one each"
+            )
+        if any(n < 0 for n in self.layers_per_stage):
+            raise ConfigError(f"layers_per_stage {self.layers_per_stage} has a negative count")
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement) or self.pp
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Pipeline rank of every stage."""
+        return self.placement or tuple(range(self.pp))
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Stages of a pipeline rank, in their order: that of its model chunks.
+
+        >>> Topology(pp=2, placement=(0, 1, 1, 0)).stages_of(0)
+        (0, 3)
+        """
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank)
+
+    @property
+    def placement_name(self) -> str:
+        """The name under which `placement_of` makes this placement, with the stages a rank; "custom" for others.
+
+        >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
+        'v, 2 stages a rank'
+        """
+        ranks = self.stage_ranks
+        if ranks == tuple(range(self.pp)):
+            return "linear"
+        rounds, rest = divmod(len(ranks), self.pp)
+        if not rest and ranks == tuple(range(self.pp)) * rounds:
+            return f"interleaved, {rounds} stages a rank"
+        if not rest and rounds % 2 == 0 and ranks == placement_of("v", self.pp, rounds):
+            return f"v, {rounds} stages a rank"
+        return "custom"
+
+    def coordinates(self, rank: int) -> Coordinates:
+        if not 0 <= rank < self.world_size:
+            size = f"tp {self.tp} x pp {self.pp} x dp {self.dp}"
+            raise ConfigError(f"rank {rank} is outside 0..{self.world_size - 1} of {size}")
+        outer, tp_rank = divmod(rank, self.tp)
+        pp_rank, dp_rank = divmod(outer, self.dp)
+        return Coordinates(tp_rank=tp_rank, pp_rank=pp_rank, dp_rank=dp_rank)
+
+    def rank(self, *, tp_rank: int, pp_rank: int, dp_rank: int) -> int:
+        return tp_rank + self.tp * (dp_rank + self.dp * pp_rank)
+
+    def with_layers(self, num_layers: int) -> Topology:
+        """The same topology with `layers_per_stage` filled in evenly: layer i of T lies on stage i * S // T.
+
+        >>> Topology(pp=4).with_layers(10).layers_per_stage
+        (3, 2, 3, 2)
+        """
+        if self.layers_per_stage:
+            if sum(self.layers_per_stage) != num_layers:
+                raise ConfigError(
+                    f"layers_per_stage {self.layers_per_stage} sums to {sum(self.layers_per_stage)}"
+                    f" but the model has {num_layers} layers"
+                )
+            return self
+        num_stages = self.num_stages
+        if num_layers < num_stages:
+            raise ConfigError(f"{num_layers} layers cannot fill {num_stages} stages: lower pp or add layers")
+        first = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]  # layers of a stage and after
+        layers = tuple(end - begin for begin, end in pairwise(first))
+        return Topology(tp=self.tp, pp=self.pp, dp=self.dp, layers_per_stage=layers, placement=self.placement)
+
+
+ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]
+# Every backward as I and W, asked for or not.
+SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "v-half")
+
+
+def own_placement(schedule: ScheduleName) -> PlacementName:
+    """The placement under which a schedule runs where none is named.
+
+    >>> own_placement("zb-v"), own_placement("adaptive")
+    ('v', 'linear')
+    """
+    match schedule:
+        case "interleaved-1f1b":
+            return "interleaved"
+        case "zb-v" | "v-half":
+            return "v"
+        case _:
+            return "linear"
+
+
+def check_placed(schedule: ScheduleName, topology: Topology, where: str = "") -> None:
+    """Refuse stages on other ranks than the schedule has them; the adaptive one takes any. Errors: ConfigError."""
+    found, needed = topology.placement_name, own_placement(schedule)
+    if schedule == "adaptive":
+        return
+    match needed:
+        case "linear":
+            is_placed, stages = found == needed, "one stage a rank"
+        case "interleaved":
+            is_placed, stages = found.startswith(needed), "interleaved stages"
+        case "v":
+            is_placed, stages = found == "v, 2 stages a rank", "two stages a rank in a V"
+    if not is_placed:
+        raise ConfigError(
+            f"{where}schedule {schedule!r} is for {stages}, but the placement is {topology.stage_ranks} ({found}): take"
+            f" placement {needed!r}, or the adaptive schedule, which runs under any"
+        )
+
+
+def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: bool, where: str = "") -> None:
+    """Refuse to fill waits where there is nothing to fill them with. Errors: ConfigError."""
+    if fill_waits and not (split_backward if schedule == "adaptive" else schedule in SPLIT_SCHEDULES):
+        raise ConfigError(
+            f"{where}fill_waits needs weight gradients (W) of their own, but schedule {schedule!r} with split_backward"
+            f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
+            f" {', '.join(SPLIT_SCHEDULES)}"
+        )
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8}
+DTYPE_OF_WIDTH = {2: "bfloat16", 4: "float32"}  # where only the bytes of a value are known
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype (torch's name) of one tensor.
+
+    >>> TensorSpec((2, 8, 4), "bfloat16").num_bytes
+    128
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationFormat:
+    """How hidden states of a micro-batch cross stage boundaries.
+
+    order "sbh" is Megatron's (sequence, rows, hidden), "bsh" that of plain torch models. Under sequence parallelism
+    each tensor parallel rank holds 1 / `sequence_shards` of the sequence. An encoder-decoder's stages from
+    `first_decoder_stage` on send the encoder's hidden states and the decoder's; those before it the encoder's alone.
+    """
+
+    hidden_size: int
+    dtype: str = "float32"
+    order: Literal["sbh", "bsh"] = "sbh"
+    sequence_shards: int = 1
+    first_decoder_stage: int | None = None
+
+    def __post_init__(self) -> None:
+        """Errors: ConfigError."""
+        check_integer("hidden_size", self.hidden_size, least=1)
+        check_integer("sequence_shards", self.sequence_shards, least=1)
+        for name, value, known in ("dtype", self.dtype, tuple(DTYPE_BYTES)), ("order", self.order, ("sbh", "bsh")):
+            if value not in known:
+                raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(known)}")
+
+    def specs(self, micro_batch: MicroBatch, boundary: int = 0) -> tuple[TensorSpec, ...]:
+        """The tensors of a message between stages `boundary` and `boundary` + 1, in either direction.
+
+        Raises ConfigError for a micro-batch with a decoder side where no stage is known to send one.
+        """
+        if micro_batch.decoder_len and self.first_decoder_stage is None:
+            raise ConfigError(
+                f"a micro-batch has decoder length {micro_batch.decoder_len} but the activation format is that of a"
+                " decoder-only model: give first_decoder_stage"
+            )
+        sides: tuple[int, ...] = (micro_batch.encoder_len,)
+        if self.first_decoder_stage is not None and boundary >= self.first_decoder_stage:
+            sides = (micro_batch.encoder_len, micro_batch.decoder_len)
+        return tuple(self._spec(seq_len // self.sequence_shards, micro_batch.rows) for seq_len in sides)
+
+    def _spec(self, seq_len: int, rows: int) -> TensorSpec:
+        shape = (seq_len, rows) if self.order == "sbh" else (rows, seq_len)
+        return TensorSpec((*shape, self.hidden_size), self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCollectives:
+    """Names of the collectives that each rank issues with those of the other replicas that hold the same stages.
+
+    `inside` are issued by each Forward, Backward and BackwardInput (gathers of sharded weights, expert parallelism over
+    data ranks), `with_gradients` by each Backward and BackwardWeight (gradients that are scattered as they come),
+    `at_end` once a step by each rank. The default is gradients that are reduced once: DDP, and ZeRO stage 1.
+    """
+
+    inside: tuple[str, ...] = ()
+    with_gradients: tuple[str, ...] = ()
+    at_end: tuple[str, ...] = ("gradient reduction",)
+
+    @classmethod
+    def of_zero(cls, zero_stage: int, *, ep: int = 1) -> ReplicaCollectives:
+        """ZeRO from stage 2 on scatters gradients as they come, stage 3 gathers weights besides (Rajbhandari et al.
+        2020, sec. 5); `ep` replicas that share experts exchange tokens.
+
+        >>> ReplicaCollectives.of_zero(3).inside, ReplicaCollectives.of_zero(1) == ReplicaCollectives()
+        (('weight gather',), True)
+        """
+        return cls(
+            inside=("weight gather",) * (zero_stage == 3) + ("expert all-to-all",) * (ep > 1),
+            with_gradients=("gradient scatter",) * (zero_stage >= 2),
+        )
+
+    @property
+    def of_micro_batches(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Those that follow the order of micro-batches, so that replicas must agree on it."""
+        return self.inside, self.with_gradients
+
+    def __str__(self) -> str:
+        """
+        >>> str(ReplicaCollectives.of_zero(2))
+        'gradient scatter with each backward, gradient reduction at the end'
+        """
+        told = [f"{name} inside micro-batches" for name in self.inside]
+        told += [f"{name} with each backward" for name in self.with_gradients]
+        told += [f"{name} at the end" for name in self.at_end]
+        return ", ".join(told) or "nothing"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> ReplicaCollectives:
+        return cls(**{name: tuple(names) for name, names in raw.items()})

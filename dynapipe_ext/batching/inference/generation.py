@@ -1,0 +1,214 @@
+"""Generation batch by batch: a driver that loses no text, and splits what runs out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dynapipe_ext.batching.inference.batches import (
+    GenerationMemory,
+)
+from dynapipe_ext.batching.inference.loader import BatchTensors, DynamicBatchSampler, TextBatch
+from dynapipe_ext.batching.inference.memory_model import LearnedMemory
+from dynapipe_ext.batching.inference.memory_profiling import (
+    MeasurePeak,
+    beams_of,
+    cuda_peak,
+    is_out_of_memory,
+    measured_on,
+)
+from dynapipe_ext.errors import ConfigError, ExecutionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedBatch:
+    """New tokens of the texts `indices`, up to and with the end token; measured peak of the batch, if it was measured.
+
+    `num_splits`: times that the batch was halved, after running out of memory or because a smaller one had.
+    """
+
+    indices: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    peak_bytes: int | None = None
+    num_splits: int = 0
+
+
+def generate(model: Any, batches: Iterable[Any], *, max_new_tokens: int, **options: Any) -> list[list[int]]:
+    """New tokens of every text in the texts' own order; options as in `generate_batches`."""
+    found: dict[int, list[int]] = {}
+    for batch in generate_batches(model, batches, max_new_tokens=max_new_tokens, **options):
+        found.update(zip(batch.indices, map(list, batch.tokens), strict=True))
+    return [found[index] for index in sorted(found)]
+
+
+def generate_batches(
+    model: Any,
+    batches: Iterable[Any],
+    *,
+    max_new_tokens: int,
+    measure: MeasurePeak | None = None,
+    calibrate: bool = True,
+    **generation: Any,
+) -> Iterator[GeneratedBatch]:
+    """`model.generate` of each batch of a loader, as they are done; `generation` goes to it.
+
+    A loader from `build_dynamic_batch_dataloader` without a memory model gets the one counted from model.config. The
+    first batch's measured peak then calibrates it, later ones refine it and tell its errors, which `threshold` goes by;
+    batches count whose texts made all of `max_new_tokens`. Peaks are measured by torch's counters on CUDA, by `measure`
+    elsewhere (`profiled_peak`, which is slow). A batch that runs out of memory is halved until it fits, and later ones
+    as large are halved beforehand.
+
+    Errors: ConfigError for a causal model with right padding, or a learned memory model of another model, device or
+    settings. ExecutionError, once all else is done, naming the texts that do not fit alone.
+    """
+    if generation.get("num_return_sequences", 1) != 1:
+        raise ConfigError(f"num_return_sequences is {generation['num_return_sequences']}: one sequence a text is kept")
+    if measure is None and model.device.type == "cuda":
+        measure = partial(cuda_peak, model.device)
+    driver = _Driver(model, max_new_tokens, measure, generation)
+    sampler = getattr(batches, "batch_sampler", None)
+    if not isinstance(sampler, DynamicBatchSampler):
+        yield from _driven(driver, batches, None)
+    else:
+        given, pad_first = sampler.memory, sampler.pad_first
+        num_beams = beams_of(model, generation)
+        if isinstance(given, LearnedMemory):
+            given.measured_on.check(measured_on(model, max_new_tokens=max_new_tokens, num_beams=num_beams))
+        sampler.pad_first = True
+        sampler.memory = given or GenerationMemory.from_config(
+            model.config,
+            max_new_tokens=max_new_tokens,
+            dtype_bytes=model.dtype.itemsize,
+            num_sequences=num_beams,
+        )
+        try:
+            yield from _driven(driver, batches, sampler if calibrate else None)
+        finally:
+            sampler.pad_first = pad_first
+            sampler.memory = given  # what was counted holds for this model and these settings alone
+    if driver.too_large:
+        named = ", ".join(f"{index} ({length} tokens)" for index, length in driver.too_large)
+        raise ExecutionError(
+            f"out of memory for these texts, each in a batch of its own: {named}; all others are done (generate_batches"
+            " yields them): lower max_new_tokens or max_input_token_length"
+        )
+
+
+def _driven(driver: _Driver, batches: Iterable[Any], sampler: DynamicBatchSampler | None) -> Iterator[GeneratedBatch]:
+    """Outputs batch by batch; what they measure goes to the sampler's memory model, if there is a sampler."""
+    place, first_bytes = 0, None
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        num_texts, prompt_len = inputs["input_ids"].shape
+        indices = (
+            batch.indices if isinstance(batch, TextBatch) else batch.get("indices", range(place, place + num_texts))
+        )
+        done = driver.run(inputs, tuple(indices))
+        whole = not done.num_splits and max(map(len, done.tokens), default=0) == driver.max_new_tokens
+        memory = sampler.memory if sampler is not None else None
+        if whole and done.peak_bytes and sampler is not None and isinstance(memory, GenerationMemory):
+            shape = num_texts, prompt_len, done.peak_bytes
+            if place == 0:
+                first_bytes, memory = done.peak_bytes, memory.calibrated(*shape)
+            elif first_bytes is None or not _has_padding(inputs):  # which shows less than a padded batch needs
+                memory = memory.observing(*shape)
+            else:
+                memory = memory.refined(*shape, first_bytes=first_bytes)
+            sampler.memory = memory
+        place += num_texts
+        yield done
+
+
+def _has_padding(inputs: BatchTensors) -> bool:
+    return "attention_mask" in inputs and not bool(inputs["attention_mask"].all())
+
+
+class _Driver:
+    """Runs batches, halving what does not fit; remembers how large that was, and the texts that never did."""
+
+    def __init__(
+        self, model: Any, max_new_tokens: int, measure: MeasurePeak | None, generation: Mapping[str, Any]
+    ) -> None:
+        self.model, self.max_new_tokens, self.measure, self.generation = model, max_new_tokens, measure, generation
+        self.too_large: list[tuple[int, int]] = []
+        self._failed_positions: int | None = None
+        end = generation.get("eos_token_id", getattr(model.generation_config, "eos_token_id", None))
+        self._ends = set(end) if isinstance(end, list | tuple | set) else {end}
+
+    def run(self, inputs: BatchTensors, indices: tuple[int, ...]) -> GeneratedBatch:
+        waiting, num_splits, peaks = [slice(0, len(indices))], 0, list[int]()
+        found: dict[int, tuple[int, ...]] = {}
+        while waiting:
+            rows = waiting.pop()
+            part = _part(inputs, rows)
+            num_texts, prompt_len = part["input_ids"].shape
+            positions = num_texts * (prompt_len + self.max_new_tokens)
+            fits = num_texts == 1 or self._failed_positions is None or positions < self._failed_positions
+            outcome = self._attempt(part) if fits else None
+            if outcome is not None:
+                found.update(zip(indices[rows], outcome[0], strict=True))
+                peaks += [] if outcome[1] is None else [outcome[1]]
+                continue
+            if fits:
+                self._failed_positions = min(positions, self._failed_positions or positions)
+            if num_texts == 1:
+                self.too_large.append((indices[rows.start], prompt_len))
+                continue
+            middle = (rows.start + rows.stop) // 2
+            waiting += [slice(middle, rows.stop), slice(rows.start, middle)]
+            num_splits += 1
+        kept = tuple(index for index in indices if index in found)
+        tokens = tuple(found[index] for index in kept)
+        return GeneratedBatch(indices=kept, tokens=tokens, peak_bytes=max(peaks, default=None), num_splits=num_splits)
+
+    def _attempt(self, inputs: BatchTensors) -> tuple[list[tuple[int, ...]], int | None] | None:
+        """New tokens and peak, or None out of memory: the failed call's frames are gone by then, and their tensors."""
+        try:
+            if self.measure is None:
+                return self._generate(inputs), None
+            return self.measure(partial(self._generate, inputs))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _generate(self, inputs: BatchTensors) -> list[tuple[int, ...]]:
+        causal = not self.model.config.is_encoder_decoder
+        mask = inputs.get("attention_mask")
+        if causal and mask is not None and not bool(mask[:, -1].all()):
+            raise ConfigError(
+                "prompts of a causal model are padded on the right, so it would go on from padding: set"
+                ' tokenizer.padding_side = "left"'
+            )
+        placed = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                output = self.model.generate(**placed, max_new_tokens=self.max_new_tokens, **self.generation)
+        finally:
+            self.model.train(was_training)
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        start = inputs["input_ids"].shape[1] if causal else 1
+        return [self._until_end(row) for row in sequences[:, start:].tolist()]
+
+    def _until_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        end = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))
+        return tuple(tokens[:end])
+
+
+def _part(inputs: BatchTensors, rows: slice) -> BatchTensors:
+    """Some rows, without the columns that are padding in all of them."""
+    num_texts, prompt_len = inputs["input_ids"].shape
+    part = {name: x[rows] if x.ndim and x.shape[0] == num_texts else x for name, x in inputs.items()}
+    if "attention_mask" not in part or rows.stop - rows.start == num_texts:
+        return part
+    used = part["attention_mask"].any(dim=0).nonzero().flatten().tolist() or [0]
+    columns = slice(used[0], used[-1] + 1)
+    return {name: x[:, columns] if x.ndim == 2 and x.shape[1] == prompt_len else x for name, x in part.items()}

@@ -1,0 +1,108 @@
+"""Attention of transformers models that restarts at each document: one call each, within its windows and chunks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from dynapipe_ext.errors import ConfigError, DataError
+
+DOCUMENT_ATTENTION = "dynapipe_documents"
+
+
+class Carried(Protocol):
+    """A piece of a cut sample on its way through a stage: keeps keys and values, adds up their gradients."""
+
+    def attend(
+        self, layer: object, queries: Any, keys: Any, values: Any, attention: Callable[..., Any], *, recompute: bool
+    ) -> Any:
+        """`attention` of the piece's queries to all keys up to its end, (T, heads, D); `recompute`: in the backward."""
+        ...
+
+
+def register_document_attention() -> str:
+    """Makes `attn_implementation="dynapipe_documents"` known to transformers; returns that name.
+
+    Work grows with the sum of squared document lengths, where a 4D mask pays for the squared row. Sliding windows and
+    chunks count from the start of each document. Any device; collate with attention="cu_seqlens". Not for soft-capped
+    scores, attention sinks or generation: these are refused.
+    """
+    transformers = importlib.import_module("transformers")  # optional, so unknown to type checkers where it is absent
+    transformers.AttentionInterface.register(DOCUMENT_ATTENTION, _document_attention)
+    return DOCUMENT_ATTENTION
+
+
+def _document_attention(
+    module: Any,
+    query_BHSD: Any,
+    key_BHSD: Any,
+    value_BHSD: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Any = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Any = None,
+    carried: Carried | None = None,
+    **_: Any,
+) -> tuple[Any, None]:
+    """One call a document. Shapes: (B, heads, S, D) -> (B, S, heads, D); borders in the flattened B x S.
+
+    `carried` is the piece of a cut sample that the first document of a row is (see `Carried`), or None.
+    """
+    import torch
+
+    from dynapipe_ext.batch.packed_attention import Borders, DocumentRule, attend_documents, kernel_for
+
+    batch, heads, row_len, _ = query_BHSD.shape
+    if cu_seq_lens_q is None or key_BHSD.shape[2] != row_len:
+        raise ConfigError(
+            f"{DOCUMENT_ATTENTION} got no document borders for rows of {row_len} positions (or a cache of"
+            f' {key_BHSD.shape[2]}): collate with attention="cu_seqlens", and load the model with sdpa to generate'
+        )
+    lengths = cu_seq_lens_q.diff().tolist()
+    if sum(lengths) != batch * row_len:
+        raise DataError(f"documents of {sum(lengths)} positions do not fill {batch} rows of {row_len}: collate again")
+    if softcap is not None or s_aux is not None:
+        raise ConfigError(
+            f"{DOCUMENT_ATTENTION} has no soft cap ({softcap}) and no attention sinks:"
+            ' use attn_implementation="sdpa" or "eager" with attention="positions"'
+        )
+    if chunk := _chunk_of(module):  # a position looks back to the start of its chunk: chunks are documents of their own
+        lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if carried is not None and (sliding_window or chunk or not causal):
+        raise ConfigError(
+            f"{type(module).__name__} attends in windows ({sliding_window}) or chunks ({chunk}), or ahead, which does"
+            " not go on from piece to piece of a cut sample: plan whole ones"
+        )
+    documents = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHSD, key_BHSD, value_BHSD)]
+    rule = DocumentRule(scale=scaling, is_causal=causal, window=sliding_window, dropout=dropout)
+
+    def attend(q_THD: Any, k_THD: Any, v_THD: Any) -> Any:
+        queries, keys = (Borders.of([len(x)], x.device) for x in (q_THD, k_THD))
+        return attend_documents(q_THD, k_THD, v_THD, queries, rule, keys=keys)
+
+    outputs = []
+    if carried is not None:
+        own, *lengths = lengths
+        recompute = not dropout and kernel_for(documents[0], rule) is None
+        q_THD, k_THD, v_THD = (x[:own] for x in documents)
+        outputs = [carried.attend(module, q_THD, k_THD, v_THD, attend, recompute=recompute)]
+        documents = [x[own:] for x in documents]
+    if lengths:
+        q_THD, k_THD, v_THD = documents
+        outputs.append(attend_documents(q_THD, k_THD, v_THD, Borders.of(lengths, q_THD.device), rule))
+    return torch.cat(outputs).reshape(batch, row_len, heads, -1), None
+
+
+def _chunk_of(module: Any) -> int | None:
+    """Positions of a chunk where this layer attends in chunks (Llama 4), else None."""
+    config = getattr(module, "config", None)
+    size, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
+    if not size or not kinds:
+        return None
+    return int(size) if kinds[module.layer_idx] == "chunked_attention" else None

@@ -1,0 +1,330 @@
+"""Which rank trains which samples in each step of an epoch, as a value, and how good that is."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from dynapipe_ext.batching.sampling.even_steps import least_cost
+from dynapipe_ext.batching.sampling.fill import Steps, fill_steps, joined, place_rest
+from dynapipe_ext.batching.sampling.padded_steps import fill_padded, padded_costs
+from dynapipe_ext.batching.sampling.twins import twins_parted
+from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.errors import DataError, PlanError
+
+Objective = Literal["tokens", "quadratic", "padded"]
+Last = Literal["spread", "pad", "carry"]
+
+_ROOM = (128, 2048)  # one part in so many of the cap, least and most, is room to balance in
+_ROOM_BY_SAMPLE = 12  # times the samples that fill a bin, between these: the fewer a bin has, the more room they need
+_MORE = 100  # where it was not, one more step in so many is tried, or what is left would need
+_FULL = 2048  # one part in so many of the cap stays free in "full" steps
+_MOST_TRIES = 64
+_LOOKED_AT = 1.001  # the gap of steps this even is not worked out
+_REPEAT = (0.984, 0.95, 0.9, 0.75, 0.0)  # how full repeated samples make the last step, as far as they fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRule:
+    """How samples are filled into steps: at most `max_tokens` a rank and step, balanced by `objective`.
+
+    `last`: the samples that do not fill a step are spread over all steps ("spread"), trained in a last step that
+    repeats others ("pad"), or left for the next epoch ("carry").
+    """
+
+    num_replicas: int
+    max_tokens: int
+    objective: Objective
+    last: Last
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """Samples of each rank and step: `samples[starts[b] : starts[b + 1]]` with b = step x num_replicas + rank.
+
+    `rest` are samples left for the next epoch, in order; `num_repeated` counts samples trained a second time.
+    """
+
+    samples: IntArray
+    starts: IntArray
+    rest: IntArray
+    num_replicas: int
+    num_repeated: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        return (len(self.starts) - 1) // self.num_replicas
+
+    def batch(self, step: int, rank: int) -> list[int]:
+        """Samples of one rank in one step."""
+        number = step * self.num_replicas + rank
+        found: list[int] = self.samples[self.starts[number] : self.starts[number + 1]].tolist()
+        return found
+
+    def trained(self, num_steps: int) -> IntArray:
+        """Samples of the first steps, over all ranks."""
+        return self.samples[: self.starts[num_steps * self.num_replicas]]
+
+    def to_bytes(self) -> bytes:
+        """The plan as an npz file, for one rank to plan and the others to receive."""
+        file = io.BytesIO()
+        scalars = np.array([self.num_replicas, self.num_repeated], np.int64)
+        np.savez(file, samples=self.samples, starts=self.starts, rest=self.rest, scalars=scalars)
+        return file.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> EpochPlan:
+        """The plan that `to_bytes` wrote. Raises DataError for anything else."""
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as file:
+                num_replicas, num_repeated = file["scalars"].tolist()
+                return cls(file["samples"], file["starts"], file["rest"], num_replicas, num_repeated)
+        except (ValueError, KeyError, OSError, EOFError) as error:
+            raise DataError(f"{len(data)} bytes are no epoch plan ({error}): share what to_bytes gave") from error
+
+
+def plan_epoch(order: IntArray, tokens: IntArray, costs: IntArray, rule: StepRule, *, num_first: int = 0) -> EpochPlan:
+    """The plan of samples in the given order; `tokens` and `costs` are by sample. A pure function.
+
+    The first `num_first` of the order were left before and are not left again.
+
+    Raises PlanError where some rank would have no sample in a step, naming the numbers.
+    """
+    by_place, cost = tokens[order], costs[order]
+    num_ranks = rule.num_replicas
+    if len(order) < num_ranks and rule.last == "spread":
+        raise PlanError(
+            f"{len(order)} samples cannot feed {num_ranks} ranks: use fewer ranks, or last='pad' to repeat some"
+        )
+    if rule.objective == "padded":
+        steps = fill_padded(by_place, num_ranks=num_ranks, cap=rule.max_tokens, all_of_them=rule.last == "spread")
+        if rule.last == "spread" and len(steps.left):
+            raise _unfed(len(order), (len(steps.starts) - 1) // num_ranks + 1, num_ranks)
+    elif rule.last == "spread":
+        steps = _spread(by_place, cost, rule)
+    else:
+        steps = _full_steps(by_place, cost, rule, num_first)
+    repeated = 0
+    if rule.last == "pad" and len(steps.left):
+        steps, repeated = _padded_up(steps, by_place, cost, rule)
+    plan = EpochPlan(order[steps.places], steps.starts, order[steps.left], num_ranks, repeated)
+    if rule.last != "carry" or int(np.bincount(order).max(initial=0)) < 2 or not plan.num_steps:
+        return plan
+    padded = rule.objective == "padded"
+    parted = twins_parted(
+        plan.samples, plan.starts, plan.rest, tokens, num_ranks=num_ranks, cap=rule.max_tokens, padded=padded
+    )
+    return EpochPlan(*parted, num_ranks)
+
+
+def _unfed(num_samples: int, num_steps: int, num_ranks: int) -> PlanError:
+    return PlanError(
+        f"{num_samples} samples do not feed {num_steps} steps of {num_ranks} ranks, which their lengths need: choose"
+        " last='pad' (some are repeated) or last='carry' (some wait for the next epoch), or raise max_tokens"
+    )
+
+
+def _spread(tokens: IntArray, costs: IntArray, rule: StepRule) -> Steps:
+    """All samples in as few steps as leave a little room, and more where they do not fit."""
+    total, capacity = int(tokens.sum()), rule.num_replicas * rule.max_tokens
+    room = min(max(_ROOM[0], _ROOM_BY_SAMPLE * rule.max_tokens * len(tokens) // total), _ROOM[1])
+    num_steps = -(-total * room // ((room - 1) * capacity))
+    num_large = int((2 * tokens > rule.max_tokens).sum())  # no two of these lie in a bin
+    num_steps = max(1, num_steps, -(-num_large // rule.num_replicas))
+    for _ in range(_MOST_TRIES):
+        if num_steps * rule.num_replicas > len(tokens):
+            break
+        target = -(-total // num_steps)
+        steps = fill_steps(
+            tokens, costs, num_steps=num_steps, num_ranks=rule.num_replicas, cap=rule.max_tokens, target=target
+        )
+        steps = place_rest(steps, tokens, cap=rule.max_tokens)
+        if not len(steps.left):
+            return steps
+        num_steps += max(1, num_steps // _MORE, int(tokens[steps.left].sum()) // capacity)
+    raise _unfed(len(tokens), num_steps, rule.num_replicas)
+
+
+def _full_steps(tokens: IntArray, costs: IntArray, rule: StepRule, num_first: int) -> Steps:
+    """Full steps only (less so where samples are too long to fill them); what is left would not fill another."""
+    target = rule.num_replicas * (rule.max_tokens - rule.max_tokens // _FULL)
+    parts: list[Steps] = []
+    left = np.arange(len(tokens), dtype=np.int64)
+    left_tokens, left_costs = tokens, costs
+    while len(left) >= rule.num_replicas and (num_steps := int(left_tokens.sum()) // target):
+        part = fill_steps(
+            left_tokens,
+            left_costs,
+            num_steps=min(num_steps, len(left) // rule.num_replicas),
+            num_ranks=rule.num_replicas,
+            cap=rule.max_tokens,
+            target=target,
+            first=int(np.searchsorted(left, num_first)),
+        )
+        parts.append(Steps(left[part.places] if parts else part.places, part.starts, left[part.left]))
+        left = left[part.left]
+        left_tokens, left_costs = tokens[left], costs[left]
+    return joined(parts, left)
+
+
+def _padded_up(steps: Steps, tokens: IntArray, costs: IntArray, rule: StepRule) -> tuple[Steps, int]:
+    """The left samples in last steps, filled up with samples from the start of the order; how many these are."""
+    parts, left, repeated = [steps], steps.left, 0
+    while len(left):
+        others = np.setdiff1d(np.arange(len(tokens), dtype=np.int64), left, assume_unique=True)
+        others = others if len(others) else left
+        sums = np.cumsum(tokens[others])
+        # Ever fewer are repeated until none of the left ones lacks room.
+        for share in _REPEAT if rule.objective != "padded" else (0.0,):
+            room = int(share * rule.num_replicas * rule.max_tokens) - int(tokens[left].sum())
+            wanted = max(int(np.searchsorted(sums, room, side="right")), rule.num_replicas - len(left))
+            places = np.concatenate([left, np.resize(others, wanted)])
+            last = _one_step(tokens[places], costs[places], rule)
+            left_now = left[last.left[last.left < len(left)]]
+            if not len(left_now):
+                break
+        trained = places[last.places]
+        repeated += len(trained) - (len(left) - len(left_now))
+        parts.append(Steps(trained, last.starts, left_now))
+        left = left_now
+    return joined(parts, left), repeated
+
+
+def _one_step(tokens: IntArray, costs: IntArray, rule: StepRule) -> Steps:
+    """One step of what fits; every rank has a sample."""
+    if rule.objective != "padded":
+        target = max(1, int(tokens.sum()))
+        steps = fill_steps(tokens, costs, num_steps=1, num_ranks=rule.num_replicas, cap=rule.max_tokens, target=target)
+        return place_rest(steps, tokens, cap=rule.max_tokens)
+    # Longest first, each group as long as it fits: at most one group a rank, which a few samples more may need.
+    found = fill_padded(tokens, num_ranks=rule.num_replicas, cap=rule.max_tokens, all_of_them=True)
+    end = int(found.starts[rule.num_replicas])
+    left = np.sort(np.concatenate([found.left, found.places[end:]]))
+    return Steps(found.places[:end], found.starts[: rule.num_replicas + 1], left)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerMetrics:
+    """How well an epoch is packed and balanced.
+
+    efficiency = tokens over steps x ranks x cap; utilization = tokens over the sum over steps of (largest rank's tokens
+    x ranks); padding_efficiency = tokens over rows x longest; L2 lag = sqrt(max - min over ranks of sum(len^2)) of a
+    step; cost_ratio = largest over mean cost of the ranks in a step; cost_excess = the same over
+    max(1, largest sample's cost / mean cost), which no assignment of that step could beat; cost_gap = the largest cost
+    over `least_cost`, which is more where the dearest sample has to lie in a full batch.
+    """
+
+    num_steps: int
+    num_samples: int
+    num_repeated: int
+    num_left: int
+    tokens: int
+    efficiency: float
+    utilization: float
+    padding_efficiency: float
+    l2_lag_mean: float
+    l2_lag_max: float
+    cost_ratio_mean: float
+    cost_ratio_max: float
+    cost_excess_mean: float
+    cost_excess_max: float
+    cost_gap_mean: float
+    cost_gap_max: float
+
+
+def measure(plan: EpochPlan, tokens: IntArray, costs: IntArray | None, max_tokens: int) -> SamplerMetrics:
+    """The metrics of a plan; `costs` by sample, or None where a batch costs its padded tokens."""
+    if not plan.num_steps:
+        raise DataError(f"the plan has no step to measure: {len(plan.rest)} samples wait for the next epoch")
+    shape = (-1, plan.num_replicas)
+    lengths = tokens[plan.samples]
+    used = np.add.reduceat(lengths, plan.starts[:-1]).reshape(shape)
+    squares = np.add.reduceat(lengths * lengths, plan.starts[:-1]).reshape(shape)
+    padded = padded_costs(lengths, plan.starts).reshape(shape)
+    sample_costs = lengths if costs is None else costs[plan.samples]
+    load = padded if costs is None else np.add.reduceat(sample_costs, plan.starts[:-1]).reshape(shape)
+    largest = np.maximum.reduceat(sample_costs, plan.starts[:-1]).reshape(shape).max(axis=1)
+    mean = np.maximum(load.mean(axis=1), 1e-9)
+    ratio = load.max(axis=1) / mean
+    excess = ratio / np.maximum(1.0, largest / mean)
+    gap = excess.copy()
+    for step in [] if costs is None else np.flatnonzero(excess > _LOOKED_AT).tolist():
+        assert costs is not None
+        of_step = plan.samples[plan.starts[step * plan.num_replicas] : plan.starts[(step + 1) * plan.num_replicas]]
+        least = least_cost(tokens[of_step], costs[of_step], num_ranks=plan.num_replicas, cap=max_tokens)
+        gap[step] = load[step].max() / least
+    lag = np.sqrt((squares.max(axis=1) - squares.min(axis=1)).astype(np.float64))
+    total = int(used.sum())
+    return SamplerMetrics(
+        num_steps=plan.num_steps,
+        num_samples=len(plan.samples),
+        num_repeated=plan.num_repeated,
+        num_left=len(plan.rest),
+        tokens=total,
+        efficiency=total / (plan.num_steps * plan.num_replicas * max_tokens),
+        utilization=total / (int(used.max(axis=1).sum()) * plan.num_replicas),
+        padding_efficiency=total / int(padded.sum()),
+        l2_lag_mean=float(lag.mean()),
+        l2_lag_max=float(lag.max()),
+        cost_ratio_mean=float(ratio.mean()),
+        cost_ratio_max=float(ratio.max()),
+        cost_excess_mean=float(excess.mean()),
+        cost_excess_max=float(excess.max()),
+        cost_gap_mean=float(gap.mean()),
+        cost_gap_max=float(gap.max()),
+    )
+
+
+def plan_left(order: IntArray, tokens: IntArray, costs: IntArray, rule: StepRule, *, num_first: int = 0) -> EpochPlan:
+    """`plan_epoch` of what is left of an epoch: none at all is fine, and some are repeated where they are too few."""
+    if not len(order):
+        none = np.zeros(0, np.int64)
+        return EpochPlan(none, np.zeros(1, np.int64), none, rule.num_replicas)
+    try:
+        return plan_epoch(order, tokens, costs, rule, num_first=num_first)
+    except PlanError:
+        if rule.last != "spread":
+            raise
+        return plan_epoch(order, tokens, costs, replace(rule, last="pad"))
+
+
+def left_after(
+    order: IntArray,
+    tokens: IntArray,
+    costs: IntArray,
+    rule: StepRule,
+    segments: Sequence[tuple[int, int]],
+    *,
+    num_first: int = 0,
+) -> IntArray:
+    """What is left of the order after segments of (number of ranks, steps done).
+
+    A job that went on with another number of ranks planned the samples that were left anew; so does this. Raises
+    DataError for more steps than there are.
+    """
+    for num_replicas, num_steps in segments:
+        plan = plan_left(order, tokens, costs, replace(rule, num_replicas=num_replicas), num_first=num_first)
+        num_first = 0
+        if num_steps > plan.num_steps:
+            raise DataError(
+                f"the state says that {num_steps} steps of {num_replicas} ranks were done but there are"
+                f" {plan.num_steps}: it is of other lengths or settings"
+            )
+        trained = np.bincount(plan.trained(num_steps), minlength=len(tokens))
+        order = _without(order, trained)
+    return order
+
+
+def _without(order: IntArray, trained: IntArray) -> IntArray:
+    """The order less as many occurrences of each sample as were trained, the first ones first."""
+    by_sample = np.argsort(order, kind="stable")
+    ordered = order[by_sample]
+    first = np.searchsorted(ordered, ordered, side="left")
+    occurrence = np.arange(len(order), dtype=np.int64) - first
+    keep = np.zeros(len(order), np.bool_)
+    keep[by_sample] = occurrence >= trained[ordered]
+    return order[keep]

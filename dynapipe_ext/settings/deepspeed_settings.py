@@ -1,0 +1,285 @@
+"""A DeepSpeed configuration (`ds_config.json`) in the terms of a run, and a run's settings in the terms of its engine.
+
+What the file decides (precision, optimizer, clipping, ZeRO stage) becomes settings, on top of which flags may say else;
+what plans decide (batch sizes, accumulation) is overridden. Values "auto" are filled in as transformers does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynapipe_ext.costs.states import ZERO_STAGES, Offload, ZeroStage
+from dynapipe_ext.errors import ConfigError, short
+
+if TYPE_CHECKING:
+    from dynapipe_ext.settings.train_config import OptimizerSettings
+
+Json = dict[str, Any]
+Tables = dict[str, dict[str, Any]]
+
+_ADAM = ("adam", "adamw")
+_OF_TORCH = (*_ADAM, "adagrad", "sgd")  # what DeepSpeed computes by torch alone, without a compiler
+_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_FOREIGN = {  # sections that change what a step is or what it trains on, with what to do instead
+    "fp16": "take bf16 or fp32",
+    "amp": "take bf16",
+    "torch_autocast": "take bf16",
+    "elasticity": "start another run on other ranks with --resume",
+    "autotuning": "measure by dynapipe profile",
+    "curriculum_learning": "order the data before the run",
+    "data_efficiency": "order the data before the run",
+    "progressive_layer_drop": "train all layers",
+}
+_SECTIONS = ("optimizer", "scheduler", "zero_optimization", "bf16", "tensor_parallel", "checkpoint")
+_MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
+_MISSPELT = 0.85  # share of letters in common: no two names that DeepSpeed knows have as many
+_LEAST_PRINTED = 1 << 30  # steps between DeepSpeed's own lines, where the file names none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedSettings:
+    """`config` names the configuration of a DeepSpeed engine that trains the model (empty: none does); what it decides
+    are settings of other tables. `described` is read, not given: what the file says."""
+
+    config: str = ""
+    described: Mapping[str, Any] | None = None
+
+    @property
+    def zero_stage(self) -> ZeroStage:
+        return zero_stage(self.described or {}, self.config)
+
+    @property
+    def offload(self) -> Offload:
+        """What of its states the engine leaves on the host. An optimizer of which a part (`ratio`) stays on the device
+        counts as if all of it did."""
+        weights = self._offloads("offload_param")
+        if not self.offloads_optimizer or self._zero["offload_optimizer"].get("ratio", 1.0) != 1.0:
+            return "weights" if weights else "none"
+        return "all" if weights else "optimizer"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether, wholly or in part."""
+        return self._offloads("offload_optimizer")
+
+    def _offloads(self, section: str) -> bool:
+        """As DeepSpeed takes it: stage 0 has no offload, and stage 3 alone one of weights."""
+        least = {"offload_optimizer": 1, "offload_param": 3}[section]
+        return self.zero_stage >= least and (self._zero.get(section) or {}).get("device", "none") != "none"
+
+    @property
+    def _zero(self) -> Json:
+        found: Json = (self.described or {}).get("zero_optimization", {})
+        return found
+
+    @property
+    def meets_inside(self) -> bool:
+        """Whether replicas meet in collectives of each micro-batch."""
+        return self.zero_stage >= _MEETS_INSIDE
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine is made of, and the fields in which that is not what the file says, each with the reason."""
+
+    config: Json
+    overridden: tuple[str, ...]
+
+
+def read_deepspeed_config(path: str | Path) -> Json:
+    """The file as it is. Errors: ConfigError for what is no such file, or says what no run here can do."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as a DeepSpeed configuration ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds {short(raw)}, not a DeepSpeed configuration: give a JSON object")
+    for name in raw:
+        for known in get_close_matches(name, (*_SECTIONS, *_FOREIGN, "gradient_clipping"), n=1, cutoff=_MISSPELT):
+            if name != known:
+                raise ConfigError(f"{path}: {name} is no name that DeepSpeed reads: did you mean {known}?")
+    if "bfloat16" in raw:
+        raise ConfigError(f"{path}: bfloat16 is the old name of a section: write bf16")
+    for name in (*_SECTIONS, *_FOREIGN):
+        if not isinstance(raw.get(name, {}), dict):
+            raise ConfigError(f"{path}: {name} is {short(raw[name])} but must be an object")
+    _refuse_misfits(raw, path)
+    for name, instead in _FOREIGN.items():
+        if raw.get(name, {}).get("enabled") is True:
+            raise ConfigError(f"{path}: {name} is enabled, which runs here cannot follow: {instead}")
+    if raw.get("tensor_parallel", {}).get("autotp_size", 1) not in (0, 1):
+        raise ConfigError(f"{path}: tensor_parallel cuts the model, which runs here do by --pp: leave it out")
+    zero_stage(raw, path)
+    return raw
+
+
+def _refuse_misfits(raw: Json, path: str | Path) -> None:
+    """Errors: ConfigError for values that settings are read from and that are of another kind."""
+    for name in ("optimizer", "scheduler"):
+        if not isinstance(found := raw.get(name, {}).get("params", {}), dict):
+            raise ConfigError(f"{path}: {name}.params is {short(found)} but must be an object")
+    parameters = raw.get("optimizer", {}).get("params", {})
+    values = {f"optimizer.params.{name}": parameters.get(name, "auto") for name in ("lr", "weight_decay")}
+    for name, value in (values | {"gradient_clipping": raw.get("gradient_clipping", "auto")}).items():
+        if value != "auto" and type(value) not in (int, float):
+            raise ConfigError(f'{path}: {name} is {short(value)} but must be a number or "auto"')
+    for name in ("offload_optimizer", "offload_param"):
+        if not isinstance(found := raw.get("zero_optimization", {}).get(name), dict | None):
+            raise ConfigError(f"{path}: zero_optimization.{name} is {short(found)} but must be an object")
+    betas, enabled = parameters.get("betas", "auto"), raw.get("bf16", {}).get("enabled", "auto")
+    if betas != "auto" and not (isinstance(betas, list) and len(betas) == 2 and {*map(type, betas)} <= {int, float}):
+        raise ConfigError(f'{path}: optimizer.params.betas is {short(betas)} but must be two numbers or "auto"')
+    if enabled not in (True, False, "auto"):
+        raise ConfigError(f'{path}: bf16.enabled is {short(enabled)} but must be true, false or "auto"')
+
+
+def with_decided(tables: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """Settings with those that the configuration decides which they name, where they do not say else themselves."""
+    path = tables.get("deepspeed", {}).get("config")
+    if not path or not isinstance(path, str):
+        return tables
+    decided = settings_in(read_deepspeed_config(path))
+    return {**tables, **{name: values | dict(tables.get(name, {})) for name, values in decided.items()}}
+
+
+def with_read(settings: DeepSpeedSettings) -> DeepSpeedSettings:
+    return replace(settings, described=read_deepspeed_config(settings.config) if settings.config else None)
+
+
+def zero_stage(raw: Mapping[str, Any], path: str | Path = "ds_config") -> ZeroStage:
+    """
+    >>> zero_stage({"zero_optimization": {"stage": 2}}), zero_stage({})
+    (2, 0)
+    """
+    stage = raw.get("zero_optimization", {}).get("stage", 0)
+    for known in ZERO_STAGES:
+        if type(stage) is int and stage == known:
+            return known
+    raise ConfigError(f"{path}: zero_optimization.stage is {short(stage)} but must be 0, 1, 2 or 3")
+
+
+def settings_in(raw: Mapping[str, Any]) -> Tables:
+    """What the file decides, as settings: of the optimizer what it names, no clipping where it names none.
+
+    >>> found = settings_in({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+    >>> found["model"]["dtype"], found["optimizer"]["lr"], found["optimizer"]["clip_grad"]
+    ('bfloat16', 0.001, 0.0)
+    """
+    parameters = raw.get("optimizer", {}).get("params", {})
+    given = {
+        name: parameters[name] for name in ("lr", "betas", "weight_decay") if parameters.get(name, "auto") != "auto"
+    }
+    optimizer: Json = {name: tuple(v) if name == "betas" else float(v) for name, v in given.items()}
+    if "lr" in optimizer:
+        optimizer["min_lr"] = optimizer["lr"] / 10
+    clipping, enabled = raw.get("gradient_clipping", 0.0), raw.get("bf16", {}).get("enabled", False)
+    if clipping != "auto":
+        optimizer["clip_grad"] = float(clipping)
+    tables: Tables = {"model": {"backend": "transformers"}, "optimizer": optimizer}
+    if enabled != "auto":
+        tables["model"]["dtype"] = "bfloat16" if enabled else "float32"
+    if zero_stage(raw) >= _MEETS_INSIDE:
+        tables["plan"] = {"replica_counts": "equal"}
+    return tables
+
+
+def engine_config(
+    raw: Mapping[str, Any],
+    optimizer: OptimizerSettings,
+    *,
+    dtype: str,
+    hidden_size: int,
+    num_steps: int,
+    num_replicas: int,
+    compiles: bool,
+) -> EngineConfig:
+    """What `deepspeed.initialize` takes for a run of these settings.
+
+    `compiles`: DeepSpeed may compile kernels as it starts, as it does for its own Adam; else torch's takes their place.
+    Errors: ConfigError for an optimizer that needs a compiler where there is none.
+    """
+    zero = dict(raw.get("zero_optimization", {})) | {"stage": zero_stage(raw)}
+    sizes = {"reduce_bucket_size": hidden_size**2, "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2)}
+    sizes |= {"stage3_param_persistence_threshold": 10 * hidden_size}
+    zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
+    if zero["stage"] == 1:
+        zero["overlap_comm"] = False
+    own: Json = {
+        "train_batch_size": num_replicas,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": optimizer.clip_grad,
+        "bf16": raw.get("bf16", {}) | {"enabled": dtype == "bfloat16"},
+        "optimizer": _optimizer(raw.get("optimizer", {}), optimizer, compiles=compiles),
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": raw.get("steps_per_print", _LEAST_PRINTED),
+    }
+    if "scheduler" in raw:
+        own["scheduler"] = _scheduler(raw["scheduler"], optimizer, num_steps)
+    config = _without_auto(dict(raw) | own)
+    config.get("checkpoint", {}).pop("load_universal", None)
+    return EngineConfig(config, tuple(_overridden(raw, config)))
+
+
+def _optimizer(section: Mapping[str, Any], settings: OptimizerSettings, *, compiles: bool) -> Json:
+    kind = section.get("type", "AdamW")
+    if not compiles and str(kind).lower() not in _OF_TORCH:
+        raise ConfigError(
+            f"optimizer.type {kind} is compiled by DeepSpeed, and not for this device: take AdamW, which torch has"
+        )
+    parameters = dict(section.get("params", {})) | {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    if str(kind).lower() in _ADAM:
+        parameters["betas"] = list(settings.betas)
+        if not compiles or not section:
+            parameters["torch_adam"] = True
+    return {"type": kind, "params": parameters}
+
+
+def _scheduler(section: Mapping[str, Any], settings: OptimizerSettings, num_steps: int) -> Json:
+    warmup = round(settings.warmup_fraction * num_steps) if settings.warmup_fraction else settings.warmup_steps
+    known = {"total_num_steps": num_steps, "warmup_num_steps": warmup, "warmup_max_lr": settings.lr, "warmup_min_lr": 0}
+    parameters = section.get("params", {})
+    filled = {name: known[name] if value == "auto" and name in known else value for name, value in parameters.items()}
+    return dict(section) | {"params": filled}
+
+
+def _without_auto(config: Json) -> Json:
+    """DeepSpeed's own default holds for what is left to whoever starts the engine."""
+    inner = {k: _without_auto(v) if isinstance(v, dict) else v for k, v in config.items()}
+    return {name: value for name, value in inner.items() if value != "auto"}
+
+
+_REASONS = {
+    **dict.fromkeys(_BATCH_SIZES, "plans cut batches"),
+    "gradient_clipping": "by --clip-grad",
+    "bf16.enabled": "by --dtype",
+    "optimizer.params.lr": "by --lr",
+    "optimizer.params.betas": "by --betas",
+    "optimizer.params.weight_decay": "by --weight-decay",
+    "optimizer.params.torch_adam": "DeepSpeed's Adam would be compiled first",
+    "zero_optimization.overlap_comm": "ZeRO 1 reduces once, after the last backward",
+    "checkpoint.load_universal": "--resume goes on from the run's own checkpoints",
+}
+
+
+def _overridden(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    before, after = dict(_leaves(raw)), dict(_leaves(config))
+    for name, reason in _REASONS.items():
+        said, used = before.get(name), after.get(name)
+        by_us = name == "optimizer.params.torch_adam" and "optimizer" in raw
+        if (said not in (None, "auto") or by_us) and said != used:
+            yield f"{name} {short(said)} -> {short(used)} ({reason})"
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _leaves(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", inner

@@ -1,0 +1,162 @@
+"""A Stage of a training loop's `forward_step_func`: Megatron's own `forward_step` on each model chunk, by a plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients
+from dynapipe_ext.executor.drop_in.placement import as_interleaved
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.protocols import Batch, Tensors
+from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
+from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
+from dynapipe_ext.executor.stages.megatron.stage import replay_megatron
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStep:
+    """One call of a forward-backward function, in Megatron's words.
+
+    `chunks` are the rank's model chunks, `iterators` the data iterator of each. `config` is their TransformerConfig.
+    `num_micro_batches` is what the loop counts, of planned data not what is run.
+    """
+
+    forward_step_func: Callable[..., Any]
+    chunks: Sequence[Any]
+    iterators: Sequence[Any]
+    config: Any
+    num_micro_batches: int
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    force_all_reduce: bool = False
+    in_v: bool = False  # two chunks a rank, the second on the way back up
+
+    def is_first(self, number: int) -> bool:
+        """Whether the chunk's forward of that number counts as a step's first (`check_first_val_step`)."""
+        if self.forward_only and self.first_val_step is not None:
+            return self.first_val_step and number == 0
+        return number == 0
+
+
+BatchIterator = Callable[[int, Batch], Any]  # (chunk number, a micro-batch's tensors) -> what is given to `next`
+Around = Callable[[MicroBatch, CarriedPiece | None], AbstractContextManager[None]]
+
+
+class ForwardStepStage:
+    """Stage of a rank's model chunks; each micro-batch is one call of the loop's `forward_step_func` a chunk.
+
+    `data(chunk, batch)` gives the iterator that the call reads; it runs within `around(micro-batch, its piece)`.
+    Losses are not divided: what Megatron divides by (token counts, numbers of micro-batches) is divided by Megatron.
+    After the step `reports` has what its loss functions reported, in the order of the plan's micro-batches, on the rank
+    of the last stage.
+    """
+
+    def __init__(self, step: LoopStep, gradients: StepGradients, data: BatchIterator, around: Around) -> None:
+        self._step, self._gradients, self._data, self._around = step, gradients, data, around
+        self._timers = step.config.timers
+        parameters = [parameter for chunk in step.chunks for parameter in chunk.parameters()]
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self._runner = ChunkRunner(
+            len(step.chunks),
+            gradients,
+            parameters=parameters,
+            splittable=parameters,
+            device=device,
+            measure_bytes=False,
+            replay=replay_megatron,
+        )
+        self._num_forwards: dict[int, int] = defaultdict(int)
+        self._reports: dict[int, list[Any]] = {}
+        self._num_tokens: dict[int, torch.Tensor] = {}
+
+    @property
+    def reports(self) -> list[Any]:
+        return [report for _, reports in sorted(self._reports.items()) for report in reports]
+
+    def start_step(self, plan: ExecutionPlan) -> None:
+        self._plan = plan
+        self._runner.start_step(replace(plan, loss_divisor=1))
+
+    def load(self, micro_batch: int, batch: Batch) -> None:
+        self._runner.load(micro_batch, batch)
+
+    def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
+        outputs = self._runner.forward(stage, micro_batch, inputs, partial(self._call, stage, micro_batch))
+        self._num_forwards[stage] += 1
+        return outputs
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        with self._timed("backward-compute"):
+            return self._runner.backward(stage, micro_batch, output_grads)
+
+    def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        with self._timed("backward-compute"):
+            return self._runner.backward_input(stage, micro_batch, output_grads)
+
+    def backward_weight(self, stage: int, micro_batch: int) -> None:
+        with self._timed("backward-compute"):
+            self._runner.backward_weight(stage, micro_batch)
+
+    def finish_step(self) -> float:
+        for num_tokens in self._num_tokens.values():
+            self._gradients.count_tokens(num_tokens)
+        return self._runner.finish_step(_of_this_rank)
+
+    def held_bytes(self) -> int:
+        return self._runner.held_bytes()
+
+    def _call(self, stage: int, micro_batch: int, batch: Batch, x: torch.Tensor | None = None) -> torch.Tensor:
+        """The chunk's output, or on the last stage the scalar that its backward starts from; once more where the stage
+        is recomputed."""
+        from megatron.core.pipeline_parallel.schedules import forward_step
+
+        step, number = self._step, self._plan.stages.index(stage)
+        is_last = stage == self._plan.num_stages - 1
+        reports: list[Any] = []
+        own = {name: value for name, value in batch.items() if name != "carried"}
+        as_built = as_interleaved(number) if step.in_v else nullcontext()
+        with self._around(self._plan.micro_batches[micro_batch], batch.get("carried")), as_built:
+            output, num_tokens = forward_step(
+                step.forward_step_func,
+                self._data(number, own),
+                step.chunks[number],
+                len(self._plan.micro_batches),
+                x,
+                reports,
+                step.config,
+                cp_group_size=1,
+                collect_non_loss_data=step.collect_non_loss_data,
+                is_first_microbatch=step.is_first(self._num_forwards[stage]),
+                current_microbatch=self._num_forwards[stage],
+                vp_stage=number if len(step.chunks) > 1 else None,
+                is_last_stage=is_last,
+            )
+        if not is_last:
+            return output  # type: ignore[no-any-return]
+        self._reports[micro_batch], self._num_tokens[micro_batch] = reports, num_tokens
+        if step.forward_only:
+            return torch.zeros(())  # what was collected may be anything
+        if step.config.grad_scale_func is not None:
+            output = step.config.grad_scale_func(output)
+        return output.reshape(()) if output.numel() == 1 else output  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        if self._timers is not None:
+            self._timers(name, log_level=2).start()
+        yield
+        if self._timers is not None:
+            self._timers(name).stop()
+
+
+def _of_this_rank(_: torch.Tensor) -> None:
+    """Losses of other ranks are gathered by the training loop, from reports."""

@@ -1,0 +1,184 @@
+"""Puts the drop-in where Megatron looks for its schedules, and takes it away again."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.batch.micro_batches import Layout, Pieces
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
+from dynapipe_ext.executor.drop_in.datasets import planned_iterators, real_flops
+from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
+from dynapipe_ext.executor.drop_in.megatron_lm import parsed_arguments, training_loop
+from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
+from dynapipe_ext.executor.drop_in.placement import as_interleaved, check_placement, placed
+from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
+from dynapipe_ext.executor.drop_in.refusals import check_arguments
+from dynapipe_ext.executor.store.address import StoreAddress
+
+
+@contextmanager
+def installed(
+    *,
+    costs: CostModel | str | Path | None = None,
+    memory_limit_gb: float | None = None,
+    split_backward: bool | None = None,
+    data: str | Path | None = None,
+    layout: Layout | None = None,
+    placement: MegatronPlacement | None = None,
+    pieces: Pieces | None = None,
+    store: str | StoreAddress | None = None,
+) -> Iterator[None]:
+    """Within: Megatron's training loops run planned schedules; on exit all is as before.
+
+    What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
+    With a `store` (the address of a Redis-compatible one, with its password) a process of the first rank plans the next
+    steps of planned data while ranks train.
+    Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
+    """
+    wishes = Wishes(
+        costs=costs,
+        memory_limit_gb=memory_limit_gb,
+        split_backward=split_backward,
+        data=data,
+        layout=layout,
+        placement=placement,
+        pieces=pieces,
+        store=store,
+    )
+    training = training_loop()  # before all names of what is replaced are looked for
+    with ExitStack() as patches:
+        _install_norm(patches)
+        _install_router(patches)
+        install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
+        if training is not None:
+            _install_arguments(patches, wishes)
+            _install_placement(patches, wishes, training)
+            _install_data(patches, wishes, training)
+        yield
+
+
+def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -> None:
+    """`get_forward_backward_func` returns what `make` makes when it is first asked."""
+    made: list[ForwardBackward] = []
+
+    def get_forward_backward_func(
+        pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+    ) -> ForwardBackward:
+        given = {"pp_size": pp_size, "vp_size": vp_size, "schedule_pg_collection": schedule_pg_collection}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"get_forward_backward_func was asked for {name} {value}, but planned schedules run on the ranks"
+                    " of megatron.core.parallel_state: leave it out"
+                )
+        if not made:
+            made.append(make())
+        return made[0]
+
+    schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    _replace_everywhere(patches, schedules.get_forward_backward_func, get_forward_backward_func)
+
+
+def _install_norm(patches: ExitStack) -> None:
+    """The norm of local layers refuses sequence parallelism, for want of the mark that has its gradients summed."""
+    module: Any = importlib.import_module("megatron.core.transformer.torch_norm")
+    original = module.WrappedTorchNorm.__new__
+
+    def new(kind: type, config: Any, *others: Any, **keywords: Any) -> Any:
+        unsharded = copy.copy(config)
+        unsharded.sequence_parallel = False
+        norm = original(kind, unsharded, *others, **keywords)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    _replace(patches, module.WrappedTorchNorm, "__new__", staticmethod(new))
+
+
+def _install_router(patches: ExitStack) -> None:
+    """megatron-core 0.16.1's router asks for Transformer Engine's kernel by a name that is undefined without it."""
+    module: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+        patches.callback(delattr, module, "te_general_gemm")
+
+
+def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
+    importlib.import_module("megatron.training.initialize")
+    module: Any = importlib.import_module("megatron.training.arguments")
+    original = module.parse_args
+
+    def parse_args(extra_args_provider: Any = None, *others: Any, **keywords: Any) -> Any:
+        def provide(parser: Any) -> Any:
+            return add_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
+
+        args = original(provide, *others, **keywords)
+        check_arguments(args)
+        wishes.settings(args)  # what is wrong with them is said now, not at the first step
+        return args
+
+    _replace_everywhere(patches, original, parse_args)
+
+
+def _install_placement(patches: ExitStack, wishes: Wishes, training: Any) -> None:
+    def as_wished(provider: Callable[..., Any]) -> Callable[..., Any]:
+        args = parsed_arguments()
+        if wishes.wish(args, "placement") != "v":
+            return provider
+        check_placement(args)
+        return placed(provider)
+
+    build = training.get_model
+    _replace(patches, training, "get_model", lambda provider, *others, **kw: build(as_wished(provider), *others, **kw))
+    models: Any = sys.modules.get("megatron.training.models.gpt")
+    if models is not None:  # from 0.19 on, where configurations say how models are built
+        build_model = models.GPTModelBuilder.build_model
+        _replace(patches, models.GPTModelBuilder, "build_model", lambda *own, **kw: as_wished(build_model)(*own, **kw))
+
+
+def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
+    build, count = training.build_train_valid_test_data_iterators, training.num_floating_point_operations
+    trained: list[PlannedSteps] = []
+
+    def build_train_valid_test_data_iterators(provider: Any) -> Any:
+        args = parsed_arguments()
+        path = wishes.wish(args, "data")
+        found = planned_iterators(provider, args, None if path is None else str(path), training)
+        if found is None:
+            wishes.check_unplanned(args)
+            chunk = getattr(provider, "keywords", {}).get("vp_stage")
+            with as_interleaved(chunk) if wishes.wish(args, "placement") == "v" else nullcontext():
+                return build(provider)
+        if not trained and found[0] is not None:  # with virtual stages the first chunk's iterator is the one that moves
+            trained.append(found[0])
+            patches.callback(found[0].close)
+        return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in found)
+
+    def num_floating_point_operations(args: Any, batch_size: int, *others: Any, **keywords: Any) -> float:
+        if trained:
+            return real_flops(count, trained[0], args, batch_size)
+        return count(args, batch_size, *others, **keywords)  # type: ignore[no-any-return]
+
+    _replace(patches, training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators)
+    _replace(patches, training, "num_floating_point_operations", num_floating_point_operations)
+
+
+def _replace_everywhere(patches: ExitStack, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """In every module that has it by its name, the running script too."""
+    name = original.__name__
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            _replace(patches, module, name, replacement)
+
+
+def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:
+    patches.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)

@@ -1,0 +1,213 @@
+"""A DeepSpeed engine over a rank's parts, and the ranks as it asks for them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ConfigError, in_one_line
+from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
+from dynapipe_ext.executor.protocols import Reductions
+from dynapipe_ext.executor.stages.accumulator import named_collectives
+from dynapipe_ext.executor.stages.megatron.cpu import uncompiled
+from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
+from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy
+from dynapipe_ext.executor.transport.parallel_context import ParallelContext
+from dynapipe_ext.settings.train_config import OptimizerSettings
+
+
+class ModelParallelUnit:
+    """Made on every rank of the job at the same point.
+
+    To DeepSpeed (0.19) the ranks of one replica are model parallel: norms, overflows and the names of files go by them.
+    What it asks of slices is tensor parallelism, which torch modules do not have.
+    """
+
+    def __init__(self, parallel: ParallelContext) -> None:
+        self._parallel = parallel
+        self._stages = parallel.group(lambda coordinates: coordinates.dp_rank)
+
+    def get_data_parallel_group(self) -> Any:
+        return self._parallel.replicas
+
+    def get_data_parallel_rank(self) -> int:
+        return self._parallel.coordinates.dp_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._parallel.topology.dp
+
+    def get_model_parallel_group(self) -> Any:
+        return self._stages
+
+    def get_model_parallel_rank(self) -> int:
+        return self._parallel.coordinates.pp_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._parallel.topology.pp
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self._parallel.topology.pp
+
+    def get_slice_parallel_rank(self) -> int:
+        return 0
+
+    def get_slice_parallel_world_size(self) -> int:
+        return 1
+
+
+def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: ParallelContext) -> Any:
+    """`deepspeed.initialize` on all ranks at the same point; matrices decay, norms and biases do not.
+
+    `model` is what this rank has of one: each pipeline rank has an engine, and all clip by the norm of the whole. On a
+    CPU nothing is compiled: DeepSpeed would build an extension as it starts, and wait for ever for a build that was
+    killed. Errors: ConfigError for what DeepSpeed does not take.
+    """
+    logging.disable(logging.WARNING)  # that there is no accelerator, from every rank
+    import deepspeed
+
+    logging.disable(logging.NOTSET)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
+    deepspeed.utils.logger.setLevel(logging.WARNING if dist.get_rank() == 0 else logging.ERROR)
+    if parallel.device.type == "cpu":
+        compile_nothing()
+        ask_for_devices_once()
+    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError("no weight of the model trains: give adapters, or weights that require gradients")
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "wd_mult": 0.0},
+    ]
+    for parameter in trained:  # no other stage has it, so that norms of all stages add up
+        parameter.model_parallel = True  # type: ignore[attr-defined]
+    mpu = ModelParallelUnit(parallel)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(config), mpu=mpu)
+    except (ValueError, AssertionError) as error:  # as it has them for fields of a section and names of classes
+        raise ConfigError(f"DeepSpeed refuses its configuration, so correct the file: {in_one_line(error)}") from error
+    return engine
+
+
+def compile_nothing() -> None:
+    """Have DeepSpeed's engines on a CPU start without a compiler: of an extension for sums over a machine's ranks, and
+    torch's, which takes 3 s of each rank to load and comes with an optimizer that engines import to know it."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with uncompiled(), suppress(ImportError):  # older ones do not have it
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+def ask_for_devices_once() -> None:
+    """DeepSpeed's accelerator of a CPU runs numactl whenever it is asked for their number: by ZeRO 3, in a backward."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    accelerator.device_count = functools.cache(accelerator.device_count)
+
+
+def leave_to_other_stage(weight: torch.nn.Parameter) -> None:
+    """Mark a weight's copy, in DeepSpeed's words for tied layers: in norms another stage's counts."""
+    weight.ds_pipe_replicated = True  # type: ignore[attr-defined]
+    weight.model_parallel = False  # type: ignore[attr-defined]
+
+
+def is_other_stages(weight: torch.Tensor) -> bool:
+    return getattr(weight, "ds_pipe_replicated", False)
+
+
+def gathered(engine: Any, *, trained_alone: bool = False) -> AbstractContextManager[Any]:
+    """In it every rank has all weights (that train) whole, which ZeRO 3 divides over them; all ranks enter it."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    weights = [p for p in engine.module.parameters() if p.requires_grad or not trained_alone]
+    return GatheredParameters(weights) if engine.zero_optimization_stage() == 3 else nullcontext()
+
+
+class DeepSpeedOptimizer:
+    """An engine's step, unless loss or gradients are not finite. Learning rates are those of the file's scheduler, else
+    of Megatron's schedule by the run's settings."""
+
+    def __init__(
+        self, engine: Any, settings: OptimizerSettings, *, num_steps: int, parallel: Reductions, device: torch.device
+    ) -> None:
+        self._engine, self._parallel = engine, parallel
+        self._rates = None if engine.lr_scheduler else learning_rates(engine.optimizer, settings, num_steps=num_steps)
+        self._policy = SkipPolicy(settings.nan_policy, settings.max_skips)
+        self._num_updates = 0
+        self._largest = torch.zeros((), device=device)
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._see)
+
+    def _see(self, gradient: torch.Tensor | None) -> None:
+        """Of a micro-batch, before the engine scatters it (None: it is put off); what is not a number stays one in the
+        maximum."""
+        if gradient is not None and gradient.numel():
+            self._largest = torch.maximum(self._largest, gradient.detach().abs().max().float())
+
+    def step(self, executed: ExecutedStep) -> float | Refused:
+        """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.
+
+        Errors: ExecutionError, on all ranks alike and before anything is changed, for a loss or gradient that is not
+        finite, where the policy does not skip the step.
+        """
+        plan, largest = executed.plan, float(self._largest)
+        self._largest.zero_()
+        targets = sum(sample.target for m in plan.micro_batches for sample in m.samples)
+        bad = not math.isfinite(executed.loss + largest)
+        summed = torch.tensor([float(bad), float(targets)], dtype=torch.float64, device=self._largest.device)
+        with named_collectives(f"step {plan.step}, check of loss and gradients"):
+            self._parallel.sum_over_job(summed)
+        num_not_finite, num_targets = summed.tolist()
+        if num_not_finite:
+            return self._policy.refused(
+                f"step {plan.step} is not finite (loss {executed.loss:g}, on {num_not_finite:.0f} ranks)"
+            )
+        self._policy.passed()
+        if not num_targets:
+            return Refused(f"step {plan.step} has no target tokens: it has nothing to learn from")
+        norm = self._engine_norm()
+        with named_collectives(f"step {plan.step}, update"):
+            self._engine.step()
+        if self._rates is not None:
+            self._rates.step(1)
+        self._num_updates += 1
+        told = self._engine.get_global_grad_norm()
+        return norm if told is None else float(told)
+
+    def _engine_norm(self) -> float:
+        """Where the engine tells none, which then holds all gradients; not a number where it was told not to."""
+        if self._engine.zero_optimization_stage():
+            return math.nan
+        own = [p.grad for p in self._engine.module.parameters() if p.grad is not None and not is_other_stages(p)]
+        squares = torch.stack([gradient.double().square().sum() for gradient in own]).sum()
+        self._parallel.sum_over_job(squares)
+        return math.sqrt(float(squares) / self._parallel.topology.dp)
+
+    @property
+    def place(self) -> OptimizerPlace:
+        """What the engine's own checkpoint does not hold."""
+        schedule = {} if self._rates is None else {"num_steps": self._rates.num_steps}
+        return OptimizerPlace(self._num_updates, schedule)
+
+    def restore(self, place: OptimizerPlace) -> None:
+        """Learning rates follow the settings of now from where the schedule stood."""
+        self._num_updates = place.num_updates
+        if self._rates is not None:
+            self._rates.num_steps = int(place.schedule["num_steps"])
+            self._rates.step(0)
+
+    @property
+    def lr(self) -> float:
+        return float(self._engine.optimizer.param_groups[0]["lr"])

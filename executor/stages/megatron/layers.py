@@ -1,0 +1,386 @@
+"""What layers of published models compute: norms, rotary angles, attention, latent attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from dynapipe_ext.executor.stages.attention import DocumentAttention
+from dynapipe_ext.models.architecture import Architecture, Yarn, layer_kinds
+from dynapipe_ext.models.family_configs import LATENT_NORM_EPS
+
+_LENGTHS = "dynapipe_lengths"  # attribute of a tensor of borders: the documents' lengths, on the host
+_NAME = "_apply_rotary_pos_emb_thd"
+
+
+def with_lengths(borders: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Borders that know on the host what they are of."""
+    setattr(borders, _LENGTHS, tuple(lengths))
+    return borders
+
+
+def rotate_without_waiting() -> None:
+    """Put a function of the same arithmetic in the place of Megatron's; idempotent.
+
+    For borders without lengths, it calls Megatron's own: nothing changes for other users in this process.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    original = getattr(rope_utils, _NAME)
+    if getattr(original, "knows_lengths", False):
+        return
+
+    def rotate(x_THD: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any) -> Any:
+        """`freqs` are of every position of the row, or of those of a document from 0 on."""
+        lengths: tuple[int, ...] | None = getattr(cu_seqlens, _LENGTHS, None)
+        group = options.pop("cp_group", None)
+        if lengths is None or (group is not None and group.size() > 1):
+            return original(x_THD, cu_seqlens, freqs, cp_group=group, **options)
+        if len(freqs) != sum(lengths):
+            freqs = torch.cat([freqs[:length] for length in lengths])
+        rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(x_THD.unsqueeze(1), freqs, **options)
+        return rotated.squeeze(1)
+
+    rotate.knows_lengths = True  # type: ignore[attr-defined]
+    setattr(rope_utils, _NAME, rotate)
+
+
+class MarkedNorm:
+    """torch's norm, marked for the reduction that sequence parallelism needs, which Megatron's wrapper refuses."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        kind: Any = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        if config.layernorm_zero_centered_gamma:
+            kind = ZeroCenteredRMSNorm
+        norm: torch.nn.Module = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """RMSNorm whose weight is kept as its distance from 1; computed in float32, as Gemma is."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.float())).type_as(x)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over tensor parallel ranks of what each then uses for its own part, so gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        total = partial.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class WholeNorm(torch.nn.Module):
+    """RMSNorm of queries or of keys over all heads of all tensor parallel ranks; each rank has its heads' weights.
+
+    Takes and gives (S, B, heads of this rank, D), or (T, heads, D).
+    """
+
+    num_heads_of = "num_attention_heads"
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+        super().__init__()
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.eps, self.size = eps, getattr(config, self.num_heads_of) * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(self.size // config.tensor_model_parallel_size))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        x = heads.flatten(-2).float()
+        squares = x.pow(2).sum(-1, keepdim=True)
+        if self.group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.group)  # type: ignore[no-untyped-call] # torch's own
+        normed = x * torch.rsqrt(squares / self.size + self.eps)
+        return (self.weight * normed).to(heads.dtype).view_as(heads)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets)
+
+
+class WholeKeyNorm(WholeNorm):
+    num_heads_of = "num_query_groups"
+
+
+class CoreAttention(DocumentAttention):
+    """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks.
+
+    A `softcap` above 0 caps the scores, softcap x tanh(scores / softcap); no kernel of torch's does, so they are whole.
+    """
+
+    def _attend(
+        self,
+        q_BHSD: torch.Tensor,
+        k_BHTD: torch.Tensor,
+        v_BHTD: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        if not self.softcap:
+            return super()._attend(q_BHSD, k_BHTD, v_BHTD, mask=mask, is_causal=is_causal)
+        groups = q_BHSD.shape[1] // k_BHTD.shape[1]
+        k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))
+        scale = self.scale if self.scale is not None else q_BHSD.shape[-1] ** -0.5
+        scores = self.softcap * torch.tanh(q_BHSD @ k_BHTD.transpose(2, 3) * scale / self.softcap)
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            mask = mask.tril(scores.shape[-1] - scores.shape[-2])
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q_BHSD.dtype)
+        if self.training and self.dropout:
+            with self.dropout_generator():
+                shares = torch.nn.functional.dropout(shares, self.dropout)
+        return shares @ v_BHTD
+
+    def dropout_generator(self) -> AbstractContextManager[Any]:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        tracker: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+        return tracker
+
+
+class WindowAttention(CoreAttention):
+    """Causal attention to the last `window` positions, each its own included, computed in blocks of queries.
+
+    Memory is that of a block by two windows, not of a square. On one window or less it is CoreAttention's.
+    """
+
+    carries = False
+
+    def __init__(self, config: Any, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(config, *arguments, **keywords)
+        self.window: int = config.window_size[0] + 1
+
+    def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
+        length = q_BHSD.shape[2]
+        if length <= self.window:
+            return super()._sdpa(q_BHSD, k_BHSD, v_BHSD)
+        blocks = []
+        for start in range(0, length, self.window):
+            end, first = min(start + self.window, length), max(0, start - self.window + 1)
+            queries = torch.arange(start, end, device=q_BHSD.device)
+            back = queries[:, None] - torch.arange(first, end, device=q_BHSD.device)
+            seen = (back >= 0) & (back < self.window)
+            k_block, v_block = k_BHSD[:, :, first:end], v_BHSD[:, :, first:end]
+            blocks.append(self._attend(q_BHSD[:, :, start:end], k_block, v_block, mask=seen))
+        return torch.cat(blocks, dim=2)
+
+
+def gpt_layers(architecture: Architecture, config: Any, layers: range) -> list[Any]:
+    """Megatron's specs of some layers of a decoder-only model, counted from 0."""
+    a = architecture
+    makes = [(kind, a.has_window(i)) for kind, run in layer_kinds(a) for i in run if i in layers]
+    specs = {make: _gpt_layer(make[0], config, make[1]) for make in set(makes)}
+    return [specs[make] for make in makes]
+
+
+def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    a = architecture
+    if a.num_experts:
+        _name_absent_kernels()
+    layer = get_gpt_layer_local_spec(
+        num_experts=a.num_experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=a.qk_norm,
+        multi_latent_attention=a.latent is not None,
+        normalization=config.normalization,
+    )
+    before = MarkedNorm if a.norm_placement != "post" else IdentityOp
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
+    if a.latent:
+        make_latent(layer)
+        return layer
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = WindowAttention if has_window else CoreAttention
+    if a.attention_softcap:
+        attention.core_attention = _capped(attention.core_attention, a.attention_softcap)
+    if has_window and a.local_rope_theta:
+        local = replace(a, rope_theta=a.local_rope_theta, rope_scaling=None)
+        spec = layer.submodules.self_attention
+        spec.module = _turned_by(spec.module, rotary_frequencies(local))
+    if a.qk_norm:
+        attention.q_layernorm = WholeNorm if a.qk_norm_whole else MarkedNorm
+        attention.k_layernorm = WholeKeyNorm if a.qk_norm_whole else MarkedNorm
+    if a.qkv_bias != config.add_bias_linear:
+        attention.linear_qkv = _with_bias(attention.linear_qkv, a.qkv_bias)
+    if a.attention_output_bias != config.add_bias_linear:
+        attention.linear_proj = _with_bias(attention.linear_proj, a.attention_output_bias)
+    if a.norm_placement != "pre":
+        mlp = layer.submodules.mlp.submodules
+        attention.linear_proj, mlp.linear_fc2 = _before_norm(attention.linear_proj), _before_norm(mlp.linear_fc2)
+    return layer
+
+
+def _name_absent_kernels() -> None:
+    """megatron-core 0.16.1's router asks for Transformer Engine's kernel by a name that is undefined without it."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _with_bias(linear: type, bias: bool) -> type:
+    """A class of Megatron's linear layers whose bias is not what the configuration says of all."""
+
+    class Linear(linear):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **(keywords | {"bias": bias}))
+
+    return Linear
+
+
+def _capped(attention: type[CoreAttention], cap: float) -> type:
+    """A class of core attention with capped scores, which no kernel of flash-attn is asked for."""
+
+    class Capped(attention):  # type: ignore[misc, valid-type]
+        softcap = cap
+
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            self.backend = "sdpa"
+
+    return Capped
+
+
+def _turned_by(attention: type, frequencies: torch.Tensor) -> type:
+    """A class of Megatron's self attention that turns queries and keys by its own frequencies, not the model's."""
+
+    class Turned(attention):  # type: ignore[misc]
+        def forward(self, *arguments: Any, rotary_pos_emb: torch.Tensor, **keywords: Any) -> Any:
+            positions = torch.arange(rotary_pos_emb.shape[0], dtype=torch.float32, device=rotary_pos_emb.device)
+            angles = torch.outer(positions, frequencies.to(rotary_pos_emb.device)).repeat(1, 2)
+            return super().forward(*arguments, rotary_pos_emb=angles[:, None, None], **keywords)
+
+    return Turned
+
+
+def _before_norm(linear: type) -> type:
+    """A class of Megatron's row-parallel linear layers that norms what it gives, its bias added."""
+
+    class Linear(linear):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, config: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, config=config, **keywords)
+            self.post_layernorm = MarkedNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+        def forward(self, *arguments: Any) -> tuple[torch.Tensor, None]:
+            output, bias = super().forward(*arguments)
+            return self.post_layernorm(output if bias is None else output + bias), None
+
+    return Linear
+
+
+def rotary_frequencies(architecture: Architecture) -> torch.Tensor:
+    """Radians a position, float32, shape (head_dim / 2,): of transformers, in the same order of operations.
+
+    "llama3": wavelengths above `original / low_freq_factor` are stretched by `factor`, those below `original /
+    high_freq_factor` stay, and in between the two are blended (Llama 3.1's release code).
+    """
+    a, scaling = architecture, architecture.rope_scaling
+    assert not isinstance(scaling, Yarn), "latent attention has frequencies of its own"
+    exponents = torch.arange(0, a.head_dim, 2, dtype=torch.int64).float() / a.head_dim
+    frequencies = 1.0 / (a.rope_theta**exponents)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_seq_len / scaling.low_freq_factor
+    shortest = scaling.original_max_seq_len / scaling.high_freq_factor
+    share = (scaling.original_max_seq_len / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    stretched = frequencies / scaling.factor
+    blended = (1 - share) * frequencies / scaling.factor + share * frequencies
+    return torch.where(wavelengths < shortest, frequencies, torch.where(wavelengths > longest, stretched, blended))
+
+
+def make_latent(layer: Any) -> None:
+    """Put what is exact here into Megatron's spec of a layer with latent attention."""
+    if not isinstance(multi_latent_attention.TELinear, type):  # absent, but 0.16.1 asks who is of that class
+        multi_latent_attention.HAVE_TE = False
+    attention = layer.submodules.self_attention
+    attention.module = SummedLatentAttention
+    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
+    attention.submodules.core_attention = LatentCoreAttention
+
+
+class LatentNorm:
+    """A marked norm with the epsilon of latent vectors."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 0.0, **_: Any) -> Any:
+        return MarkedNorm(config, hidden_size, LATENT_NORM_EPS)
+
+
+class LatentCoreAttention(CoreAttention):
+    """Values are narrower than keys: kernels of flash-attn, which want them alike, are given zeros besides."""
+
+    carries = False
+
+    def _by_kernel(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, **options: Any) -> torch.Tensor:
+        width = v_THD.shape[-1]
+        widened = F.pad(v_THD, (0, q_THD.shape[-1] - width))
+        return super()._by_kernel(q_THD, k_THD, widened, **options)[..., :width]
+
+
+class SummedLatentAttention(MLASelfAttention):  # type: ignore[misc] # megatron has no types
+    """Megatron's own, with the gradient of the turned key summed over tensor parallel ranks."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if self.config.tensor_model_parallel_size > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._gathered)
+
+    def _gathered(
+        self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        """Whole, as Megatron's forward takes it from a projection that is not divided: under sequence parallelism this
+        rank's positions, of which it gathers the turned part and scatters its gradient, summed."""
+        whole = gather_from_tensor_model_parallel_region(output[0])
+        if self.config.sequence_parallel:
+            return scatter_to_sequence_parallel_region(whole), output[1]
+        latent, turned = whole.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        return torch.cat([latent, copy_to_tensor_model_parallel_region(turned)], dim=-1), output[1]

@@ -1,0 +1,397 @@
+"""Megatron's model chunks as a rank builds them, and the weights that they start with."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers, rotary_frequencies
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
+from dynapipe_ext.models.family_configs import router_fault
+from dynapipe_ext.models.megatron_latent_arguments import latent_arguments, router_arguments
+
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_HEADS = (_HEAD, f"lm_head.{_HEAD}")  # of GPTModel and of T5Model
+_VOCABULARY = (_EMBEDDING, *_HEADS, "lm_head.output_layer.bias")  # rows of them are ids
+_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)")
+
+
+def global_name(name: str, first_layer: int, first_encoder_layer: int = 0) -> str:
+    """
+    >>> global_name("decoder.layers.1.mlp.linear_fc1.weight", 4)
+    'decoder.layers.5.mlp.linear_fc1.weight'
+    """
+    before = {"decoder": first_layer, "encoder": first_encoder_layer}
+    return _LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + before[match[1]]}", name)
+
+
+def global_names(model: Any, named: Iterable[tuple[str, Any]] | None = None) -> Iterator[tuple[str, Any]]:
+    """A part's parameters, or what else is `named`, by their names in the whole model: layers number themselves."""
+    sides = (getattr(getattr(model, side, None), "layers", ()) for side in ("decoder", "encoder"))
+    first = [layers[0].layer_number - 1 if layers else 0 for layers in sides]
+    own = model.named_parameters() if named is None else named
+    return ((global_name(name, *first), parameter) for name, parameter in own)
+
+
+def held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, with the last stage's copy of a tied embedding by the embedding's name; and biases of routers, which
+    checkpoints hold and nothing trains."""
+    for name, parameter in global_names(model):
+        yield _EMBEDDING if name in _HEADS and model.share_embeddings_and_output_weights else name, parameter
+    yield from (named for named in global_names(model, model.named_buffers()) if named[0].endswith(".expert_bias"))
+
+
+def initialize_weights(model: Any, config: Any, *, seed: int) -> None:
+    """Fill every weight from a generator keyed by (seed, its name in the whole model), then take this rank's slice.
+
+    The same seed gives the same model on every topology. Normal with deviation 0.02, divided by sqrt(2 x layers) for
+    the two projections that write into the residual stream (Radford et al. 2019, sec. 2.3); norms one, biases zero.
+    """
+    from megatron.core import parallel_state
+
+    tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    for name, parameter in held_weights(model):
+        with torch.no_grad():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif "layernorm" in name:
+                parameter.fill_(0.0 if config.layernorm_zero_centered_gamma else 1.0)
+            else:
+                deviation = 0.02
+                if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+                    deviation /= math.sqrt(2 * config.num_layers)
+                shape = full_shape(parameter, tp)
+                key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
+                whole = torch.empty(shape).normal_(0.0, deviation, generator=generator)
+                parameter.copy_(tensor_slice(whole, parameter, tp_rank, tp))
+
+
+def fill_weights(model: Any, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fill a part's weights, every one, from whole tensors by name; rows of a padded vocabulary are zero.
+
+    Of a tensor that is not the same in the weights' precision what was given stays beside the weight, until
+    `take_unrounded` has it. Errors: DataError for a tensor that is missing or misshapen.
+    """
+    from megatron.core import parallel_state
+
+    tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    held = dict(held_weights(model))
+    for name, tensor in whole:
+        if (parameter := held.pop(name, None)) is None:
+            continue
+        shape = full_shape(parameter, tp)
+        if name in _VOCABULARY and tensor.shape[0] < shape[0]:
+            tensor = torch.cat([tensor, tensor.new_zeros(shape[0] - tensor.shape[0], *tensor.shape[1:])])
+        if list(tensor.shape) != shape:
+            raise DataError(f"{name} is {list(tensor.shape)} but the model's is {shape}: give the model's own weights")
+        mine = tensor_slice(tensor, parameter, tp_rank, tp)
+        if mine.dtype != parameter.dtype and not torch.equal(mine.to(parameter.dtype).to(mine.dtype), mine):
+            parameter.unrounded = mine.float().clone()  # type: ignore[attr-defined]
+        with torch.no_grad():
+            parameter.copy_(mine)
+    if held:
+        raise DataError(f"the checkpoint has no {', '.join(sorted(held))}: give the model's own weights")
+
+
+def take_unrounded(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What `fill_weights` was given of a weight, in float32, where the weight is rounded; once."""
+    unrounded: torch.Tensor | None = parameter.__dict__.pop("unrounded", None)
+    return unrounded
+
+
+def full_shape(parameter: torch.Tensor, tp: int) -> list[int]:
+    """The shape of a tensor-parallel parameter before it was cut."""
+    shape = list(parameter.shape)
+    if getattr(parameter, "tensor_model_parallel", False):
+        shape[parameter.partition_dim] *= tp  # type: ignore[attr-defined]
+    return shape
+
+
+def tensor_slice(whole: torch.Tensor, parameter: torch.Tensor, tp_rank: int, tp: int) -> torch.Tensor:
+    """This rank's part of a whole weight; a partition stride of 2 is a gated MLP's [gate; up], cut one by one."""
+    if not getattr(parameter, "tensor_model_parallel", False) or tp == 1:
+        return whole
+    dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
+    return torch.cat([part.chunk(tp, dim)[tp_rank] for part in whole.chunk(stride, dim)], dim)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def initialize_parallel(
+    topology: Topology, seed: int, *, timeout_s: float = 120.0, architecture: Architecture | None = None
+) -> None:
+    """Create Megatron's process groups (tp-dp-pp order) over an initialised torch.distributed.
+
+    A collective that waits longer than `timeout_s`, rounded up to minutes, ends its rank. An encoder-decoder must be
+    named by its `architecture`: its embedding is on other ranks than the first and the last.
+    """
+    megatron_cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        get_embedding_ranks=_embedding_ranks(architecture, topology),
+    )
+    model_parallel_cuda_manual_seed(1 + seed % 2**31)
+
+
+def _embedding_ranks(architecture: Architecture | None, topology: Topology) -> Callable[..., list[int]] | None:
+    """Of the ranks of a pipeline those that hold an encoder-decoder's embedding; None: as Megatron has it."""
+    if architecture is None or not architecture.num_decoder_layers:
+        return None
+    from dynapipe_ext.executor.stages.megatron.t5 import embedding_ranks
+
+    held = embedding_ranks(architecture, topology)
+    return lambda ranks, *_: [ranks[pp_rank] for pp_rank in held]
+
+
+def destroy_parallel() -> None:
+    """Forget Megatron's process groups, so that others can be made."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
+def transformer_config(
+    architecture: Architecture,
+    topology: Topology,
+    *,
+    dtype: str,
+    sequence_parallel: bool = False,
+    dropout: float = 0.0,
+    deterministic: bool = False,
+) -> Any:
+    """Megatron's TransformerConfig of a model (of an encoder-decoder's decoder); losses and gradients are sums, to be
+    divided by global counts. `deterministic`: kernels that give the same bits in every run.
+    """
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    a = architecture
+    num_layers = a.num_decoder_layers or a.num_layers
+    if a.num_decoder_layers:
+        from dynapipe_ext.executor.stages.megatron.t5 import decoder_layers
+
+        topology = decoder_layers(a, topology)
+    arguments = _parallel_arguments(
+        num_layers, topology, dtype=dtype, sequence_parallel=sequence_parallel, dropout=dropout
+    )
+    arguments["deterministic_mode"] = deterministic
+    if a.num_experts:
+        arguments |= {
+            "num_moe_experts": a.num_experts,
+            "moe_router_topk": a.top_k,
+            "moe_ffn_hidden_size": a.ffn_hidden_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_pre_softmax": not a.norm_topk_prob,
+            "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
+            "moe_shared_expert_gate": a.shared_expert_gate,
+            "moe_router_bias_update_rate": 0.0,  # a bias stays what it is: the loss says nothing of it
+        } | router_arguments(a)
+    if a.latent:
+        arguments |= {"rotary_base": a.rope_theta} | latent_arguments(a, a.latent)
+    return (MLATransformerConfig if a.latent else TransformerConfig)(
+        **arguments,
+        num_layers=num_layers,
+        hidden_size=a.hidden_size,
+        num_attention_heads=a.num_heads,
+        num_query_groups=a.num_query_groups,
+        kv_channels=a.head_dim,
+        ffn_hidden_size=a.dense_ffn_hidden_size or a.ffn_hidden_size,
+        gated_linear_unit=a.gated_mlp,
+        activation_func=_ACTIVATIONS[a.activation],
+        normalization="RMSNorm" if a.norm == "rmsnorm" else "LayerNorm",
+        layernorm_epsilon=a.norm_eps,
+        add_bias_linear=a.mlp_bias,
+        add_qkv_bias=a.qkv_bias,
+        qk_layernorm=a.qk_norm and not a.qk_norm_whole,  # it would sum the divided weights' gradients over ranks
+        softmax_scale=_softmax_scale(a),
+        layernorm_zero_centered_gamma=a.zero_centered_norm,
+        window_size=(a.sliding_window - 1, 0) if a.sliding_window else None,
+    )
+
+
+def _softmax_scale(a: Architecture) -> float | None:
+    """None: one over the root of the heads' width."""
+    if a.family == "t5":
+        return 1.0
+    return float(a.query_pre_attn_scalar**-0.5) if a.query_pre_attn_scalar else None
+
+
+def _parallel_arguments(
+    num_layers: int, topology: Topology, *, dtype: str, sequence_parallel: bool, dropout: float
+) -> dict[str, Any]:
+    """TransformerConfig's arguments that do not depend on the model's sizes: ranks, precision, sums, no fusion.
+
+    Errors: ConfigError for several stages on the only pipeline rank.
+    """
+    layout = None
+    if topology.pp > 1:
+        from dynapipe_ext.executor.stages.megatron.placement import PlacedLayout
+
+        layout = PlacedLayout(topology, num_layers)
+    elif topology.num_stages > 1:
+        raise ConfigError(f"{topology.num_stages} stages on one pipeline rank: give pp of at least 2, or one stage")
+    torch_dtype = getattr(torch, dtype)
+    return {
+        "attention_dropout": dropout,
+        "hidden_dropout": dropout,
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "pipeline_model_parallel_layout": layout,
+        "sequence_parallel": sequence_parallel and topology.tp > 1,
+        "pipeline_dtype": torch_dtype,
+        "params_dtype": torch_dtype,
+        "bf16": dtype == "bfloat16",
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+    }
+
+
+def build_model(
+    architecture: Architecture,
+    topology: Topology,
+    stage: int,
+    config: Any,
+    *,
+    seed: int | None,
+    device: torch.device,
+) -> torch.nn.Module:
+    """A stage of a model over the groups of `initialize_parallel`; `config` as `transformer_config` makes it.
+
+    The vocabulary is padded to a multiple of VOCAB_MULTIPLE, whatever tp is. With `seed`, weights are initialised by
+    name (`initialize_weights`); with None they are NaN, to be loaded: one that was forgotten shows. Errors: ConfigError
+    for what cannot be cut over `topology`.
+    """
+    a = architecture
+    _check(a, topology)
+    model: torch.nn.Module
+    if a.num_decoder_layers:
+        from dynapipe_ext.executor.stages.megatron.t5 import EncoderDecoderPart
+
+        model = EncoderDecoderPart(a, topology, stage, config)
+    else:
+        model = _build_gpt(a, topology, stage, config)
+    model.to(device=device, dtype=config.params_dtype)
+    routers: list[Any] = [m for m in model.modules() if hasattr(m, "_maintain_float32_expert_bias")]
+    for router in routers:
+        router._maintain_float32_expert_bias()
+    if seed is not None:
+        initialize_weights(model, config, seed=seed)
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(math.nan)
+    _hide_padding(model, a, a.padded_vocab_size() // topology.tp)
+    return model
+
+
+def _check(a: Architecture, topology: Topology) -> None:
+    if topology.layers_per_stage and sum(topology.layers_per_stage) != a.total_layers:
+        raise ConfigError(
+            f"layers_per_stage {topology.layers_per_stage} must sum to the model's {a.total_layers} layers"
+        )
+    if VOCAB_MULTIPLE % topology.tp:
+        raise ConfigError(f"tp is {topology.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
+    for name, size in a.divided_sizes.items():
+        if size % topology.tp:
+            raise ConfigError(f"{name} {size} must be a multiple of tp {topology.tp}")
+    if a.num_query_groups % topology.tp and topology.tp % a.num_query_groups:
+        raise ConfigError(f"num_query_groups {a.num_query_groups} must divide tp {topology.tp} or be a multiple of it")
+    if a.qk_norm_whole and a.num_query_groups % topology.tp:
+        raise ConfigError(
+            f"num_query_groups {a.num_query_groups} must be a multiple of tp {topology.tp}: ranks that share a key head"
+            " would count it more than once in the norm of all keys"
+        )
+    if fault := router_fault(a):
+        raise ConfigError(fault)
+    if a.top_k == 1 and a.norm_topk_prob:
+        raise ConfigError(
+            "top_k is 1 with norm_topk_prob: an expert's weight is then always 1 and its router learns nothing, which"
+            " megatron-core refuses; take a model of two experts a token, or without norm_topk_prob"
+        )
+
+
+def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from dynapipe_ext.executor.stages.megatron.placement import is_tied_by_megatron, virtual_stage
+
+    layers = topology.with_layers(a.num_layers).layers_per_stage
+    first = sum(layers[:stage])
+    model: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            gpt_layers(a, config, range(first, first + layers[stage])), layer_norm=MarkedNorm
+        ),
+        vocab_size=a.padded_vocab_size(),
+        max_sequence_length=a.max_seq_len,
+        pre_process=stage == 0,
+        post_process=stage == topology.num_stages - 1,
+        parallel_output=True,
+        share_embeddings_and_output_weights=a.tied_embeddings and is_tied_by_megatron(topology),
+        vp_stage=virtual_stage(topology, stage, config),
+        position_embedding_type="rope" if a.position == "rope" else "learned_absolute",
+    )
+    if a.position == "rope" and not a.latent:
+        rotary: Any = model.rotary_pos_emb
+        rotary.inv_freq = rotary_frequencies(a).to(rotary.inv_freq.device)
+    if a.scaled_embedding and stage == 0:
+        scale = torch.tensor(a.hidden_size**0.5).to(config.params_dtype)  # rounded, as published
+        embedding: Any = model.embedding
+        embedding.register_forward_hook(lambda _module, _inputs, output: output * scale.to(output.device))
+    if a.logit_softcap and stage == topology.num_stages - 1:
+        _cap_logits(model, a.logit_softcap)
+    return model
+
+
+def _cap_logits(model: Any, cap: float) -> None:
+    def capped(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return cap * torch.tanh(output[0] / cap), output[1]
+
+    model.output_layer.register_forward_hook(capped)
+
+
+def _hide_padding(model: Any, a: Architecture, columns: int) -> None:
+    """Logits of padding, which no model learned, become the lowest number: nothing in a softmax, and no gradient."""
+    from megatron.core import parallel_state
+
+    if not model.post_process:
+        return
+    kept = a.vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
+    if kept >= columns:
+        return
+
+    def hide(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = output
+        logits[..., max(kept, 0) :] = torch.finfo(logits.dtype).min
+        return logits, bias
+
+    model.output_layer.register_forward_hook(hide)

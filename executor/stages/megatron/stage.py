@@ -1,0 +1,448 @@
+"""The stage of Megatron's model chunks: steps, split backwards, pieces, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.batch.micro_batches import Recompute
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import on_device
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.protocols import Batch, Tensors
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
+from dynapipe_ext.executor.stages.attention import CarriedRow
+from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
+from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner, Replay, random_key, replay_torch, seed_of
+from dynapipe_ext.executor.stages.megatron.layers import rotate_without_waiting, with_lengths
+from dynapipe_ext.executor.stages.split_linear import deferred_of
+
+
+class RecomputeSwitch:
+    """Of one model chunk's layers. Megatron reads these settings at run time: "full" in its block's forward,
+    "selective" in each attention layer's."""
+
+    def __init__(self, chunk: Any) -> None:
+        from megatron.core.transformer.attention import Attention
+        from megatron.core.transformer.transformer_block import TransformerBlock
+
+        modules = list(chunk.modules())
+        self._blocks = [module for module in modules if isinstance(module, TransformerBlock)]
+        self._attentions = [module for module in modules if isinstance(module, Attention)]
+
+    def set(self, recompute: Recompute) -> None:
+        """For the forwards to come."""
+        full = recompute == "full"
+        for block in self._blocks:
+            block.config.recompute_granularity = "full" if full else None
+            block.config.recompute_method = "uniform" if full else None
+            block.config.recompute_num_layers = 1 if full else None
+        for attention in self._attentions:
+            attention.checkpoint_core_attention = recompute == "selective"
+
+
+def replay_megatron(device: torch.device) -> Replay:
+    """As `replay_torch`, with the generators that Megatron keeps for its tensor parallel ranks."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    replayed, tracker = replay_torch(device), get_cuda_rng_tracker()
+    states = tracker.get_states()
+
+    @contextmanager
+    def replay() -> Iterator[None]:
+        before = tracker.get_states()
+        tracker.set_states(states)
+        try:
+            with replayed():
+                yield
+        finally:
+            tracker.set_states(before)
+
+    return replay
+
+
+_NAME = "LinearWithGradAccumulationAndAsyncCommunication"
+
+
+def split_megatron_linears() -> None:
+    """Put a function of the same arithmetic in the place of Megatron's; idempotent.
+
+    Without a stage that defers, it calls Megatron's own backward: nothing changes for other users in this process.
+    """
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+    original = getattr(layers, _NAME)
+    if getattr(original, "is_splittable", False):
+        return
+
+    class SplittableLinear(torch.autograd.Function):
+        """I: input gradient and its collective. W, later: output_grad^T x input, over the gathered sequence."""
+
+        is_splittable = True
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            # Under saved-tensor hooks the weight that comes back from the saved tensors is another object, without the
+            # attribute that says where its gradient goes.
+            ctx.weight = arguments[1]
+            ctx.num_others = len(arguments) - 3  # 6, and one more from megatron-core 0.19 on
+            return original.forward(ctx, *arguments)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            x, weight = ctx.saved_tensors[0], ctx.weight
+            queue = deferred_of(weight)
+            if queue is None or ctx.grad_output_buffer is not None:
+                return original.backward(ctx, *grads)
+            (y_grad,) = grads
+            gathered = _gathered(x, ctx.tp_group) if ctx.sequence_parallel else x
+            x_grad = y_grad.matmul(weight)
+            flat_grad, flat_x = prepare_input_tensors_for_wgrad_compute(y_grad, gathered)
+            if ctx.allreduce_dgrad:
+                dist.all_reduce(x_grad, group=ctx.tp_group)
+            elif ctx.sequence_parallel:
+                shard = torch.empty_like(x)
+                dist.reduce_scatter_tensor(shard, x_grad, group=ctx.tp_group)
+                x_grad = shard
+            queue.take(weight, flat_x, flat_grad)
+            bias_grad = flat_grad.sum(dim=0) if ctx.use_bias else None
+            return x_grad, None, bias_grad, *[None] * ctx.num_others
+
+    setattr(layers, _NAME, SplittableLinear)
+
+
+def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The whole sequence. It is kept until W, so it cannot live in the buffer that Megatron shares between layers."""
+    whole = torch.empty((x.shape[0] * group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    dist.all_gather_into_tensor(whole, x, group=group)
+    return whole
+
+
+_TAKES = "dynapipe_takes_pieces"  # attribute of a model that is ready for them
+
+
+def take_pieces(model: Any) -> None:
+    """Make a GPTModel turn by the positions of `packed_seq_params.carried`; once is enough.
+
+    Learned positions come with the batch. Errors: ConfigError for a model that would train wrongly.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.transformer.attention import Attention
+
+    if getattr(model, _TAKES, False):
+        return
+    rotary = getattr(model, "rotary_pos_emb", None)
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if fault := next(filter(None, map(_fault_of_layer, layers)), "") or _fault_of_config(model.config):
+        raise ConfigError(f"{type(model).__name__} {fault}, so cut samples cannot be trained: plan whole ones")
+    if rotary is not None:
+        if type(rotary) is not RotaryEmbedding:
+            raise ConfigError(
+                f"positions of {type(model).__name__} are turned by {type(rotary).__name__}, which is not known to give"
+                " those of pieces of cut samples: plan whole ones"
+            )
+        placed = _PlacedAngles(rotary)
+        model.register_forward_pre_hook(placed.see_row, with_kwargs=True)
+        rotary.register_forward_hook(placed.instead)
+    setattr(model, _TAKES, True)
+
+
+def _fault_of_layer(attention: Any) -> str:
+    core = attention.core_attention
+    if getattr(core, "carries", False):
+        return ""
+    return f"attends by {type(core).__name__}, which does not attend to keys of earlier pieces"
+
+
+def _fault_of_config(config: Any) -> str:
+    if config.multi_latent_attention:
+        return "compresses keys and values (multi_latent_attention), which are not kept from piece to piece"
+    if config.window_size is not None:
+        return f"has windows of attention (window_size {config.window_size}), which do not go on from piece to piece"
+    if config.moe_expert_capacity_factor is not None:
+        return (
+            f"has experts of limited capacity (moe_expert_capacity_factor {config.moe_expert_capacity_factor}), which"
+            " drop tokens by what else is in their piece"
+        )
+    return ""
+
+
+class _PlacedAngles:
+    """Megatron's rotary angles, one for each position of a row with a piece: it takes a table of that length so."""
+
+    def __init__(self, rotary: Any) -> None:
+        self._rotary = rotary
+        self._spans: list[tuple[int, int]] = []  # length and first position of each document, of rows with a piece
+
+    def see_row(self, _model: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
+        packed = keywords.get("packed_seq_params")
+        row: CarriedRow | None = getattr(packed, "carried", None)
+        if row is None:
+            self._spans = []
+        else:
+            self._spans = [(length, 0) for length in packed.document_lengths]  # type: ignore[union-attr]
+            self._spans[0] = row.piece.length, row.piece.start
+
+    def instead(self, _rotary: Any, _inputs: Any, angles: torch.Tensor) -> torch.Tensor:
+        if not self._spans:
+            return angles
+        return torch.cat([self._rotary.get_emb(length, start) for length, start in self._spans])
+
+
+Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order, each in megatron-core's DDP
+
+
+def gpt_call(chunk: Any, batch: Batch, x_SBH: torch.Tensor | None = None) -> torch.Tensor:
+    """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the weighted loss sum."""
+    model = unwrapped(chunk)
+    model.set_input_tensor(x_SBH)
+    output: torch.Tensor = chunk(
+        input_ids=batch.get("tokens"),
+        position_ids=batch.get("position_ids"),
+        attention_mask=None,
+        labels=batch["labels"] if model.post_process else None,
+        packed_seq_params=batch.get("packed"),
+    )
+    model.set_input_tensor(None)
+    return (output.float() * batch["loss_weights"]).sum() if model.post_process else output
+
+
+def finalize_grads(chunks: Chunks) -> None:
+    """Megatron's own: one reduction over replicas, then the sums over tensor parallel ranks (norms under sequence
+    parallelism) and over the two copies of a tied embedding."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(list(chunks))
+
+
+class MegatronGradients(GradientAccumulator):
+    """Sums in DDP's float32 `main_grad` buffers, into which backward hooks add; `finalize` reduces them.
+
+    With None the caller does so, after the step: the sums are then this rank's own.
+    """
+
+    def __init__(self, chunks: Chunks, *, finalize: Callable[[Chunks], object] | None = finalize_grads) -> None:
+        self._chunks, self._finalize = chunks, finalize
+
+    def begin(self, plan: ExecutionPlan) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                # Megatron's float32 optimizer leaves `grad` aliased to `main_grad`: the first backward would count
+                # twice.
+                parameter.grad = None
+
+    def add(self) -> None: ...
+
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        weight.main_grad.add_(gradient)  # type: ignore[attr-defined]
+
+    def reduce(self) -> None:
+        if self._finalize is not None:
+            self._finalize(self._chunks)
+
+
+class MegatronStage:
+    """The model chunks of one pipeline rank, each wrapped in megatron-core's DistributedDataParallel.
+
+    `call(chunk, batch, *inputs)` runs one chunk on one micro-batch, `inputs` being what the stage before returned
+    (nothing on the first): it returns what crosses to the next stage, a tensor or a tuple of them, or on the last
+    stage the weighted sum of the micro-batch's losses, which the step divides by the plan's `loss_divisor`. `batch` has
+    the collate function's tensors on the device, and for a packed row "packed", Megatron's PackedSeqParams.
+
+    With `dropout`, random numbers are keyed by (seed, step, samples of the micro-batch, layer); the tensor parallel
+    rank is added by Megatron's tracker, and recomputation replays them. `measure_bytes` counts stored activations with
+    saved-tensor hooks. Whether chunks train or evaluate is theirs (`train()`, `eval()`).
+    Errors: ConfigError for chunks that cannot be a stage each.
+    """
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        *,
+        call: Callable[..., Any] = gpt_call,
+        gradients: GradientAccumulator | None = None,
+        dropout: bool = False,
+        measure_bytes: bool = True,
+    ) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.transformer.transformer_layer import TransformerLayer
+
+        self._chunks, self._call = _checked(chunks), call
+        split_megatron_linears()
+        rotate_without_waiting()
+        parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
+        self._device = parameters[0].device
+        self._runner = ChunkRunner(
+            len(self._chunks),
+            gradients or MegatronGradients(self._chunks),
+            parameters=parameters,
+            splittable=parameters,
+            device=self._device,
+            measure_bytes=measure_bytes,
+            replay=replay_megatron,
+        )
+        self._counts_loss = parallel_state.get_tensor_model_parallel_rank() == 0
+        self._num_weight_bytes: int = sum(p.numel() * (p.element_size() + 4) for p in parameters)
+        self._recompute = [RecomputeSwitch(chunk) for chunk in self._chunks]
+        self._layers = [[m for m in chunk.modules() if isinstance(m, TransformerLayer)] for chunk in self._chunks]
+        self._takes_pieces = False
+        if dropout:
+            self._key_dropout()
+
+    def count_bytes(self, enabled: bool) -> None:
+        """Whether stored activations are counted from here on."""
+        self._runner.measure_bytes = enabled
+
+    def start_step(self, plan: ExecutionPlan) -> None:
+        """Errors: ConfigError for pieces of cut samples where the chunks do not attend to earlier ones."""
+        if not self._takes_pieces and any(m.attention == "carried" for m in plan.micro_batches):
+            for chunk in self._chunks:
+                take_pieces(unwrapped(chunk))
+            self._takes_pieces = True
+        self._runner.start_step(plan)
+        self._plan = plan
+
+    def load(self, micro_batch: int, batch: Batch) -> None:
+        if "cu_seqlens" in batch:
+            batch = {**batch, "packed": packed_parameters(batch["cu_seqlens"].diff().tolist(), self._device)}
+        self._runner.load(micro_batch, batch)
+
+    def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
+        number = self._plan.stages.index(stage)
+        self._working_on = micro_batch
+        return self._runner.forward(stage, micro_batch, inputs, partial(self._call_chunk, number, micro_batch))
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        self._working_on = micro_batch  # recomputation draws the same random numbers again
+        return self._runner.backward(stage, micro_batch, output_grads)
+
+    def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        self._working_on = micro_batch
+        return self._runner.backward_input(stage, micro_batch, output_grads)
+
+    def backward_weight(self, stage: int, micro_batch: int) -> None:
+        self._runner.backward_weight(stage, micro_batch)
+
+    def finish_step(self) -> float:
+        return self._runner.finish_step(self._sum_over_job)
+
+    def losses(self) -> dict[int, float]:
+        """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""
+        return self._runner.losses()
+
+    def held_bytes(self) -> int:
+        return self._runner.held_bytes()
+
+    def weight_bytes(self) -> int:
+        """Weights and their float32 gradient buffers on this rank."""
+        return self._num_weight_bytes
+
+    def _call_chunk(self, number: int, micro_batch: int, batch: Batch, *inputs: torch.Tensor) -> Any:
+        planned = self._plan.micro_batches[micro_batch]
+        self._recompute[number].set("none" if self._plan.forward_only else planned.recompute)
+        if "carried" in batch:
+            packed = packed_parameters(batch["packed"].document_lengths, self._device, batch["carried"])
+            batch = {**batch, "packed": packed}
+        return self._call(self._chunks[number], batch, *inputs)
+
+    def _sum_over_job(self, loss: torch.Tensor) -> None:
+        if not self._counts_loss:
+            loss.zero_()  # tensor parallel ranks all hold the same loss: count it once
+        dist.all_reduce(loss)
+
+    def _key_dropout(self) -> None:
+        """Before each layer, seed by what it works on: masks depend neither on schedule, placement nor replica."""
+        for chunk, layers in zip(self._chunks, self._layers, strict=True):
+            model = unwrapped(chunk)
+            encoder = set(getattr(getattr(model, "encoder", None), "layers", ()))
+            keyed = [("encoder " * (x in encoder) + f"layer {x.layer_number - 1}", x) for x in layers]
+            for name, module in keyed:
+                module.register_forward_pre_hook(lambda _module, _inputs, name=name: self._seed(name))
+            if hasattr(model, "embedding"):  # of an encoder-decoder it says which side it reads just now
+                model.embedding.register_forward_pre_hook(
+                    lambda module, _inputs: self._seed(f"{getattr(module, 'side', '')} embedding".strip())
+                )
+
+    def _seed(self, layer: str) -> None:
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        seed = seed_of(random_key(self._plan, self._working_on), layer)
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The model itself, within DDP and whatever else has a `module`."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _checked(chunks: Chunks) -> list[Any]:
+    if isinstance(chunks, torch.nn.Module) or not chunks:
+        raise ConfigError(
+            f"MegatronStage was given {type(chunks).__name__} but takes the list of this rank's model chunks:"
+            " give [chunk] where the rank has one stage"
+        )
+    for number, chunk in enumerate(chunks):
+        if not hasattr(chunk, "zero_grad_buffer"):
+            raise ConfigError(
+                f"model chunk {number} is a {type(chunk).__name__}, without gradient buffers: wrap it in"
+                " megatron-core's DistributedDataParallel (wrap_ddp)"
+            )
+        if next(chunk.parameters(), None) is None:
+            raise ConfigError(
+                f"model chunk {number} owns no parameters: give its stage at least one layer (layers_per_stage)"
+            )
+    return list(chunks)
+
+
+def packed_parameters(
+    document_lengths: Sequence[int], device: torch.device, carried: CarriedPiece | None = None
+) -> Any:
+    """Megatron's description of a packed row; `document_lengths` stays on the host, so that no kernel waits for it.
+
+    Where the row's first document is a piece of a cut sample, its attribute `carried` is a CarriedRow, else None.
+    """
+    packed = _borders(document_lengths, document_lengths, device)
+    packed.document_lengths = tuple(document_lengths)
+    packed.carried = None
+    if carried is not None:
+        length, *others = document_lengths
+        to_prefix = _borders([length], [carried.end], device)
+        packed.carried = CarriedRow(carried, to_prefix, packed_parameters(others, device) if others else None)
+    return packed
+
+
+def _borders(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Any:
+    """Megatron's description of documents of so many queries and keys each."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    q_borders, k_borders = (
+        with_lengths(on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device), lengths)
+        for lengths in (queries, keys)
+    )
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=q_borders,
+        cu_seqlens_kv=k_borders,
+        max_seqlen_q=max(queries),
+        max_seqlen_kv=max(keys),
+    )
+
+
+def wrap_ddp(model: torch.nn.Module, config: Any, *, distributed_optimizer: bool = False) -> Any:
+    """Megatron's DDP with float32 gradient buffers; gradients are summed, never averaged, over replicas."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=distributed_optimizer
+    )
+    return DistributedDataParallel(config, ddp_config, model)

@@ -1,0 +1,202 @@
+"""Causal models of transformers in stages, wherever a pattern says that a family keeps what a pipeline cuts.
+
+Masks, windows, rotary angles and scales are computed by the model's own forward, on every stage alike: what other
+stages have leaves a place in which hidden states pass through, so every layer keeps its number and its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batching.packing.attention import DOCUMENT_ATTENTION
+from dynapipe_ext.batching.packing.check import rotary_settings
+from dynapipe_ext.data.batches import document_lengths, document_positions
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.transformers.layers import (
+    AbsentModule,
+    PartPlace,
+    StageEntry,
+    StageExit,
+    key_of,
+    remove,
+)
+from dynapipe_ext.executor.stages.transformers.part import TransformersPart
+from dynapipe_ext.models.config_fields import LayerPattern
+
+_FLASH = ("flash_attention_2", "flash_attention_3")
+_KEEPS_DOCUMENTS_APART = ("sdpa", "eager", DOCUMENT_ATTENTION, *_FLASH)
+
+
+class CausalPart(TransformersPart):
+    """One stage of a causal model: (ids or hidden states, batch) -> hidden states or logits, (rows, length, width)."""
+
+    def __init__(self, model: Any, place: PartPlace, pattern: LayerPattern) -> None:
+        places = model.get_submodule(pattern.layers)
+        embedding = key_of(model, model.get_input_embeddings())
+        holders = {embedding: (0, place.num_stages - 1)} if place.num_stages > 1 and has_tied_ends(model) else {}
+        super().__init__(model, place, {number: places[number] for number in place.layers}, holders)
+        self._pattern = pattern
+        self._entry, self._exit = places[0], places[len(places) - 1]
+        self._call = model.__call__ if place.is_last else model.get_submodule(pattern.body).__call__
+        for layer in self._layers.values():
+            layer.register_forward_hook(self._check_output)
+
+    def _run(self, inputs: Sequence[torch.Tensor], batch: Batch) -> Any:
+        (x,) = inputs
+        given = batch["model_inputs"] | {name: batch[name] for name in ("carried",) if name in batch}
+        if self.place.is_first:
+            given["input_ids"] = x
+        else:
+            assert isinstance(self._entry, StageEntry)
+            given["inputs_embeds"] = self._entry.received = x
+        self._seed("embedding")
+        output = self._call(use_cache=False, **given)
+        if self.place.is_last:
+            return output.logits
+        assert isinstance(self._exit, StageExit)
+        return self._exit.take()
+
+    def _check_output(self, layer: Any, _inputs: Any, output: Any) -> None:
+        if isinstance(output, tuple) != self._pattern.returns_tuple:
+            raise ConfigError(
+                f"{type(layer).__name__} returns {type(output).__name__}: give its LayerPattern"
+                f" returns_tuple={not self._pattern.returns_tuple}"
+            )
+
+    @property
+    def _attention(self) -> str:
+        return str(self.model.config._attn_implementation)
+
+    def fault(self, micro_batch: MicroBatch) -> str:
+        documents = document_lengths(micro_batch)
+        config, name = self.model.config.get_text_config(), type(self.model).__name__
+        if micro_batch.layout == "packed" and len(documents) > 1:
+            if not self._pattern.packs:
+                return (
+                    f"{len(documents)} documents are packed into a row, but that {name} keeps them apart is not proven:"
+                    ' say LayerPattern(packs=True) where check_packing proves it, or plan with layout="padded"'
+                )
+            if self._attention not in _KEEPS_DOCUMENTS_APART:
+                return (
+                    f"{name} is not known to keep packed documents apart under {self._attention}: build it with"
+                    f' attn_implementation={" or ".join(_KEEPS_DOCUMENTS_APART)}, or plan with layout="padded"'
+                )
+        if micro_batch.attention == "carried":
+            if self._attention != DOCUMENT_ATTENTION:
+                return (
+                    f"{name} attends by {self._attention}, which knows no keys of earlier pieces of a cut sample: build"
+                    f" it with attn_implementation=register_document_attention() ({DOCUMENT_ATTENTION}), or plan whole"
+                    " samples"
+                )
+            piece = micro_batch.samples[0]
+            documents = (*documents, piece.start + piece.encoder)
+        return _too_long(config, name, max(documents))
+
+    def model_inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """position_ids restart in each document (a piece's go on from the one before), by which transformers' masks
+        keep documents apart; kernels without masks take the borders."""
+        documents = document_lengths(micro_batch)
+        inputs: dict[str, Any] = {"position_ids": torch.from_numpy(document_positions(micro_batch))}
+        if self._attention == DOCUMENT_ATTENTION or (self._attention in _FLASH and micro_batch.layout == "packed"):
+            borders = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
+            inputs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
+            inputs |= {"max_length_q": max(documents), "max_length_k": max(documents)}
+        return inputs
+
+    def checked(self, batch: Batch, micro_batch: MicroBatch, name: str) -> Batch:
+        planned = torch.from_numpy(document_positions(micro_batch))
+        if "position_ids" in batch and not torch.equal(batch["position_ids"].cpu(), planned):
+            raise DataError(
+                f"position_ids of {name} are not those of its plan: pad rows on the right, and count from 0 in each"
+                " document"
+            )
+        return batch
+
+
+@dataclass(frozen=True, slots=True)
+class CausalCut:
+    """Cuts a causal model by the pattern of its family."""
+
+    pattern: LayerPattern
+
+    @property
+    def changed(self) -> set[str]:
+        return {*self.pattern.first, *self.pattern.last, f"{self.pattern.layers}.*"}
+
+    def check(self, model: Any) -> None:
+        """Errors: ConfigError where the model is no causal model of the pattern, or cannot be cut without a change."""
+        pattern, config, name = self.pattern, model.config, type(model).__name__
+        for path in (pattern.layers, *pattern.first, *pattern.last):
+            if path not in dict(model.named_modules()):
+                raise ConfigError(f"{name} has no module {path!r}: give the LayerPattern that names its own")
+        if not isinstance(model.get_submodule(pattern.layers), torch.nn.ModuleList):
+            raise ConfigError(f"{pattern.layers!r} of {name} is no list of layers: give the LayerPattern that names it")
+        if model.get_output_embeddings() is None:
+            raise ConfigError(f"{name} has no language model head: give a causal model (AutoModelForCausalLM)")
+        if getattr(config, "output_router_logits", False):
+            raise ConfigError(
+                f"output_router_logits of {name} adds a loss of all routers together, which no stage sees: set it to"
+                " False"
+            )
+        if getattr(config, "use_bidirectional_attention", None):
+            raise ConfigError(
+                f"{name} attends in both directions, so that padding would be seen: a causal model is needed"
+            )
+        ends = {key_of(model, end()) for end in (model.get_input_embeddings, model.get_output_embeddings)}
+        if others := {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()} - ends:
+            raise ConfigError(
+                f"{name} ties weights other than head and embedding ({', '.join(sorted(others))}): it cannot be cut"
+            )
+
+    def num_layers(self, config: Any) -> int:
+        return int(config.get_text_config().num_hidden_layers)
+
+    def in_place(self, model: Any, place: PartPlace) -> None:
+        """Leave a model what its stage needs. The last stage keeps a tied embedding for its head."""
+        pattern = self.pattern
+        layers = model.get_submodule(pattern.layers)
+        tied = has_tied_ends(model)
+        embedding = key_of(model, model.get_input_embeddings()).removesuffix(".weight")
+        for number, layer in enumerate(layers):
+            if number not in place.layers:
+                layers[number] = AbsentModule(layer, pattern.returns_tuple)
+        if not place.is_first:
+            layers[0] = StageEntry(layers[0], pattern.returns_tuple)
+            remove(model, [path for path in pattern.first if not (tied and place.is_last and path == embedding)])
+        if not place.is_last:
+            layers[len(layers) - 1] = StageExit(layers[len(layers) - 1], pattern.returns_tuple)
+            remove(model, pattern.last)
+            model.all_tied_weights_keys = {}
+
+    def part(self, model: Any, place: PartPlace) -> CausalPart:
+        return CausalPart(model, place, self.pattern)
+
+
+def has_tied_ends(model: Any) -> bool:
+    """Whether the head's weight is that of the embedding, in the whole model and so in its parts."""
+    return bool(model._tied_weights_keys and model.config.get_text_config().tie_word_embeddings)
+
+
+def _too_long(config: Any, name: str, longest: int) -> str:
+    """Why rows of so many positions cannot be trained exactly; nothing if they can."""
+    ropes, learned = rotary_settings(config), getattr(config, "max_position_embeddings", None)
+    for rope in ropes:
+        trained = rope.get("original_max_position_embeddings") or learned
+        if rope.get("rope_type") in ("dynamic", "longrope") and trained is not None and longest > trained:
+            return (
+                f"rows of {longest} positions change the rotary frequencies of {name} ({rope['rope_type']} above"
+                f" {trained}) for all their samples: keep samples, rounded up to pad_multiple, within that"
+            )
+    if not ropes and learned is not None and longest > learned:
+        return (
+            f"rows of {longest} positions exceed the {learned} that {name} has learned: truncate samples to that, a"
+            " multiple of pad_multiple"
+        )
+    return ""

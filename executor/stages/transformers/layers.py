@@ -1,0 +1,119 @@
+"""Which layers the stages of a transformers model have, and what stands in the places of the others."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.errors import ConfigError, ExecutionError
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlace:
+    """A stage of a cut model, and how many layers each stage has."""
+
+    stage: int
+    layers_per_stage: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers_per_stage)
+
+    @property
+    def layers(self) -> range:
+        """By their numbers in the whole model."""
+        first = sum(self.layers_per_stage[: self.stage])
+        return range(first, first + self.layers_per_stage[self.stage])
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+
+def places_of(topology: Topology, num_layers: int, pp_rank: int) -> list[PartPlace]:
+    """The stages of a pipeline rank. Errors: ConfigError for tensor parallelism and for stages without layers."""
+    if topology.tp > 1:
+        raise ConfigError(
+            f"tp is {topology.tp} but models of transformers are not cut over tensor parallel ranks: give tp 1"
+        )
+    counts = topology.with_layers(num_layers).layers_per_stage
+    if min(counts) < 1:
+        raise ConfigError(f"layers_per_stage is {counts} but each stage of a transformers model needs a layer or more")
+    return [PartPlace(stage, counts) for stage in topology.stages_of(pp_rank)]
+
+
+class AbsentModule(torch.nn.Module):
+    """In the place of a module that another stage has: hidden states pass unchanged, ids look up nothing.
+
+    It keeps the plain attributes of that module, by which some models choose a layer's mask.
+    """
+
+    def __init__(self, like: torch.nn.Module, returns_tuple: bool = False) -> None:
+        super().__init__()
+        for name, value in vars(like).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | None):
+                setattr(self, name, value)
+        self._returns_tuple = returns_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else kwargs["hidden_states"]
+        return (self._passed(x),) if self._returns_tuple else self._passed(x)
+
+    def _passed(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.is_floating_point() else x.new_zeros((), dtype=torch.float32)
+
+
+class StageEntry(AbsentModule):
+    """In the place of the first layer: whatever was done before it, on come the hidden states of the stage before."""
+
+    received: torch.Tensor | None = None
+
+    def _passed(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.received is not None
+        received, self.received = self.received, None
+        return received
+
+
+class StageExit(AbsentModule):
+    """In the place of the last layer: keeps the hidden states for the stage behind, whatever the model does next."""
+
+    kept: torch.Tensor | None = None
+
+    def _passed(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x
+        return x
+
+    def take(self) -> torch.Tensor:
+        """What came, once. Errors: ExecutionError where nothing did."""
+        kept, self.kept = self.kept, None
+        if kept is None:
+            raise ExecutionError(
+                "the model's forward did not run its last layer: give the LayerPattern that names its layers"
+            )
+        return kept
+
+
+def with_own_modules(module: Any) -> Any:
+    """A shallow copy whose children can be replaced without a change to the original."""
+    own = copy.copy(module)
+    own._modules = dict(module._modules)
+    return own
+
+
+def remove(model: Any, paths: Any) -> None:
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, AbsentModule(model.get_submodule(path)))
+
+
+def key_of(model: Any, module: Any) -> str:
+    """The name of a module's weight within the model."""
+    return next((f"{name}.weight" for name, other in model.named_modules() if other is module), "")

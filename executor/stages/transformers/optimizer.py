@@ -1,0 +1,174 @@
+"""AdamW over what trains of a rank's parts: one norm over all ranks, float32 masters of 16-bit weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.protocols import Reductions
+from dynapipe_ext.executor.stages.accumulator import gather_json, gradient_of, named_collectives
+from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
+from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
+from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy
+from dynapipe_ext.settings.train_config import OptimizerSettings
+
+_MOST_FAULTS = 3
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TransformersOptimizer:
+    """AdamW, its learning rates those of Megatron's schedule by the same settings; frozen weights have no state.
+
+    Every rank of the job has one and calls `step` alike. Gradients are those of a `TransformersStage` over the same
+    `parallel`. Matrices decay, norms and biases do not.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[TransformersPart],
+        settings: OptimizerSettings,
+        *,
+        num_steps: int,
+        parallel: Reductions | None = None,
+    ) -> None:
+        named = {p: name for part in parts for name, p in part.model.named_parameters() if p.requires_grad}
+        if not named and parallel is None:
+            raise ConfigError("no weight of the model trains: give adapters, or weights that require gradients")
+        self._names, self._parallel, self._clip_grad = named, parallel, settings.clip_grad
+        self._deterministic = settings.deterministic
+        self._device = next(parts[0].parameters()).device
+        self._speaks = parts[0].place.is_first  # one rank of each replica
+        self._copies = copied_weights(parts)
+        self._masters = {p: p if p.dtype == torch.float32 else _master(p) for p in named}
+        decaying = [master for p, master in self._masters.items() if p.dim() > 1]
+        others = [master for p, master in self._masters.items() if p.dim() <= 1]
+        groups: list[dict[str, Any]] = [{"params": decaying}, {"params": others, "wd_mult": 0.0}]
+        self._adam = torch.optim.AdamW(
+            groups,
+            lr=settings.lr,
+            betas=(settings.betas[0], settings.betas[1]),
+        )
+        self._rates = learning_rates(self._adam, settings, num_steps=num_steps)
+        self._num_updates = 0
+        self._policy = SkipPolicy(settings.nan_policy, settings.max_skips)
+
+    def step(self, executed: ExecutedStep) -> float | Refused:
+        """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.
+
+        Errors: ExecutionError, on all ranks alike and before anything is changed, for a loss or gradient that is not
+        finite, where the policy does not skip the step.
+        """
+        plan = executed.plan
+        gradients = {p: gradient_of(p) for p in self._names}
+        squares = [float(g.double().square().sum()) for p, g in gradients.items() if p not in self._copies]
+        targets = sum(sample.target for m in plan.micro_batches for sample in m.samples)
+        is_finite = math.isfinite(sum(squares) + executed.loss)
+        own = [sum(squares), float(not is_finite), float(self._speaks) * targets]
+        summed = torch.tensor(own, dtype=torch.float64, device=self._device)
+        if self._parallel is not None:
+            with named_collectives(f"step {plan.step}, check of loss and gradients"):
+                self._parallel.sum_over_job(summed)
+        total, num_not_finite, num_targets = summed.tolist()
+        if num_not_finite:
+            return self._policy.refused(
+                f"step {plan.step} is not finite (loss {executed.loss:g}): {self._said(executed)}"
+            )
+        self._policy.passed()
+        if not num_targets:
+            return Refused(f"step {plan.step} has no target tokens: it has nothing to learn from")
+        total /= 1 if self._parallel is None else self._parallel.topology.dp
+        norm = math.sqrt(self._exact_total(squares, plan) if self._deterministic else total)
+        scale = self._clip_grad / (norm + 1e-6) if 0 < self._clip_grad < norm else 1.0
+        self._update(gradients, scale)
+        return norm
+
+    def _exact_total(self, squares: list[float], plan: ExecutionPlan) -> float:
+        """The sum over all weights of the model, as real numbers rounded once: no matter on which ranks they lie."""
+        own = [] if plan.dp_rank else squares
+        with named_collectives(f"step {plan.step}, norm of all gradients"):
+            of_ranks = [own] if self._parallel is None else gather_json(own, self._device)
+        return math.fsum(square for rank in of_ranks for square in rank)
+
+    def _update(self, gradients: dict[torch.nn.Parameter, torch.Tensor], scale: float) -> None:
+        for parameter, gradient in gradients.items():
+            self._masters[parameter].grad = gradient.float() * scale
+        self._adam.step()
+        self._rates.step(1)
+        self._num_updates += 1
+        with torch.no_grad():
+            for parameter, master in self._masters.items():
+                master.grad = None
+                if master is not parameter:
+                    parameter.copy_(master)
+
+    def _said(self, executed: ExecutedStep) -> str:
+        """What all ranks see of a step that is not finite."""
+        own = list(self._faults(executed))
+        found = [own] if self._parallel is None else gather_json(own, self._device)
+        faults = list(dict.fromkeys(fault for rank in found for fault in rank))
+        more = f"; and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
+        return "; ".join(faults[:_MOST_FAULTS]) + more
+
+    def _faults(self, executed: ExecutedStep) -> Iterator[str]:
+        for micro_batch, loss in executed.losses.items():
+            if not math.isfinite(loss):
+                samples = [sample.index for sample in executed.plan.micro_batches[micro_batch].samples]
+                where = f"micro-batch {micro_batch} of replica {executed.plan.dp_rank}"
+                yield f"the loss of {where} (samples {samples}) is {loss:g}"
+        for parameter, name in self._names.items():
+            if not torch.isfinite(gradient_of(parameter)).all():
+                yield f"the gradient of {name} is not finite"
+                return
+
+    @property
+    def place(self) -> OptimizerPlace:
+        """What it holds besides tensors."""
+        return OptimizerPlace(self._num_updates, {"num_steps": self._rates.num_steps})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Moments, once there are any, and masters of 16-bit weights, by kind and the weight's name in the whole model.
+        A copy's are left to the rank that has the weight itself."""
+        found = {}
+        for parameter, name in self._names.items():
+            master = self._masters[parameter]
+            if parameter in self._copies:
+                continue
+            if master is not parameter:
+                found[f"master.{name}"] = master.detach()
+            found |= {f"{kind}.{name}": self._adam.state[master][kind] for kind in _MOMENTS if self._num_updates}
+        return found
+
+    def restore(self, place: OptimizerPlace, read: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """Take on the state of `place`; `read(key, like)` gives the tensors that `tensors` gave.
+
+        Learning rates follow the settings of now from where the schedule stood.
+        """
+        for parameter, name in self._names.items():
+            master = self._masters[parameter]
+            if master is not parameter:
+                with torch.no_grad():
+                    master.copy_(read(f"master.{name}", master))
+            if place.num_updates:
+                moments = {kind: read(f"{kind}.{name}", master) for kind in _MOMENTS}
+                self._adam.state[master] = {"step": torch.tensor(float(place.num_updates)), **moments}
+        self._num_updates = place.num_updates
+        self._rates.num_steps = int(place.schedule["num_steps"])
+        self._rates.step(0)
+
+    def state_bytes(self) -> int:
+        """Adam's moments and the masters of 16-bit weights on this rank."""
+        return sum(p.numel() * (8 if master is p else 12) for p, master in self._masters.items())
+
+    @property
+    def lr(self) -> float:
+        return float(self._adam.param_groups[0]["lr"])
+
+
+def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(parameter.detach().float().clone())

@@ -1,0 +1,247 @@
+"""A pipeline rank's parts of a model of transformers: out of a whole model, a checkpoint folder, or a seed.
+
+From a folder or a configuration no rank ever holds more than its own parts (of a T5, at first, embedding and head): the
+whole model is described on torch's meta device, cut, and only what is left gets memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batching.inference.memory_profiling import is_out_of_memory
+from dynapipe_ext.errors import ConfigError, DataError, in_one_line
+from dynapipe_ext.executor.stages.chunk_runner import seed_of, seed_torch
+from dynapipe_ext.executor.stages.transformers.causal import CausalCut, has_tied_ends
+from dynapipe_ext.executor.stages.transformers.layers import PartPlace, places_of, remove
+from dynapipe_ext.executor.stages.transformers.part import ModelCut, TransformersPart, cut_out, hold_shared_once
+from dynapipe_ext.executor.stages.transformers.t5 import T5Cut
+from dynapipe_ext.models.config_fields import LayerPattern, pattern_of, refuse_other_pairs
+
+
+def parts_of_model(
+    model: Any, topology: Topology | None = None, pp_rank: int = 0, *, pattern: LayerPattern | None = None
+) -> list[TransformersPart]:
+    """This rank's parts of a whole PreTrainedModel, one a stage: its own layers and weights, not copies.
+
+    Without a topology, the model in one part.
+
+    Errors: ConfigError for a model that is neither a causal one of a known pattern nor a T5, or that cannot be cut so.
+    """
+    head, embedding = (
+        getattr(end(), "weight", None) for end in (model.get_output_embeddings, model.get_input_embeddings)
+    )
+    cut = _cut_of(model.config, pattern, tied=head is embedding)
+    cut.check(model)
+    places = places_of(topology or Topology(), cut.num_layers(model.config), pp_rank)
+    return [cut_out(cut, model, place) for place in places]
+
+
+def parts_of_folder(
+    folder: str | Path,
+    topology: Topology | None = None,
+    pp_rank: int = 0,
+    *,
+    pattern: LayerPattern | None = None,
+    **options: Any,
+) -> list[TransformersPart]:
+    """This rank's parts of a model that `save_pretrained` wrote, in training mode; only their weights are read.
+
+    `options` are those of from_pretrained: dtype, attn_implementation. Errors as `parts_of_model`; DataError for a
+    folder that lacks weights, has them in other shapes, or in files that cannot be read.
+    """
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+
+    def load(part_class: Any) -> Any:
+        try:
+            model, found = part_class.from_pretrained(
+                folder, config=config, local_files_only=True, output_loading_info=True, **options
+            )
+        except (OSError, RuntimeError, SafetensorError, UnpicklingError, MemoryError) as error:  # of files that are cut
+            if is_out_of_memory(error):
+                raise ConfigError(
+                    f"the memory of this rank is too small for its part of {folder} ({in_one_line(error)}): raise pp,"
+                    " or take another machine"
+                ) from error
+            raise DataError(
+                f"{folder} has weights that cannot be read ({in_one_line(error)}): give the folder of a whole model"
+            ) from error
+        if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
+            raise DataError(
+                f"{folder} lacks weights of {type(model).__name__} or has them in other shapes: {', '.join(lacking)}:"
+                " give the folder of a whole model"
+            )
+        return model
+
+    whole = _class_of(config, pattern)
+    if _has_pairs(config, pattern):
+        cut = T5Cut(_is_tied(load, whole))
+        parts = _built(whole, config, topology, pp_rank, cut, load)
+        for part in parts:
+            part.model.config.tie_word_embeddings = cut.tied  # which transformers says of every T5, and saves
+        return parts
+    parts = _built(whole, config, topology, pp_rank, _cut_of(config, pattern), load)
+    for model in (part.model for part in parts):
+        head, embedding = (
+            getattr(end(), "weight", None) for end in (model.get_output_embeddings, model.get_input_embeddings)
+        )
+        if has_tied_ends(model) and head is not None and head is not embedding:  # transformers would untie them
+            raise DataError(
+                f"{folder} has a head that differs from the embedding, to which its config.json ties it: correct"
+                " tie_word_embeddings there, or give the files that belong to the model"
+            )
+    return parts
+
+
+def parts_of_config(
+    config: Any,
+    topology: Topology | None = None,
+    pp_rank: int = 0,
+    *,
+    seed: int,
+    pattern: LayerPattern | None = None,
+    **options: Any,
+) -> list[TransformersPart]:
+    """This rank's parts of a fresh model, in training mode, its weights as the family draws them.
+
+    They are keyed by seed and module, so every topology starts from the same model. `config` may be the path of one.
+    `options` and errors as `parts_of_folder`.
+    """
+    if isinstance(config, str | Path):
+        config = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
+
+    def draw(part_class: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return part_class.from_pretrained(None, config=config, state_dict={}, **options)
+
+    whole = _class_of(config, pattern)
+    if _has_pairs(config, pattern):
+        raise ConfigError(
+            f"a {config.model_type} that transformers computes begins with weights: give a folder that has them, or"
+            " have megatron-core draw and compute it"
+        )
+    return _built(whole, config, topology, pp_rank, _cut_of(config, pattern), draw, seed=seed)
+
+
+def _has_pairs(config: Any, pattern: LayerPattern | None) -> bool:
+    """Errors: ConfigError for an encoder-decoder that nobody knows to cut."""
+    if pattern is None and getattr(config, "is_encoder_decoder", False):
+        refuse_other_pairs(config.model_type)
+        return True
+    return False
+
+
+def _cut_of(config: Any, pattern: LayerPattern | None, *, tied: bool = False) -> ModelCut:
+    """Errors: ConfigError for a family that nobody knows to cut."""
+    return T5Cut(tied) if _has_pairs(config, pattern) else CausalCut(pattern or pattern_of(config.model_type))
+
+
+def _is_tied(load: Callable[[Any], Any], whole: Any) -> bool:
+    """Whether the head of an encoder-decoder is its embedding, as transformers takes its files: by both alone."""
+
+    def leave_ends(model: Any) -> None:
+        remove(model, ["encoder", "decoder"])
+        model.all_tied_weights_keys = {"lm_head.weight": "shared.weight"}
+
+    with quietly():
+        model = load(_part_class(whole, leave_ends))
+    return model.lm_head.weight is model.shared.weight
+
+
+def _class_of(config: Any, pattern: LayerPattern | None) -> Any:
+    """The class of the whole model. Errors: ConfigError."""
+    mapping: Mapping[Any, Any] = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if _has_pairs(config, pattern):
+        mapping = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        raise ConfigError(f"transformers has no causal model for a {type(config).__name__}: give the config of one")
+    return mapping[type(config)]
+
+
+def _built(
+    whole: Any,
+    config: Any,
+    topology: Topology | None,
+    pp_rank: int,
+    cut: ModelCut,
+    build: Callable[[Any], Any],
+    *,
+    seed: int | None = None,
+) -> list[TransformersPart]:
+    """Parts that `build` makes, each of a class that cuts itself before it has memory."""
+    parts = []
+
+    def leave(place: PartPlace, model: Any) -> None:
+        cut.check(model)
+        cut.in_place(model, place)
+        if seed is not None:
+            _key_draws(model, seed)
+
+    with quietly():
+        for place in places_of(topology or Topology(), cut.num_layers(config), pp_rank):
+            model = build(_part_class(whole, partial(leave, place)))
+            for module in model.modules():
+                vars(module).pop("_init_weights", None)  # drawn
+            parts.append(cut.part(model.train(), place))
+    hold_shared_once(parts)
+    return parts
+
+
+def _part_class(whole: Any, leave: Callable[[Any], None]) -> Any:
+    """`whole`, cut as soon as it is made to what `leave` leaves: from_pretrained then gives memory to that alone."""
+
+    class Part(whole):  # type: ignore[misc]
+        _keys_to_ignore_on_load_unexpected = (r".*",)
+
+        def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
+            super().__init__(config, *inputs, **kwargs)
+            leave(self)
+
+        def tie_weights(self, *arguments: Any, **kwargs: Any) -> Any:
+            """Of the weights that are one in the whole model, those that are here."""
+            return super().tie_weights(*arguments, **kwargs | {"recompute_mapping": False})
+
+    Part.__name__ = Part.__qualname__ = whole.__name__
+    Part.__module__ = whole.__module__
+    return Part
+
+
+def _key_draws(model: Any, seed: int) -> None:
+    """Before a module's first weights are drawn, seed by its name."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def keyed(draw: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+        def seeded(module: torch.nn.Module) -> None:
+            seed_torch(seed_of(str(seed), names[module]))
+            draw(module)
+
+        return seeded
+
+    for module in names:  # a model within the model draws for itself
+        if isinstance(module, PreTrainedModel):
+            module._init_weights = keyed(module._init_weights)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without what transformers says of weights that other stages have, and of its progress with a part."""
+    logging: Any = transformers.logging
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

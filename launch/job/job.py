@@ -1,0 +1,380 @@
+"""What a job is before it has ranks: its data, its model's shape, its costs, its planners. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from dynapipe_ext.batch.micro_batches import (
+    LAYER_RECOMPUTES,
+    LengthArray,
+    MicroBatch,
+    SampleLength,
+    round_up,
+    sample_lengths,
+)
+from dynapipe_ext.batch.topology import (
+    SPLIT_SCHEDULES,
+    ActivationFormat,
+    ReplicaCollectives,
+    ScheduleName,
+    Topology,
+    own_placement,
+    placement_of,
+)
+from dynapipe_ext.costs.abilities import over_topology, with_exact_sums
+from dynapipe_ext.costs.adapters import adapter_costs
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
+from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
+from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
+from dynapipe_ext.models.transformers_sizes import dropout_rates
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.train_config import TrainConfig
+
+CountedCosts = AnalyticCosts | EncoderDecoderRunCosts
+_OURS = "dynapipe-ext"
+# Without a DeepSpeed engine, whatever the optimizer: gradients are reduced once, at the end.
+TRAIN_COLLECTIVES = ReplicaCollectives()
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way of training the same job, with all its settings; `--compare` runs several."""
+
+    name: str
+    config: TrainConfig
+
+
+def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
+    """The configured run, and with `compare` the usual ways beside it, one interleaved where ranks hold several stages.
+
+    Errors: ConfigError for a comparison that cannot be.
+    """
+    ours = Variant(_OURS, config)
+    if not compare:
+        return [ours]
+    if config.deepspeed.config:
+        raise ConfigError("--compare runs several models side by side, of which DeepSpeed knows one: leave one out")
+    if config.model.num_decoder_layers:
+        raise ConfigError(
+            "--compare packs rows that attend as a whole, which would mix the inputs of an encoder-decoder: leave"
+            " --compare out"
+        )
+    row_len = config.model.max_seq_len
+    documents: dict[str, Any] = {"layout": "packed", "rule": "packed-balanced", "max_tokens": row_len}
+    plans: dict[str, dict[str, Any]] = {
+        "padding to the batch maximum, 1F1B": {"layout": "padded", "rule": "batch-max", "max_tokens": 0},
+        "packing into fixed rows, whole-row attention, 1F1B": {**documents, "rule": "fixed-rows"},
+        "packing, document attention, balanced, 1F1B": documents,
+    }
+    if placed_stages(config).num_stages > config.topology.pp:
+        plans["packing, document attention, balanced, interleaved 1F1B"] = {**documents, "schedule": "interleaved-1f1b"}
+    return [ours, *(Variant(name, _usual(config, **plan)) for name, plan in plans.items())]
+
+
+def _usual(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: Any) -> TrainConfig:
+    """The same job planned otherwise, on the placement of its schedule; where that is the job's, layers stay."""
+    topology = config.topology
+    if config.placement != own_placement(schedule):
+        topology = replace(topology, placement="", stages_per_rank=0, layers_per_stage=())
+    usual = replace(config.plan, schedule=schedule, split_backward=False, fill_waits=False, pieces="off", **plan)
+    debug = replace(config.debug, plan_dir="")  # that is of the run's own plans
+    return replace(config, topology=topology, plan=usual, debug=debug)
+
+
+def placed_stages(config: TrainConfig) -> Topology:
+    """The topology with stages on its ranks, and layers on them where the settings say so.
+
+    Placement "auto" is linear here, until it is settled (`settled_placement`).
+    """
+    t, name = config.topology, config.placement
+    placement: tuple[int, ...] = ()
+    if name != "linear" and name != "auto":
+        placement = placement_of(name, t.pp, t.stages_per_rank or None)
+    return Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement)
+
+
+def topology_of(config: TrainConfig) -> Topology:
+    """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
+    t, m = config.topology, config.model
+    topology = placed_stages(config).with_layers(m.total_layers)
+    sizes = {name: getattr(m, name) for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size")}
+    for name, size in (sizes | (m.described.divided_sizes if m.described else {})).items():
+        if size % t.tp:
+            raise ConfigError(f"tp is {t.tp} but does not divide {name} {size}: choose another tp or size")
+    if VOCAB_MULTIPLE % t.tp:
+        raise ConfigError(f"tp is {t.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
+    if t.sequence_parallel and config.plan.pad_multiple % t.tp:
+        raise ConfigError(
+            f"pad_multiple is {config.plan.pad_multiple} but sequence parallelism cuts rows in tp = {t.tp} parts:"
+            f" make it a multiple of {t.tp}"
+        )
+    learned = m.described.max_seq_len if m.described else m.max_seq_len
+    if m.position == "learned" and (longest := round_up(m.max_seq_len, config.plan.pad_multiple)) > learned:
+        multiple = config.plan.pad_multiple
+        move = f"make max_seq_len {longest} or another multiple of pad_multiple"
+        if m.described:  # which learns no more
+            shorter = learned // multiple * multiple
+            move = f"make max_seq_len {shorter}, or pad_multiple less" if shorter else f"make pad_multiple {learned}"
+        raise ConfigError(
+            f"max_seq_len is {m.max_seq_len} but rows are rounded up to pad_multiple {multiple}, to {longest} positions"
+            f" of which only {learned} are learned: {move}"
+        )
+    return topology
+
+
+def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
+    """The run's model, for data of so many ids: the one that is named, or one in the sizes of the settings, whose
+    vocabulary is that of the data, padded (one multiple for all topologies: weights must not depend on tp).
+    """
+    m = config.model
+    if m.described is not None:
+        return m.described
+    sizes: dict[str, Any] = {
+        "num_layers": m.num_layers,
+        "hidden_size": m.hidden_size,
+        "num_heads": m.num_heads,
+        "ffn_hidden_size": m.ffn_hidden_size,
+        "gated_mlp": m.gated_mlp,
+        "vocab_size": round_up(vocab_size, VOCAB_MULTIPLE),
+        "max_seq_len": m.max_seq_len,
+        "tied_embeddings": m.tied_embeddings,
+    }
+    if m.num_decoder_layers:
+        return Architecture.t5(num_decoder_layers=m.num_decoder_layers, **sizes)
+    assert m.position != "relative"
+    return Architecture.gpt(num_query_groups=m.num_query_groups, position=m.position, norm=m.norm, bias=m.bias, **sizes)
+
+
+def analytic_costs(
+    config: TrainConfig, architecture: Architecture, *, flops_per_s: float, overhead_ns: int
+) -> CountedCosts:
+    """Counted FLOPs at a given rate, counted bytes; `overhead_ns` of an action, or of a layer of an encoder-decoder."""
+    padded = architecture.padded()
+    if architecture.num_decoder_layers:
+        pairs = EncoderDecoderRunCosts(
+            architecture=padded, topology=Topology(), flops_per_s=flops_per_s, layer_overhead_ns=overhead_ns
+        )
+        return configured_costs(config, pairs)
+    return configured_costs(config, AnalyticCosts(padded, Topology(), flops_per_s=flops_per_s, overhead_ns=overhead_ns))
+
+
+def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
+    """Rates and factors as they were measured; what follows from the settings (topology, dtype, sharding) from them."""
+    plan, m, width = config.plan, config.model, 4 if config.model.dtype == "float32" else 2
+    settled: dict[str, Any] = {
+        "topology": topology_of(config),
+        "activation_bytes_per_value": width,
+        "param_bytes": width,
+        "sequence_parallel": config.topology.sequence_parallel and config.topology.tp > 1,
+        "dropout": config.model.dropout > 0 or (m.uses_transformers and bool(dropout_rates(m.architecture))),
+        "distributed_optimizer": config.optimizer.distributed,
+        "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
+    }
+    if not costs.has_decoder:
+        settled |= {"zero_stage": config.deepspeed.zero_stage, "offload": config.deepspeed.offload, "ep": 1}
+        if config.deepspeed.config:
+            settled["state_recipe"] = "deepspeed"
+    return replace(costs, **settled)
+
+
+def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:
+    """`costs`, over `topology` and of a model that trains whole, of what the settings train, and how it is summed."""
+    model, recipe, exact_sums = config.model, trained_recipe(config), config.optimizer.deterministic
+    if not config.lora.enabled or model.described is None:
+        return with_exact_sums(costs, BYTES_PER_PARAMETER[recipe][0]) if exact_sums else costs
+    architecture, zero_stage = model.described.padded(), config.deepspeed.zero_stage
+    return adapter_costs(
+        costs, config.lora, architecture, topology, recipe=recipe, zero_stage=zero_stage, exact_sums=exact_sums
+    )
+
+
+def trained_recipe(config: TrainConfig) -> StateRecipe:
+    """What a weight that trains takes where transformers computes the model."""
+    if config.model.dtype == "float32":
+        return "fp32"
+    return "deepspeed" if config.deepspeed.config else "megatron"
+
+
+def settled_steps(config: TrainConfig, lengths: LengthArray) -> TrainConfig:
+    """The settings with the steps that their epochs come to on data of these lengths, and no epochs.
+
+    Errors: DataError for a sample over the token budget.
+    """
+    if not config.run.epochs:
+        return config
+    whole, part = int(config.run.epochs), config.run.epochs % 1
+    drop_last = config.data.drop_last
+    epochs = range(whole + (part > 0))
+    num_batches = [len(global_batches(config, lengths, epoch, drop_last=drop_last)) for epoch in epochs]
+    steps = sum(num_batches[:whole]) + (round(part * num_batches[whole]) if part else 0)
+    return replace(config, run=replace(config.run, steps=max(1, steps), epochs=0.0))
+
+
+def check_batches(config: TrainConfig, lengths: LengthArray) -> None:
+    """Refuse a sample over the token budget before anything is started. Errors: DataError naming it."""
+    global_batches(config, lengths, 0, drop_last=False)
+
+
+def global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, drop_last: bool) -> GlobalBatches:
+    """What a run on data of these lengths trains on in an epoch. Errors: DataError for a sample over the budget."""
+    data = config.data
+    return GlobalBatches(
+        lengths,
+        batch_size=data.batch_size or None,
+        tokens_per_batch=data.tokens_per_batch or None,
+        seed=config.run.seed,
+        epoch=epoch,
+        drop_last=drop_last,
+    )
+
+
+def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> None:
+    """Refuse a sample that fits no micro-batch or no rank even alone, before the launch.
+
+    Errors: PlanError naming the longest such sample, of a pair's both sides or of either; with pieces, what their plan
+    of it says.
+    """
+    if config.plan.pieces != "off":
+        alone = sample_lengths(lengths, [int(np.argmax(lengths[:, 0]))])
+        replace(make_planner(config, costs), effort=0).plan(alone)
+        return
+    _check_max_tokens(config, lengths)
+    sides = lengths[:, 0] + lengths[:, 1], lengths[:, 0], lengths[:, 1]
+    for longest in dict.fromkeys(int(np.argmax(side)) for side in sides):
+        _check_alone(config, costs, *sample_lengths(lengths, [longest]))
+
+
+def _check_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) -> None:
+    """Refuse a sample that no rank can hold. Errors: PlanError."""
+    plan, limit = config.plan, config.plan.memory_limit_bytes
+    try:
+        num_bytes, rank = _bytes_alone(config, costs, sample)
+    except PlanError as error:
+        raise PlanError(f"sample {sample.index} with {sample.tokens} tokens cannot be priced: {error}") from None
+    if num_bytes > limit:
+        raise PlanError(
+            f"sample {sample.index} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone,"
+            f" but memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it,"
+            f" {_what_fits(config, costs, sample)}, or lower max_seq_len with --truncate"
+        )
+
+
+def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) -> tuple[int, int]:
+    """What a sample alone needs on the fullest pipeline rank, and which that is, recomputed as far as the plan may.
+
+    Errors: PlanError for a kind of recomputation that was not measured, or a shape outside of the table.
+    """
+    plan, topology = config.plan, topology_of(config)
+    costs = trained_costs(config, costs, topology)
+    needs: list[tuple[int, int]] = []
+    refusal: PlanError | None = None
+    for kind in LAYER_RECOMPUTES if plan.recompute == "auto" else (plan.recompute,):
+        try:
+            alone = costs.evaluate([MicroBatch((sample,), plan.layout, kind, pad_multiple=plan.pad_multiple)])
+        except PlanError as error:
+            refusal = refusal or error
+            continue
+        held = alone.static_bytes + alone.stored_bytes[:, 0]
+        of_ranks = [list(topology.stages_of(rank)) for rank in range(topology.pp)]
+        totals = [int(held[stages].sum() + alone.working_bytes[stages, 0].max()) for stages in of_ranks]
+        needs.append((max(totals), totals.index(max(totals))))
+    if not needs:
+        assert refusal is not None
+        raise refusal
+    return min(needs)
+
+
+def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> str:
+    """The fewest ranks that a sample fits on, as advice; of as many, those of the least tp."""
+    linear = replace(config.topology, placement="linear", stages_per_rank=0, layers_per_stage=())
+    for num_ranks in (2, 4, 8, 16, 32, 64, 128, 256):
+        for degrees in _degrees(config, num_ranks):
+            try:
+                at = replace(config, topology=replace(linear, **degrees))
+                placed = over_topology(costs, topology_of(at))[0]
+                num_bytes, _ = _bytes_alone(at, placed, sample)
+            except (ConfigError, PlanError):  # sizes that this topology does not divide, costs of another one
+                continue
+            if num_bytes <= config.plan.memory_limit_bytes:
+                named = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+                return f"take {named}, where it needs {num_bytes / 1e9:.3g} GB a rank"
+    if config.deepspeed.meets_inside:
+        return "take a higher ZeRO stage"
+    return "raise pp" if config.model.uses_transformers else "raise tp or pp"
+
+
+def _degrees(config: TrainConfig, num_ranks: int) -> Iterator[dict[str, Any]]:
+    """How so many ranks can divide a model of these settings: its layers, or by ZeRO 2 and 3 alone its states."""
+    if config.deepspeed.meets_inside:
+        yield {"dp": num_ranks}
+        return
+    for tp in (1,) if config.model.uses_transformers else (1, 2, 4, 8):
+        yield {"tp": tp, "pp": num_ranks // tp}
+
+
+def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:
+    """Refuse the sample furthest above the positions that max_tokens leaves one micro-batch, if there is one."""
+    plan, sides = config.plan, lengths[:, :2]
+    if not plan.max_tokens:
+        return
+    multiple = plan.pad_multiple
+    if plan.layout == "packed":
+        positions, room = sides.max(axis=1), plan.max_tokens // multiple * multiple
+        least, row = round_up(int(positions.max()), multiple), "a packed row"
+    else:
+        positions, room = (-(-sides // multiple) * multiple).sum(axis=1), plan.max_tokens
+        least, row = int(positions.max()), "a padded micro-batch"
+    worst = int(positions.argmax())
+    if positions[worst] > room:
+        padded = f", {positions[worst]} padded" if plan.layout == "padded" else ""
+        raise PlanError(
+            f"sample {worst} has {int(sides[worst].sum())} tokens{padded}, but {row} has {room} positions (max_tokens"
+            f" {plan.max_tokens}, pad_multiple {multiple}): raise max_tokens to at least {least}, or lower max_seq_len"
+            " with --truncate"
+        )
+
+
+def make_planner(config: TrainConfig, costs: CostModel, num_cores: int | None = None) -> Planner:
+    """The configured planner; `num_cores` are those that all ranks have together, None on accelerators."""
+    plan, topology = config.plan, topology_of(config)
+    return Planner(
+        topology,
+        trained_costs(config, costs, topology),
+        plan.memory_limit_bytes,
+        config.run.seed,
+        layout=plan.layout,
+        schedule=plan.schedule,
+        rule=plan.rule,
+        pad_multiple=plan.pad_multiple,
+        max_tokens=plan.max_tokens,
+        effort=plan.effort,
+        split_backward=plan.split_backward,
+        fill_waits=plan.fill_waits,
+        pieces=plan.pieces,
+        loss_norm=plan.loss_norm,
+        recompute=None if plan.recompute == "auto" else plan.recompute,
+        equal_counts=plan.replica_counts == "equal",
+        format=configured_format(config),
+        collectives=ReplicaCollectives.of_zero(config.deepspeed.zero_stage),
+        num_cores=num_cores,
+    )
+
+
+def configured_format(config: TrainConfig) -> ActivationFormat:
+    """What ranks of the configured model send to one another."""
+    m, topology = config.model, topology_of(config)
+    shards = topology.tp if config.topology.sequence_parallel else 1
+    layers = layers_of_stages(m.num_layers, m.total_layers, topology.num_stages, topology.layers_per_stage)
+    order: Literal["sbh", "bsh"] = "bsh" if m.uses_transformers else "sbh"
+    return ActivationFormat(
+        m.hidden_size, m.dtype, order=order, sequence_shards=shards, first_decoder_stage=first_decoder_stage(layers)
+    )

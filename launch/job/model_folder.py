@@ -1,0 +1,254 @@
+"""A model's folder as settings and first weights, and what transformers can be asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.parameters import parameters_per_stage
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.transformers_sizes import config_file, dropout_rates, raw_config
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.checkpoint.formats import CheckpointReader
+from dynapipe_ext.tools.console import percent
+
+
+def refuse_unsupported(config: TrainConfig) -> None:
+    """Errors: ConfigError for settings that only models of megatron-core have, or that a DeepSpeed engine has not, and
+    for adapters of what peft does not adapt."""
+    if config.model.uses_transformers and config.model.num_decoder_layers:
+        _refuse_beside_pairs(config)
+    if config.lora.enabled:
+        _refuse_adapters(config)
+    if config.deepspeed.config:
+        _refuse_beside_engine(config)
+        return
+    if not config.model.uses_transformers:
+        return
+    if found := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
+        raise ConfigError(
+            f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(found)}: leave it"
+            " out (dropout is that of its config.json), or, where megatron-core has a twin, --lora and --backend"
+        )
+
+
+def adapters_line(config: TrainConfig) -> str:
+    """What of a run's model trains, where that are adapters; else nothing."""
+    lora, described = config.lora, config.model.described
+    if not lora.enabled or described is None:
+        return ""
+    (frozen,) = parameters_per_stage(described, Topology())
+    trained = described.num_layers * lora.num_weights_a_block
+    beside = ", ".join(layer.name.rpartition(".")[2] for layer in lora.described or ())
+    share = percent(trained / (trained + frozen))
+    return f"lora: {trained:,} weights of adapters train ({share} of all), rank {lora.r} beside {beside}"
+
+
+def _refuse_adapters(config: TrainConfig) -> None:
+    model = config.model
+    if config.plan.adapt_costs:
+        raise ConfigError(
+            "--lora and --adapt-costs: times are fitted to costs of models that train whole. Leave one of them out, or"
+            " give --costs that dynapipe profile has measured"
+        )
+    if not model.uses_transformers:
+        named = model.architecture or "a model in sizes of its own"
+        raise ConfigError(
+            f"--lora adapts models that transformers computes, by peft, but {named} is computed by megatron-core: name"
+            " a decoder's folder by --model, with backend transformers or none"
+        )
+    if not model.init_from:
+        raise ConfigError(
+            f"--lora trains beside weights that stay as they are, but {model.architecture} gives none to start from:"
+            " name a folder with weights by --model, or train all of them without --lora"
+        )
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("--lora trains adapters of peft, which is not installed: pip install 'dynapipe-ext[lora]'")
+
+
+def _refuse_beside_pairs(config: TrainConfig) -> None:
+    """Errors: ConfigError for what an encoder-decoder has by megatron-core alone, or not at all."""
+    model, plan = config.model, config.plan
+    if plan.layout != "padded":
+        raise ConfigError(
+            f"{model.architecture} is computed by transformers, whose relative positions know no borders of packed"
+            " pairs: give --layout padded, or leave --backend out"
+        )
+    if not model.init_from:
+        raise ConfigError(
+            f"{model.architecture} is an encoder-decoder, which transformers trains from weights on, but gives none:"
+            " name a folder with weights by --model, or leave --backend out"
+        )
+    asked = {"--deepspeed": config.deepspeed.config, "--deterministic": config.optimizer.deterministic}
+    if found := [name for name, is_asked in asked.items() if is_asked]:
+        raise ConfigError(
+            f"{model.architecture} is an encoder-decoder that transformers computes, of which runs have no"
+            f" {', '.join(found)}: leave it out, or where megatron-core has that, leave --backend out"
+        )
+
+
+def _asked_of_megatron(config: TrainConfig) -> dict[str, bool]:
+    return {
+        "tp": config.topology.tp > 1,
+        "dropout": config.model.dropout > 0,
+        "the distributed optimizer": config.optimizer.distributed,
+        "saving in the background": config.checkpoint.background,
+        f"save_format {config.checkpoint.save_format}": config.checkpoint.save_format != "hf",
+    }
+
+
+def _refuse_beside_engine(config: TrainConfig) -> None:
+    path, zero_stage, plan = config.deepspeed.config, config.deepspeed.zero_stage, config.plan
+    if not config.model.uses_transformers:
+        raise ConfigError(
+            f"--deepspeed {path} trains models that transformers computes: name one by --model, and leave out --backend"
+        )
+    if config.topology.pp > 1 and config.deepspeed.meets_inside:
+        raise ConfigError(
+            f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without pp, which is"
+            f" {config.topology.pp}: leave --pp out, and replicas (--dp) divide what the stage says; or take stage 1,"
+            " where pipeline ranks divide weights and gradients"
+        )
+    offloads = config.deepspeed.offloads_optimizer
+    asked = _asked_of_megatron(config) | {
+        f"pieces {plan.pieces}": plan.pieces != "off",
+        "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
+    }
+    if config.deepspeed.meets_inside:
+        asked |= {
+            f"schedule {plan.schedule}": plan.schedule not in ("adaptive", "1f1b"),
+            "split_backward": plan.split_backward,
+            "replica_counts free": plan.replica_counts == "free",
+        }
+    if found := [name for name, is_asked in asked.items() if is_asked]:
+        raise ConfigError(
+            f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without {', '.join(found)}: leave it out"
+        )
+
+
+def open_initial_weights(path: str, architecture: Architecture | None) -> CheckpointReader:
+    """The checkpoint, once it is known to hold the weights of `architecture`, all of them and no others.
+
+    Errors: DataError for what is no whole checkpoint, naming its tensors; ConfigError for that of another model.
+    """
+    from dynapipe_ext.tools.checkpoint.recognise import recognise
+
+    if architecture is None:
+        raise ConfigError(
+            f"init_from is {path} but the model is in sizes of its own: name the checkpoint's model by [model]"
+            " architecture (its config.json)"
+        )
+    kind, _ = recognise(Path(path))
+    reader = kind.open(Path(path))
+    held, wanted = (asdict(replace(a, dtype="float32")) for a in (reader.architecture, architecture))
+    if other := [f"{name} {held[name]!r}, not {wanted[name]!r}" for name in held if held[name] != wanted[name]]:
+        move = "name its own config.json"
+        if architecture.family == "t5" and held["tied_embeddings"] != wanted["tied_embeddings"]:
+            move += ", which must say of tie_word_embeddings what its files do (transformers 5 writes true of every T5)"
+        raise ConfigError(
+            f"init_from {path} is a checkpoint of another model than [model] architecture: it has {'; '.join(other)}:"
+            f" {move}"
+        )
+    reader.check()
+    return reader
+
+
+def load_initial_weights(model: Any, path: str, architecture: Architecture) -> None:
+    """Fill a stage's weights from a checkpoint, a group of tensors at a time. Errors as `open_initial_weights`."""
+    from dynapipe_ext.executor.stages.megatron.model import fill_weights, held_weights
+    from dynapipe_ext.tools.checkpoint.megatron.names import megatron_weights
+
+    reader = open_initial_weights(path, architecture if architecture.family != "gpt" else None)
+    wanted = {name for name, _ in held_weights(model)}
+    fill_weights(model, megatron_weights(reader, wanted))
+
+
+Tables = dict[str, dict[str, Any]]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+_USABLE = 0.9  # of a device's or machine's free memory
+# Of a run that goes on with published weights; one from the first step on has the defaults of the settings.
+_FINE_TUNING: Tables = {"optimizer": {"lr": 2e-5, "min_lr": 2e-6, "warmup_fraction": 0.03}}
+_ADAPTING: Tables = {"optimizer": {"lr": 2e-4, "min_lr": 2e-5, "warmup_fraction": 0.03}}  # adapters start at zero
+
+
+def settings_of_model(path: str, *, tokenizer: str | None) -> Tables:
+    """`[model]` and `[data]` of a run on the model in a folder, or described by a config.json: its sizes, its weights
+    where it has some, its tokenizer unless another one is named.
+
+    Errors: ConfigError for what is no such folder, or lacks a tokenizer where none is named.
+    """
+    place = Path(path)
+    folder = place if place.is_dir() else place.parent
+    if not (folder / "config.json" if place.is_dir() else place).is_file():
+        raise ConfigError(f"--model {path} has no config.json: give a model's folder as save_pretrained writes it")
+    has_weights = place.is_dir() and any(next(place.glob(pattern), None) for pattern in _WEIGHTS)
+    tables: Tables = {"model": {"architecture": path, "init_from": path if has_weights else ""}}
+    if tokenizer is None:
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise ConfigError(f"--model {path} has no tokenizer: name the one it was trained with by --tokenizer")
+        tables["data"] = {"tokenizer": str(folder)}
+    return tables
+
+
+def usual_settings(tables: Tables, *, num_ranks: int, adapts: bool = False) -> Tables:
+    """What people expect of `--model` where no file of settings says else: one pass over the data, one rank, the
+    memory that this machine has, and where weights are given, learning rates of fine-tuning, higher for adapters."""
+    usual: Tables = {
+        "run": {"epochs": 1.0},
+        "topology": {"tp": 1, "pp": 1, "dp": 1},
+        "plan": {"memory_limit_gb": memory_of_a_rank_gb(num_ranks)},
+    }
+    return usual | ((_ADAPTING if adapts else _FINE_TUNING) if tables["model"]["init_from"] else {})
+
+
+def dropout_line(config: TrainConfig) -> str:
+    """What a run says of the dropout in a config.json where megatron-core trains the model without; else nothing."""
+    model = config.model
+    if model.dropout or model.uses_transformers or not (rates := dropout_rates(model.architecture)):
+        return ""
+    file, found = config_file(model.architecture), ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    return f"dropout: none, though {file} has {found}: [model] dropout of a --config sets one rate for all"
+
+
+def prediction_line(architecture: str) -> str:
+    """What is said of a config.json's layers of multi-token prediction, which no model here has; else nothing."""
+    raw = raw_config(architecture)
+    if not (found := [f"{name} {raw[name]}" for name in _PREDICTION_LAYERS if raw.get(name)]):
+        return ""
+    return f"multi-token prediction: left out, though {config_file(architecture)} has {', '.join(found)}"
+
+
+def memory_of_a_rank_gb(num_ranks: int) -> float:
+    """Of the smallest device here, or without one the free memory of this machine by its ranks, less a margin."""
+    num_bytes = _device_bytes() or _free_bytes() // num_ranks
+    return max(0.1, round(_USABLE * num_bytes / 1e9, 1))
+
+
+def _device_bytes() -> int:
+    """By the driver's own tool: asking CUDA would keep this process from forking ranks. 0 without a device."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    mebibytes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    return min(mebibytes, default=0) << 20
+
+
+def _free_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in, that nothing else holds."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (kibibytes,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    free = kibibytes << 10
+    try:
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):
+        return free
+    return min(free, limit - used)

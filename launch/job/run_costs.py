@@ -1,0 +1,131 @@
+"""The costs that a run plans with, and tables of other models refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.batch.micro_batches import round_up
+from dynapipe_ext.costs.abilities import measured_sizes, over_topology, recounted, sharded_state_bytes, unadapted
+from dynapipe_ext.costs.interchange import cost_model_to_json, read_cost_file
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.launch.job.job import CountedCosts, analytic_costs, architecture_of, configured_costs, topology_of
+from dynapipe_ext.launch.run.run_directory import fitted_costs_file
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.json_file import write_atomic
+
+# What seconds and bytes of layers follow from, by the names of `Architecture`.
+_SIZES = (
+    "num_layers", "num_decoder_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size",
+    "gated_mlp", "num_experts", "top_k", "shared_ffn_hidden_size", "sliding_window", "full_attention_every",
+)  # fmt: skip
+
+
+def refuse_table_of_other_model(costs: CostModel, config: TrainConfig, architecture: Architecture, where: str) -> None:
+    """Errors: ConfigError for a table of other layers, weights or states than those of `config`, or of a smaller head
+    (a larger one counts too much, which is safe). Of a table that does not say what it is of, what it is made of tells.
+    """
+    found = measured_sizes(costs)
+    wanted = {name: getattr(architecture, name) for name in _SIZES} | {"dtype": config.model.dtype}
+    other = [f"{name} {found[name]}, not {value}" for name, value in wanted.items() if found.get(name, value) != value]
+    ids, needed = found.get("vocab_size", architecture.vocab_size), architecture.vocab_size
+    if round_up(ids, VOCAB_MULTIPLE) < round_up(needed, VOCAB_MULTIPLE):
+        other.append(f"vocab_size {ids}, not {needed} (with a tokenizer of your own, [data] vocab_size says it)")
+    if other:
+        raise ConfigError(
+            f"the cost table {where} is of another model than the configured one: it has {'; '.join(other)}: measure"
+            " this one (dynapipe profile), or leave the table out"
+        )
+    divides = config.optimizer.distributed or config.deepspeed.zero_stage or config.lora.enabled
+    if sharded_state_bytes(costs) and config.topology.dp > 1 and not divides:
+        raise ConfigError(
+            f"the cost table {where} divides optimizer states over replicas and this run does not: set [optimizer]"
+            " distributed, or measure without --distributed-optimizer"
+        )
+
+
+class RunCosts:
+    """What a run plans with: one cost model, or several where it adapts them, each from a step (from 0) on."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._models = [(0, costs)]
+
+    @property
+    def now(self) -> CostModel:
+        return self._models[-1][1]
+
+    def adopt(self, step: int, costs: CostModel) -> None:
+        self._models.append((step, costs))
+
+    def at(self, step: int) -> CostModel:
+        """Those with which the plan numbered `step` was made."""
+        return next(costs for first, costs in reversed(self._models) if first <= step)
+
+
+def write_fitted_costs(run_dir: Path, number: int, costs: CostModel) -> None:
+    """Keep the costs that hold after `number` steps, as `--costs` and `dynapipe plan` take them."""
+    write_atomic(fitted_costs_file(run_dir, number), json.dumps(cost_model_to_json(costs)) + "\n")
+
+
+def resumed_costs(checkpoint: Path | None) -> CostModel | None:
+    """Those that a run to go on with has planned with, measured or not."""
+    return None if checkpoint is None else read_manifest(checkpoint).run.cost_model()
+
+
+def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None = None) -> CostModel:
+    """The cost file that the settings name, or those `saved` by the run that goes on (also where it has fitted those of
+    that file anew), or the model measured on this device. Needs an idle torch.distributed."""
+    architecture = architecture_of(config, vocab_size)
+    if config.plan.costs or saved is not None:
+        where = config.plan.costs or "the checkpoint"
+
+        def configured(counted: CountedCosts) -> CountedCosts:
+            if counted.architecture != architecture.padded():
+                raise ConfigError(
+                    f"the costs in {where} are those of another model ({counted.architecture}), not of the configured"
+                    f" one ({architecture.padded()}): leave them out to measure this machine"
+                )
+            return _on_device(config, configured_costs(config, counted))
+
+        named = None
+        if config.plan.costs:
+            read = read_cost_file(config.plan.costs)
+            refuse_table_of_other_model(read, config, architecture, config.plan.costs)
+            named = recounted(over_topology(read, topology_of(config))[0], configured)
+        if saved is None or (named is not None and unadapted(saved) is saved):
+            assert named is not None
+            return named
+        placed = recounted(over_topology(saved, topology_of(config))[0], configured)
+        if unadapted(saved) is not saved and unadapted(placed) is placed:
+            print("the costs that the run has fitted are of other stages: it starts from those before", file=sys.stderr)
+        is_fitted_to_named = unadapted(placed) is not placed and named == unadapted(placed)
+        return placed if named is None or is_fitted_to_named else named
+    warnings.filterwarnings("ignore", module="megatron")
+    from dynapipe_ext.executor.device import rank_device
+    from dynapipe_ext.executor.measuring.rate import measure_rate
+
+    rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0), layout=config.plan.layout)
+    counted = _on_device(config, analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0))
+    return replace(
+        counted,
+        layer_overhead_ns=rate.layer_overhead_ns,
+        layer_bytes_factor=rate.layer_bytes_factor,
+        head_bytes_factor=rate.head_bytes_factor,
+    )
+
+
+def _on_device(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
+    """Without what an engine offloads, where ranks compute on the host: it stays with them."""
+    if config.deepspeed.offload == "none":
+        return costs
+    from dynapipe_ext.executor.device import rank_device
+
+    unmoved: dict[str, Any] = {"offload": "none"}
+    return costs if rank_device(0).type != "cpu" else replace(costs, **unmoved)

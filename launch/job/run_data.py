@@ -1,0 +1,415 @@
+"""The data of a run: read once, before its ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.batch.micro_batches import LengthArray, as_length_array
+from dynapipe_ext.data.batches import array_digest
+from dynapipe_ext.data.dataset import (
+    TokenDataset,
+    TokenizerKind,
+    fingerprint_of_source,
+    is_prepared,
+    open_prepared,
+    prepare,
+)
+from dynapipe_ext.data.generation import generate_examples, generator_settings
+from dynapipe_ext.data.held_out import SampleSubset, hold_out
+from dynapipe_ext.data.length_bounds import SideBounds, TaskBounds
+from dynapipe_ext.data.mixture import Tasks, check_tasks, read_tasks, samples_of_epoch, weighted_files
+from dynapipe_ext.data.pairs import PairDataset, pair_lengths
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
+from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
+from dynapipe_ext.data.preprocessing.inputs import find_inputs
+from dynapipe_ext.data.preprocessing.preprocess import preprocess
+from dynapipe_ext.data.preprocessing.rendering import RecordFields
+from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
+from dynapipe_ext.data.reading import Example, read_examples
+from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.launch.job.data_form import (
+    DataForm,
+    form_of,
+    identity_of,
+    refuse_other_fields,
+    refuse_other_tokens,
+    tokenizer_to_train_with,
+)
+from dynapipe_ext.launch.processes.scratch import FileLock
+from dynapipe_ext.launch.run.run_directory import runs_folder
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import counted, percent, writing_in
+
+
+def named_files(config: TrainConfig) -> dict[str, str]:
+    """What a run reads, by the setting that names it; `architecture` and `tokenizer` may also be names of no file."""
+    data, model = config.data, config.model
+    mixed = {f"[data] mixture {number}": file.path for number, file in enumerate(weighted_files(data.mixture), 1)}
+    named = {
+        "[model] architecture": model.architecture,
+        "[model] init_from": model.init_from,
+        "[data] path": data.path,
+        **mixed,
+        "[data] tasks": data.tasks,
+        "[data] tokenizer": data.tokenizer,
+        "[eval] path": config.eval.path,
+        "[plan] costs": config.plan.costs,
+        "[deepspeed] config": config.deepspeed.config,
+    }
+    return {setting: path for setting, path in named.items() if path}
+
+
+def missing_file(config: TrainConfig) -> str:
+    """What to say of the first named file that is not on this machine; empty where all are."""
+    for setting, path in named_files(config).items():
+        is_path = setting not in ("[data] tokenizer", "[model] architecture") or os.sep in path
+        if is_path and not Path(path).exists():
+            return f"{setting} is {path}, which is not on this machine"
+    return ""
+
+
+def refuse_missing_file(config: TrainConfig) -> None:
+    """Errors: ConfigError for a named file that is not on this machine."""
+    if said := missing_file(config):
+        raise ConfigError(f"{said}: check the path")
+
+
+# How long ranks wait for data to be tokenized and costs to be measured; a failure of who does it ends the job at once.
+PREPARE_LIMIT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Text to tokenize, by what, and the folder for its tokens."""
+
+    examples: Callable[[], Iterator[Example]]
+    fingerprint: str
+    tokenizer: TokenizerKind | Encoder
+    form: DataForm
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShares:
+    """Files or tasks with weights, and of each sample of the whole data the number of its own."""
+
+    names: Sequence[str]
+    weights: Sequence[Fraction]
+    of_sample: npt.NDArray[np.int64]
+
+    def counts(self, samples: npt.NDArray[np.int64] | slice = slice(None)) -> npt.NDArray[np.int64]:
+        """How many of these samples each share has."""
+        return np.bincount(self.of_sample[samples], minlength=len(self.names))
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """What a run trains on, and what it evaluates on, if anything."""
+
+    train: TokenDataset | SampleSubset | PairDataset
+    held_out: TokenDataset | SampleSubset | PairDataset | None
+    shares: SampleShares | None = None
+
+    @property
+    def whole(self) -> TokenDataset:
+        """The training data as they were prepared, held-out samples included."""
+        return self.train.whole
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of all that is read of both."""
+        parts = [self.train.samples_fingerprint, self.held_out and self.held_out.samples_fingerprint]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def run_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> RunData:
+    """What a run of these settings reads: a folder that `dynapipe preprocess` wrote, or the user's files, or the
+    generator's examples, tokenized once and kept beside the runs; and the parts of it by `[eval]`.
+
+    Of several runs that want the same tokens at once, one makes them; `progress` gets its samples done. Held-out text
+    is tokenized with the training data's tokenizer. The tasks file is read once, here.
+
+    Errors: ConfigError and DataError for data that cannot be trained on, or evaluated on beside these, or have ids that
+    the run's model has not.
+    """
+    tasks = _tasks(config)  # refused before any text is read
+    whole = _prepared(config, tasks.bounds, progress)
+    check_tasks(tasks, whole)
+    shares = _shares(config, tasks, whole)
+    train, held_out = _parts(config, tasks.bounds, shares, whole)
+    _refuse_unknown_ids(config, whole)
+    if held_out is not None and held_out.whole is not whole:
+        _refuse_unknown_ids(config, held_out.whole)
+    if config.model.num_decoder_layers:
+        pairs = None if held_out is None else PairDataset.of(held_out)
+        return RunData(PairDataset.of(train), pairs, shares)
+    return RunData(train, held_out, shares)
+
+
+def _tasks(config: TrainConfig) -> Tasks:
+    """Errors: ConfigError for tasks and files that both have weights."""
+    tasks = read_tasks(config.data.tasks, SideBounds(config.data.max_input_len, config.data.max_target_len))
+    if tasks.weights and any(file.weight for file in weighted_files(config.data.mixture)):
+        raise ConfigError(f"{config.data.tasks} gives weights and [data] mixture too: give those of tasks or of files")
+    return tasks
+
+
+def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], None] | None) -> TokenDataset:
+    if _is_tokens(config):
+        dataset = open_prepared(config.data.path, max_seq_len=config.model.max_seq_len)
+        refuse_other_tokens(config.data, dataset, encoder_decoder=config.model.num_decoder_layers > 0)
+        if not config.eval.path or is_prepared(config.eval.path):  # else the fields may be those of its text
+            refuse_other_fields(config.data, dataset)
+        return dataset
+    source = _source(config, tasks)
+    lock = source.folder.with_name(f".{source.folder.name}.lock")
+    with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S), writing_in(source.folder):
+        if not isinstance(source.tokenizer, str):
+            return _preprocessed(config, tasks, _paths(config), source.folder, source.tokenizer, source.form, progress)
+        return prepare(
+            source.examples,
+            source.folder,
+            tokenizer=source.tokenizer,
+            vocab_size=config.data.vocab_size if source.tokenizer == "bpe" else None,
+            max_seq_len=config.model.max_seq_len,
+            truncate=config.data.truncate,
+            tasks=tasks,
+            source_fingerprint=source.fingerprint,
+            progress=progress,
+        )
+
+
+def _refuse_unknown_ids(config: TrainConfig, data: TokenDataset) -> None:
+    """Errors: DataError. A tokenizer may have more ids than a published model, as long as no sample has them."""
+    model = config.model
+    if model.described is not None and (found := data.sample_beyond(model.described.vocab_size)):
+        sample, token = found
+        raise DataError(
+            f"sample {sample} of {data.directory} has the id {token} but {model.architecture} has a vocabulary of"
+            f" {model.described.vocab_size}: prepare the data with the model's own tokenizer, or give the model more"
+            " (resize_token_embeddings of transformers)"
+        )
+
+
+def _parts(
+    config: TrainConfig, tasks: TaskBounds, shares: SampleShares | None, whole: TokenDataset
+) -> tuple[TokenDataset | SampleSubset, TokenDataset | SampleSubset | None]:
+    settings, seed = config.eval, config.run.seed
+    if settings.fraction:
+        trained, held_out = hold_out(whole, settings.fraction, seed=seed)
+        return _mixed(shares, trained, seed), held_out
+    train = _mixed(shares, whole, seed)
+    if not settings.path:
+        return train, None
+    if is_prepared(settings.path):
+        return train, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole)
+    encoder = whole.tokenizer()
+    form = form_of(config.data, find_inputs([settings.path]), encoder)
+    made_by = [digest_of(encoder), *form.described(), *_lengths(config, tasks)]
+    folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
+    if is_prepared(folder):
+        return train, TokenDataset.open(folder)
+    lock = folder.with_name(f".{folder.name}.lock")
+    with FileLock(lock, f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S), writing_in(folder):
+        return train, _preprocessed(config, tasks, [settings.path], folder, encoder, form, None)
+
+
+def _shares(config: TrainConfig, tasks: Tasks, whole: TokenDataset) -> SampleShares | None:
+    """None where nothing has a weight."""
+    files, weights = weighted_files(config.data.mixture), tasks.weights
+    if weights:
+        names = [f"task {task}" for task in whole.tasks]
+        return SampleShares(names, [weights[task] for task in whole.tasks], np.asarray(whole.task_ids, np.int64))
+    if len(files) < 2 or not files[0].weight:
+        return None
+    of_sample = np.repeat(np.arange(len(files)), whole.file_sizes)
+    return SampleShares([file.path for file in files], [file.weight for file in files], of_sample)
+
+
+def _mixed(shares: SampleShares | None, part: TokenDataset | SampleSubset, seed: int) -> TokenDataset | SampleSubset:
+    """The samples of an epoch, where files or tasks have weights: a function of these, of the data and the seed."""
+    if shares is None:
+        return part
+    indices = np.sort(part.indices)
+    grouped, counts = indices[np.argsort(shares.of_sample[indices], kind="stable")], shares.counts(indices)
+    if not counts.all():
+        raise ConfigError(
+            f"{shares.names[int(counts.argmin())]} has no samples left to train on: lower [eval] fraction"
+        )
+    parts = np.split(grouped, np.cumsum(counts)[:-1])
+    drawn = samples_of_epoch(parts, shares.weights, names=shares.names, seed=seed)
+    return SampleSubset.of(part.whole, drawn)
+
+
+def data_lines(data: RunData) -> list[str]:
+    """What a run trains and is evaluated on, for its log."""
+    whole = data.whole
+    truncated = f", {whole.num_truncated:,} truncated" if whole.num_truncated else ""
+    read = pair_lengths(whole.lengths) if isinstance(data.train, PairDataset) else whole.lengths
+    tokens = counted(int(read[:, :2].sum()), "token")
+    lines = [f"data: {counted(len(whole), 'sample')}, {tokens}{truncated}"]
+    if shares := data.shares:
+        drawn_of_each = shares.counts(data.train.indices)
+        for name, drawn, size in zip(shares.names, drawn_of_each, shares.counts(), strict=True):
+            percents = percent(drawn / len(data.train))
+            lines.append(f"  {name}: {percents} of the samples, {drawn / size:.3g} times its {size:,} an epoch")
+    if data.held_out is not None:
+        tokens = counted(int(data.held_out.lengths[:, :2].sum()), "token")
+        lines.append(f"held out for evaluation: {counted(len(data.held_out), 'sample')}, {tokens}")
+    return lines
+
+
+def check_data(data: RunData, check: Callable[[LengthArray], None]) -> None:
+    """`check` the lengths of both parts; an error about held-out samples says that it is."""
+    check(data.train.lengths)
+    if data.held_out is None:
+        return
+    try:
+        check(data.held_out.lengths)
+    except DynaPipeError as error:
+        raise type(error)(f"[eval] of the held-out data, {error}") from error
+
+
+def refuse_pieces(config: TrainConfig, data: RunData, *, compare: bool) -> None:
+    """Errors: ConfigError for plans that cut samples whose targets are not all at the end: lengths do not say where."""
+    cuts = compare or config.plan.rule == "fixed-rows" or config.plan.pieces != "off"
+    if data.whole.targets is not None and cuts:
+        raise ConfigError(
+            "--compare, and [plan] rule fixed-rows and pieces, cut long samples, of which only those with all targets"
+            " at their end can be cut: leave it out for chats"
+        )
+
+
+def _same_tokens(held_out: TokenDataset, whole: TokenDataset) -> TokenDataset:
+    """Errors: DataError for data whose ids mean something else than those that the model trains on."""
+    if identity_of(held_out.tokenizer()) != identity_of(whole.tokenizer()):
+        raise DataError(
+            f"[eval] path {held_out.directory} was prepared with another tokenizer than {whole.directory}: prepare it"
+            " with the tokenizer of the training data, or give its text"
+        )
+    return held_out
+
+
+def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> None:
+    """Errors: DataError for other data than those that a run has trained on, before anything of it is changed."""
+    trained = read_manifest(checkpoint).run.loader
+    same_lengths = trained.get("lengths") == array_digest(as_length_array(data.train.lengths))
+    if same_lengths and trained.get("data") in (None, data.train.samples_fingerprint):
+        return
+    differing = "tokens, of the same lengths," if same_lengths else "lengths"
+    paths = ", ".join(_paths(config)) if not _is_tokens(config) else config.data.path
+    raise DataError(
+        f"{checkpoint} was trained on other data than {paths or 'the generator'} in {Path.cwd()} by these settings"
+        f" (their {differing} differ): resume with the same data and settings, where the run was started or with --data"
+    )
+
+
+def _tokenized(config: TrainConfig, made_from: list[object]) -> Path:
+    """Where tokens lie beside the run, by what they were made from."""
+    name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+    return runs_folder(config.run.run_dir) / "tokenized" / name
+
+
+def _is_tokens(config: TrainConfig) -> bool:
+    return bool(config.data.path) and is_prepared(config.data.path)
+
+
+def _source(config: TrainConfig, tasks: TaskBounds) -> _Source:
+    data, seed, paths = config.data, config.run.seed, _paths(config)
+    tokenizer: TokenizerKind | Encoder
+    made_by: list[object]
+    match data.tokenizer:
+        case "bpe" | "bytes":
+            tokenizer = "bpe" if data.tokenizer == "bpe" else "bytes"
+            made_by = [tokenizer, data.vocab_size if tokenizer == "bpe" else 0]
+        case _:
+            if not paths:
+                raise ConfigError(
+                    f"[data] tokenizer is {data.tokenizer!r} but no path is given: the built-in generator's text takes"
+                    " bpe or bytes; name your own data"
+                )
+            tokenizer = tokenizer_to_train_with(data.tokenizer, encoder_decoder=config.model.num_decoder_layers > 0)
+            made_by = [digest_of(tokenizer)]
+    if data.template != "auto" and not isinstance(tokenizer, FolderEncoder):
+        raise ConfigError(
+            f"[data] template is {data.template} but the tokenizer is {data.tokenizer!r}, and templates are how a"
+            " decoder-only model's own tokenizer reads records: leave it out; to read texts where records have more,"
+            " name their field by text_key"
+        )
+    if paths:
+        prints = [fingerprint_of_source(path) for path in paths]
+        form = form_of(data, find_inputs(paths), tokenizer)
+        examples = partial(_examples_of, paths, form)
+        fingerprint = prints[0] if len(paths) == 1 else hashlib.sha256(json.dumps(prints).encode()).hexdigest()
+    elif data.input_key or data.text_key:
+        raise ConfigError("[data] input_key, target_key and text_key name fields of files: name your data, too")
+    else:
+        form = DataForm(None, RecordFields())
+        examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
+        fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
+    made_from = [fingerprint, *made_by, *form.described(), *_lengths(config, tasks)]
+    return _Source(examples, fingerprint, tokenizer, form, _tokenized(config, made_from))
+
+
+def _lengths(config: TrainConfig, tasks: TaskBounds) -> list[object]:
+    """The bounds of samples, as part of what tokens were made from."""
+    sides = [asdict(tasks)] if tasks.bind else []
+    return [config.model.max_seq_len, config.data.truncate, *sides]
+
+
+def _paths(config: TrainConfig) -> list[str]:
+    """The files to tokenize; none where the generator makes the text.
+
+    Errors: ConfigError for prepared data in a mixture, whose tokens another tokenizer may have made.
+    """
+    paths = [file.path for file in weighted_files(config.data.mixture)]
+    if prepared := [path for path in paths if is_prepared(path)]:
+        raise ConfigError(f"[data] mixture names {prepared[0]}, which is tokenized already: name the files of text")
+    return paths or ([config.data.path] if config.data.path else [])
+
+
+def _examples_of(paths: Sequence[str], form: DataForm) -> Iterator[Example]:
+    pair, text = form.fields.pair, form.fields.text
+    return (example for path in paths for example in read_examples(path, pair=pair, text=text))
+
+
+def _preprocessed(
+    config: TrainConfig,
+    tasks: TaskBounds,
+    paths: Sequence[str],
+    folder: Path,
+    encoder: Encoder,
+    form: DataForm,
+    progress: Callable[[int], None] | None,
+) -> TokenDataset:
+    """Files of the user's by a tokenizer of any make, as `dynapipe preprocess` does it."""
+    if not is_prepared(folder):
+        longest, truncate = config.model.max_seq_len, config.data.truncate
+        preprocess(
+            find_inputs(paths),
+            folder,
+            settings=EncodeSettings(
+                target="dataset",
+                keys=(form.fields.text,),
+                pair=form.fields.pair,
+                template=form.template,
+                max_seq_len=longest,
+                truncate=truncate,
+                tasks=tasks,
+            ),
+            encoder=encoder,
+            overwrite=True,
+            progress=None if progress is None else lambda done: progress(done.num_samples),
+        )
+    return TokenDataset.open(folder)

@@ -1,0 +1,1 @@
+"""Processes of a job: forked ranks, torchrun agents, nodes, signals. In: what a rank does. Out: how the job ended."""

@@ -1,0 +1,273 @@
+"""torchrun's agent on a node, and what its ranks record of themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError, PlanError, VerificationError
+from dynapipe_ext.launch.env import Launcher, agent_variables
+from dynapipe_ext.launch.processes.cluster import (
+    BUG_STATUS,
+    USER_ERROR_STATUS,
+    JobError,
+    StandingStill,
+    Supervised,
+    say_at_once,
+)
+from dynapipe_ext.launch.processes.scratch import FileLock, ScratchDirectory, is_held
+from dynapipe_ext.launch.processes.signals import raise_if_lost
+
+_END = ".end"
+_END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
+_LOOKED_AT_S = 1.0  # a launcher that looks whether a lock is held holds it for an instant
+# Of settings or data, or a stop that they ask for.
+_FINAL = (ConfigError, DataError, PlanError, VerificationError, NotFiniteError)
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How a rank ended by itself, at `at_s` (seconds of the epoch). `cause` is the whole job's, and `is_first` where no
+    other rank failed before; `is_final` where another start would end alike."""
+
+    status: int
+    at_s: float
+    cause: str = ""
+    is_first: bool = False
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    rank: int
+    pid: int
+    runs: bool
+    end: RankEnd | None
+
+    @property
+    def was_killed(self) -> bool:
+        return not self.runs and self.end is None
+
+
+@contextmanager
+def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
+    """Inside, this process is a rank that runs; how the block is left is how it ended."""
+    place = folder / str(start) / str(rank)
+    # The lock goes with the process, not with this block: what runs until then must be ended, too.
+    FileLock(place.with_name(f".{rank}"), f"the record of rank {rank}", wait_s=_LOOKED_AT_S)
+    end, part = RankEnd(BUG_STATUS, time.time()), place.with_name(f".{rank}{_END}")
+    try:
+        part.write_bytes(bytes(_END_BYTES))  # room for its end, which may be that of a full disk
+        place.with_name(f".{rank}").rename(place)  # whoever finds it finds it locked
+        yield
+        end = RankEnd(0, time.time())
+    except JobError as error:
+        is_final = isinstance(error.__cause__, _FINAL)
+        end = RankEnd(error.exit_status, time.time(), error.cause, error.cause == str(error), is_final)
+        raise
+    except SystemExit as error:
+        end = RankEnd(error.code if isinstance(error.code, int) else BUG_STATUS, time.time())
+        raise
+    finally:
+        with suppress(OSError):  # it then counts as killed
+            _overwrite(part, json.dumps(asdict(replace(end, cause=end.cause[:_MOST_CAUSE]))))
+            part.rename(place.with_name(f"{rank}{_END}"))
+
+
+def _overwrite(path: Path, text: str) -> None:
+    """Write into a file's own bytes, which takes no room; spaces fill the rest."""
+    with path.open("r+b") as file:
+        file.write(text.encode().ljust(_END_BYTES))
+
+
+def read_rank_records(folder: Path) -> tuple[RankRecord, ...]:
+    """The ranks of the last start on this node, as far as they have begun; in rank order."""
+    starts = [int(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    if not starts:
+        return ()
+    places = (folder / str(max(starts))).iterdir()
+    return tuple(_record(place) for place in sorted((p for p in places if p.name.isdigit()), key=lambda p: int(p.name)))
+
+
+def _record(place: Path) -> RankRecord:
+    runs = is_held(place)  # asked before its end is read: an end is written while it runs
+    try:
+        end = RankEnd(**json.loads(place.with_name(place.name + _END).read_text()))
+    except FileNotFoundError:
+        end = None
+    return RankRecord(int(place.name), int(place.read_text()), runs, end)
+
+
+RendezvousBackend = Literal["c10d", "static"]
+LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same again may well succeed
+SAVED_STATUSES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+_POLL_S = 0.2
+_GONE_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
+_AT_ONCE_S, _AFTER_RANKS_S = 10.0, 60.0  # torchrun kills ranks 30 s after it has asked them to end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """A node's place in a job of `num_nodes` with `num_ranks` each. `node_rank` None: the nodes settle it. At
+    `rdzv_endpoint` (HOST:PORT) all meet; `local_addr` is where the others reach this one, where that is known."""
+
+    num_ranks: int
+    num_nodes: int = 1
+    node_rank: int | None = None
+    rdzv_backend: RendezvousBackend = "c10d"
+    rdzv_endpoint: str = ""
+    rdzv_id: str = ""
+    local_addr: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeEnd:
+    """How a node, or a job, has ended: an exit status, and what nobody has said of it yet."""
+
+    status: int
+    cause: str = ""
+
+    @property
+    def may_restart(self) -> bool:
+        return self.status not in (0, USER_ERROR_STATUS, *SAVED_STATUSES)
+
+
+def torchrun_command(place: NodePlace, max_restarts: int, train_words: Sequence[str]) -> list[str]:
+    """
+    >>> place = NodePlace(num_ranks=8, num_nodes=2, node_rank=0, rdzv_endpoint="node0:29400", rdzv_id="mine")
+    >>> print(*torchrun_command(place, 0, ["--config", "mine.toml"])[3:])
+    --nnodes 2 --nproc-per-node 8 --max-restarts 0 --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id mine \
+--node-rank 0 --rdzv-conf is_host=1 -m dynapipe_ext.launch.rank --config mine.toml
+    """
+    words = [sys.executable, "-m", "torch.distributed.run"]
+    words += ["--nnodes", str(place.num_nodes), "--nproc-per-node", str(place.num_ranks)]
+    words += ["--max-restarts", str(max_restarts)]
+    if place.num_nodes == 1:
+        words.append("--standalone")
+    else:
+        words += ["--rdzv-backend", place.rdzv_backend, "--rdzv-endpoint", place.rdzv_endpoint]
+        words += ["--rdzv-id", place.rdzv_id]
+        if place.node_rank is not None:
+            words += ["--node-rank", str(place.node_rank)]
+            if place.rdzv_backend == "c10d":  # which else looks for the endpoint's host among this node's names
+                words += ["--rdzv-conf", f"is_host={int(place.node_rank == 0)}"]
+        if place.local_addr:
+            words += ["--local-addr", place.local_addr]
+    return [*words, "-m", "dynapipe_ext.launch.rank", *train_words]
+
+
+def run_agent(
+    command: Sequence[str],
+    *,
+    password: str | None,
+    timeout_s: float,
+    grace_s: float,
+    order: Callable[[], str] = lambda: "",
+) -> NodeEnd:
+    """Run torchrun until it ends or has to be ended.
+
+    A rank that is stopped for `timeout_s` is killed; an agent that has had no ranks since one failed is ended as long
+    after that as others may take to notice. SIGTERM and SIGUSR1, or `order()` "save", have the ranks save and end
+    within `grace_s`, without a restart; SIGINT and "end" end all at once. They raise SystemExit and KeyboardInterrupt.
+    """
+    with ScratchDirectory() as scratch:
+        records = scratch.path / "ranks"
+        records.mkdir()
+        environment = agent_variables(scratch.path / "logs", password) | Launcher(os.getpid(), records).variables()
+        agent = Supervised.spawn("torchrun", command, environment=environment)
+        try:
+            return _watched(agent, records, timeout_s, order)
+        except SystemExit:
+            _have_saved(agent, records, grace_s)
+            raise
+        finally:
+            agent.close(grace_s=0.0)
+            _end_ranks(records)
+
+
+def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable[[], str]) -> NodeEnd:
+    still, cause, empty_since_s = StandingStill(timeout_s), "", time.monotonic()
+    while agent.poll() is None:
+        raise_if_lost()
+        select.select([agent.pidfd], [], [], _POLL_S)
+        match order():
+            case "save":
+                raise SystemExit(128 + signal.SIGUSR1)
+            case "end":
+                raise KeyboardInterrupt
+        ranks = read_rank_records(records)
+        for pid, name in still.seen([(agent.pid, "torchrun"), *((r.pid, f"rank {r.rank}") for r in ranks if r.runs)]):
+            cause = cause or f"{name} (process {pid}) was stopped for {timeout_s:g} s, and is killed"
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        cause = cause or _killed_first(ranks)
+        if any(rank.end and rank.end.is_first and rank.end.is_final for rank in ranks):
+            return NodeEnd(USER_ERROR_STATUS)
+        if not ranks or any(rank.runs or (rank.end and rank.end.status == 0) for rank in ranks):
+            empty_since_s = time.monotonic()
+        elif time.monotonic() - empty_since_s > timeout_s + _AFTER_RANKS_S:
+            return NodeEnd(LOST_STATUS, f"no rank has run here for {timeout_s + _AFTER_RANKS_S:g} s, and none will")
+    return _verdict(agent, read_rank_records(records), cause)
+
+
+def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> NodeEnd:
+    ends = [rank.end for rank in ranks if rank.end]
+    first = next((end for end in ends if end.is_first), None)
+    if agent.poll() == 0:
+        return NodeEnd(0)
+    if first and first.is_final:
+        return NodeEnd(USER_ERROR_STATUS)
+    if cause := cause or _killed_first(ranks):
+        return NodeEnd(LOST_STATUS, cause)
+    if first:
+        return NodeEnd(BUG_STATUS if first.status == BUG_STATUS else LOST_STATUS)
+    if any(end.status == SAVED_STATUSES[1] for end in ends):  # asked on another node; SIGTERM may be torchrun's
+        return NodeEnd(SAVED_STATUSES[1])
+    if ends:
+        return NodeEnd(LOST_STATUS)
+    return NodeEnd(LOST_STATUS, f"no rank has begun: {agent.verdict()}")
+
+
+def _killed_first(ranks: Iterable[RankRecord]) -> str:
+    """Which rank was killed and is why others fail, if any do; empty where none was. Those that torchrun kills because
+    others have failed it has asked to end long before."""
+    now_s = time.time()
+    if any(rank.end and rank.end.status and now_s - rank.end.at_s > _AT_ONCE_S for rank in ranks):
+        return ""
+    killed = [f"rank {rank.rank} (process {rank.pid})" for rank in ranks if rank.was_killed]
+    return f"{', '.join(killed)} was killed: if nobody did that, memory ran out" if killed else ""
+
+
+def _have_saved(agent: Supervised, records: Path, grace_s: float) -> None:
+    """Have the ranks save and end while torchrun stands still, which would take that for a failure."""
+    say_at_once(f"asked to end: the ranks finish their step and save, for at most {grace_s:g} s")
+    agent.send_signal(signal.SIGSTOP)
+    _signal_ranks(records, signal.SIGUSR1)
+    _wait_for_ranks(records, grace_s)
+
+
+def _end_ranks(records: Path) -> None:
+    _signal_ranks(records, signal.SIGKILL)
+    _wait_for_ranks(records, _GONE_S)
+
+
+def _signal_ranks(records: Path, number: signal.Signals) -> None:
+    for rank in read_rank_records(records):
+        if rank.runs:
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, number)
+
+
+def _wait_for_ranks(records: Path, limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while any(rank.runs for rank in read_rank_records(records)) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S / 4)

@@ -1,0 +1,436 @@
+"""Ranks forked on this machine, supervised until all have ended."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import io
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import NoReturn
+
+from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.executor.parent_death import before_exec, end_with_parent, supervising_pid
+from dynapipe_ext.launch.env import RankEnv, child_environment, use_interface
+from dynapipe_ext.launch.processes.network import free_port
+from dynapipe_ext.launch.processes.scratch import ScratchDirectory
+from dynapipe_ext.launch.processes.signals import (
+    ENDING,
+    ending_signals_blocked,
+    ending_signals_raise,
+    raise_if_lost,
+    stacks_asked_for,
+)
+
+
+class StandingStill:
+    """Since when processes have been stopped (SIGSTOP, a debugger)."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._since_s: dict[int, float] = {}
+
+    def seen(self, processes: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Of (process id, name), those that have been stopped for as long as the limit at every look."""
+        now_s, stopped = time.monotonic(), [one for one in processes if _is_stopped(one[0])]
+        self._since_s = {pid: self._since_s.get(pid, now_s) for pid, _ in stopped}
+        return [(pid, name) for pid, name in stopped if now_s - self._since_s[pid] >= self.limit_s]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+_PR_SET_NAME = 15
+_MOST_NAME_BYTES = 15
+_ARG_START, _ARG_END = 47, 48  # of /proc/self/stat (proc_pid_stat(5) counts from 1)
+
+
+def set_process_title(title: str) -> None:
+    """Show `title` as the name (top; its first 15 bytes) and as the command line (ps) of this process, as far as the
+    room of the one it was started with goes. Does nothing where the kernel does not say where that lies."""
+    text = title.encode()
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, text[:_MOST_NAME_BYTES] + b"\0", 0, 0, 0)
+    try:
+        # The name of the program, in brackets, may hold anything: fields are counted behind it.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = (int(fields[place - 2]) for place in (_ARG_START, _ARG_END))
+        shown = Path("/proc/self/cmdline").read_bytes()
+    except (OSError, ValueError, IndexError):
+        return
+    room = end - start
+    if room < 2 or len(shown) != room:  # not as the kernel laid it out: leave it alone
+        return
+    # The last byte stays zero: another one there would have the kernel go on into the environment.
+    ctypes.memmove(start, text[: room - 1].ljust(room, b"\0"), room)
+
+
+BUG_STATUS, USER_ERROR_STATUS = 1, 2
+_SAVED_STATUS = 128 + signal.SIGUSR1
+_GRACE_S = 2.0
+_KILL_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
+_STACKS_S = 1.0
+_FAILED = "failed"  # in a job's scratch directory: the name of the process that failed first
+_DYING_S = 0.2  # a killed process can be waited for this long after its connections are gone
+_POLL_S = 0.5  # a signal that arrives just before a wait is noticed at the latest after this
+
+
+class JobError(ExecutionError):
+    """A process of the job failed. It has said the `cause` itself, if it could; `exit_status` is the whole job's."""
+
+    def __init__(self, message: str, exit_status: int = USER_ERROR_STATUS, cause: str = "") -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+        self.cause = cause or message
+
+
+class Supervised:
+    """A child process that ends with this one; a context manager that ends it. Make it with `fork` or `spawn`."""
+
+    def __init__(
+        self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None, stacks: int = -1, words: int = -1
+    ) -> None:
+        self.name = name
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.return_code: int | None = None
+        self._popen = popen
+        self._stacks, self._words = stacks, words
+        self._owner_pid = os.getpid()
+
+    @classmethod
+    def fork(cls, name: str, main: Callable[[], int], is_first: Callable[[], bool] = lambda: True) -> Supervised:
+        """Run `main` in a copy of this process; its result is the exit status.
+
+        A DynaPipeError prints `name: message` and gives status 2, another exception its traceback and status 1; they
+        are printed where `is_first`, asked then, says that no other process of the job failed before. The child ignores
+        SIGINT (this process decides what Ctrl-C means) and never returns into the caller's stack.
+        """
+        parent_pid = supervising_pid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        stacks, words = os.memfd_create("stacks"), os.memfd_create("words")
+        with ending_signals_blocked():
+            pid = os.fork()
+            if pid == 0:
+                _run_child(name, main, is_first, parent_pid, stacks, words)
+            return cls(name, pid, stacks=stacks, words=words)
+
+    @classmethod
+    def spawn(
+        cls,
+        name: str,
+        command: Sequence[str],
+        *,
+        stdin: bytes | int = b"",
+        environment: Mapping[str, str] | None = None,
+    ) -> Supervised:
+        """Run another program, with `stdin` (at most 64 KiB, or a descriptor) as its standard input and `environment`
+        added to ours.
+
+        Secrets belong in `stdin`: everybody on the machine can read arguments.
+        """
+        if isinstance(stdin, bytes) and len(stdin) > 65536:
+            raise ConfigError(f"{name} is given {len(stdin)} B on standard input but a pipe holds 65536 B: use a file")
+        try:
+            popen = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE if isinstance(stdin, bytes) else stdin,
+                env=child_environment(environment),
+                process_group=0,  # Ctrl-C reaches this process, which then ends the job in order
+                preexec_fn=before_exec(),
+            )
+        except OSError as error:
+            raise ExecutionError(f"{name} cannot be started ({error.strerror}): check {command[0]!r}") from error
+        child = cls(name, popen.pid, popen)
+        if isinstance(stdin, bytes):
+            assert popen.stdin is not None
+            with suppress(BrokenPipeError):  # it ended already: whoever watches it will say so
+                popen.stdin.write(stdin)
+                popen.stdin.close()
+        return child
+
+    def poll(self) -> int | None:
+        """None while it runs; then its exit status, or minus the signal that killed it."""
+        if self.return_code is None and self._popen is not None:
+            self.return_code = self._popen.poll()
+        elif self.return_code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.return_code = os.waitstatus_to_exitcode(status)
+        return self.return_code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal it if it still runs; never a later process with the same id."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def verdict(self) -> str:
+        """What became of it, for a message."""
+        code = self.poll()
+        if code is None:
+            return f"{self.name} still runs"
+        if code >= 0:
+            return f"{self.name} ended with exit status {code}" + (" (see its message above)" if code else "")
+        try:
+            name = f"signal {-code} ({signal.Signals(-code).name})"
+        except ValueError:  # a real-time signal
+            name = f"signal {-code}"
+        reason = ": if nobody sent it, memory ran out; lower the token budget" if code == -signal.SIGKILL else ""
+        return f"{self.name} was killed by {name}{reason}"
+
+    def stack_text(self) -> str:
+        """The stacks it has written so far, as asked for with SIGUSR2 (forked processes only)."""
+        return _memory_text(self._stacks)
+
+    def last_words(self) -> str:
+        """What it said of the error that ended it, in a line (forked processes only)."""
+        return _memory_text(self._words)
+
+    def close(self, grace_s: float = _GRACE_S) -> None:
+        """End it: SIGTERM, and SIGKILL after `grace_s`."""
+        end_all([self], grace_s)
+
+    def release(self) -> None:
+        """Give back the file descriptors of a process that has ended."""
+        for descriptor in (self.pidfd, self._stacks, self._words):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.pidfd = self._stacks = self._words = -1
+
+    @property
+    def owned(self) -> bool:
+        """Whether this is the process that started it, not a fork of that process."""
+        return self.pidfd >= 0 and os.getpid() == self._owner_pid
+
+    def __enter__(self) -> Supervised:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def run_local(
+    rank_main: Callable[[RankEnv], int],
+    world_size: int,
+    *,
+    timeout_s: float | None = None,
+    grace_s: float = _GRACE_S,
+    save_s: float = 0.0,
+    stopped_s: float = math.inf,
+) -> None:
+    """Run `rank_main` in `world_size` forked ranks and return when all have ended with status 0.
+
+    Import what the ranks need, and set the number of threads, before the call. The first rank that fails, or is stopped
+    for `stopped_s`, ends all (SIGTERM, after `grace_s` SIGKILL) and raises JobError, which names it. At `timeout_s`
+    every rank's stack is printed first. SIGINT, SIGTERM and SIGUSR1 to this process end the ranks too, then raise
+    KeyboardInterrupt and SystemExit (143, 138); with `save_s` ranks are given the latter two as SIGUSR1 first, and have
+    that long to end by themselves. SIGUSR2 prints every rank's stack.
+    """
+    if world_size < 1:
+        raise ConfigError(f"the number of ranks is {world_size} but must be at least 1")
+    ranks: list[Supervised] = []
+    with ending_signals_raise(), stacks_asked_for() as asked, ScratchDirectory() as scratch:
+        init_method = f"file://{scratch.path / 'rendezvous'}"  # torch takes the path as it is, with no %20
+        port = free_port()  # for libraries that insist on one: ranks meet in a file
+        try:
+            with ending_signals_blocked():  # a rank that is not in the list yet would be forgotten
+                for rank in range(world_size):
+                    env = RankEnv(
+                        rank=rank,
+                        world_size=world_size,
+                        local_rank=rank,
+                        local_world_size=world_size,
+                        master_addr="127.0.0.1",
+                        master_port=port,
+                        init_method=init_method,
+                    )
+                    name = f"rank {rank}"
+                    is_first = partial(_is_first_failure, scratch.path / _FAILED, name)
+                    ranks.append(Supervised.fork(name, partial(_rank, rank_main, env), is_first))
+            _watch(ranks, timeout_s, StandingStill(stopped_s), scratch.path / _FAILED, asked)
+        except SystemExit:
+            if save_s:
+                _ask_to_save(ranks, save_s)
+            raise
+        finally:
+            end_all(ranks, grace_s)
+
+
+def _ask_to_save(ranks: Sequence[Supervised], save_s: float) -> None:
+    """Until all have ended, one has failed, or the time is over."""
+    deadline_s = time.monotonic() + save_s
+    say_at_once(f"asked to end: the ranks finish their step and save, for at most {save_s:g} s")
+    with ending_signals_blocked():
+        for rank in ranks:
+            rank.send_signal(signal.SIGUSR1)
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline_s:
+            _wait_for_all(ranks, min(_POLL_S, max(0.0, deadline_s - time.monotonic())))
+            if any(rank.poll() not in (None, _SAVED_STATUS) for rank in ranks):
+                return
+
+
+def end_all(processes: Sequence[Supervised], grace_s: float = _GRACE_S) -> None:
+    """End those that still run, all at once: SIGTERM, after `grace_s` SIGKILL. Ending signals to us wait meanwhile."""
+    mine = [process for process in processes if process.owned]
+    with ending_signals_blocked():
+        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
+            for process in mine:
+                process.send_signal(number)
+            _wait_for_all(mine, wait_s)
+    for process in mine:
+        if process.poll() is None:
+            say_at_once(f"{process.name} (pid {process.pid}) hangs in the kernel and could not be ended")
+        process.release()
+
+
+def _is_first_failure(place: Path, name: str) -> bool:
+    """Whether the process of this name is the first of its job to ask; the file at `place` keeps the answer."""
+    try:
+        with place.open("x") as file:
+            file.write(name)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _watch(
+    ranks: Sequence[Supervised], timeout_s: float | None, still: StandingStill, first: Path, asked: Event
+) -> None:
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.pidfd, selectors.EVENT_READ)
+        while running := [rank for rank in ranks if rank.poll() is None]:
+            raise_if_lost()
+            remaining_s = _POLL_S if deadline_s is None else deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                _print_stacks(running)
+                names = ", ".join(rank.name for rank in running)
+                raise JobError(
+                    f"not ended after {timeout_s:g} s: {names} (stacks above); look there, or allow more time"
+                )
+            if asked.is_set():
+                asked.clear()
+                _print_stacks(running)
+            for key, _ in selector.select(min(_POLL_S, remaining_s)):
+                selector.unregister(key.fd)
+            _raise_first_failure(ranks, first)
+            for pid, name in still.seen((rank.pid, rank.name) for rank in ranks):
+                raise JobError(f"{name} (pid {pid}) was stopped for {still.limit_s:g} s, by SIGSTOP or a debugger")
+    _raise_first_failure(ranks, first)
+
+
+def _raise_first_failure(processes: Sequence[Supervised], first: Path) -> None:
+    if failed := [process for process in processes if process.poll()]:
+        with suppress(OSError):  # the one that has said why, and ends now if it has not yet
+            name = first.read_text()
+            said = [process for process in processes if process.name == name]
+            _wait_for_all(said, _POLL_S)
+            failed = [process for process in said if process.poll()] or failed
+        # A process loses its connections before it can be waited for, and no failure of another sends SIGKILL: one that
+        # was killed is why the others failed, also where one of them has said so first.
+        deadline_s = time.monotonic() + _DYING_S
+        while not (killed := [p for p in processes if p.poll() == -signal.SIGKILL]) and time.monotonic() < deadline_s:
+            time.sleep(_DYING_S / 20)
+        # Of several that ended at once, one that gave a reason says more than one that was ended by another signal.
+        culprit = max(killed[:1] or failed, key=lambda process: (process.poll() or 0) > 0)
+        status = BUG_STATUS if culprit.poll() == BUG_STATUS else USER_ERROR_STATUS
+        raise JobError(culprit.verdict(), status, culprit.last_words())
+
+
+def _wait_for_all(processes: Collection[Supervised], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            if process.poll() is None:
+                selector.register(process.pidfd, selectors.EVENT_READ)
+        while selector.get_map() and (remaining_s := deadline_s - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining_s):
+                selector.unregister(key.fd)
+
+
+def _print_stacks(ranks: Sequence[Supervised]) -> None:
+    """Print where each rank is. The texts come through memory files, so two ranks' lines do not mix."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR2)
+    deadline_s = time.monotonic() + _STACKS_S
+    texts: list[str] = []
+    while time.monotonic() < deadline_s:
+        before, texts = texts, [rank.stack_text() for rank in ranks]
+        if all(texts) and texts == before:
+            break
+        time.sleep(0.05)
+    for rank, text in zip(ranks, texts, strict=True):
+        say_at_once(f"--- {rank.name} (pid {rank.pid}):\n{text.rstrip() or 'it gave no stack'}")
+
+
+def _rank(rank_main: Callable[[RankEnv], int], env: RankEnv) -> int:
+    env.export()
+    use_interface("lo")
+    return rank_main(env)
+
+
+def _run_child(
+    name: str, main: Callable[[], int], is_first: Callable[[], bool], parent_pid: int, stacks: int, words: int
+) -> NoReturn:
+    status = BUG_STATUS
+    try:
+        end_with_parent(parent_pid)
+        gc.freeze()  # what is imported lives as long as this process: no collection need walk it and copy its pages
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        faulthandler.enable(file=2)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the terminal
+        status = main()
+    except DynaPipeError as error:
+        status = USER_ERROR_STATUS
+        message = f"{name}: {in_one_line(error)}"
+        os.write(words, message.encode())
+        if is_first():
+            say_at_once(message)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:  # noqa: BLE001 - nothing may travel up into the parent's stack
+        message = f"{name}: {in_one_line(error)}"
+        os.write(words, message.encode())
+        if is_first():
+            calls = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+            say_at_once("\n".join([*(f"{name}: {line}" for line in calls), message]))
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status & 0xFF)
+
+
+def _memory_text(descriptor: int) -> str:
+    return "" if descriptor < 0 else os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+
+
+def say_at_once(text: str) -> None:
+    """Write to standard error at once and in one piece: several processes write there."""
+    with suppress(OSError):
+        os.write(2, (text.rstrip("\n") + "\n").encode())

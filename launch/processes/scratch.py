@@ -1,0 +1,153 @@
+"""Files of a process alone: scratch folders, secrets, locks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from dynapipe_ext.errors import ConfigError
+
+_UNFINISHED, _OWNED, _LOCK = "dynapipe-new-", "dynapipe-run-", "lock"
+
+
+class ScratchDirectory:
+    """A directory (mode 0700) under `base`, removed by `close`.
+
+    Its owner holds a file lock in it. An owner that was killed could not clean up, but its lock is gone: the next
+    ScratchDirectory under the same base removes what it left.
+    """
+
+    def __init__(self, base: Path | None = None) -> None:
+        base = Path(tempfile.gettempdir()) if base is None else base
+        _remove_abandoned(base)
+        unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=base))
+        self._owner_pid = os.getpid()
+        self._lock = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Only a name that says "owned" is ever judged by its lock, and it says so only once the lock is held.
+        self.path = unfinished.rename(base / unfinished.name.replace(_UNFINISHED, _OWNED, 1))
+
+    def close(self) -> None:
+        """Remove the directory. Does nothing in a forked child, and nothing the second time."""
+        if self._lock < 0 or os.getpid() != self._owner_pid:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+    def __enter__(self) -> ScratchDirectory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _remove_abandoned(base: Path) -> None:
+    for directory in base.glob(f"{_OWNED}*"):
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
+            if directory.lstat().st_uid != os.getuid():
+                continue
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+_MOST_BYTES = 4096
+
+
+def read_secret(path: Path, given: str | None) -> str:
+    """The only line of a file that nobody else can read; `given` is what the environment says, which must agree.
+
+    Errors: ConfigError, which never shows what the file holds.
+    """
+    path = path.expanduser()
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the secret file {path} cannot be read ({error.strerror}): put it on every node") from error
+    if stat.S_IMODE(status.st_mode) & 0o077 or status.st_uid not in (os.getuid(), 0):
+        raise ConfigError(f"the secret file {path} is open to others: chown it to yourself and chmod 600 it")
+    try:
+        lines = text.decode().splitlines()
+    except UnicodeDecodeError:
+        lines = []
+    if len(lines) != 1 or not lines[0] or len(text) > _MOST_BYTES:
+        raise ConfigError(f"the secret file {path} must be one line of text of at most {_MOST_BYTES} B, the password")
+    if given is not None and given != lines[0]:
+        raise ConfigError(f"the secret file {path} and DYNAPIPE_STORE_PASSWORD differ: leave out one of them")
+    return lines[0]
+
+
+_POLL_S = 0.1
+
+
+class FileLock:
+    """Held from its making to `close`; forks of the holder hold it too. The file stays, with the holder's pid in it.
+
+    Errors: ConfigError, naming the process that holds it, where it is not free within `wait_s`; and where it cannot be
+    made at all.
+    """
+
+    def __init__(self, path: Path, what: str, *, wait_s: float = 0.0) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be made ({error.strerror}): choose another directory") from error
+        try:
+            self._take(what, time.monotonic() + wait_s)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, str(os.getpid()).encode(), 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _take(self, what: str, deadline_s: float) -> None:
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline_s:
+                    pid = os.pread(self._file, 20, 0).decode(errors="replace") or "unknown"
+                    raise ConfigError(
+                        f"{what} is in use by another run (process {pid}): wait for it, or choose another directory"
+                    ) from error
+                time.sleep(_POLL_S)
+            except OSError as error:
+                raise ConfigError(
+                    f"{what} cannot be locked ({error.strerror}): choose a directory on a file system with locks"
+                ) from error
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock whose file is at `path`."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,26 @@
+"""A rank's part of a run's model with what trains it, whichever framework it is of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.executor.checkpoints.manifest import RunState, Saver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltModel:
+    """`stage` runs plans and says the losses of micro-batches, `optimizer` updates its weights; `modules` are switched
+    between training and evaluation. `saver(folder)` saves checkpoints below a folder, of the model that `description`
+    tells by; `restore(folder)` takes one on and says where its run stood. `held_bytes()`: of weights, gradients and
+    optimizer states."""
+
+    stage: Any
+    optimizer: Any
+    modules: Sequence[Any]
+    description: dict[str, Any]
+    saver: Callable[[Path], Saver]
+    restore: Callable[[Path], RunState]
+    held_bytes: Callable[[], int]

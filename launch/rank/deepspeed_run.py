@@ -1,0 +1,69 @@
+"""A rank's part of a model that transformers computes and a DeepSpeed engine trains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from dynapipe_ext.costs.states import state_bytes
+from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
+from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import engine_saver, load_engine
+from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, make_engine
+from dynapipe_ext.executor.stages.deepspeed.stage import engine_model, engine_stage
+from dynapipe_ext.executor.transport.parallel_context import ParallelContext
+from dynapipe_ext.launch.job.job import topology_of, trained_recipe
+from dynapipe_ext.launch.rank.built_model import BuiltModel
+from dynapipe_ext.launch.rank.transformers_run import model_description, rank_parts
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.settings.deepspeed_settings import engine_config
+from dynapipe_ext.settings.train_config import TrainConfig
+
+
+def build_deepspeed(config: TrainConfig, architecture: Architecture, device: torch.device) -> BuiltModel:
+    """Every rank calls it at the same point. Weights are those of `[model] init_from`, else drawn by the seed."""
+    settings, topology, num_steps = config.deepspeed, topology_of(config), config.run.steps
+    assert settings.described is not None
+    parallel = ParallelContext(topology, device=device, timeout_s=config.job.timeout_s)
+    made = engine_config(
+        settings.described,
+        config.optimizer,
+        dtype=config.model.dtype,
+        hidden_size=architecture.hidden_size,
+        num_steps=num_steps,
+        num_replicas=topology.dp,
+        compiles=device.type == "cuda",
+    )
+    if torch.distributed.get_rank() == 0:
+        for line in made.overridden:
+            print(f"{settings.config}: {line}", file=sys.stderr)
+    parts, adapts = rank_parts(config, parallel, device), config.lora.enabled
+    weights = {weight: weight.numel() for part in parts for weight in part.parameters()}  # before any is divided
+    trained = sum(size for weight, size in weights.items() if weight.requires_grad)
+    states = state_bytes(
+        trained,
+        trained_recipe(config),
+        zero_stage=settings.zero_stage,
+        dp=topology.dp,
+        frozen_parameters=sum(weights.values()) - trained,
+    )
+    engine = make_engine(engine_model(parts), made.config, parallel)
+    stage = engine_stage(engine, parts, parallel=parallel)
+    optimizer = DeepSpeedOptimizer(engine, config.optimizer, num_steps=num_steps, parallel=parallel, device=device)
+    description = model_description(config, architecture) | {"zero_stage": settings.zero_stage}
+
+    def saver(root: Path) -> SavingTogether:
+        return engine_saver(
+            root, engine, parts, optimizer, config.checkpoint, parallel, num_steps=num_steps, adapts=adapts
+        )
+
+    return BuiltModel(
+        stage=stage,
+        optimizer=optimizer,
+        modules=parts,
+        description=description,
+        saver=saver,
+        restore=lambda folder: load_engine(folder, engine, optimizer, model=description, adapts=adapts),
+        held_bytes=lambda: int(states.total[0]),
+    )

@@ -1,0 +1,151 @@
+"""Where the ranks of a job meet before, and while, each prepares what takes it as long as it takes.
+
+rank ─► arrives in torch's store, waits there for the others ─► all connect at once, within a short limit
+
+Whoever is connected answers soon, so a connection that is broken shows; who prepares does not, and is waited for in the
+store alone. Of ranks on several machines each gives signs there meanwhile, for the one before it to look at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from threading import Event, Thread
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.device import process_group_backend
+from dynapipe_ext.executor.stages.accumulator import named_collectives
+from dynapipe_ext.launch.env import RankEnv
+
+_LOOK_S = 2.0  # a wait that sends nothing would never learn that its connection is gone
+_SIGN_S = 2.0
+_LOST = "dynapipe/lost"
+_T = TypeVar("_T")
+
+
+class Meeting:
+    """A rank's way into the store that all ranks of its job share, until `close`. What is longer than `limit_s` before
+    all have arrived is an error, be it that nobody keeps the store yet; so is a store that does not answer for
+    `silent_s`, or on several machines a rank that gave signs and then none for so long."""
+
+    def __init__(self, env: RankEnv, *, limit_s: float, silent_s: float) -> None:
+        self._rank, self._world_size = env.rank, env.world_size
+        self._limit_s, self._silent_s, self._closed = limit_s, silent_s, Event()
+        with named_collectives("meeting of all ranks"):
+            met = rendezvous(env.init_method, env.rank, env.world_size, timeout=timedelta(seconds=limit_s))
+            self._store: Any = next(met)[0]
+            if env.local_world_size < env.world_size:  # else whoever has started them sees how they are
+                self._answered("meeting of all ranks", self._sign)
+                Thread(target=self._give_signs, daemon=True).start()
+
+    def arrive(self, what: str) -> None:
+        """Return once all ranks have called this with the same `what`, which no rank may give twice.
+
+        Errors: ExecutionError naming the ranks that have not come within the limit or are lost, or that the store is.
+        """
+        deadline_s, place = time.monotonic() + self._limit_s, f"dynapipe/{what}"
+        try:
+            self._answered(what, partial(self._come, place))
+            while not self._answered(what, partial(self._has_come, place, deadline_s)):
+                if lost := self._answered(what, self._lost):
+                    raise ExecutionError(
+                        f"{what}: rank {lost} has given no sign for {self._silent_s:g} s: its machine is lost, or it"
+                        " stands still; look there, then start again"
+                    )
+                if time.monotonic() >= deadline_s:
+                    missing = self._answered(what, partial(self._missing, place))
+                    raise ExecutionError(
+                        f"{what}: rank {self._rank} waited {self._limit_s:g} s for {missing}: look at what they said,"
+                        " or prepare beforehand what takes them so long"
+                    )
+        except dist.DistNetworkError as error:
+            raise ExecutionError(
+                f"{what}: the store in which all ranks meet is gone ({str(error).splitlines()[0]}): look at the first"
+                " message of the other ranks"
+            ) from error
+
+    def connect(self, device: torch.device, *, timeout_s: float) -> None:
+        """Make the process group of all ranks, all of which must have arrived: connections, and whatever it does later,
+        may take `timeout_s`. Errors: ExecutionError."""
+        limit = timedelta(seconds=timeout_s)
+        self._store.set_timeout(limit)  # of what ranks tell each other to connect
+        with named_collectives("connection of all ranks"):
+            dist.init_process_group(
+                process_group_backend(device),
+                store=self._store,
+                rank=self._rank,
+                world_size=self._world_size,
+                timeout=limit,
+            )
+
+    def close(self) -> None:
+        """Give no more signs: nobody waits for another in the store from now on."""
+        self._closed.set()
+
+    def _answered(self, what: str, ask: Callable[[], _T]) -> _T:
+        """What the store says to a question, asked in a thread of its own: torch would wait for ever for a store that
+        stands still. Errors: ExecutionError."""
+        answer: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(ask())
+            except BaseException as error:  # noqa: BLE001 - whoever asked is told
+                answer.set_exception(error)
+
+        Thread(target=run, daemon=True).start()
+        try:
+            return answer.result(_LOOK_S + self._silent_s)
+        except TimeoutError:
+            raise ExecutionError(
+                f"{what}: the store in which all ranks meet has not answered rank {self._rank} for"
+                f" {self._silent_s:g} s: its machine is lost or stands still; look there, then start again"
+            ) from None
+
+    def _sign(self) -> None:
+        self._store.add(f"dynapipe/signs/{self._rank}", 1)
+
+    def _give_signs(self) -> None:
+        """Until `close`; and have all told if the next rank, once it has begun, gives none."""
+        watched = (self._rank + 1) % self._world_size
+        seen, seen_s = 0, time.monotonic()
+        with suppress(RuntimeError):  # the store is gone, which whoever waits for others notices
+            while not self._closed.wait(_SIGN_S):
+                self._sign()
+                number = self._store.add(f"dynapipe/signs/{watched}", 0)
+                if number != seen or not number:
+                    seen, seen_s = number, time.monotonic()
+                elif time.monotonic() - seen_s > self._silent_s:
+                    self._store.set(_LOST, str(watched))
+
+    def _lost(self) -> str:
+        return self._store.get(_LOST).decode() if self._store.check([_LOST]) else ""
+
+    def _come(self, place: str) -> None:
+        self._store.set(f"{place}/{self._rank}", "")
+        if self._store.add(f"{place}/arrived", 1) == self._world_size:
+            self._store.set(f"{place}/all", "")
+
+    def _has_come(self, place: str, deadline_s: float) -> bool:
+        """Whether all have, after waiting for them for a moment."""
+        wait_s = max(0.001, min(_LOOK_S, deadline_s - time.monotonic()))
+        try:
+            self._store.wait([f"{place}/all"], timedelta(seconds=wait_s))
+        except RuntimeError as error:  # a plain one where the store is a file
+            if isinstance(error, dist.DistNetworkError) or "timeout" not in str(error).lower():
+                raise
+            return False
+        return True
+
+    def _missing(self, place: str) -> str:
+        missing = [rank for rank in range(self._world_size) if not self._store.check([f"{place}/{rank}"])]
+        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"

@@ -1,0 +1,86 @@
+"""A rank's part of a model that megatron-core computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from dynapipe_ext.executor.checkpoints.manifest import RunState, Saver
+from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
+from dynapipe_ext.executor.stages.megatron.exact import gpt_stage
+from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
+from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron.placement import build_chunks
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
+from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.model_folder import load_initial_weights
+from dynapipe_ext.launch.rank.built_model import BuiltModel
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.megatron_arguments import run_arguments
+from dynapipe_ext.settings.train_config import TrainConfig
+
+
+def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, device: torch.device) -> BuiltModel:
+    """Every rank calls it at the same point, once Megatron's parallel state is there. Weights are those of `[model]
+    init_from`, else drawn by the seed."""
+    topology = topology_of(config)
+    pp_rank = topology.coordinates(rank).pp_rank
+    settings = transformer_config(
+        architecture,
+        topology,
+        dtype=config.model.dtype,
+        sequence_parallel=config.topology.sequence_parallel,
+        dropout=config.model.dropout,
+        deterministic=config.optimizer.deterministic,
+    )
+    seed = None if config.model.init_from else config.run.seed
+
+    def build(stage: int) -> torch.nn.Module:
+        return build_model(architecture, topology, stage, settings, seed=seed, device=device)
+
+    models = build_chunks(topology, pp_rank, build, tied_embeddings=architecture.tied_embeddings)
+    if config.model.init_from:
+        for model in models:
+            load_initial_weights(model, config.model.init_from, architecture)
+    chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
+    optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
+    make_stage: Callable[..., MegatronStage] = gpt_stage
+    if architecture.num_decoder_layers:
+        from dynapipe_ext.executor.stages.megatron.t5 import t5_stage
+
+        make_stage = t5_stage
+    stage = make_stage(
+        chunks,
+        deterministic=config.optimizer.deterministic,
+        dropout=config.model.dropout > 0,
+        measure_bytes=device.type == "cpu",
+    )
+    num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
+    description = asdict(architecture) | {"dtype": config.model.dtype}
+
+    def saver(root: Path) -> Saver:
+        return CheckpointSaver(
+            root,
+            chunks,
+            optimizer,
+            run_arguments(architecture, config.model.dtype),
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+            background=config.checkpoint.background,
+        )
+
+    def restore(folder: Path) -> RunState:
+        return load_checkpoint(folder, chunks, optimizer, model=description).run
+
+    return BuiltModel(
+        stage=stage,
+        optimizer=optimizer,
+        modules=chunks,
+        description=description,
+        saver=saver,
+        restore=restore,
+        held_bytes=lambda: optimizer.state_bytes() + stage.weight_bytes() + num_sum_bytes,
+    )

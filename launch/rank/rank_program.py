@@ -1,0 +1,225 @@
+"""One rank's process under torchrun: `torchrun … -m dynapipe_ext.launch.rank`, with the flags of `dynapipe train`.
+
+Of all ranks that fail, the first says why, in one line; those that fail because it did say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from dynapipe_ext.errors import DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.executor.checkpoints.folder import checkpoints
+from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.launch.command_parser import CommandParser
+from dynapipe_ext.launch.commands.train import add_arguments, config_from, resumed_run
+from dynapipe_ext.launch.env import (
+    RankEnv,
+    agent_attempt,
+    launcher,
+    limit_threads,
+    named_interface,
+    rank_env,
+    under_torchrun,
+    use_interface,
+)
+from dynapipe_ext.launch.processes.agent import recorded
+from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError, set_process_title
+from dynapipe_ext.launch.processes.network import interface_towards
+from dynapipe_ext.launch.processes.signals import ending_signals_raise
+from dynapipe_ext.launch.rank.rank_log import require_loggers
+from dynapipe_ext.launch.rank.train_rank import TrainingJob, rank_title, refuse_done, train_rank
+from dynapipe_ext.launch.run.outcome import is_unfinished, keeping_what_ran
+from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, RunDirectory
+from dynapipe_ext.launch.run.trained_model import refuse_output
+from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store.user_store import asked_store, greet_store
+from dynapipe_ext.settings.train_config import TrainConfig
+
+_ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
+_INTERRUPTED_STATUS = 130
+
+
+def run_and_exit() -> NoReturn:
+    """The program. A rank that fails leaves at once: with its peers gone, closing its process groups could hang."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # its stacks
+    _end_with_agent()
+    limit_threads()
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)
+    sys.exit(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parsed(arguments)
+    env: RankEnv | None = None
+    try:
+        with ending_signals_raise():
+            env = rank_env()
+            with _recorded(env), _telling(env):
+                return _main(env, args)
+    except JobError as error:
+        return error.exit_status
+    except DynaPipeError as error:  # no rank yet
+        print(f"dynapipe: error: {in_one_line(error)}", file=sys.stderr)
+        return USER_ERROR_STATUS
+    except KeyboardInterrupt:
+        return _INTERRUPTED_STATUS
+
+
+def _end_with_agent() -> None:
+    """However torchrun ends, this rank does; where `dynapipe launch` started it, also if it had ended by now."""
+    agent, launched = os.getppid(), launcher()
+    end_with_parent(agent)
+    if launched is not None and parent_of(agent) != launched.pid:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _recorded(env: RankEnv) -> AbstractContextManager[None]:
+    """Inside, the launcher of this node, if there is one, knows of this rank."""
+    launched = launcher()
+    return recorded(launched.records, int(agent_attempt() or 0), env.rank) if launched else nullcontext()
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Rank 0 alone shows the help and mistakes: all have the same arguments."""
+    parser = CommandParser(prog="python -m dynapipe_ext.launch.rank", description=__doc__)
+    add_arguments(parser)
+    with ExitStack() as stack:
+        if under_torchrun() and rank_env().rank:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        return parser.parse_args(arguments)
+
+
+def _main(env: RankEnv, args: argparse.Namespace) -> int:
+    config = config_from(args)
+    set_process_title(rank_title(env, config))
+    require_loggers(config)
+    run_dir, resumed = resumed_run(args, config)
+    refuse_output(config, run_dir, overwrite=args.overwrite)
+    address = asked_store(args.store, insecure=args.insecure_store)
+    own = _settle_network(env, address)
+    asked = (signal.SIGTERM, signal.SIGUSR1)
+    if env.rank:
+        return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
+    with ExitStack() as stack:
+        if address is None:
+            address = _embedded_store(own, config, stack)
+        else:
+            greet_store(address)  # refused here, before data and costs are prepared
+        overwrite = args.overwrite and resumed is None  # else it is what --output holds that may be lost
+        if launcher() is not None and resumed is None and run_dir:
+            resumed, overwrite = _to_go_on_with(Path(run_dir), config, compare=args.compare)
+        directory = stack.enter_context(RunDirectory(run_dir, overwrite=overwrite, resume=resumed is not None))
+        stack.enter_context(keeping_what_ran(directory))
+        job = TrainingJob(
+            config,
+            args.compare,
+            directory.path,
+            address,
+            resumed=resumed,
+            end_signals=asked,
+            overwrite=args.overwrite,
+            num_shown=args.show_samples,
+        )
+        with _telling(env):  # before the store goes, and others fail for that
+            return train_rank(env, job)
+
+
+def _to_go_on_with(run_dir: Path, config: TrainConfig, *, compare: bool) -> tuple[Path | None, bool]:
+    """What `dynapipe launch` does with a directory that holds a run which has not ended well: the checkpoint that it
+    goes on from, or whether it begins anew over one that has saved nothing. Errors: ConfigError for one that is done.
+    """
+    saved = () if compare else checkpoints(run_dir / CHECKPOINTS)  # of what is compared nothing is saved
+    if not saved:
+        return None, is_unfinished(run_dir)
+    if not config.run.epochs:
+        refuse_done(saved[-1], config)
+    print(f"going on from {saved[-1]}", file=sys.stderr, flush=True)
+    return saved[-1], False
+
+
+def _embedded_store(tls_host: str | None, config: TrainConfig, stack: ExitStack) -> StoreAddress:
+    """The store of a job that was given none: on this machine, over TLS where ranks on others reach it by that."""
+    server = stack.enter_context(RedisServer(binary=config.job.redis_server or None, tls_host=tls_host))
+    if tls_host:
+        print(f"store: embedded {server.name} {server.version} at {server.address}", file=sys.stderr)
+    return server.address
+
+
+def _settle_network(env: RankEnv, store: StoreAddress | None) -> str | None:
+    """Have gloo and NCCL take the interface on which ranks reach each other, unless the user chose; this machine's
+    address on it, or None where all are on this machine."""
+    if env.local_world_size == env.world_size:
+        use_interface("lo")
+        return None
+    store_host = urlsplit(store.url).hostname if store else None
+    name, own = interface_towards((host for host in (env.master_addr, store_host) if host), named_interface())
+    if (taken := use_interface(name)) and env.local_rank == 0:
+        print(f"network of rank {env.rank}'s machine: {name} ({', '.join(taken)})", file=sys.stderr)
+    return own
+
+
+@contextmanager
+def _telling(env: RankEnv) -> Iterator[None]:
+    """Errors become a JobError with the cause of the whole job's failure, which its rank has said."""
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        status = USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
+        mine = f"rank {env.rank}: {in_one_line(error)}"
+        if (cause := _first_cause(env, mine)) == mine:
+            print(f"dynapipe: error: {mine}", file=sys.stderr, flush=True)
+            _tell_torchrun(error, mine)
+        raise JobError(mine, status, cause) from error
+
+
+def _first_cause(env: RankEnv, mine: str) -> str:
+    """Why the first rank failed, by the store of torchrun's agent; `mine` where this is the first, or nobody knows."""
+    attempt = agent_attempt()
+    if attempt is None:
+        return mine
+    from torch._C._distributed_c10d import TCPStore
+
+    try:
+        limit = timedelta(seconds=_ASK_S)
+        store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=limit, wait_for_workers=False)
+        key = f"dynapipe/failure/{attempt}"
+        found: bytes = store.compare_set(key, "", mine)
+    except RuntimeError:  # the agent has gone
+        return mine
+    return found.decode(errors="replace")
+
+
+def _tell_torchrun(error: Exception, cause: str) -> None:
+    """For its summary, which shows the first failure: its cause, after the calls that led to it if it is a defect."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise ExecutionError(cause) from (None if isinstance(error, DynaPipeError) else error)
+    except ExecutionError as told:
+        get_error_handler().record_exception(told)

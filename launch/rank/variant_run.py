@@ -1,0 +1,369 @@
+"""One run on one rank: model, loader and loop joined, and its traced actions."""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.costs.abilities import over_topology
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.executor.checkpoints.manifest import EndRequest, PeriodicCheckpoints, RunState, SoFar
+from dynapipe_ext.executor.drift import CostWatch
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
+from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.plans.dump import DumpingPlanner
+from dynapipe_ext.executor.protocols import Recorder, Store, Transport
+from dynapipe_ext.executor.stages.accumulator import named_collectives
+from dynapipe_ext.executor.training_loop import (
+    LoopSettings,
+    PeriodicEvaluation,
+    SpanRecorder,
+    StepExecutors,
+    train_steps,
+)
+from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.transport.torch_p2p import Groups, TorchP2PTransport, WatchedTransport
+from dynapipe_ext.launch.job.job import Variant, architecture_of, make_planner, topology_of
+from dynapipe_ext.launch.job.run_costs import RunCosts, write_fitted_costs
+from dynapipe_ext.launch.job.run_data import RunData
+from dynapipe_ext.launch.rank.built_model import BuiltModel
+from dynapipe_ext.launch.rank.rank_log import LoggingRecorder, RankLog
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.memory import reading_stages
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.timeline import Span
+
+Spans = Mapping[int, Sequence[Span]]  # by the step's number from 0; seconds from the first start on any rank
+
+
+class TracedSpans:
+    """A listener that keeps one rank's spans of the traced steps."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, tuple[Span, ...]] = {}
+
+    def step_done(self, done: StepDone) -> None:
+        if done.spans:
+            self.spans[done.step] = done.spans
+
+    def close(self) -> None: ...
+
+
+def spans_to_bytes(spans: Spans) -> bytes:
+    return json.dumps({step: [asdict(span) for span in of] for step, of in spans.items()}).encode()
+
+
+def spans_from_bytes(data: bytes) -> Spans:
+    raw = json.loads(data)
+    return {int(step): [Span(**{**span, "shape": tuple(span["shape"])}) for span in of] for step, of in raw.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoints:
+    """Where a run's checkpoints lie, on all ranks alike, the one that it goes on from (None: it begins), and the
+    signals that ask for its end."""
+
+    root: Path
+    resumed: Path | None
+    request: EndRequest
+    end_signals: tuple[signal.Signals, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOfRank:
+    """Which of a job's nodes a rank is on, and whether it is the one that starts the node's planners."""
+
+    rank: int
+    num_nodes: int
+    starts_planners: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What a rank shares between the runs of a job."""
+
+    rank: int
+    config: TrainConfig
+    data: RunData
+    costs: RunCosts
+    store: Store
+    plan_key: bytes
+    namespace: str
+    groups: Groups
+    device: torch.device
+    clock_offset_s: float
+    num_cores: int | None  # of all machines; None on accelerators
+    node: NodeOfRank
+    log: RankLog | None = None
+
+
+def run_variant(
+    context: RankContext,
+    variant: Variant,
+    namespace: str,
+    listeners: Sequence[Listener],
+    checkpoints: RunCheckpoints | None = None,
+) -> Generator[StepDone, None, None]:
+    """Run one variant step by step; every rank of the job calls this alike, but with its own rank and listeners.
+
+    `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from;
+    a variant without them is there to be compared, and not evaluated.
+    """
+    config, device = variant.config, context.device
+    topology = topology_of(config)
+    costs = context.costs.now
+    if topology != topology_of(context.config):
+        costs, _ = over_topology(costs, topology)
+    me = topology.coordinates(context.rank)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    architecture = architecture_of(config, context.data.whole.vocab_size)
+    built = _built(context, config, architecture)
+    stage = built.stage
+    recorder = SpanRecorder(context.clock_offset_s)
+    with ExitStack() as stack:
+        transport = _transport(context, variant)
+        stack.callback(transport.close)
+        arrived = transport.arrived if isinstance(transport, WatchedTransport) else None
+        log, records_all = None, device.type == "cpu"
+        recorded: Recorder = recorder
+        if context.log is not None:
+            log = replace(context.log, variant=variant.name)
+            listeners = [*listeners, log]
+            if config.debug.log_level == "debug":
+                recorded, records_all = LoggingRecorder(recorder, log), True
+        recording = PipelineExecutor(
+            stage, transport, recorder=recorded, rank=context.rank, clock=_clock(device), arrived=arrived
+        )
+        # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
+        plain = recording if records_all else PipelineExecutor(stage, transport, arrived=arrived)
+        planner = make_planner(config, costs, context.num_cores)
+
+        def of_training(planner: Planner) -> Planner | DumpingPlanner:
+            dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)  # in line, all plan alike
+            return DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner
+
+        load = partial(
+            DynaPipeDataLoader,
+            batch_size=config.data.batch_size or None,
+            tokens_per_batch=config.data.tokens_per_batch or None,
+            shuffle=True,
+            seed=config.run.seed,
+            coordinates=me,
+            pin_memory=device.type == "cuda",
+            needs_data=not set(topology.stages_of(me.pp_rank)).isdisjoint(reading_stages(architecture, topology)),
+            timeout_s=config.job.timeout_s,
+        )
+        loader = stack.enter_context(
+            load(
+                context.data.train,
+                of_training(planner),
+                drop_last=config.data.drop_last,
+                num_workers=config.data.num_workers,
+                prefetch_steps=config.data.prefetch_steps,
+                store=context.store,
+                namespace=namespace,
+                plan_key=context.plan_key,
+                start_planners=context.node.starts_planners,
+                node_rank=context.node.rank,
+                num_nodes=context.node.num_nodes,
+            )
+        )
+        evaluate = None
+        if context.data.held_out is not None and checkpoints is not None:
+            # Planned in line: the planner processes are training's, and its next plans wait for nothing.
+            held_out = stack.enter_context(load(context.data.held_out, planner.for_forwards()))
+            forwards = PipelineExecutor(stage, transport)
+            evaluate = PeriodicEvaluation(forwards, held_out, built.modules, config.eval, num_steps=config.run.steps)
+
+        def adopt(step: int, adapted: CostModel) -> None:
+            context.costs.adopt(step, adapted)
+            if checkpoints is not None and context.rank == 0:
+                write_fitted_costs(checkpoints.root.parent, step, adapted)
+            loader.plan_with(of_training(replace(planner, costs=adapted)))
+
+        watch = CostWatch(
+            planner.costs,
+            in_cpu_s=planner.shared_cores is not None,
+            adapts=config.plan.adapt_costs and checkpoints is not None,
+            gather=partial(gather_bytes, device=device),
+            share=partial(broadcast_bytes, device=device),
+            adopt=adopt,
+        )
+        if checkpoints is not None:
+            listeners = [*listeners, _saving(context, checkpoints, built, loader)]
+            stack.callback(listeners[-1].close)
+            stack.enter_context(checkpoints.request.listening(checkpoints.end_signals))
+        yield from train_steps(
+            loader,
+            StepExecutors(plain=plain, traced=recording, recorder=recorder),
+            built.optimizer,
+            LoopSettings(
+                num_steps=config.run.steps, log_every=config.run.log_every, traced_steps=config.run.traced_steps
+            ),
+            listeners,
+            gather=partial(_gather, device=device),
+            own_bytes=partial(_own_bytes, built, device),
+            counts_work=me.pp_rank == me.tp_rank == 0,
+            micro_batch_losses=stage.losses,
+            evaluate=evaluate,
+            begins=log.step_begins if log is not None else lambda plan: None,
+            watch=watch,
+        )
+
+
+@named_collectives("making of the model")
+def _built(context: RankContext, config: TrainConfig, architecture: Architecture) -> BuiltModel:
+    """This rank's part of the model, of the framework that a variant's settings name."""
+    device = context.device
+    if config.deepspeed.config:
+        from dynapipe_ext.launch.rank.deepspeed_run import build_deepspeed
+
+        return build_deepspeed(config, architecture, device)
+    if config.model.uses_transformers:
+        from dynapipe_ext.launch.rank.transformers_run import build_transformers
+
+        return build_transformers(config, architecture, device)
+    from dynapipe_ext.launch.rank.megatron_run import build_megatron  # its CUDA calls are settled by now
+
+    return build_megatron(config, architecture, context.rank, device)
+
+
+def _saving(
+    context: RankContext, checkpoints: RunCheckpoints, built: BuiltModel, loader: DynaPipeDataLoader
+) -> PeriodicCheckpoints:
+    """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there."""
+    config, so_far = context.config, SoFar()
+    if checkpoints.resumed is not None:
+        run = built.restore(checkpoints.resumed)
+        loader.load_state_dict(run.loader)
+        so_far = SoFar(run.losses, run.num_samples)
+
+    def state(done: StepDone, so_far: SoFar) -> RunState:
+        return RunState(
+            step=done.number,
+            num_samples=so_far.num_samples,
+            loader=loader.state_dict(),
+            model=built.description,
+            settings=config.to_json(),
+            costs=cost_model_to_json(context.costs.now),
+            costs_fingerprint=context.costs.now.fingerprint(),
+            losses=so_far.losses,
+            validation_loss=done.evaluation.loss if done.evaluation else None,
+        )
+
+    return PeriodicCheckpoints(
+        built.saver(checkpoints.root),
+        config.checkpoint,
+        state,
+        checkpoints.request,
+        num_steps=config.run.steps,
+        num_samples=lambda done: loader.num_samples(done.epoch, done.epoch_step),
+        so_far=so_far,
+    )
+
+
+def _own_bytes(built: BuiltModel, device: torch.device, activation_bytes: int) -> int:
+    """What this rank held at most; on a CPU, where nobody measures it, the sum of what it is known to hold."""
+    if device.type == "cpu":
+        return built.held_bytes() + activation_bytes
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _gather(mine: RankFigures, name: str, device: torch.device) -> list[RankFigures]:
+    """Every rank's figures, in rank order."""
+    numbers = torch.tensor(mine.numbers(), dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    with named_collectives(name):
+        dist.all_gather(everyone, numbers)
+    return [RankFigures.from_numbers(rank.tolist()) for rank in everyone]
+
+
+@named_collectives("places of ranks on nodes")
+def node_of(rank: int, *, starts: bool, device: torch.device) -> NodeOfRank:
+    """A rank's node, where ranks of a node follow one another and the first of each `starts` its planners."""
+    first = torch.tensor([starts], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, first)
+    firsts = [bool(one) for one in everyone]
+    return NodeOfRank(sum(firsts[: rank + 1]) - 1, sum(firsts), starts)
+
+
+@named_collectives("comparison of clocks")
+def clock_offset_s(one_machine: bool, device: torch.device) -> float:
+    """What to take from this rank's clock to read rank 0's: nothing on one machine, else as of a common barrier."""
+    if one_machine:
+        return 0.0
+    dist.barrier()
+    mine = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    return float(mine - first)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds; on an accelerator once its work is done, so that a span ends when its action does."""
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def synchronised() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return synchronised
+
+
+def _transport(context: RankContext, variant: Variant) -> Transport:
+    config, device = variant.config, context.device
+    topology, job = topology_of(config), config.job
+    inner: Transport
+    if job.strict:
+        inner = StrictTransport(topology, context.rank, context.groups, timeout_s=job.timeout_s)
+    else:
+        inner = TorchP2PTransport(topology, context.rank, context.groups, device=device, timeout_s=job.timeout_s)
+    if not config.plan.fill_waits:
+        return inner
+    if device.type == "cpu":
+        return WatchedTransport(inner)
+    return WatchedTransport(inner, drain=lambda: torch.cuda.current_stream(device).synchronize())
+
+
+def broadcast_bytes(data: bytes, what: str, device: torch.device) -> bytes:
+    """Rank 0's bytes on every rank, over the job's own process group: what the store must not hold. `what` names them
+    in errors."""
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    with named_collectives(what):
+        dist.broadcast(size, src=0)
+        length = int(size)
+        payload = torch.zeros(length, dtype=torch.uint8, device=device)
+        if dist.get_rank() == 0 and length:
+            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(payload, src=0)
+    return struct.pack(f"{length}B", *payload.tolist())
+
+
+def gather_bytes(data: bytes, what: str, device: torch.device) -> list[bytes]:
+    """Every rank's bytes on rank 0, in rank order, over the job's own process group; nothing on the others. `what`
+    names them in errors."""
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    with named_collectives(what):
+        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
+        most = max(1, *(int(size) for size in sizes))
+        mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8).to(device)
+        is_first = dist.get_rank() == 0
+        everyone = [torch.empty_like(mine) for _ in sizes] if is_first else None
+        dist.gather(mine, everyone, dst=0)
+    return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(everyone or (), sizes, strict=is_first)]

@@ -1,0 +1,1 @@
+"""A run's directory: claimed, filled, reported on, and the trained model made of it."""

@@ -1,0 +1,310 @@
+"""What a run leaves in its directory: settings and costs at its start; report, curve and timelines at its end."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from dynapipe_ext.batch.micro_batches import LengthArray, carried_pieces, sample_lengths
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.adapters import share_of_adapters
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.errors import DynaPipeError, in_one_line
+from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.launch.job.job import Variant, global_batches, make_planner, topology_of
+from dynapipe_ext.launch.job.run_costs import RunCosts
+from dynapipe_ext.launch.job.run_data import RunData
+from dynapipe_ext.launch.processes.cluster import JobError
+from dynapipe_ext.launch.rank.variant_run import Spans
+from dynapipe_ext.launch.run.run_directory import (
+    RunDirectory,
+    clear_run,
+    forget_fitted,
+    is_in_use,
+    link,
+    point_latest_at,
+)
+from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
+from dynapipe_ext.schedules.judge.simulate import held_bytes
+from dynapipe_ext.settings.train_config import PlanSettings, TrainConfig
+from dynapipe_ext.timeline import Span, Trace, merge
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
+from dynapipe_ext.tools.account.run_events import (
+    EVENTS_FILE,
+    VariantLabel,
+    curves,
+    read_events,
+    report_of,
+    resume_events,
+    start_events,
+    validation_points,
+)
+from dynapipe_ext.tools.account.tables import compare_table, shared_cores_note, summary_table
+from dynapipe_ext.tools.console import counted
+from dynapipe_ext.tools.json_file import toml_of, write_atomic
+from dynapipe_ext.tools.show.loss_curve import write_loss_png
+from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
+
+_STRICT_NOTE = (
+    "Ranks filled their waits with weight gradients (fill_waits). The simulated timeline does not: of ranks that share"
+    " cores it has the schedule's own order."
+)
+
+
+def run_facts(
+    config: TrainConfig, dataset: TokenDataset, store: StoreInfo, *, device: str, device_bytes: int, num_cores: int
+) -> RunFacts:
+    """What is known of a run before its first step; `device` is "cpu" or an accelerator's name."""
+    topology = topology_of(config)
+    model = asdict(config.model) | {"vocab_size": dataset.vocab_size}
+    if config.lora.enabled and config.model.described is not None:
+        model["trained_share"] = share_of_adapters(config.lora, config.model.described)
+    return RunFacts(
+        topology=topology,
+        device=device if device != "cpu" else f"cpu ({platform.machine()}, {counted(num_cores, 'core')})",
+        device_bytes=device_bytes,
+        num_cores=num_cores,
+        seed=config.run.seed,
+        loss_norm=config.plan.loss_norm,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        oversubscribed=device == "cpu" and topology.world_size > num_cores,
+        store=store,
+        versions=versions(),
+        model=model,
+    )
+
+
+def begin_run(
+    run_dir: Path, config: TrainConfig, data: RunData, costs: CostModel, facts: RunFacts, chosen: Sequence[Variant]
+) -> None:
+    """Fill a claimed directory with what the run starts from, in the place of an overwritten run."""
+    clear_run(run_dir)
+    write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
+    # With --costs, this file makes another run plan exactly as this one does.
+    write_atomic(run_dir / "costs.json", json.dumps(cost_model_to_json(costs)) + "\n")
+    _link_data(run_dir, data)
+    labels = [VariantLabel(one.name, one.config.plan.layout, one.config.plan.schedule) for one in chosen]
+    start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)
+    point_latest_at(run_dir)
+
+
+def resume_run(run_dir: Path, config: TrainConfig, data: RunData, facts: RunFacts, step: int) -> None:
+    """Make a directory one of a run that goes on after `step` steps: what came later is run again."""
+    write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
+    if (run_dir / "data").is_symlink() or not (run_dir / "data").exists():  # else a copy that holds the data itself
+        _link_data(run_dir, data)  # it may have been moved
+    forget_fitted(run_dir, step)
+    resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
+    point_latest_at(run_dir)
+
+
+def _link_data(run_dir: Path, data: RunData) -> None:
+    link(run_dir / "data", Path(os.path.relpath(data.whole.directory.resolve(), run_dir.resolve())))
+
+
+def write_outcome(
+    run_dir: Path,
+    config: TrainConfig,
+    costs: RunCosts,
+    data: RunData,
+    spans: Sequence[Spans],
+) -> None:
+    """Write the files of a finished run and print the tables. `spans` are those of the configured run, by rank."""
+    events = read_events(run_dir / EVENTS_FILE)
+    (_, steps), facts = events.variants[0], events.facts
+    shared_cores = facts.num_cores if facts.oversubscribed else None
+    report = report_of(events, unfinished=None)
+    traced = [done for done in steps if any(done.step in rank for rank in spans)]
+    simulated = {
+        done.step: _simulated(config, costs.at(done.step), data.train.lengths, done, shared_cores) for done in traced
+    }
+    _write_traces(run_dir, config.plan, facts.topology, spans, simulated, shared_cores)
+    _write_curve(run_dir, report)
+    report.write(run_dir / "report.json")  # the last: by it a run has ended
+    console = Console()
+    console.print(summary_table(report))
+    if report.compare:
+        console.print(compare_table(report))
+    console.print(f"report.json, loss.png and trace.html are in {run_dir}", highlight=False)
+
+
+def write_unfinished(run_dir: Path, reason: str) -> None:
+    """Write report and curve of what ran before a run ended early."""
+    events = read_events(run_dir / EVENTS_FILE)
+    report = report_of(events, unfinished=reason)
+    report.write(run_dir / "report.json")
+    _write_curve(run_dir, report)
+    done = f"{report.steps} of {counted(events.num_steps, 'step')} ran"
+    Console(stderr=True, highlight=False).print(f"{done}: what is known of them is in {run_dir}", soft_wrap=True)
+
+
+def is_unfinished(run_dir: Path) -> bool:
+    """Whether a directory holds a run that has not done all its steps, or not said so."""
+    if not (run_dir / EVENTS_FILE).exists():
+        return False
+    return _is_unreported(run_dir) or RunReport.read(run_dir / "report.json").unfinished is not None
+
+
+def _is_unreported(run_dir: Path) -> bool:
+    """Whether more has happened than the report of a run knows."""
+    report = run_dir / "report.json"
+    return not report.exists() or report.stat().st_mtime_ns < (run_dir / EVENTS_FILE).stat().st_mtime_ns
+
+
+def report_what_ran(run_dir: Path, reason: str) -> None:
+    """Report a run whose own rank 0 could not, because it was killed: its events are newer than its report. Where it
+    still runs, under another launcher, nothing is changed."""
+    if (run_dir / EVENTS_FILE).exists() and not is_in_use(run_dir) and _is_unreported(run_dir):
+        _report_early_end(run_dir, reason)
+
+
+@contextmanager
+def keeping_what_ran(directory: RunDirectory) -> Iterator[None]:
+    """Inside, a run that ends early for whatever reason leaves its report, with the reason in it."""
+    try:
+        yield
+    except BaseException as error:
+        if directory.has_begun:
+            _report_early_end(directory.path, reason_of(error))
+        raise
+
+
+def _report_early_end(run_dir: Path, reason: str) -> None:
+    try:
+        write_unfinished(run_dir, reason)
+    except DynaPipeError as error:  # a full disk may be the cause of both: the first one is what ends the run
+        print(f"dynapipe: the report could not be written: {error}", file=sys.stderr)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a run ended early, for its report."""
+    match error:
+        case KeyboardInterrupt():
+            return "interrupted (Ctrl-C)"
+        case SystemExit(code=int(code)) if code > 128:
+            return f"ended by a signal ({signal.Signals(code - 128).name})"
+        case JobError():
+            return error.cause
+        case _:
+            return in_one_line(error)
+
+
+def _write_curve(run_dir: Path, report: RunReport) -> None:
+    t = report.facts.topology
+    if report.steps:
+        title = f"Training loss, TP{t.tp} x PP{t.pp} x DP{t.dp}"
+        write_loss_png(run_dir / "loss.png", curves(report), title, validation=validation_points(report))
+
+
+def _write_traces(
+    run_dir: Path,
+    plan: PlanSettings,
+    topology: Topology,
+    spans: Sequence[Spans],
+    simulated: Mapping[int, Trace],
+    shared_cores: int | None,
+) -> None:
+    measured = tuple(
+        merge((Trace(tuple(rank.get(step, ()))) for rank in spans), f"step {step + 1}").with_pieces_of(planned)
+        for step, planned in simulated.items()
+    )
+    names = {}
+    for rank in range(topology.world_size):
+        me = topology.coordinates(rank)
+        names[rank] = f"dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
+    notes = page_notes(topology.world_size, shared_cores, fill_waits=plan.fill_waits)
+    record = TraceRecord(
+        measured=measured,
+        simulated=tuple(simulated.values()),
+        title=f"Pipeline timeline, TP{topology.tp} x PP{topology.pp} x DP{topology.dp}",
+        subtitle=f"{plan.layout} layout, {plan.schedule} schedule; measured above simulated",
+        notes=notes,
+        rank_names=names,
+    )
+    write_trace_file(run_dir / "trace.json", record)
+    write_trace_html(
+        run_dir / "trace.html",
+        measured=record.measured,
+        simulated=record.simulated,
+        title=record.title,
+        subtitle=record.subtitle,
+        notes=notes,
+        rank_names=names,
+    )
+    write_chrome_trace(run_dir / "trace.chrome.json", [*record.measured, *record.simulated])
+
+
+def page_notes(world_size: int, shared_cores: int | None, *, fill_waits: bool) -> tuple[str, ...]:
+    """What readers of the timeline must know; `shared_cores` is None where every rank has a core of its own."""
+    if shared_cores is None:
+        return ()
+    return (shared_cores_note(world_size, shared_cores), *([_STRICT_NOTE] if fill_waits else []))
+
+
+def _simulated(
+    config: TrainConfig,
+    costs: CostModel,
+    lengths: LengthArray,
+    step: StepDone,
+    shared_cores: int | None,
+) -> Trace:
+    """The step proven again (it is a pure function of lengths and settings) and simulated on all ranks."""
+    topology = topology_of(config)
+    batches = global_batches(config, lengths, step.epoch, drop_last=config.data.drop_last)
+    samples = sample_lengths(lengths, batches[step.epoch_step])
+    plan = prove_step(make_planner(config, costs, shared_cores), samples, step=step.step).step_plan
+    traces = []
+    for d, (replica, trace) in enumerate(zip(plan.batch.replicas, plan.traces, strict=True)):
+        if config.plan.fill_waits and shared_cores is None:
+            trace = filled_trace(plan.schedules[d], plan.costs[d])
+        shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
+        trace = trace.with_shapes(shapes).with_pieces(carried_pieces(replica.micro_batches))
+        for tp_rank in range(topology.tp):
+            ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)]
+            traces.append(trace.on_ranks(ranks))
+    return merge(traces, f"step {step.step + 1}")
+
+
+def filled_trace(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
+    """The step on ranks that fill their waits, from the order they are given; bytes as `simulate` has them."""
+    order = with_room_to_fill(schedule, costs)
+    ran = simulate_filling(order, costs)
+    held = held_bytes(replace(order, ranks=tuple(tuple(action for action, _, _ in rank) for rank in ran)), costs)
+    spans = [
+        Span(
+            rank=rank,
+            label=str(action),
+            start_s=start / 1e9,
+            end_s=end / 1e9,
+            cpu_s=(end - start) / 1e9,
+            num_bytes=num_bytes,
+        )
+        for rank, (actions, sizes) in enumerate(zip(ran, held, strict=True))
+        for (action, start, end), num_bytes in zip(actions, sizes, strict=True)
+    ]
+    return Trace(tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s, span.rank))), schedule.name)
+
+
+def versions() -> dict[str, str]:
+    versions = {"python": sys.version.split()[0]}
+    for name in ("dynapipe-ext", "torch", "megatron-core", "numpy", "redis"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

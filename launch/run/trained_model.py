@@ -1,0 +1,140 @@
+"""What a run leaves besides itself: its model in a folder of its own, in a published form, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.checkpoints import folder as checkpoints
+from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, MODEL_FOLDER, OPTIMIZER_FILES, read_manifest
+from dynapipe_ext.launch.job.run_data import named_files
+from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, runs_folder
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import writing_in
+
+_CONFIG = "config.json"
+_OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere
+
+
+def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
+    """Errors: ConfigError for a place that the model cannot be written to once it is trained, or where the run reads or
+    writes (`run_dir` empty: a new directory in runs/), or for a model that has no published form."""
+    output, model = config.checkpoint.output, config.model
+    if not output:
+        return
+    if model.described is None:
+        raise ConfigError(
+            f"--output {output} is for published models, but the model is in sizes of its own: name one by --model or"
+            " --architecture, or convert the run's checkpoints"
+        )
+    place = Path(os.path.abspath(output))
+    sources = map(Path, named_files(config).values())
+    inside = place.resolve()
+    if holders := [source for source in sources if source.exists() and source.resolve().is_relative_to(inside)]:
+        raise ConfigError(f"--output {output} holds {holders[0]}, which the run reads: choose another folder")
+    own = (Path(run_dir) if run_dir else runs_folder(run_dir)).resolve()
+    if own.is_relative_to(inside) or inside.is_relative_to(own / CHECKPOINTS):
+        raise ConfigError(f"--output {output} is where the run writes what is its own: choose a folder beside {own}")
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"--output {output} is a file: choose a folder")
+    if place.is_dir() and any(place.iterdir()) and not overwrite:
+        raise ConfigError(f"--output {output} holds something: choose another folder, or lose that by --overwrite")
+
+
+def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) -> int:
+    """Write `[checkpoint] output` from the run's last checkpoint, or the best where that is kept; returns its step.
+
+    The folder appears whole or not at all: it is written beside its place and renamed, over what is there where
+    `overwrite` allows it. Errors: DataError; the run and its checkpoints stay.
+    """
+    settings = config.checkpoint
+    place = Path(os.path.realpath(settings.output))  # where it is a link, what that points to is replaced
+    with writing_in(place.parent):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    written = place.with_name(f".{place.name}.written")
+    for left in (written, written.with_name(f"{written.name}.partial")):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with writing_in(written):
+        step = _write(config, run_dir, written)
+    old = place.with_name(f".{place.name}.old")
+    try:
+        if place.is_dir() and (overwrite or not any(place.iterdir())):
+            shutil.rmtree(old, ignore_errors=True)
+            place.rename(old)
+        written.rename(place)
+    except OSError as error:
+        raise DataError(
+            f"{settings.output} cannot be put in place ({error.strerror}): the model is whole in {written}, move it"
+        ) from None
+    shutil.rmtree(old, ignore_errors=True)
+    return step
+
+
+def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
+    """Lay config.json, tokenizer and licence of a published model beside a run's checkpoints, where conversion looks
+    for them: a checkpoint alone cannot say them. One that transformers computes is a published folder itself.
+
+    Errors: DataError where they cannot be written.
+    """
+    if config.model.described is None or (config.model.uses_transformers and not config.deepspeed.config):
+        return
+    from dynapipe_ext.tools.checkpoint.megatron.folder import CARRIED
+
+    root = run_dir / CHECKPOINTS
+    folder = root if config.deepspeed.config else root / CARRIED
+    with writing_in(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in _carried(config):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
+    """The model as a new folder; the step that it is of."""
+    settings, root = config.checkpoint, run_dir / CHECKPOINTS
+    source = checkpoints.best(root) if settings.keep_best else checkpoints.latest(root)
+    if config.model.uses_transformers:
+        saved = source / MODEL_FOLDER if config.deepspeed.config else source
+        if not saved.is_dir():
+            raise DataError(
+                f"{source} was saved when it was not to be the run's output: dynapipe convert {source}"
+                f" {settings.output} --to hf"
+            )
+        _lay_out(config, saved, written)
+        return read_manifest(source).run.step
+    from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
+    from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+
+    options = WriterOptions()
+    if settings.save_format == "megatron":
+        options = WriterOptions(tp=config.topology.tp, pp=config.topology.pp)
+    convert(prepare_conversion(source, written, settings.save_format, options, carry=_carried(config)))
+    return read_manifest(source).run.step
+
+
+def _lay_out(config: TrainConfig, saved: Path, written: Path) -> None:
+    """A folder for `from_pretrained`, transformers' or peft's, without what else a run has saved beside the model."""
+    shutil.copytree(saved, written, ignore=shutil.ignore_patterns(MANIFEST, OPTIMIZER_FILES))
+    for file in _carried(config):
+        of_the_base = config.lora.enabled and file.name in _OF_THE_MODEL
+        if not of_the_base and not (written / file.name).exists():
+            shutil.copy(file, written)
+
+
+def _carried(config: TrainConfig) -> Sequence[Path]:
+    """The files of the model that was trained, with those of the tokenizer that it was trained with."""
+    from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files
+
+    model, tokenizer = Path(config.model.architecture), Path(config.data.tokenizer)
+    model = model if model.is_dir() else model.parent
+    files = {file.name: file for file in carried_files(model)} if (model / _CONFIG).is_file() else {}
+    if tokenizer.is_dir() and tokenizer.resolve() != model.resolve():
+        own = {name: file for name, file in files.items() if name in _OF_THE_MODEL}
+        files = {file.name: file for file in carried_files(tokenizer)} | own
+        if not own:
+            files = {name: file for name, file in files.items() if name not in _OF_THE_MODEL}
+    elif tokenizer.is_file():
+        files[tokenizer.name] = tokenizer
+    return tuple(files[name] for name in sorted(files))

