@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.manifest import Manifest, OptimizerPlace, RunState
-from dynapipe_ext.executor.stages.accumulator import gather_json, named_collectives
+from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.settings.train_config import CheckpointSettings
 
 _T = TypeVar("_T")

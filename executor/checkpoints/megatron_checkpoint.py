@@ -45,7 +45,7 @@ from dynapipe_ext.executor.checkpoints.manifest import (
     read_manifest,
     refuse_other_model,
 )
-from dynapipe_ext.executor.stages.accumulator import gather_json, named_collectives
+from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron.optimizer import SHARDING, MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
 

@@ -20,7 +20,7 @@ from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.drop_in.samples import SampleSource, megatron_arrays
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
 from dynapipe_ext.executor.protocols import Batch
-from dynapipe_ext.executor.stages.accumulator import gather_json
+from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.schedules.planner import Planner
 

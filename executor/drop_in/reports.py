@@ -10,7 +10,7 @@ import torch.distributed as dist
 from dynapipe_ext.batch.topology import Coordinates, Topology
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.megatron_lm import parsed_arguments
-from dynapipe_ext.executor.stages.accumulator import send_json
+from dynapipe_ext.executor.stages.collectives import send_json
 
 
 def check_collects(topology: Topology, collect_non_loss_data: bool) -> None:

@@ -15,7 +15,7 @@ from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.accumulator import gather_json
+from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule

@@ -15,8 +15,9 @@ import torch
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, named_collectives
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
 from dynapipe_ext.executor.stages.carried_keys import CarriedKeys, CarriedPiece
+from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.split_linear import DeferredGradients, DeferredWork, deferred_bytes
 
 

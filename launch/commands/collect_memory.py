@@ -12,8 +12,9 @@ from dynapipe_ext.batching.inference.memory_records import MemoryRecord, RecordF
 from dynapipe_ext.batching.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.command_parser import add_json, dtype, ending
-from dynapipe_ext.tools.console import counted, deliver, say_loading
+from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.tools.wording import counted
 
 DTYPES = ("float32", "bfloat16", "float16")
 

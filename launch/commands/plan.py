@@ -33,9 +33,10 @@ from dynapipe_ext.schedules.placements import PlacementTrial
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import PlacementChoice, TrainConfig
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
-from dynapipe_ext.tools.console import counted, deliver, output, percent
+from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.show.certificate import certificate_of_file, certificate_table
 from dynapipe_ext.tools.show.plan import of_proven_step, read_plan, rendered_plan
+from dynapipe_ext.tools.wording import counted, percent
 
 _MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _MOST_LIMIT_S = 1e6

@@ -30,8 +30,8 @@ from dynapipe_ext.launch.job.job import (
 )
 from dynapipe_ext.launch.job.run_costs import refuse_table_of_other_model
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.json_file import parse_json
+from dynapipe_ext.tools.wording import counted
 
 MOST_BYTES = 1 << 60  # of a rank
 MOST_HIDDEN_SIZE = 1 << 20

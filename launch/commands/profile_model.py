@@ -36,9 +36,10 @@ from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.profile_errors import errors_of_pieces, errors_table, held_out_errors
-from dynapipe_ext.tools.console import counted, deliver, say_loading
+from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.tools.wording import counted
 
 _FORMAT = "dynapipe-profile-part/1"
 _MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU

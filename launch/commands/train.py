@@ -17,14 +17,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import (
-    add_setting_flags,
-    add_truncate,
-    cut_at,
-    degrees,
-    ending,
-    given_settings,
-)
+from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, ending
 from dynapipe_ext.launch.env import RankEnv, debug_settings, limit_threads, num_cores
 from dynapipe_ext.launch.job.job import check_batches, check_fits, settled_steps, topology_of, variants
 from dynapipe_ext.launch.job.model_folder import (
@@ -59,6 +52,7 @@ from dynapipe_ext.launch.rank.train_rank import (
 from dynapipe_ext.launch.run.outcome import keeping_what_ran
 from dynapipe_ext.launch.run.run_directory import RunDirectory, place_of_resumed, run_to_resume
 from dynapipe_ext.launch.run.trained_model import refuse_output
+from dynapipe_ext.launch.setting_flags import add_setting_flags, given_settings
 from dynapipe_ext.launch.store.redis_server import RedisServer
 from dynapipe_ext.launch.store.user_store import asked_store, greet_store
 from dynapipe_ext.settings.train_config import TrainConfig

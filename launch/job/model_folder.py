@@ -15,7 +15,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.transformers_sizes import config_file, dropout_rates, raw_config
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader
-from dynapipe_ext.tools.console import percent
+from dynapipe_ext.tools.wording import percent
 
 
 def refuse_unsupported(config: TrainConfig) -> None:

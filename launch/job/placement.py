@@ -18,7 +18,7 @@ from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, S
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.console import format_bytes, percent, seconds
+from dynapipe_ext.tools.wording import format_bytes, percent, seconds
 
 
 def placement_trials(

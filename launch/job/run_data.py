@@ -49,7 +49,8 @@ from dynapipe_ext.launch.job.data_form import (
 from dynapipe_ext.launch.processes.scratch import FileLock
 from dynapipe_ext.launch.run.run_directory import runs_folder
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.console import counted, percent, writing_in
+from dynapipe_ext.tools.wording import counted, percent
+from dynapipe_ext.tools.writing import writing_in
 
 
 def named_files(config: TrainConfig) -> dict[str, str]:

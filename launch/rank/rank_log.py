@@ -22,10 +22,10 @@ from dynapipe_ext.launch.job.job import Variant
 from dynapipe_ext.settings.train_config import DebugSettings, TrainConfig
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
-from dynapipe_ext.tools.console import writing_in
 from dynapipe_ext.tools.progress import StepProgress
 from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, require_tensorboard
 from dynapipe_ext.tools.wandb_run import WandbRun, require_wandb
+from dynapipe_ext.tools.writing import writing_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import EndRequest, read_manifest
 from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.plans.channel import store_patience_s
-from dynapipe_ext.executor.stages.accumulator import named_collectives
+from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.env import RankEnv, keep_cublas_deterministic, limit_threads, num_cores
@@ -56,15 +56,16 @@ from dynapipe_ext.launch.job.run_data import (
     run_data,
 )
 from dynapipe_ext.launch.rank.rank_log import RankLog, rank_log, shown, written
-from dynapipe_ext.launch.rank.variant_run import Spans, TracedSpans, spans_from_bytes, spans_to_bytes
+from dynapipe_ext.launch.rank.traced_spans import Spans, TracedSpans, spans_from_bytes, spans_to_bytes
 from dynapipe_ext.launch.run.outcome import begin_run, is_unfinished, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.run.run_directory import CHECKPOINTS
 from dynapipe_ext.launch.run.trained_model import keep_model_files, write_trained_model
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import StoreInfo
-from dynapipe_ext.tools.console import counted, say_loading, show
+from dynapipe_ext.tools.console import say_loading, show
 from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.tools.show.samples import sample_text
+from dynapipe_ext.tools.wording import counted
 
 if TYPE_CHECKING:  # they import torch, one of them Megatron
     from dynapipe_ext.launch.rank.meeting import Meeting

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import struct
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.protocols import Recorder, Store, Transport
-from dynapipe_ext.executor.stages.accumulator import named_collectives
+from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.training_loop import (
     LoopSettings,
     PeriodicEvaluation,
@@ -44,31 +43,6 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import reading_stages
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.timeline import Span
-
-Spans = Mapping[int, Sequence[Span]]  # by the step's number from 0; seconds from the first start on any rank
-
-
-class TracedSpans:
-    """A listener that keeps one rank's spans of the traced steps."""
-
-    def __init__(self) -> None:
-        self.spans: dict[int, tuple[Span, ...]] = {}
-
-    def step_done(self, done: StepDone) -> None:
-        if done.spans:
-            self.spans[done.step] = done.spans
-
-    def close(self) -> None: ...
-
-
-def spans_to_bytes(spans: Spans) -> bytes:
-    return json.dumps({step: [asdict(span) for span in of] for step, of in spans.items()}).encode()
-
-
-def spans_from_bytes(data: bytes) -> Spans:
-    raw = json.loads(data)
-    return {int(step): [Span(**{**span, "shape": tuple(span["shape"])}) for span in of] for step, of in raw.items()}
 
 
 @dataclass(frozen=True, slots=True)

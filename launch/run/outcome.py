@@ -29,7 +29,7 @@ from dynapipe_ext.launch.job.job import Variant, global_batches, make_planner, t
 from dynapipe_ext.launch.job.run_costs import RunCosts
 from dynapipe_ext.launch.job.run_data import RunData
 from dynapipe_ext.launch.processes.cluster import JobError
-from dynapipe_ext.launch.rank.variant_run import Spans
+from dynapipe_ext.launch.rank.traced_spans import Spans
 from dynapipe_ext.launch.run.run_directory import (
     RunDirectory,
     clear_run,
@@ -55,10 +55,10 @@ from dynapipe_ext.tools.account.run_events import (
     validation_points,
 )
 from dynapipe_ext.tools.account.tables import compare_table, shared_cores_note, summary_table
-from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.json_file import toml_of, write_atomic
 from dynapipe_ext.tools.show.loss_curve import write_loss_png
 from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
+from dynapipe_ext.tools.wording import counted
 
 _STRICT_NOTE = (
     "Ranks filled their waits with weight gradients (fill_waits). The simulated timeline does not: of ranks that share"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError
-from dynapipe_ext.executor.stages.accumulator import named_collectives
+from dynapipe_ext.executor.stages.collectives import named_collectives
 
 
 def test_a_late_peer_is_an_error_with_the_name_of_the_step(run_ranks):

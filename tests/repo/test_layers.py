@@ -25,6 +25,7 @@ RIM = {
         "dynapipe_ext/batch/packed_attention.py",
         "dynapipe_ext/megatron.py",
         "executor/stages/accumulator.py",
+        "executor/stages/collectives.py",
         "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
         "executor/checkpoints/all_ranks.py",
         "executor/checkpoints/deepspeed*.py",

@@ -25,7 +25,7 @@ from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job.job import job
+from dynapipe_ext.launch.job import job
 from dynapipe_ext.launch.job.placement import settled_placement
 from dynapipe_ext.launch.run import outcome
 from dynapipe_ext.schedules.planner import Planner

@@ -14,7 +14,7 @@ from dynapipe_ext.data.length_bounds import LengthBounds, SideBounds, TaskBounds
 from dynapipe_ext.data.mixture import Tasks, read_tasks
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job.job import run_data as run_data_module
+from dynapipe_ext.launch.job import run_data as run_data_module
 from dynapipe_ext.launch.job.run_data import data_lines, run_data
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.show.samples import sample_text

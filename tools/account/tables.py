@@ -12,7 +12,7 @@ from rich.text import Text
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.tools.account.report import RunReport, RunResult, finite
-from dynapipe_ext.tools.console import counted, format_bytes, percent, seconds, step_range
+from dynapipe_ext.tools.wording import counted, format_bytes, percent, seconds, step_range
 
 
 def shared_cores_note(num_ranks: int, num_cores: int) -> str:

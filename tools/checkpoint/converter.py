@@ -32,7 +32,8 @@ from dynapipe_ext.tools.checkpoint.formats import (
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, settle_config
 from dynapipe_ext.tools.checkpoint.journal import ConversionJournal, Finished
 from dynapipe_ext.tools.checkpoint.recognise import Format, format_of, recognise
-from dynapipe_ext.tools.console import NO_ROOM, say_loading
+from dynapipe_ext.tools.console import say_loading
+from dynapipe_ext.tools.writing import NO_ROOM
 
 PieceKey = tuple[str, StateKind]  # a group's name, and what of it
 

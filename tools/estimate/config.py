@@ -11,10 +11,10 @@ from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.console import figure, percent
 from dynapipe_ext.tools.estimate.options import Question, pad_multiple
 from dynapipe_ext.tools.estimate.ranking import Option
 from dynapipe_ext.tools.json_file import toml_of
+from dynapipe_ext.tools.wording import figure, percent
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
 from dynapipe_ext.costs.unfused import PlainLayers
-from dynapipe_ext.tools.console import counted, figure
 from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.config import train_fault
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory
@@ -20,6 +19,7 @@ from dynapipe_ext.tools.estimate.modules import ModuleEstimate, modules_of, posi
 from dynapipe_ext.tools.estimate.options import Question
 from dynapipe_ext.tools.estimate.ranking import Estimate, Option, tokens_bounds
 from dynapipe_ext.tools.estimate.step_time import HOST_UPDATE_BYTES_PER_S
+from dynapipe_ext.tools.wording import counted, figure
 
 FORMAT = "dynapipe-estimate/1"
 _GB = 1e9

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from dynapipe_ext.schedules.judge.bounds import Certificate, ReplicaBounds
 from dynapipe_ext.tools.check.plan_file import PlanFile
-from dynapipe_ext.tools.console import percent
+from dynapipe_ext.tools.wording import percent
 
 
 def certificate_of_file(plan: PlanFile) -> Certificate | None:

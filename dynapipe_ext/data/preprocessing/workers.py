@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -16,52 +14,13 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Protocol, Self
 
-from dynapipe_ext.data.preprocessing.encoders import Encoder, encoder_from_json
+from dynapipe_ext.data.preprocessing.encoders import Encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodedBlock, EncodeSettings, encode_block
 from dynapipe_ext.data.preprocessing.inputs import Block, BlockStream
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, ExecutionError
 
-
-def main(arguments: list[str]) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    connection = Connection(int(arguments[0]))
-    try:
-        settings, tokenizer = connection.recv()
-    except (EOFError, OSError):
-        return 0
-    waiting: queue.SimpleQueue[Block] = queue.SimpleQueue()
-    # A thread of its own takes blocks out of the socket: so the other end never waits for this process to read while
-    # this process waits for it. It also hears at once that the other end is gone.
-    threading.Thread(target=_receive, args=(connection, waiting), daemon=True).start()
-    try:
-        encoder = encoder_from_json(tokenizer)
-    except DynaPipeError as error:
-        while True:
-            waiting.get()
-            connection.send(type(error)(str(error)))
-    while True:
-        result = guarded(waiting.get(), settings, encoder)
-        try:
-            connection.send(result)
-        except OSError:
-            return 0
-
-
-def _receive(connection: Connection, waiting: queue.SimpleQueue[Block]) -> None:
-    while True:
-        try:
-            waiting.put(connection.recv())
-        except (EOFError, OSError):
-            os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
-
-
 Result = EncodedBlock | Exception
-_MODULE = "dynapipe_ext.data.preprocessing.workers"
+_MODULE = "dynapipe_ext.data.preprocessing.worker"
 _ON_HAND = 2  # blocks that a worker has: one in work, one waiting
 _AHEAD = 4  # blocks a worker that may be done before the oldest is
 _GRACE_S = 5.0

@@ -1,1 +1,3 @@
-"""Stages whose gradients a DeepSpeed engine holds. In: parts, or any module. Out: engine and stage."""
+"""Stages whose gradients a DeepSpeed engine holds. In: parts of a model, or any torch module, and a ds_config. Out:
+the engine of a rank, and the stage that runs plans through it.
+"""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dynapipe_ext.errors import ConfigError, in_one_line
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.protocols import Reductions
-from dynapipe_ext.executor.stages.accumulator import named_collectives
+from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.megatron.cpu import uncompiled
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy

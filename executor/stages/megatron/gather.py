@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.stages.accumulator import gather_json, named_collectives
+from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 
 Receivers = Literal["all", "first"]  # every rank, or the first of tensor, pipeline and data parallel ranks alone
 

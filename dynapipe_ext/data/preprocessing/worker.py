@@ -1,0 +1,55 @@
+"""A process that encodes blocks: `python -m dynapipe_ext.data.preprocessing.worker FD`, for `ProcessWorkers` alone.
+
+FD is a socket; what comes from it is the job, then blocks; what goes back is one result a block."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from dynapipe_ext.data.preprocessing.encoders import encoder_from_json
+from dynapipe_ext.data.preprocessing.inputs import Block
+from dynapipe_ext.data.preprocessing.workers import guarded
+from dynapipe_ext.errors import DynaPipeError
+
+
+def main(arguments: list[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    connection = Connection(int(arguments[0]))
+    try:
+        settings, tokenizer = connection.recv()
+    except (EOFError, OSError):
+        return 0
+    waiting: queue.SimpleQueue[Block] = queue.SimpleQueue()
+    # A thread of its own takes blocks out of the socket: so the other end never waits for this process to read while
+    # this process waits for it. It also hears at once that the other end is gone.
+    threading.Thread(target=_receive, args=(connection, waiting), daemon=True).start()
+    try:
+        encoder = encoder_from_json(tokenizer)
+    except DynaPipeError as error:
+        while True:
+            waiting.get()
+            connection.send(type(error)(str(error)))
+    while True:
+        result = guarded(waiting.get(), settings, encoder)
+        try:
+            connection.send(result)
+        except OSError:
+            return 0
+
+
+def _receive(connection: Connection, waiting: queue.SimpleQueue[Block]) -> None:
+    while True:
+        try:
+            waiting.put(connection.recv())
+        except (EOFError, OSError):
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
