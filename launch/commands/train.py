@@ -245,13 +245,13 @@ def _import_once(config: TrainConfig) -> None:
     from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 
     megatron_cpu.install()
-    needed = ["launch.variant_run", "executor.store.redis"]
+    needed = ["launch.rank.variant_run", "executor.store.redis"]
     if config.model.uses_transformers:
-        needed.append("launch.transformers_run")
+        needed.append("launch.rank.transformers_run")
     else:
-        needed += ["launch.megatron_run", "executor.checkpoints.megatron_tensors"]
+        needed.append("launch.rank.megatron_run")
     if config.lora.enabled:
-        needed.append("executor.stages.transformers_adapters")
+        needed.append("executor.stages.transformers.adapters")
     for name in needed:
         importlib.import_module(f"dynapipe_ext.{name}")
 
