@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Every check of the project: sets up .venv, then ruff, mypy and pytest. Arguments are passed on to pytest.
+# Every check of the project: sets up .venv, then ruff, mypy and pytest. The first argument may name one suite:
+# `batching` and `checkpoint` are the wings, `training` is all the rest. Other arguments are passed on to pytest.
 #
 #   bash tests/run.sh
+#   bash tests/run.sh checkpoint
 #   bash tests/run.sh tests/unit -k plan
 set -euo pipefail
 
@@ -14,6 +16,11 @@ PIP_NO_COMPILE=0 dynapipe_setup "$root" train,test,transformers,lora,inference,d
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters start: none need compile again what one has compiled
 cd "$root"
+
+case ${1:-} in
+    batching | checkpoint) set -- "tests/$1" "${@:2}" ;;
+    training) set -- tests/{contract,golden,gpu,integration,property,repo,unit} "${@:2}" ;;
+esac
 
 # Type checkers see the packages under the names they are installed as through a tree of links.
 mkdir -p build/typing/dynapipe_ext

@@ -36,7 +36,7 @@ TESTS = (
     "unit/test_megatron_placement.py",
     "integration/test_oracle.py",
     "integration/test_checkpoints.py",
-    "integration/test_megatron_checkpoints.py",
+    "checkpoint/integration/test_megatron_checkpoints.py",
 )
 
 

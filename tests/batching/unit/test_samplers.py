@@ -1,4 +1,4 @@
-"""Samplers: what they promise beyond completeness (see tests/property/test_samplers.py), and what they refuse."""
+"""Samplers: what they promise beyond completeness (see ../property), and what they refuse."""
 
 import inspect
 import runpy
@@ -39,7 +39,7 @@ def tailed_lengths(count: int = 30_000, seed: int = 0) -> Any:
 
 def multipack_steps(lengths: Any, num_replicas: int, cap: int) -> int:
     """Steps of multipack's rule: as many samples a step as the longest-first rule fits into the ranks' bins."""
-    bench = Path(__file__).resolve().parent.parent / "bench" / "samplers.py"
+    bench = Path(__file__).resolve().parents[2] / "bench" / "samplers.py"
     rule = runpy.run_path(str(bench))["multipack"]
     return len(rule(lengths, num_replicas, cap)) // num_replicas
 
