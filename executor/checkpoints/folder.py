@@ -11,6 +11,7 @@ Rank 0 alone changes anything here; `tidy` at the start of a run puts right what
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -58,6 +59,12 @@ def best(root: Path) -> Path:
     """The complete checkpoint of the least score (`RunState.score`). Errors: DataError where there is none."""
     latest(root)
     return min(checkpoints(root), key=_score)
+
+
+def least_validation_loss(root: Path) -> float:
+    """Of the complete checkpoints; infinite where none was evaluated. Errors: DataError for a damaged one."""
+    losses = (read_manifest(folder).run.validation_loss for folder in checkpoints(root))
+    return min((loss for loss in losses if loss is not None), default=math.inf)
 
 
 def begin(root: Path, step: int) -> Path:

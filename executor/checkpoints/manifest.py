@@ -24,7 +24,7 @@ FORMAT = "dynapipe-checkpoint/1"
 MANIFEST = "dynapipe.json"
 OPTIMIZER_FILES = "optimizer-*.safetensors"  # beside a model that transformers computes
 MODEL_FOLDER = "model"  # beside what a DeepSpeed engine saves, where the model of a checkpoint may be a run's output
-_SCORED_STEPS = 10
+RECENT_STEPS = 10  # whose losses a checkpoint has; those of all steps are in the run's events.jsonl
 _T = TypeVar("_T")
 
 
@@ -50,12 +50,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """Where a run stands after `step` steps, and what it was given: the next plan is that of step `step`.
+    """Where a run stands after `step` steps, and its settings. The next plan is that of step `step`.
 
-    `num_samples` have been trained on, over all epochs; `loader` is DynaPipeDataLoader.state_dict(); `model` says what
-    the weights are of (sizes and dtype); `costs` is the cost model as JSON, with its hash; `losses` are those of all
-    steps so far (not a number where a step was refused), `validation_loss` that of these weights (None where nobody
-    evaluated them).
+    `num_samples` counts the samples trained on, over all epochs. `loader` is DynaPipeDataLoader.state_dict(). `model`
+    describes the model by its sizes and dtype. `costs` is the cost model as JSON, beside its hash. `recent_losses` are
+    those of the last steps (RECENT_STEPS at most; not a number where a step was refused). `validation_loss` is that of
+    these weights; None where they were not evaluated.
     """
 
     step: int
@@ -65,24 +65,24 @@ class RunState:
     settings: Mapping[str, Any]
     costs: Mapping[str, Any]
     costs_fingerprint: str
-    losses: tuple[float, ...]
+    recent_losses: tuple[float, ...]
     validation_loss: float | None = None
 
     @property
     def score(self) -> tuple[bool, float]:
-        """The best checkpoint is the one of the least: (False, validation loss) of evaluated weights, which come before
-        all others, else (True, mean loss of the last steps); infinite where none is a number.
+        """(False, validation loss) of evaluated weights, else (True, mean loss of the recent steps, infinite without
+        any). The best checkpoint has the least score, so evaluated weights come before all others.
 
         >>> state = dict(step=3, num_samples=9, loader={}, model={}, settings={}, costs={}, costs_fingerprint="")
-        >>> RunState(losses=(9.0, math.nan, 1.0), **state).score
+        >>> RunState(recent_losses=(9.0, math.nan, 1.0), **state).score
         (True, 5.0)
-        >>> RunState(losses=(9.0, math.nan, 1.0), validation_loss=7.0, **state).score
+        >>> RunState(recent_losses=(9.0, math.nan, 1.0), validation_loss=7.0, **state).score
         (False, 7.0)
         """
         if self.validation_loss is not None and math.isfinite(self.validation_loss):
             return False, self.validation_loss
-        known = [loss for loss in self.losses[-_SCORED_STEPS:] if math.isfinite(loss)]
-        return True, sum(known) / len(known) if known else math.inf
+        finite_losses = [loss for loss in self.recent_losses if math.isfinite(loss)]
+        return True, sum(finite_losses) / len(finite_losses) if finite_losses else math.inf
 
     def cost_model(self) -> CostModel:
         """The costs that the run plans with. Errors: DataError where they are not those that were hashed."""
@@ -124,7 +124,7 @@ class Manifest:
             "settings": run.settings,
             "costs": run.costs,
             "costs_fingerprint": run.costs_fingerprint,
-            "losses": [loss if math.isfinite(loss) else None for loss in run.losses],
+            "losses": [loss if math.isfinite(loss) else None for loss in run.recent_losses],
             "validation_loss": run.validation_loss if math.isfinite(run.validation_loss or 0.0) else None,
             "optimizer": {"num_updates": self.optimizer.num_updates, "schedule": self.optimizer.schedule},
             "versions": self.versions,
@@ -144,9 +144,9 @@ class Manifest:
         except ValueError as error:
             raise DataError(f"{where} is no JSON ({error}): resume from another checkpoint") from error
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-            found = raw.get("format") if isinstance(raw, dict) else raw
+            wrote = raw.get("format") if isinstance(raw, dict) else raw
             raise DataError(
-                f"{where} has format {short(found)} but {FORMAT!r} is read here: resume with the version that wrote it"
+                f"{where} has format {short(wrote)} but {FORMAT!r} is read here: resume with the version that wrote it"
             )
         optimizer = _field(raw, "optimizer", dict, where)
         try:
@@ -159,8 +159,9 @@ class Manifest:
                     settings=_field(raw, "settings", dict, where),
                     costs=_field(raw, "costs", dict, where),
                     costs_fingerprint=_field(raw, "costs_fingerprint", str, where),
-                    losses=tuple(
-                        math.nan if loss is None else float(loss) for loss in _field(raw, "losses", list, where)
+                    recent_losses=tuple(  # older versions saved the losses of all steps
+                        math.nan if loss is None else float(loss)
+                        for loss in _field(raw, "losses", list, where)[-RECENT_STEPS:]
                     ),
                     validation_loss=None
                     if raw.get("validation_loss") is None
@@ -179,7 +180,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a checkpoint's folder says of itself. Errors: DataError naming the file that lacks, is cut or is strange."""
+    """The manifest of a checkpoint's folder. Errors: DataError naming the file that is missing, cut or damaged."""
     path = folder / MANIFEST
     try:
         manifest = Manifest.decode(path.read_bytes(), str(path))
@@ -192,19 +193,21 @@ def read_manifest(folder: Path) -> Manifest:
         file = folder / name
         if Path(name).name != name:
             raise DataError(f"{path} names the file {short(name)} outside of its folder: it is not to be trusted")
-        found = file.stat().st_size if file.is_file() else None
-        if found != num_bytes:
-            what = "is missing" if found is None else f"has {found:,} bytes"
-            raise DataError(f"{file} {what} but was saved with {num_bytes:,}: remove {folder} to resume from before it")
+        present = file.stat().st_size if file.is_file() else None
+        if present != num_bytes:
+            fault = "is missing" if present is None else f"has {present:,} bytes"
+            raise DataError(
+                f"{file} {fault} but was saved with {num_bytes:,}: remove {folder} to resume from before it"
+            )
     return manifest
 
 
-def refuse_other_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+def refuse_other_model(saved: Mapping[str, Any], configured: Mapping[str, Any], folder: Path) -> None:
     """Errors: DataError naming each size in which the checkpoint's model is another than the configured one."""
     differing = [
-        f"{name} {short(saved.get(name))} where {short(wanted.get(name))} is configured"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
+        f"{name} {short(saved.get(name))} where {short(configured.get(name))} is configured"
+        for name in sorted(saved.keys() | configured.keys())
+        if saved.get(name) != configured.get(name)
     ]
     if differing:
         raise DataError(
@@ -235,15 +238,16 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 class EndRequest:
-    """Whether a signal has asked this rank to save and end, and which; it has then `grace_s` to do so."""
+    """`signal` is the first signal that asked this rank to save and end, None before it. From then on the rank has
+    `grace_s` to do so."""
 
     def __init__(self, grace_s: float) -> None:
-        self.number = 0
+        self.signal: signal.Signals | None = None
         self._grace_s = grace_s
 
     @contextmanager
     def listening(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
-        """Inside, these signals are noted instead of obeyed; outside of the main thread nothing changes."""
+        """Inside, these signals are noted instead of obeyed. On any thread but the main one nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -255,20 +259,45 @@ class EndRequest:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if not self.number:
-            self.number = number
+        if self.signal is None:
+            self.signal = signal.Signals(number)
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)  # SIGALRM ends a rank that hangs
 
 
 @dataclass(frozen=True, slots=True)
-class SoFar:
-    """What a run has gone through: its losses, one a step, and samples."""
+class RunProgress:
+    """The samples that a run has trained on, over all epochs, and the losses of its last RECENT_STEPS steps."""
 
-    losses: tuple[float, ...] = ()
     num_samples: int = 0
+    recent_losses: tuple[float, ...] = ()
 
-    def and_step(self, loss: float, num_samples: int) -> SoFar:
-        return SoFar((*self.losses, loss), self.num_samples + num_samples)
+    def and_step(self, loss: float, num_samples: int) -> RunProgress:
+        return RunProgress(self.num_samples + num_samples, (*self.recent_losses, loss)[-RECENT_STEPS:])
+
+
+@dataclass(frozen=True, slots=True)
+class SaveVote:
+    """Whether a rank wants all ranks to save after this step, and the signal by which it was asked to end, if any."""
+
+    is_due: bool
+    end_signal: signal.Signals | None = None
+
+    @property
+    def saves(self) -> bool:
+        return self.is_due or self.end_signal is not None
+
+    def to_number(self) -> int:
+        """The largest number of all ranks is their common vote: a signal outweighs a save without one.
+
+        >>> [SaveVote(due, end).to_number() for due, end in ((False, None), (True, None), (False, signal.SIGTERM))]
+        [0, 1, 30]
+        """
+        return 2 * (self.end_signal or 0) + self.is_due
+
+    @classmethod
+    def from_number(cls, number: int) -> SaveVote:
+        end_signal, is_due = divmod(number, 2)
+        return cls(bool(is_due), signal.Signals(end_signal) if end_signal else None)
 
 
 class Saver(Protocol):
@@ -284,51 +313,57 @@ class Saver(Protocol):
 
 
 class PeriodicCheckpoints:
-    """A listener, given to every rank: saves when a rank finds it due, and after `num_steps`. Where the best checkpoint
-    is kept, weights of a lower validation loss than any before are due.
+    """A listener on every rank. It saves when any rank votes for it, and after `num_steps`.
 
-    `state(done, so_far)` describes the run after a step; `so_far` begins at that of a resumed run. `num_samples(done)`
-    are those of the step's batch. Once a rank was asked to end, all save and raise SystemExit with 128 and the signal's
-    number.
+    Saves are due by `settings`. Where these keep the best checkpoint, a save is also due for a validation loss below
+    all before, and below `least_validation_loss`, that of the checkpoints which a resumed run already has.
+    `state(done, progress)` describes the run after a step; `progress` begins at that of a resumed run.
+    `num_samples(done)` counts the samples of the step's batch. Once a signal has asked any rank to end, all ranks save
+    and raise SystemExit with 128 and the signal's number.
     """
 
     def __init__(
         self,
         saver: Saver,
         settings: CheckpointSettings,
-        state: Callable[[StepDone, SoFar], RunState],
+        state: Callable[[StepDone, RunProgress], RunState],
         request: EndRequest,
         *,
         num_steps: int,
         num_samples: Callable[[StepDone], int],
-        so_far: SoFar,
+        progress: RunProgress,
+        least_validation_loss: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._saver, self._settings, self._state, self._request = saver, settings, state, request
-        self._num_steps, self._num_samples, self._so_far, self._clock = num_steps, num_samples, so_far, clock
+        self._num_steps, self._num_samples, self._progress, self._clock = num_steps, num_samples, progress, clock
         self._saved_s = clock()
-        self._least_loss = math.inf
+        self._least_loss = least_validation_loss
 
     def step_done(self, done: StepDone) -> None:
-        self._so_far = self._so_far.and_step(done.loss, self._num_samples(done))
+        self._progress = self._progress.and_step(done.loss, self._num_samples(done))
         self._saver.advance()
-        # Due by this rank's clock is 1; an ending signal is its number, which is larger.
-        wanted = self._saver.most(self._request.number or self._is_due(done), done.number)
-        if wanted or done.number >= self._num_steps:
-            self._saver.save(self._state(done, self._so_far))
+        is_best = self._is_best(done)
+        if is_best and done.evaluation is not None:
+            self._least_loss = done.evaluation.loss
+        own_vote = SaveVote(is_best or self._is_due(done), self._request.signal)
+        vote = SaveVote.from_number(self._saver.most(own_vote.to_number(), done.number))
+        is_last = done.number >= self._num_steps
+        if vote.saves or is_last:
+            self._saver.save(self._state(done, self._progress))
             self._saved_s = self._clock()
-        if done.number >= self._num_steps or wanted > 1:
+        if is_last or vote.end_signal is not None:
             self._saver.advance(wait=True)
-        if wanted > 1:
-            raise SystemExit(128 + wanted)
+        if vote.end_signal is not None:
+            raise SystemExit(128 + vote.end_signal)
+
+    def _is_best(self, done: StepDone) -> bool:
+        return self._settings.keep_best and done.evaluation is not None and done.evaluation.loss < self._least_loss
 
     def _is_due(self, done: StepDone) -> bool:
         every, minutes = self._settings.save_every, self._settings.save_minutes
-        by_steps = bool(every) and done.number % every == 0
-        loss = done.evaluation.loss if self._settings.keep_best and done.evaluation else math.inf
-        if is_best := loss < self._least_loss:
-            self._least_loss = loss
-        return by_steps or is_best or (minutes > 0 and self._clock() - self._saved_s >= 60 * minutes)
+        by_steps = every > 0 and done.number % every == 0
+        return by_steps or (minutes > 0 and self._clock() - self._saved_s >= 60 * minutes)
 
     def close(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)

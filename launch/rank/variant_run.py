@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import struct
 import time
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.executor.checkpoints.manifest import EndRequest, PeriodicCheckpoints, RunState, SoFar
+from dynapipe_ext.executor.checkpoints.folder import least_validation_loss
+from dynapipe_ext.executor.checkpoints.manifest import EndRequest, PeriodicCheckpoints, RunProgress, RunState
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
@@ -220,22 +222,24 @@ def _saving(
     context: RankContext, checkpoints: RunCheckpoints, built: BuiltModel, loader: DynaPipeDataLoader
 ) -> PeriodicCheckpoints:
     """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there."""
-    config, so_far = context.config, SoFar()
+    config, progress, least_loss = context.config, RunProgress(), math.inf
     if checkpoints.resumed is not None:
         run = built.restore(checkpoints.resumed)
         loader.load_state_dict(run.loader)
-        so_far = SoFar(run.losses, run.num_samples)
+        progress = RunProgress(run.num_samples, run.recent_losses)
+        if config.checkpoint.keep_best:
+            least_loss = least_validation_loss(checkpoints.root)
 
-    def state(done: StepDone, so_far: SoFar) -> RunState:
+    def state(done: StepDone, progress: RunProgress) -> RunState:
         return RunState(
             step=done.number,
-            num_samples=so_far.num_samples,
+            num_samples=progress.num_samples,
             loader=loader.state_dict(),
             model=built.description,
             settings=config.to_json(),
             costs=cost_model_to_json(context.costs.now),
             costs_fingerprint=context.costs.now.fingerprint(),
-            losses=so_far.losses,
+            recent_losses=progress.recent_losses,
             validation_loss=done.evaluation.loss if done.evaluation else None,
         )
 
@@ -246,7 +250,8 @@ def _saving(
         checkpoints.request,
         num_steps=config.run.steps,
         num_samples=lambda done: loader.num_samples(done.epoch, done.epoch_step),
-        so_far=so_far,
+        progress=progress,
+        least_validation_loss=least_loss,
     )
 
 

@@ -52,7 +52,7 @@ class Trained:
 
 def run_at(step: int) -> RunState:
     return RunState(
-        step=step, num_samples=0, loader={}, model={}, settings={}, costs={}, costs_fingerprint="", losses=(1.0,)
+        step=step, num_samples=0, loader={}, model={}, settings={}, costs={}, costs_fingerprint="", recent_losses=(1.0,)
     )
 
 

@@ -71,7 +71,7 @@ def state_of(step: int, case: Case, losses: list[float]) -> RunState:
         settings={},
         costs=cost_model_to_json(COSTS),
         costs_fingerprint=COSTS.fingerprint(),
-        losses=tuple(losses),
+        recent_losses=tuple(losses),
     )
 
 
@@ -95,7 +95,7 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
         losses: list[float] = []
         with CheckpointSaver(root, chunks, optimizer, sizes(case), background=background) as saver:
             if not saves:
-                losses += load_checkpoint(latest(root), chunks, optimizer, model=sizes(case)).run.losses
+                losses += load_checkpoint(latest(root), chunks, optimizer, model=sizes(case)).run.recent_losses
             for step in range(len(losses), END):
                 plan = lower(step_plan_of(case, step), form)[me.dp_rank][me.pp_rank]
                 samples = samples_of(step)

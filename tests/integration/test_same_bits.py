@@ -98,7 +98,7 @@ def train(run: Run, root: Path, env: RankEnv) -> Trained:
     losses, norms = [], []
     with CheckpointSaver(root, chunks, optimizer, {}) as saver:
         if run.resumes:
-            losses += load_checkpoint(latest(root), chunks, optimizer, model={}).run.losses
+            losses += load_checkpoint(latest(root), chunks, optimizer, model={}).run.recent_losses
         for step in range(len(losses), NUM_STEPS):
             plans = lower(step_plan_of(case, step), form)
             programs = [[plan.instructions for plan in replica] for replica in plans]
@@ -132,7 +132,7 @@ def state_of(step: int, losses: list[float]) -> RunState:
         settings={},
         costs=cost_model_to_json(costs),
         costs_fingerprint=costs.fingerprint(),
-        losses=tuple(losses),
+        recent_losses=tuple(losses),
     )
 
 

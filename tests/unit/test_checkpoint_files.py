@@ -38,7 +38,7 @@ def state(step: int, losses: tuple[float, ...] = (2.5, 1.25)) -> RunState:
         settings={"run": {"seed": 5}},
         costs=cost_model_to_json(COSTS),
         costs_fingerprint=COSTS.fingerprint(),
-        losses=losses,
+        recent_losses=losses,
     )
 
 
@@ -63,8 +63,10 @@ def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
     wanted = manifest_of(state(7, (2.5, 0.1 + 0.2)))
     assert Manifest.decode(wanted.encode(), "here") == wanted
     assert wanted.run.cost_model() == COSTS
+    older = manifest_of(state(7, (9.0,) * 30 + (1.0,) * 10)).encode()  # a version that saved the losses of all steps
+    assert Manifest.decode(older, "here").run.recent_losses == (1.0,) * 10
     skipped = Manifest.decode(manifest_of(state(7, (2.5, math.nan, 0.5))).encode(), "here").run
-    assert math.isnan(skipped.losses[1])
+    assert math.isnan(skipped.recent_losses[1])
     assert skipped.score == (True, 1.5)
 
 

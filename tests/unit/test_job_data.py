@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_the_samples_it_was_trained_on_alone_though_their_fil
     ):
         data = run_data(trained)
         run = RunState(
-            step=1, num_samples=4, model={}, settings={}, costs={}, costs_fingerprint="", losses=(1.0,),
+            step=1, num_samples=4, model={}, settings={}, costs={}, costs_fingerprint="", recent_losses=(1.0,),
             loader=DynaPipeDataLoader(data.train, PLANNER, tokens_per_batch=64).state_dict(),
         )  # fmt: skip
         manifest = Manifest(run=run, optimizer=OptimizerPlace(1, {}), versions={}, files={}, tensors={})

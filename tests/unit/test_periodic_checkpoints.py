@@ -1,4 +1,4 @@
-"""When a run saves: by steps, by the clock, when any rank is asked to end, and after its last step."""
+"""When a run saves, and that what it saves of its past does not grow with it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynapipe_ext.executor.checkpoints.manifest import EndRequest, PeriodicCheckpoints, RunState, SoFar
+from dynapipe_ext.executor.checkpoints import folder as folders
+from dynapipe_ext.executor.checkpoints.manifest import (
+    EndRequest,
+    Manifest,
+    OptimizerPlace,
+    PeriodicCheckpoints,
+    RunProgress,
+    RunState,
+    SaveVote,
+)
 from dynapipe_ext.executor.events import EvalDone, StepDone
 from dynapipe_ext.settings.train_config import CheckpointSettings
 from tests.support.steps import a_step
 
+SIGTERM = SaveVote(False, signal.SIGTERM)
+
 
 class Kept:
-    """A saver of one rank; `others` is what the other ranks ask for."""
+    """A saver of one rank; `others` is the vote of the other ranks."""
 
-    def __init__(self, others: int = 0) -> None:
+    def __init__(self, others: SaveVote = SaveVote(False)) -> None:  # noqa: B008
         self.others = others
         self.saved: list[RunState] = []
         self.waited: list[bool] = []
@@ -32,14 +44,37 @@ class Kept:
         self.waited.append(wait)
 
     def most(self, number: int, step: int) -> int:
-        return max(number, self.others)
+        return max(number, self.others.to_number())
 
     def close(self) -> None: ...
 
 
-def state(done: StepDone, so_far: SoFar) -> RunState:
+class InFolder(Kept):
+    """A saver that keeps its newest checkpoint below `root`, and the best."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def save(self, run: RunState) -> None:
+        super().save(run)
+        folders.publish(folders.begin(self.root, run.step), manifest_of(run))
+        folders.retain(self.root, last=1, best=True)
+
+
+def manifest_of(run: RunState) -> Manifest:
+    return Manifest(run=run, optimizer=OptimizerPlace(run.step, {}), versions={}, files={}, tensors={})
+
+
+def state(done: StepDone, progress: RunProgress) -> RunState:
     nothing: dict[str, Any] = {"loader": {}, "model": {}, "settings": {}, "costs": {}, "costs_fingerprint": ""}
-    return RunState(step=done.number, losses=so_far.losses, num_samples=so_far.num_samples, **nothing)
+    return RunState(
+        step=done.number,
+        recent_losses=progress.recent_losses,
+        num_samples=progress.num_samples,
+        validation_loss=done.evaluation.loss if done.evaluation else None,
+        **nothing,
+    )
 
 
 def steps_saved(
@@ -48,21 +83,24 @@ def steps_saved(
     saver: Kept | None = None,
     request: EndRequest | None = None,
     first: int = 0,
+    last: int = 7,
     validation: Mapping[int, float] | None = None,
+    least_validation_loss: float = math.inf,
 ) -> list[int]:
-    """Of 7 steps, each of which lasts a minute; `validation` losses are by the number of their step."""
+    """Of steps up to `last`, each of which lasts a minute; `validation` losses are by the number of their step."""
     kept, now_s = saver or Kept(), 0.0
     checkpoints = PeriodicCheckpoints(
         kept,
         settings,
         state,
         request or EndRequest(60),
-        num_steps=7,
+        num_steps=last,
         num_samples=lambda done: 10 + done.step,
-        so_far=SoFar((9.0,) * first, 100 * first),
+        progress=RunProgress(100 * first, (9.0,) * first),
+        least_validation_loss=least_validation_loss,
         clock=lambda: now_s,
     )
-    for step in range(first, 7):
+    for step in range(first, last):
         now_s += 60
         loss = (validation or {}).get(step + 1)
         evaluated = loss and EvalDone(step=step, loss=loss, real_tokens=1, num_samples=1, seconds=0.0)
@@ -79,7 +117,7 @@ def test_a_run_saves_by_steps_by_the_clock_and_after_its_last_step() -> None:
 
 
 def test_what_was_saved_is_waited_for_at_the_end_alone() -> None:
-    kept, ended = Kept(), Kept(others=signal.SIGTERM)
+    kept, ended = Kept(), Kept(SIGTERM)
     steps_saved(CheckpointSettings(save_every=3), saver=kept)
     with pytest.raises(SystemExit):
         steps_saved(CheckpointSettings(), saver=ended)
@@ -92,10 +130,32 @@ def test_a_lower_validation_loss_than_any_before_is_saved_where_the_best_is_kept
     assert steps_saved(CheckpointSettings(), validation=validation) == [7]
 
 
+def test_the_best_checkpoint_of_a_resumed_run_stays_the_best(tmp_path: Path) -> None:
+    keeps_best = CheckpointSettings(keep_best=True)
+    before, after = InFolder(tmp_path), InFolder(tmp_path)
+    assert steps_saved(keeps_best, saver=before, last=4, validation={2: 4.0}) == [2, 4]
+    best_loss = folders.least_validation_loss(tmp_path)
+    worse = {5: 4.5, 6: 4.25}
+    resumed = steps_saved(keeps_best, saver=after, first=4, validation=worse, least_validation_loss=best_loss)
+    assert resumed == [7]
+    assert folders.best(tmp_path).name == "iter_0000002"
+
+
+def test_what_a_checkpoint_says_of_its_run_does_not_grow_with_the_steps() -> None:
+    num_bytes = {}
+    for num_steps in (10, 100_000):
+        progress = RunProgress()
+        for _ in range(num_steps):
+            progress = progress.and_step(2.0625, 3)
+        run = replace(state(a_step(0), progress), step=100_000, num_samples=300_000)
+        num_bytes[num_steps] = len(manifest_of(run).encode())
+    assert num_bytes[100_000] == num_bytes[10]
+
+
 def test_losses_and_samples_go_on_from_those_of_a_resumed_run() -> None:
     kept = Kept()
     steps_saved(CheckpointSettings(), saver=kept, first=4)
-    assert kept.saved[0].losses == (9.0, 9.0, 9.0, 9.0, *(a_step(step).loss for step in (4, 5, 6)))
+    assert kept.saved[0].recent_losses == (9.0, 9.0, 9.0, 9.0, *(a_step(step).loss for step in (4, 5, 6)))
     assert kept.saved[0].num_samples == 400 + 14 + 15 + 16
 
 
@@ -114,7 +174,7 @@ def test_a_rank_that_is_asked_to_end_saves_after_its_step_and_ends() -> None:
 
 
 def test_all_ranks_save_and_end_when_one_is_asked_to() -> None:
-    kept = Kept(others=signal.SIGTERM)
+    kept = Kept(SIGTERM)
     with pytest.raises(SystemExit) as ended:
         steps_saved(CheckpointSettings(), saver=kept)
     assert (ended.value.code, [run.step for run in kept.saved]) == (143, [1])

@@ -18,19 +18,34 @@ _INK, _GRID = "#2b3440", "#e4e8ed"
 
 
 def smooth(losses: Sequence[float], window: int) -> list[float]:
-    """Running means over up to `window` finite losses around each; nan stays nan.
+    """Running means over up to `window` finite losses around each; nan stays nan. The sums are exact, and each loss
+    enters and leaves them once.
 
     Near the start, where losses fall fast, the window shrinks on both sides; at the end only on the right.
 
     >>> smooth([4.0, 2.0, 3.0, 1.0, 5.0], 3)
     [4.0, 3.0, 2.0, 3.0, 3.0]
     """
-    means = []
+    means: list[float] = []
+    total = num_finite = 0
+    begin = end = 0
     for i, loss in enumerate(losses):
         reach = min(window // 2, i)
-        near = [value for value in losses[i - reach : i + reach + 1] if math.isfinite(value)]
-        means.append(math.fsum(near) / len(near) if math.isfinite(loss) else math.nan)
+        for sign, moved in (1, losses[end : i + reach + 1]), (-1, losses[begin : i - reach]):
+            finite = [value for value in moved if math.isfinite(value)]
+            total += sign * sum(map(_in_least_units, finite))
+            num_finite += sign * len(finite)
+        begin, end = i - reach, i + reach + 1
+        means.append(total / (num_finite * _UNITS) if math.isfinite(loss) else math.nan)
     return means
+
+
+_UNITS = 2**1074  # in 1: a float is a whole number of the smallest positive one
+
+
+def _in_least_units(value: float) -> int:
+    numerator, denominator = value.as_integer_ratio()
+    return numerator * (_UNITS // denominator)
 
 
 def write_loss_png(
