@@ -1,9 +1,9 @@
-"""Which of the known words somebody may have meant."""
+"""The errors of this package, and the words they share: which known name somebody may have meant, and bounds."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
 _ALIKE = 0.6  # share of letters in common, as difflib counts
@@ -83,6 +83,17 @@ def check_integer(name: str, value: object, *, least: int, most: int | None = No
         return
     bounds = f"of at least {least}" if most is None else f"of {least} to {most}"
     raise ConfigError(f"{name} is {short(value)} but must be an integer {bounds}")
+
+
+def refuse_unknown(
+    values: Mapping[str, object], known: Iterable[str], where: str, elsewhere: Mapping[str, Iterable[str]] | None = None
+) -> None:
+    """Errors: ConfigError naming what is not `known`, and what may be meant: a name like it, or a table `elsewhere` (by
+    its name, what it has) that has it."""
+    if unknown := sorted(values.keys() - set(known)):
+        tables = [table for table, names in (elsewhere or {}).items() if unknown[0] in names]
+        near = f"; {unknown[0]} belongs in [{tables[0]}]" if tables else did_you_mean(unknown[0], known)
+        raise ConfigError(f"{where}: unknown {unknown}; known are {sorted(known)}{near}")
 
 
 class DataError(DynaPipeError):

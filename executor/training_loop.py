@@ -17,7 +17,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.models.flops import Work, work_of
-from dynapipe_ext.settings.data_settings import EvalSettings
+from dynapipe_ext.settings.tables import EvalSettings
 from dynapipe_ext.timeline import Span
 
 NanPolicy = Literal["stop", "skip"]

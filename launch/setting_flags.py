@@ -18,8 +18,8 @@ from dynapipe_ext.launch.command_parser import (
     pieces_flag,
 )
 from dynapipe_ext.models.transformers_sizes import Backend
-from dynapipe_ext.settings.data_settings import TemplateChoice
-from dynapipe_ext.settings.train_config import LrSchedule, PlacementChoice, SaveFormat, TrainConfig
+from dynapipe_ext.settings.tables import LrSchedule, PlacementChoice, SaveFormat, TemplateChoice
+from dynapipe_ext.settings.train_config import TrainConfig
 
 
 def _betas(text: str) -> tuple[float, ...]:

@@ -45,7 +45,7 @@ from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import ReplicaCosts, StepPlan, predicted, replica_costs, shared_by_twins
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
-from dynapipe_ext.settings.train_config import SplitRule
+from dynapipe_ext.settings.tables import SplitRule
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_sizes
 from dynapipe_ext.splits.rules import check_enough
 

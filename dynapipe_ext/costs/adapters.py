@@ -11,7 +11,7 @@ from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, ZeroStage, state_bytes
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.settings.lora_settings import LoraSettings
+from dynapipe_ext.settings.tables import LoraSettings
 
 
 def share_of_adapters(lora: LoraSettings, architecture: Architecture) -> float:

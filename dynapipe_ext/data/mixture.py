@@ -18,8 +18,7 @@ import numpy.typing as npt
 from dynapipe_ext.data.batches import permutation
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.length_bounds import SideBounds, TaskBounds
-from dynapipe_ext.errors import ConfigError, DataError, check_integer, did_you_mean, reason, short
-from dynapipe_ext.settings.values import refuse_unknown
+from dynapipe_ext.errors import ConfigError, DataError, check_integer, did_you_mean, reason, refuse_unknown, short
 
 _INPUT, _TARGET, _WEIGHT = "max_input_len", "max_target_len", "weight"
 

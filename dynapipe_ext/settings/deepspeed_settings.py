@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dynapipe_ext.costs.states import ZERO_STAGES, Offload, ZeroStage
+from dynapipe_ext.costs.states import ZERO_STAGES, ZeroStage
 from dynapipe_ext.errors import ConfigError, short
-
-if TYPE_CHECKING:
-    from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import MEETS_INSIDE, DeepSpeedSettings, OptimizerSettings
 
 Json = dict[str, Any]
 Tables = dict[str, dict[str, Any]]
@@ -36,51 +34,8 @@ _FOREIGN = {  # sections that change what a step is or what it trains on, with w
     "progressive_layer_drop": "train all layers",
 }
 _SECTIONS = ("optimizer", "scheduler", "zero_optimization", "bf16", "tensor_parallel", "checkpoint")
-_MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
 _MISSPELT = 0.85  # share of letters in common: no two names that DeepSpeed knows have as many
 _LEAST_PRINTED = 1 << 30  # steps between DeepSpeed's own lines, where the file names none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedSettings:
-    """`config` names the configuration of a DeepSpeed engine that trains the model (empty: none does); what it decides
-    are settings of other tables. `described` is read, not given: what the file says."""
-
-    config: str = ""
-    described: Mapping[str, Any] | None = None
-
-    @property
-    def zero_stage(self) -> ZeroStage:
-        return zero_stage(self.described or {}, self.config)
-
-    @property
-    def offload(self) -> Offload:
-        """What of its states the engine leaves on the host. An optimizer of which a part (`ratio`) stays on the device
-        counts as if all of it did."""
-        weights = self._offloads("offload_param")
-        if not self.offloads_optimizer or self._zero["offload_optimizer"].get("ratio", 1.0) != 1.0:
-            return "weights" if weights else "none"
-        return "all" if weights else "optimizer"
-
-    @property
-    def offloads_optimizer(self) -> bool:
-        """Whether, wholly or in part."""
-        return self._offloads("offload_optimizer")
-
-    def _offloads(self, section: str) -> bool:
-        """As DeepSpeed takes it: stage 0 has no offload, and stage 3 alone one of weights."""
-        least = {"offload_optimizer": 1, "offload_param": 3}[section]
-        return self.zero_stage >= least and (self._zero.get(section) or {}).get("device", "none") != "none"
-
-    @property
-    def _zero(self) -> Json:
-        found: Json = (self.described or {}).get("zero_optimization", {})
-        return found
-
-    @property
-    def meets_inside(self) -> bool:
-        """Whether replicas meet in collectives of each micro-batch."""
-        return self.zero_stage >= _MEETS_INSIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +138,7 @@ def settings_in(raw: Mapping[str, Any]) -> Tables:
     tables: Tables = {"model": {"backend": "transformers"}, "optimizer": optimizer}
     if enabled != "auto":
         tables["model"]["dtype"] = "bfloat16" if enabled else "float32"
-    if zero_stage(raw) >= _MEETS_INSIDE:
+    if zero_stage(raw) >= MEETS_INSIDE:
         tables["plan"] = {"replica_counts": "equal"}
     return tables
 

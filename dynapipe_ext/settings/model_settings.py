@@ -1,16 +1,20 @@
-"""The sizes of the model that a run's settings name, which what else they say may not contradict."""
+"""What the settings name: the sizes of a published model, and the layers beside which adapters (LoRA) train.
+
+No torch: settings are checked, and what adapters take is counted, before anything is loaded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.transformers_sizes import carried_fault, read_trainable
+from dynapipe_ext.errors import ConfigError, did_you_mean
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.transformers_sizes import model_type, read_trainable
+from dynapipe_ext.settings.tables import LinearLayer, LoraSettings, ModelSettings
 
-if TYPE_CHECKING:
-    from dynapipe_ext.settings.train_config import ModelSettings, TrainConfig
+ALL_LINEAR = "all-linear"
 
 
 def with_described(model: ModelSettings, said: Mapping[str, Any], where: str, *, adapts: bool = False) -> ModelSettings:
@@ -45,81 +49,79 @@ def with_described(model: ModelSettings, said: Mapping[str, Any], where: str, *,
     return replace(model, described=a, **own)
 
 
-def check_heads(config: TrainConfig, where: str) -> None:
-    """Refuse sizes of heads, positions and experts that no model has. Errors: ConfigError."""
-    model, topology = config.model, config.topology
-    if model.described is not None:
-        if model.described.num_experts and topology.tp > 1 and not topology.sequence_parallel:
-            raise ConfigError(
-                f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts,"
-                f" which Megatron trains with tp {topology.tp} under sequence parallelism alone: set [topology]"
-                " sequence_parallel = true, or tp 1"
-            )
-        return
-    if (model.position == "relative") != (model.num_decoder_layers > 0):
-        raise ConfigError(
-            f"{where}: [model] position is {model.position!r} and num_decoder_layers is {model.num_decoder_layers}:"
-            " relative positions are those of an encoder-decoder, which has a decoder's layers, and no others"
-        )
-    if model.hidden_size % model.num_heads:
-        raise ConfigError(
-            f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
-            f" {model.num_heads}"
-        )
-    if model.num_heads % model.num_query_groups:
-        raise ConfigError(
-            f"{where}: [model] num_heads is {model.num_heads} but must be a multiple of num_query_groups, which is"
-            f" {model.num_query_groups}"
-        )
-    head_size = model.hidden_size // model.num_heads
-    if model.position == "rope" and head_size % 2:
-        raise ConfigError(
-            f"{where}: [model] hidden_size / num_heads is {model.hidden_size} / {model.num_heads} = {head_size} but"
-            ' must be even with position = "rope", which turns pairs of numbers'
-        )
-
-
-def check_pieces_of_model(config: TrainConfig, where: str) -> None:
-    """Refuse pieces of long samples where attention does not go on from piece to piece. Errors: ConfigError."""
-    model = config.model
-    if config.plan.pieces == "off":
-        return
-    if model.uses_transformers:
-        fault = carried_fault(model.architecture)
-    elif model.described is not None:
-        fault = model.described.pieces_fault
-    else:
-        later = "inputs of an encoder-decoder attend to what comes later: plan whole samples"
-        fault = later if model.num_decoder_layers else ""
-    if fault:
-        raise ConfigError(f'{where}: [plan] pieces is {config.plan.pieces!r} but {fault} (pieces = "off")')
-
-
-def refuse_order_in_bits(config: TrainConfig, where: str) -> None:
-    """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
-    model, said = config.model, f"{where}: [optimizer] deterministic is on but"
-    if config.plan.adapt_costs:
-        raise ConfigError(
-            f"{said} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"
-        )
-    if config.deepspeed.config:
-        raise ConfigError(f"{said} a DeepSpeed engine sums gradients in an order of its own: leave one of both out")
-    if model.described is not None and model.described.num_experts:
-        raise ConfigError(
-            f"{said} [model] architecture {model.architecture} has {model.described.num_experts} experts, which it does"
-            " not cover: leave it out, or take a model without experts"
-        )
-    # Under full recomputation Megatron adds a layer's gradient of the encoder's output to that of the layers above in
-    # its own chain, and the sum that comes from the next stage after them.
-    if model.num_decoder_layers and config.topology.pp > 1 and config.plan.recompute in ("auto", "full"):
-        raise ConfigError(
-            f"{said} [plan] recompute is {config.plan.recompute!r}: layers of a decoder that are recomputed whole add"
-            " up gradients of the encoder's output in an order that depends on pp, so set recompute to 'none' or"
-            " 'selective', or pp to 1"
-        )
-
-
 def _refuse_contradiction(model: ModelSettings, own: Mapping[str, Any], said: Mapping[str, Any], place: str) -> None:
     for name in said:
         if name in own and getattr(model, name) != own[name]:
             raise ConfigError(f"{place} has {name} {own[name]}, but {name} is {getattr(model, name)}: leave it out")
+
+
+def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> LoraSettings:
+    """The settings with the layers that they adapt, of a model that transformers computes.
+
+    Errors: ConfigError for layers that it does not have, and for settings of adapters without any.
+    """
+    said = f"{where}: [lora]"
+    if not settings.enabled:
+        if replace(settings, described=None) != LoraSettings():
+            raise ConfigError(f"{said} describes adapters but enabled is false: add --lora, or leave the others out")
+        return settings
+    if settings.r < 1 or not settings.lora_alpha > 0 or not 0 <= settings.lora_dropout < 1:
+        raise ConfigError(
+            f"{said} r is {settings.r}, lora_alpha {settings.lora_alpha:g} and lora_dropout {settings.lora_dropout:g}:"
+            " r must be at least 1, lora_alpha above 0 and lora_dropout in 0..1"
+        )
+    if model.described is not None and model.described.num_decoder_layers:
+        raise ConfigError(
+            f"{said} adapts models that are decoders only, but {model.architecture} has an encoder too: train all of"
+            " its weights, without --lora"
+        )
+    if not model.uses_transformers or model.described is None:
+        return replace(settings, described=None)  # refused, unless another setting names a model yet
+    kind = model_type(model.architecture)
+    layers, usual = _linear_layers(kind, model.described), _USUAL_TARGETS.get(kind, ())
+    targets = settings.target_modules or usual
+    names = sorted({layer.name.rpartition(".")[2] for layer in layers})
+    if not targets:
+        raise ConfigError(f"{said} peft has no usual target_modules of {kind}: choose from {', '.join(names)}")
+    if targets == (ALL_LINEAR,):
+        return replace(settings, described=layers)
+    for target in targets:
+        if not any(layer.answers_to(target) for layer in layers):
+            raise ConfigError(
+                f"{said} target_modules names {target!r}, which no block of {model.architecture} ({kind}) has: choose"
+                f" from {', '.join(names)}, or {ALL_LINEAR} alone{did_you_mean(target, names)}"
+            )
+    adapted = tuple(layer for layer in layers if any(layer.answers_to(target) for target in targets))
+    return replace(settings, described=adapted)
+
+
+# What peft adapts where nobody says what (its TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING), by model_type.
+_USUAL_TARGETS: Mapping[str, tuple[str, ...]] = {
+    "gpt2": ("c_attn",),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"),
+        ("q_proj", "v_proj"),
+    ),
+}
+
+
+def _linear_layers(kind: str, a: Architecture) -> tuple[LinearLayer, ...]:
+    """Those of a block of the family, as its module has them."""
+    hidden, query, kv, ffn = a.hidden_size, a.query_size, a.kv_size, a.ffn_hidden_size
+    match kind:
+        case "gpt2":
+            sizes = {"attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden)}
+            sizes |= {"mlp.c_fc": (hidden, ffn), "mlp.c_proj": (ffn, hidden)}
+        case "phi3":
+            sizes = {"self_attn.qkv_proj": (hidden, query + 2 * kv), "self_attn.o_proj": (query, hidden)}
+            sizes |= {"mlp.gate_up_proj": (hidden, 2 * ffn), "mlp.down_proj": (ffn, hidden)}
+        case _:
+            sizes = {"self_attn.q_proj": (hidden, query), "self_attn.k_proj": (hidden, kv)}
+            sizes |= {"self_attn.v_proj": (hidden, kv)}
+            if kind == "phi":
+                sizes |= {"self_attn.dense": (query, hidden), "mlp.fc1": (hidden, ffn), "mlp.fc2": (ffn, hidden)}
+            else:
+                sizes |= {"self_attn.o_proj": (query, hidden), "mlp.gate_proj": (hidden, ffn)}
+                sizes |= {"mlp.up_proj": (hidden, ffn), "mlp.down_proj": (ffn, hidden)}
+    return tuple(LinearLayer(name, *size) for name, size in sizes.items())

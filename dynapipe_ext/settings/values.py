@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -69,17 +69,6 @@ def refuse_out_of_bounds(tables: Mapping[str, Mapping[str, Any]], where: str) ->
             least = _AT_LEAST.get(table, {}).get(name)
             if least is not None and value < least:
                 raise ConfigError(f"{said} but must be at least {least}")
-
-
-def refuse_unknown(
-    values: Mapping[str, Any], known: Iterable[str], where: str, elsewhere: Mapping[str, Iterable[str]] | None = None
-) -> None:
-    """Errors: ConfigError naming what is not `known`, and what may be meant: a name like it, or a table `elsewhere` (by
-    its name, what it has) that has it."""
-    if unknown := sorted(values.keys() - set(known)):
-        tables = [table for table, names in (elsewhere or {}).items() if unknown[0] in names]
-        near = f"; {unknown[0]} belongs in [{tables[0]}]" if tables else did_you_mean(unknown[0], known)
-        raise ConfigError(f"{where}: unknown {unknown}; known are {sorted(known)}{near}")
 
 
 def checked_value(value: Any, hint: Any, where: str) -> Any:

@@ -15,7 +15,7 @@ from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.manifest import Manifest, OptimizerPlace, RunState
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
-from dynapipe_ext.settings.train_config import CheckpointSettings
+from dynapipe_ext.settings.tables import CheckpointSettings
 
 _T = TypeVar("_T")
 _PACKAGES = ("dynapipe-ext", "torch")

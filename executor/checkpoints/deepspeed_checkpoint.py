@@ -16,7 +16,7 @@ from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, ga
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.saving import SAVING_FAULTS, join_stages, write_stages
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
-from dynapipe_ext.settings.train_config import CheckpointSettings
+from dynapipe_ext.settings.tables import CheckpointSettings
 
 _LATEST = "latest"
 

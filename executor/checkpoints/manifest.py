@@ -18,7 +18,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.executor.events import StepDone
-from dynapipe_ext.settings.train_config import CheckpointSettings
+from dynapipe_ext.settings.tables import CheckpointSettings
 
 FORMAT = "dynapipe-checkpoint/1"
 MANIFEST = "dynapipe.json"

@@ -32,7 +32,7 @@ from dynapipe_ext.executor.stages.transformers.saving import (
     write_stages,
 )
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
-from dynapipe_ext.settings.train_config import CheckpointSettings
+from dynapipe_ext.settings.tables import CheckpointSettings
 
 
 def parts_saver(

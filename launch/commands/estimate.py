@@ -21,7 +21,8 @@ from dynapipe_ext.launch.job.model_folder import prediction_line
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.models.presets import PRESETS, read_model
-from dynapipe_ext.settings.train_config import PlacementChoice, TrainConfig
+from dynapipe_ext.settings.tables import PlacementChoice
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.estimate.config import settings, toml_text, train_fault
 from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data

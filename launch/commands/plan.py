@@ -31,7 +31,8 @@ from dynapipe_ext.schedules.judge.bounds import free_batch_ns, with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.placements import PlacementTrial
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.settings.train_config import PlacementChoice, TrainConfig
+from dynapipe_ext.settings.tables import PlacementChoice
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.show.certificate import certificate_of_file, certificate_table

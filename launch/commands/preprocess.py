@@ -36,7 +36,7 @@ from dynapipe_ext.launch.command_parser import (
 )
 from dynapipe_ext.launch.commands.preprocess_choices import chosen_encoding, chosen_tasks, named_encoder
 from dynapipe_ext.launch.env import child_environment
-from dynapipe_ext.settings.data_settings import TemplateChoice
+from dynapipe_ext.settings.tables import TemplateChoice
 from dynapipe_ext.tools.console import deliver
 
 _OF_TEXT = (  # options that an .idx cannot follow

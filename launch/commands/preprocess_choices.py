@@ -24,7 +24,8 @@ from dynapipe_ext.launch.job.data_form import (
     is_model_folder,
     tokenizer_to_train_with,
 )
-from dynapipe_ext.settings.data_settings import DataSettings, check_data_settings
+from dynapipe_ext.settings.agreement import check_data_settings
+from dynapipe_ext.settings.tables import DataSettings
 
 
 def chosen_encoding(

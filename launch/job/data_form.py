@@ -25,7 +25,7 @@ from dynapipe_ext.data.preprocessing.rendering import (
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder, load_model_tokenizer
 from dynapipe_ext.data.tokenizer import FILE_NAME, Tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.settings.data_settings import DataSettings
+from dynapipe_ext.settings.tables import DataSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Recorder
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job.job import Variant
-from dynapipe_ext.settings.train_config import DebugSettings, TrainConfig
+from dynapipe_ext.settings.tables import DebugSettings
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
 from dynapipe_ext.tools.progress import StepProgress

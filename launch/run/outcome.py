@@ -41,7 +41,8 @@ from dynapipe_ext.launch.run.run_directory import (
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import held_bytes
-from dynapipe_ext.settings.train_config import PlanSettings, TrainConfig
+from dynapipe_ext.settings.tables import PlanSettings
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span, Trace, merge
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
 from dynapipe_ext.tools.account.run_events import (

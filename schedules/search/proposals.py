@@ -19,7 +19,7 @@ from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, Price
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.search.joint import Run
 from dynapipe_ext.schedules.search.optimizer import Start, exchanged
-from dynapipe_ext.settings.train_config import SplitRule
+from dynapipe_ext.settings.tables import SplitRule
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_cuts
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate

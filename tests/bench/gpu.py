@@ -44,7 +44,8 @@ from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.settings.train_config import OptimizerSettings, TrainConfig
+from dynapipe_ext.settings.tables import OptimizerSettings
+from dynapipe_ext.settings.train_config import TrainConfig
 from tests.bench.contenders import provenance
 from tests.gpu.steps import ALONE, alone
 

@@ -29,7 +29,7 @@ from dynapipe_ext.executor.stages.transformers.stage import token_loss_sum
 from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.processes.cluster import run_local
-from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.checkpoints import tiny
 from tests.support.deepspeed_ranks import quiet
 from tests.support.tiny_models import SIZES, VOCAB, one_by_one, samples_of, tiny_model

@@ -23,7 +23,8 @@ from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.launch.run.trained_model import write_trained_model
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.settings.train_config import OptimizerSettings, TrainConfig
+from dynapipe_ext.settings.tables import OptimizerSettings
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files
 from dynapipe_ext.tools.checkpoint.recognise import recognise
 from tests.integration.test_train_command import report_of

@@ -22,7 +22,7 @@ from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
-from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.megatron_ranks import Case, build, join, samples_of, step_plan_of, tensors_of
 from tests.support.rank_jobs import in_turn
 

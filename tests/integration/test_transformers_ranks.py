@@ -29,7 +29,7 @@ from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, par
 from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.training_loop import ExecutedStep
-from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.tiny_models import CONFIGS, one_by_one, samples_of, tiny_model
 
 SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4, 6, 11))

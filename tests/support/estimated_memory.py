@@ -35,7 +35,7 @@ from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import OptimizerSettings
 
 megatron_cpu.install()
 from tests.support.rank_jobs import forget_models  # noqa: E402 (it imports megatron)

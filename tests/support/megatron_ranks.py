@@ -48,7 +48,7 @@ from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import published_schedule
-from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import OptimizerSettings
 
 megatron_cpu.install()
 for module in ("models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):

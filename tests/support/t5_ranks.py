@@ -33,7 +33,7 @@ from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.memory import stage_layers
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import OptimizerSettings
 from dynapipe_ext.tools.checkpoint.megatron.names import to_megatron
 from tests.support.megatron_ranks import CPU, planned, schedule_of, split_backwards
 

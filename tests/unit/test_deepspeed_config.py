@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.settings.deepspeed_settings import DeepSpeedSettings, engine_config, read_deepspeed_config
-from dynapipe_ext.settings.train_config import OptimizerSettings, TrainConfig
+from dynapipe_ext.settings.deepspeed_settings import engine_config, read_deepspeed_config
+from dynapipe_ext.settings.tables import DeepSpeedSettings, OptimizerSettings
+from dynapipe_ext.settings.train_config import TrainConfig
 
 # As the documentation of transformers has it, word for word but for the offload of parameters.
 AUTO: dict[str, Any] = {

@@ -23,7 +23,7 @@ from dynapipe_ext.executor.checkpoints.manifest import (
     SaveVote,
 )
 from dynapipe_ext.executor.events import EvalDone, StepDone
-from dynapipe_ext.settings.train_config import CheckpointSettings
+from dynapipe_ext.settings.tables import CheckpointSettings
 from tests.support.steps import a_step
 
 SIGTERM = SaveVote(False, signal.SIGTERM)

@@ -23,7 +23,8 @@ from dynapipe_ext.launch.job.job import check_fits, make_planner, topology_of, v
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.settings.train_config import SplitRule, TrainConfig
+from dynapipe_ext.settings.tables import SplitRule
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.splits.padded import shape_evaluate
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max, split_padded_equal
 

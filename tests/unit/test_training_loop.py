@@ -28,7 +28,7 @@ from dynapipe_ext.executor.training_loop import (
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.settings.data_settings import EvalSettings
+from dynapipe_ext.settings.tables import EvalSettings
 
 NUM_STEPS = 8
 

@@ -15,7 +15,7 @@ from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_steps import batches_of, plans_of
 

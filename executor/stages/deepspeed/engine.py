@@ -22,7 +22,7 @@ from dynapipe_ext.executor.stages.megatron.cpu import uncompiled
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
-from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import OptimizerSettings
 
 
 class ModelParallelUnit:

@@ -17,7 +17,7 @@ from dynapipe_ext.executor.stages.megatron.exact import ExactNorm
 from dynapipe_ext.executor.stages.megatron.model import global_names, take_unrounded
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
 from dynapipe_ext.executor.training_loop import ExecutedStep, NanPolicy, Refused, SkipPolicy
-from dynapipe_ext.settings.train_config import LrSchedule, OptimizerSettings
+from dynapipe_ext.settings.tables import LrSchedule, OptimizerSettings
 
 _MOST_SAMPLES = 8
 

@@ -14,7 +14,8 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.chunk_runner import seed_of
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.saving import ADAPTER_NAME, trained_weights
-from dynapipe_ext.settings.lora_settings import ALL_LINEAR, LoraSettings
+from dynapipe_ext.settings.model_settings import ALL_LINEAR
+from dynapipe_ext.settings.tables import LoraSettings
 
 
 def add_adapters(parts: Sequence[TransformersPart], settings: LoraSettings, *, seed: int) -> None:

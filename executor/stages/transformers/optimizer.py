@@ -17,7 +17,7 @@ from dynapipe_ext.executor.stages.collectives import gather_json, named_collecti
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy
-from dynapipe_ext.settings.train_config import OptimizerSettings
+from dynapipe_ext.settings.tables import OptimizerSettings
 
 _MOST_FAULTS = 3
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -1,0 +1,176 @@
+"""What the settings of a run must agree in: values that are each within their bounds, but not together."""
+
+from __future__ import annotations
+
+from dynapipe_ext.batch.micro_batches import Pieces
+from dynapipe_ext.batch.topology import Topology, check_placed, own_placement, placement_of
+from dynapipe_ext.data.mixture import weighted_files
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.transformers_sizes import carried_fault
+from dynapipe_ext.settings.tables import (
+    DataSettings,
+    EvalSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PlacementChoice,
+    PlanSettings,
+    TopologySettings,
+)
+
+
+def check_optimizer(optimizer: OptimizerSettings, where: str) -> None:
+    """Refuse rates that no schedule of the learning rate has. Errors: ConfigError."""
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ConfigError(f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers of 0 to below 1")
+    if not 0 <= optimizer.warmup_fraction < 1:
+        raise ConfigError(
+            f"{where}: [optimizer] warmup_fraction is {optimizer.warmup_fraction} but must lie in 0..1:"
+            " warmup_steps counts steps"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(
+            f"{where}: [optimizer] min_lr is {optimizer.min_lr:g} but must be at most lr, which is {optimizer.lr:g}:"
+            " lower min_lr too"
+        )
+
+
+def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> None:
+    """Refuse stages that cannot lie on ranks so, or not under the schedule. Errors: ConfigError."""
+    placement: PlacementChoice = topology.placement or own_placement(plan.schedule)
+    if placement == "auto":
+        said = f"{where}: [topology] placement is 'auto'"
+        if topology.layers_per_stage:
+            raise ConfigError(
+                f"{said}, which chooses layers_per_stage, but that is {topology.layers_per_stage}: leave it out, or"
+                " name a placement"
+            )
+        if plan.schedule != "adaptive":
+            raise ConfigError(
+                f"{said}, but schedule {plan.schedule!r} runs under one alone, {own_placement(plan.schedule)}: leave"
+                " placement out, or take the adaptive schedule"
+            )
+        return
+    try:
+        stage_ranks = placement_of(placement, topology.pp, topology.stages_per_rank or None)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: [topology] {error}") from error
+    check_placed(plan.schedule, Topology(pp=topology.pp, placement=stage_ranks), f"{where}: [plan] ")
+
+
+def check_data_settings(data: DataSettings, where: str) -> None:
+    """Errors: ConfigError for settings that do not go together."""
+    if (data.tokens_per_batch > 0) == (data.batch_size > 0):
+        raise ConfigError(
+            f"{where}: [data] tokens_per_batch is {data.tokens_per_batch} and batch_size is"
+            f" {data.batch_size}: set exactly one of them above 0"
+        )
+    if data.mixture and data.path:
+        raise ConfigError(
+            f"{where}: [data] path is {data.path} and mixture is {list(data.mixture)}: leave one out, or name all"
+            " files in mixture"
+        )
+    weighted_files(data.mixture)
+    if data.num_workers and data.prefetch_steps < 2:
+        raise ConfigError(
+            f"{where}: [data] prefetch_steps is {data.prefetch_steps} but must be at least 2 with planner processes"
+            f" (num_workers is {data.num_workers})"
+        )
+    if bool(data.input_key) != bool(data.target_key):
+        raise ConfigError(
+            f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"
+        )
+
+
+def check_evaluation(settings: EvalSettings, where: str) -> None:
+    """Refuse an evaluation without data, with two kinds of them, or data that no evaluation reads."""
+    table, given = f"{where}: [eval]", {"path": settings.path, "fraction": settings.fraction, "steps": settings.steps}
+    if not 0 <= settings.fraction < 1:
+        raise ConfigError(f"{table} fraction is {settings.fraction} but must be at least 0 and below 1")
+    if settings.path and settings.fraction:
+        raise ConfigError(
+            f"{table} path is {settings.path} and fraction is {settings.fraction}: evaluate on data of their own or on"
+            " a part of the training data, leave one out"
+        )
+    if settings.every and not (settings.path or settings.fraction):
+        raise ConfigError(
+            f"{table} every is {settings.every} but there is nothing to evaluate on: give path, held-out data, or"
+            " fraction, the part of the training data to hold out, like 0.05"
+        )
+    if not settings.every and (named := [f"{name} is {value}" for name, value in given.items() if value]):
+        raise ConfigError(
+            f"{table} {' and '.join(named)} but every is 0, which never evaluates: set every, or leave the others out"
+        )
+
+
+def check_heads(model: ModelSettings, topology: TopologySettings, where: str) -> None:
+    """Refuse sizes of heads, positions and experts that no model has. Errors: ConfigError."""
+    if model.described is not None:
+        if model.described.num_experts and topology.tp > 1 and not topology.sequence_parallel:
+            raise ConfigError(
+                f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts,"
+                f" which Megatron trains with tp {topology.tp} under sequence parallelism alone: set [topology]"
+                " sequence_parallel = true, or tp 1"
+            )
+        return
+    if (model.position == "relative") != (model.num_decoder_layers > 0):
+        raise ConfigError(
+            f"{where}: [model] position is {model.position!r} and num_decoder_layers is {model.num_decoder_layers}:"
+            " relative positions are those of an encoder-decoder, which has a decoder's layers, and no others"
+        )
+    if model.hidden_size % model.num_heads:
+        raise ConfigError(
+            f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
+            f" {model.num_heads}"
+        )
+    if model.num_heads % model.num_query_groups:
+        raise ConfigError(
+            f"{where}: [model] num_heads is {model.num_heads} but must be a multiple of num_query_groups, which is"
+            f" {model.num_query_groups}"
+        )
+    head_size = model.hidden_size // model.num_heads
+    if model.position == "rope" and head_size % 2:
+        raise ConfigError(
+            f"{where}: [model] hidden_size / num_heads is {model.hidden_size} / {model.num_heads} = {head_size} but"
+            ' must be even with position = "rope", which turns pairs of numbers'
+        )
+
+
+def check_pieces_of_model(model: ModelSettings, pieces: Pieces, where: str) -> None:
+    """Refuse pieces of long samples where attention does not go on from piece to piece. Errors: ConfigError."""
+    if pieces == "off":
+        return
+    if model.uses_transformers:
+        fault = carried_fault(model.architecture)
+    elif model.described is not None:
+        fault = model.described.pieces_fault
+    else:
+        later = "inputs of an encoder-decoder attend to what comes later: plan whole samples"
+        fault = later if model.num_decoder_layers else ""
+    if fault:
+        raise ConfigError(f'{where}: [plan] pieces is {pieces!r} but {fault} (pieces = "off")')
+
+
+def refuse_order_in_bits(
+    model: ModelSettings, plan: PlanSettings, *, pp: int, deepspeed_config: str, where: str
+) -> None:
+    """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
+    said = f"{where}: [optimizer] deterministic is on but"
+    if plan.adapt_costs:
+        raise ConfigError(
+            f"{said} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"
+        )
+    if deepspeed_config:
+        raise ConfigError(f"{said} a DeepSpeed engine sums gradients in an order of its own: leave one of both out")
+    if model.described is not None and model.described.num_experts:
+        raise ConfigError(
+            f"{said} [model] architecture {model.architecture} has {model.described.num_experts} experts, which it does"
+            " not cover: leave it out, or take a model without experts"
+        )
+    # Under full recomputation Megatron adds a layer's gradient of the encoder's output to that of the layers above in
+    # its own chain, and the sum that comes from the next stage after them.
+    if model.num_decoder_layers and pp > 1 and plan.recompute in ("auto", "full"):
+        raise ConfigError(
+            f"{said} [plan] recompute is {plan.recompute!r}: layers of a decoder that are recomputed whole add"
+            " up gradients of the encoder's output in an order that depends on pp, so set recompute to 'none' or"
+            " 'selective', or pp to 1"
+        )
