@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.config_fields import LAYER_PATTERNS, pattern_of, refuse_other_pairs
+from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of, refuse_other_pairs
 from dynapipe_ext.models.presets import read_model
 
 Backend = Literal["auto", "megatron", "transformers"]
