@@ -17,7 +17,7 @@ from dynapipe_ext.launch.command_parser import (
     numbers,
     pieces_flag,
 )
-from dynapipe_ext.models.transformers_sizes import Backend
+from dynapipe_ext.models.named_models import Backend
 from dynapipe_ext.settings.tables import LrSchedule, PlacementChoice, SaveFormat, TemplateChoice
 from dynapipe_ext.settings.train_config import TrainConfig
 

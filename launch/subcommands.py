@@ -14,7 +14,7 @@ from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, in_one_li
 from dynapipe_ext.launch.command_parser import CommandParser, ending
 from dynapipe_ext.launch.env import keep_cuda_forkable
 from dynapipe_ext.launch.processes.cluster import USER_ERROR_STATUS, JobError
-from dynapipe_ext.tools.writing import NO_ROOM
+from dynapipe_ext.tools.files import NO_ROOM
 
 _BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE
 

@@ -21,7 +21,7 @@ env.limit_threads(1)  # before any test module imports torch
 
 from dynapipe_ext.launch.env import RankEnv  # noqa: E402
 from dynapipe_ext.launch.processes.cluster import run_local  # noqa: E402
-from dynapipe_ext.launch.store.redis_server import RedisServer  # noqa: E402
+from dynapipe_ext.launch.store import RedisServer  # noqa: E402
 from tests.support.forked_programs import ForkedPopen  # noqa: E402
 from tests.support.preloaded import TRANSFORMERS, Preloaded  # noqa: E402
 

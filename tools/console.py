@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.files import write_atomic
 
 _PIPE_COLUMNS = 160
 _ALONE = "-"  # --json without a file

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import LengthArray
-from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
-from dynapipe_ext.data.reading import Example
+from dynapipe_ext.data.examples import Example
+from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds, Truncation
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
-from dynapipe_ext.data.truncation import Truncation
 from dynapipe_ext.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

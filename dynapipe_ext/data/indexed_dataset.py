@@ -2,14 +2,16 @@
 
 The index: "MMIDIDX", version 1, a code for the dtype, the counts, then lengths (int32), byte offsets (int64) and the
 first sequence of each document (int64, one more than documents), all little-endian
-(megatron.core.datasets.indexed_dataset, 0.16).
+(megatron.core.datasets.indexed_dataset, 0.16). `import_indexed` copies such data into a dataset folder.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import struct
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import LengthArray
-from dynapipe_ext.data.dataset import TokenSample, new_array
+from dynapipe_ext.data.dataset import (
+    TOKENS_FILE,
+    TokenDataset,
+    TokenSample,
+    is_prepared,
+    move_into_place,
+    new_array,
+    refuse_other_content,
+    seal,
+)
 from dynapipe_ext.errors import ConfigError, DataError, short
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
@@ -263,3 +274,81 @@ def _stem(prefix: str | Path) -> Path:
     if path.name in ("", "..", "."):
         raise ConfigError(f"{str(prefix)!r} names no data set: give the path without .bin and .idx")
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+_CHUNK_TOKENS = 1 << 22
+
+
+def import_indexed(
+    prefix: str | Path,
+    output: str | Path,
+    *,
+    vocab_size: int,
+    tokenizer_json: str | None = None,
+    skip_empty: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> TokenDataset:
+    """Write the folder `output`: a Megatron data set with its sequences as samples, every token but the first a target.
+
+    `progress` gets tokens done and in all. The folder appears whole or not at all.
+
+    Errors: DataError for a data set that is damaged or has ids of `vocab_size` or above, or sequences of fewer than 2
+    tokens without `skip_empty`; ConfigError for an output that exists, without `overwrite`.
+    """
+    data, place = IndexedTokens(prefix, skip_empty=skip_empty), Path(output)
+    refuse_other_content(place)
+    if is_prepared(place) and not overwrite:
+        raise ConfigError(f"{place} exists: pass --overwrite or name another folder")
+    sizes = data.index.lengths[data.sequences].astype(np.int64)
+    total = int(sizes.sum())
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
+    try:
+        partial.chmod(0o755)
+        done = 0
+        with (partial / TOKENS_FILE).open("wb") as file:
+            for start, stop in _runs(data, sizes):
+                for begin in range(start, stop, _CHUNK_TOKENS):
+                    piece = data.tokens[begin : min(stop, begin + _CHUNK_TOKENS)]
+                    low, high = int(piece.min()), int(piece.max())
+                    if low < 0 or high >= vocab_size:
+                        raise DataError(
+                            f"{bin_path(prefix)} has the id {low if low < 0 else high} but the vocabulary has"
+                            f" {vocab_size}: give --vocab-size, or the tokenizer, that the data was made with"
+                        )
+                    file.write(piece.astype(dtype).tobytes())
+                    done += len(piece)
+                    if progress is not None:
+                        progress(done, total)
+        seal(
+            partial,
+            dtype=dtype,
+            sizes=sizes,
+            first_target=np.ones(len(sizes), np.int32),
+            task_ids=np.zeros(len(sizes), np.int32),
+            tasks=["unnamed"],
+            tokenizer_json=tokenizer_json,
+            vocab_size=vocab_size,
+            facts={
+                "num_truncated": 0,
+                "num_skipped": len(data.index.lengths) - len(data),
+                "source": data.fingerprint,
+                "settings": {"imported": str(prefix)},
+            },
+        )
+        move_into_place(partial, place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return TokenDataset.open(place)
+
+
+def _runs(data: IndexedTokens, sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """(first token, end) of the longest runs of samples that lie end to end in the `.bin`."""
+    starts = data.index.offsets[data.sequences] // data.index.dtype.itemsize
+    ends = starts + sizes
+    borders = np.flatnonzero(ends[:-1] != starts[1:]) + 1
+    firsts, lasts = [0, *borders.tolist()], [*(borders - 1).tolist(), len(sizes) - 1]
+    for first, last in zip(firsts, lasts, strict=True):
+        yield int(starts[first]), int(ends[last])

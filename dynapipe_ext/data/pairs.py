@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import LengthArray, LossNorm, MicroBatch
 from dynapipe_ext.data.batches import PAD_TOKEN
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.data.held_out import SampleSubset
+from dynapipe_ext.data.sample_selection import SampleSubset
 from dynapipe_ext.errors import DataError
 
 START_TOKEN = 0  # of every published T5: that of its padding

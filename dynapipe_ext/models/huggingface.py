@@ -7,8 +7,16 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
-from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields, rope_fields
-from dynapipe_ext.models.family_configs import as_llama, deepseek_config, deepseek_values, gemma_config, gemma_values
+from dynapipe_ext.models.family_configs import (
+    ACTIVATIONS,
+    ConfigFields,
+    as_llama,
+    deepseek_config,
+    deepseek_values,
+    gemma_config,
+    gemma_values,
+    rope_fields,
+)
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",

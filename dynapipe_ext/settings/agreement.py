@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dynapipe_ext.batch.micro_batches import Pieces
 from dynapipe_ext.batch.topology import Topology, check_placed, own_placement, placement_of
-from dynapipe_ext.data.mixture import weighted_files
+from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.transformers_sizes import carried_fault
+from dynapipe_ext.models.named_models import carried_fault
 from dynapipe_ext.settings.tables import (
     DataSettings,
     EvalSettings,

@@ -11,7 +11,7 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError, did_you_mean
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.transformers_sizes import model_type, read_trainable
+from dynapipe_ext.models.named_models import model_type, read_trainable
 from dynapipe_ext.settings.tables import LinearLayer, LoraSettings, ModelSettings
 
 ALL_LINEAR = "all-linear"

@@ -10,7 +10,7 @@ from dynapipe_ext.batch.micro_batches import Layout, LossNorm, Pieces
 from dynapipe_ext.batch.topology import PlacementName, ScheduleName
 from dynapipe_ext.costs.states import Offload, ZeroStage
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.transformers_sizes import Backend
+from dynapipe_ext.models.named_models import Backend
 
 PlacementChoice = Literal[PlacementName, "auto"]
 SaveFormat = Literal["hf", "megatron", "deepspeed"]

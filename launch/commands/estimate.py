@@ -20,16 +20,23 @@ from dynapipe_ext.launch.job.job import topology_of
 from dynapipe_ext.launch.job.model_folder import prediction_line
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
-from dynapipe_ext.models.presets import PRESETS, read_model
+from dynapipe_ext.models.named_models import PRESETS, read_model
 from dynapipe_ext.settings.tables import PlacementChoice
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import deliver, output
-from dynapipe_ext.tools.estimate.config import settings, toml_text, train_fault
+from dynapipe_ext.tools.estimate.answer import (
+    Prices,
+    estimate_json,
+    settings,
+    show_estimate,
+    toml_text,
+    train_fault,
+    trainable,
+)
 from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data
 from dynapipe_ext.tools.estimate.options import OFFLOADS_TRIED, Limits, Question, RecomputeChoice
 from dynapipe_ext.tools.estimate.ranking import Estimate, Search, estimate
-from dynapipe_ext.tools.estimate.table import Prices, estimate_json, show_estimate, trainable
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
 
 _PIPE_COLUMNS = 190  # no terminal to fit into

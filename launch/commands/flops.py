@@ -13,7 +13,7 @@ from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS
 from dynapipe_ext.models.flops import Positions, Work
-from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.tools.account.flops import Account, account, accounts_of_report, flops_table, read_log
 from dynapipe_ext.tools.console import deliver
 

@@ -36,18 +36,18 @@ from dynapipe_ext.launch.processes.nodes import (
     FOLLOW_FLAG,
     Host,
     Nodes,
+    RayNodes,
     ShellNodes,
     order_of_stdin,
     read_hosts,
     run_on_nodes,
     shell_line,
 )
-from dynapipe_ext.launch.processes.ray_nodes import RayNodes
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.rank.train_rank import is_done
 from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
 from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
-from dynapipe_ext.launch.store.user_store import asked_store
+from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.train_config import TrainConfig
 
 _EPILOG = """examples:

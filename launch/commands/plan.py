@@ -35,8 +35,13 @@ from dynapipe_ext.settings.tables import PlacementChoice
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.console import deliver, output
-from dynapipe_ext.tools.show.certificate import certificate_of_file, certificate_table
-from dynapipe_ext.tools.show.plan import of_proven_step, read_plan, rendered_plan
+from dynapipe_ext.tools.show.plan import (
+    certificate_of_file,
+    certificate_table,
+    of_proven_step,
+    read_plan,
+    rendered_plan,
+)
 from dynapipe_ext.tools.wording import counted, percent
 
 _MOST_TP, _MOST_DP = 1 << 20, 1 << 16

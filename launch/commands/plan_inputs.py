@@ -30,7 +30,7 @@ from dynapipe_ext.launch.job.job import (
 )
 from dynapipe_ext.launch.job.run_costs import refuse_table_of_other_model
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.json_file import parse_json
+from dynapipe_ext.tools.files import parse_json
 from dynapipe_ext.tools.wording import counted
 
 MOST_BYTES = 1 << 60  # of a rank

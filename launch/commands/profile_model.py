@@ -32,12 +32,12 @@ from dynapipe_ext.launch.job.job import architecture_of
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.run.outcome import versions
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.profile_errors import errors_of_pieces, errors_table, held_out_errors
 from dynapipe_ext.tools.console import deliver, say_loading
-from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
+from dynapipe_ext.tools.files import Fields, read_json, write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.tools.wording import counted
 

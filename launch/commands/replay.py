@@ -18,7 +18,7 @@ from dynapipe_ext.executor.proven_step import ProvenStep, prove
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.tools.console import output
-from dynapipe_ext.tools.json_file import Fields, read_json
+from dynapipe_ext.tools.files import Fields, read_json
 from dynapipe_ext.tools.show.plan import of_proven_step, rendered_plan
 
 _PIPE_COLUMNS = 140

@@ -14,7 +14,7 @@ from dynapipe_ext.schedules.notation import to_csv
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
 from dynapipe_ext.tools.console import output
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.show.schedule import (
     FILE_KINDS,
     FOR_COSTS,

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.data.mixture import data_settings
+from dynapipe_ext.data.sample_selection import data_settings
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, ending
 from dynapipe_ext.launch.env import RankEnv, debug_settings, limit_threads, num_cores
@@ -53,8 +53,7 @@ from dynapipe_ext.launch.run.outcome import keeping_what_ran
 from dynapipe_ext.launch.run.run_directory import RunDirectory, place_of_resumed, run_to_resume
 from dynapipe_ext.launch.run.trained_model import refuse_output
 from dynapipe_ext.launch.setting_flags import add_setting_flags, given_settings
-from dynapipe_ext.launch.store.redis_server import RedisServer
-from dynapipe_ext.launch.store.user_store import asked_store, greet_store
+from dynapipe_ext.launch.store import RedisServer, asked_store, greet_store
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import say_loading
 

@@ -35,7 +35,7 @@ from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
-from dynapipe_ext.models.transformers_sizes import dropout_rates
+from dynapipe_ext.models.named_models import dropout_rates
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
 

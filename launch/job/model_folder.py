@@ -12,7 +12,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.transformers_sizes import config_file, dropout_rates, raw_config
+from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader
 from dynapipe_ext.tools.wording import percent

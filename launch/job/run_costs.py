@@ -19,7 +19,7 @@ from dynapipe_ext.launch.job.job import CountedCosts, analytic_costs, architectu
 from dynapipe_ext.launch.run.run_directory import fitted_costs_file
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.files import write_atomic
 
 # What seconds and bytes of layers follow from, by the names of `Architecture`.
 _SIZES = (

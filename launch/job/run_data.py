@@ -24,10 +24,8 @@ from dynapipe_ext.data.dataset import (
     open_prepared,
     prepare,
 )
-from dynapipe_ext.data.generation import generate_examples, generator_settings
-from dynapipe_ext.data.held_out import SampleSubset, hold_out
+from dynapipe_ext.data.examples import Example, generate_examples, generator_settings, read_examples
 from dynapipe_ext.data.length_bounds import SideBounds, TaskBounds
-from dynapipe_ext.data.mixture import Tasks, check_tasks, read_tasks, samples_of_epoch, weighted_files
 from dynapipe_ext.data.pairs import PairDataset, pair_lengths
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
@@ -35,7 +33,15 @@ from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
 from dynapipe_ext.data.preprocessing.rendering import RecordFields
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
-from dynapipe_ext.data.reading import Example, read_examples
+from dynapipe_ext.data.sample_selection import (
+    SampleSubset,
+    Tasks,
+    check_tasks,
+    hold_out,
+    read_tasks,
+    samples_of_epoch,
+    weighted_files,
+)
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.job.data_form import (
@@ -49,8 +55,8 @@ from dynapipe_ext.launch.job.data_form import (
 from dynapipe_ext.launch.processes.scratch import FileLock
 from dynapipe_ext.launch.run.run_directory import runs_folder
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.files import writing_in
 from dynapipe_ext.tools.wording import counted, percent
-from dynapipe_ext.tools.writing import writing_in
 
 
 def named_files(config: TrainConfig) -> dict[str, str]:

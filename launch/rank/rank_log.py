@@ -23,10 +23,9 @@ from dynapipe_ext.settings.tables import DebugSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
+from dynapipe_ext.tools.files import writing_in
 from dynapipe_ext.tools.progress import StepProgress
-from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, require_tensorboard
-from dynapipe_ext.tools.wandb_run import WandbRun, require_wandb
-from dynapipe_ext.tools.writing import writing_in
+from dynapipe_ext.tools.step_listeners import TensorBoardFile, WandbRun, require_tensorboard, require_wandb
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,7 @@ from dynapipe_ext.launch.rank.train_rank import TrainingJob, rank_title, refuse_
 from dynapipe_ext.launch.run.outcome import is_unfinished, keeping_what_ran
 from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, RunDirectory
 from dynapipe_ext.launch.run.trained_model import refuse_output
-from dynapipe_ext.launch.store.redis_server import RedisServer
-from dynapipe_ext.launch.store.user_store import asked_store, greet_store
+from dynapipe_ext.launch.store import RedisServer, asked_store, greet_store
 from dynapipe_ext.settings.train_config import TrainConfig
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone

@@ -20,7 +20,7 @@ from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.job.job import topology_of
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.transformers_sizes import document_attention_fault
+from dynapipe_ext.models.named_models import document_attention_fault
 from dynapipe_ext.settings.train_config import TrainConfig
 
 

@@ -44,7 +44,14 @@ from dynapipe_ext.schedules.judge.simulate import held_bytes
 from dynapipe_ext.settings.tables import PlanSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span, Trace, merge
-from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
+from dynapipe_ext.tools.account.report import (
+    RunFacts,
+    RunReport,
+    StoreInfo,
+    compare_table,
+    shared_cores_note,
+    summary_table,
+)
 from dynapipe_ext.tools.account.run_events import (
     EVENTS_FILE,
     VariantLabel,
@@ -55,8 +62,7 @@ from dynapipe_ext.tools.account.run_events import (
     start_events,
     validation_points,
 )
-from dynapipe_ext.tools.account.tables import compare_table, shared_cores_note, summary_table
-from dynapipe_ext.tools.json_file import toml_of, write_atomic
+from dynapipe_ext.tools.files import toml_of, write_atomic
 from dynapipe_ext.tools.show.loss_curve import write_loss_png
 from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
 from dynapipe_ext.tools.wording import counted

@@ -13,7 +13,7 @@ from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, MODEL_FOLDER, O
 from dynapipe_ext.launch.job.run_data import named_files
 from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, runs_folder
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.writing import writing_in
+from dynapipe_ext.tools.files import writing_in
 
 _CONFIG = "config.json"
 _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere

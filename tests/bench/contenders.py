@@ -20,7 +20,7 @@ from dynapipe_ext.costs.abilities import layers_to_place, over_topology
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import DataError, PlanError
 from dynapipe_ext.schedules.placements import PlacementSearch, SampledBatches
 from dynapipe_ext.schedules.planner import Planner

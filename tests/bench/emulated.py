@@ -29,7 +29,7 @@ from contenders import (
 from emulation import Case, run_emulated
 
 from dynapipe_ext.errors import DynaPipeError
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 
 RESULT = Path(__file__).parent / "results" / "emulated.json"
 FORMAT = "dynapipe-emulated/1"

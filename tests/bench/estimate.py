@@ -22,7 +22,7 @@ from contenders import provenance
 
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.models.presets import preset
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.tools.estimate.lengths import distribution_data
 from dynapipe_ext.tools.estimate.options import Limits, Question, RecomputeChoice
 from dynapipe_ext.tools.estimate.ranking import Search, estimate

@@ -83,7 +83,7 @@ def library(scratch: Path) -> Callable[[], None]:
         TorchStage,
     )
     from dynapipe_ext.data.dataset import prepare
-    from dynapipe_ext.data.generation import generate_examples
+    from dynapipe_ext.data.examples import generate_examples
 
     dataset = prepare(
         lambda: generate_examples(num_samples=300, seed=0, families=["copy", "sort"]), scratch / "data",

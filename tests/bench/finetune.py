@@ -47,7 +47,7 @@ from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.launch.job.run_data import run_data
-from dynapipe_ext.models.transformers_sizes import read_sizes
+from dynapipe_ext.models.named_models import read_sizes
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
 

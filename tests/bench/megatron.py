@@ -184,7 +184,7 @@ def main() -> None:
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from dynapipe_ext.data.dataset import prepare
-    from dynapipe_ext.data.generation import generate_examples
+    from dynapipe_ext.data.examples import generate_examples
     from tests.support.megatron_lm_record import apart
     from tests.support.megatron_lm_runs import ARGUMENTS, Run, megatron_lm_runs
     from tests.support.megatron_lm_t5 import t5_arguments

@@ -53,7 +53,7 @@ from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.wire import encode
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.processes.cluster import run_local
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.schedules.planner import Planner
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES

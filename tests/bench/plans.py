@@ -44,7 +44,7 @@ from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.tools.json_file import read_json
+from dynapipe_ext.tools.files import read_json
 
 RESULTS = Path(__file__).parent / "results"
 SHARED = Path(__file__).resolve().parents[3] / "shared"

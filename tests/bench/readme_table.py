@@ -37,7 +37,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError, DynaPipeError, PlanError
 from dynapipe_ext.schedules.judge.bounds import free_batch_ns
 from dynapipe_ext.tools.account.report import RunReport, RunResult
-from dynapipe_ext.tools.json_file import read_json
+from dynapipe_ext.tools.files import read_json
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 RESULTS = Path(__file__).parent / "results"

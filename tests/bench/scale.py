@@ -40,7 +40,7 @@ from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.plans.planner_process import collect_seldom
 from dynapipe_ext.executor.proven_step import Plans, prove, prove_step
 from dynapipe_ext.executor.wire import encode_all
-from dynapipe_ext.models.presets import preset
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.planner import Planner
 
 RESULT = Path(__file__).parent / "results" / "scale.json"

@@ -21,7 +21,7 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.memory import MemoryStore, StoreTimeoutError
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.store.redis import RedisStore
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -25,7 +25,7 @@ import redis
 from dynapipe_ext.errors import StoreError
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.redis import RedisStore
-from dynapipe_ext.launch.store.redis_server import RedisServer, make_certificate
+from dynapipe_ext.launch.store import RedisServer, make_certificate
 
 pytestmark = [
     pytest.mark.timeout(60),

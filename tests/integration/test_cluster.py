@@ -293,7 +293,7 @@ JOB = textwrap.dedent("""
     import os, signal, sys, types
     from dynapipe_ext.launch import cli, subcommands
     from dynapipe_ext.launch.processes.cluster import Supervised, run_local
-    from dynapipe_ext.launch.store.redis_server import RedisServer
+    from dynapipe_ext.launch.store import RedisServer
 
     def pause():
         os.write(1, f"{os.getpid()}\\n".encode())

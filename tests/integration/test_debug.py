@@ -13,7 +13,7 @@ from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
 from dynapipe_ext.launch.processes.network import free_port
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Preloaded

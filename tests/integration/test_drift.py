@@ -28,7 +28,7 @@ from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, Step
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.rank.variant_run import broadcast_bytes, gather_bytes
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.schedules.judge.simulate import last_end_ns, simulate_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan

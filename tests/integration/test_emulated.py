@@ -26,7 +26,7 @@ from dynapipe_ext.executor.instructions import Backward, BackwardInput, Backward
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import Plans, prove_step
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.schedules.planner import Planner
 from tests.bench.noise import Noise, noisy_costs
 

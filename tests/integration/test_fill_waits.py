@@ -24,7 +24,7 @@ from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.rank import megatron_run
 from dynapipe_ext.launch.rank import variant_run as rank
 from dynapipe_ext.launch.rank.train_rank import TrainingJob, train_rank
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
 
 megatron_cpu.install()

@@ -21,7 +21,7 @@ from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.launch.run.trained_model import write_trained_model
-from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.settings.tables import OptimizerSettings
 from dynapipe_ext.settings.train_config import TrainConfig

@@ -18,7 +18,7 @@ from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.plans import channel as planner_pool
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.wire import encode
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from tests.support.store_loaders import (
     FIRST,
     KEY,

@@ -15,7 +15,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import decode
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from tests.support.store_loaders import (
     FIRST,
     KEY,

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa
 
 import dynapipe_ext.megatron as dynapipe  # noqa: E402
 from dynapipe_ext.data.dataset import TokenSample, prepare  # noqa: E402
-from dynapipe_ext.data.generation import generate_examples  # noqa: E402
+from dynapipe_ext.data.examples import generate_examples  # noqa: E402
 from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
 from dynapipe_ext.executor import loader  # noqa: E402
 from dynapipe_ext.executor.drop_in import (  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.data.dataset import TokenDataset, prepare
-from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.executor.drop_in.refusals import (
     UNSUPPORTED_ARGUMENTS,
     UNSUPPORTED_BESIDE_DATA,

@@ -24,7 +24,7 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import decode, encode
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from tests.support.planned_steps import (
     KEY,
     KEYS,

@@ -16,7 +16,7 @@ import pytest
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.indexed_dataset import IndexedTokens
 from dynapipe_ext.launch import cli
 from dynapipe_ext.schedules.planner import Planner

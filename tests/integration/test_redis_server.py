@@ -17,9 +17,9 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.launch import store as module
 from dynapipe_ext.launch.processes.network import free_port
-from dynapipe_ext.launch.store import redis_server as module
-from dynapipe_ext.launch.store.redis_server import RedisServer, find_server_binary
+from dynapipe_ext.launch.store import RedisServer, find_server_binary
 
 
 def ask(address: StoreAddress, *commands: str) -> str:
@@ -172,7 +172,7 @@ def test_it_dies_with_a_parent_that_was_killed_and_the_next_server_clears_up(
     script = textwrap.dedent(f"""
         import signal
         from pathlib import Path
-        from dynapipe_ext.launch.store.redis_server import RedisServer
+        from dynapipe_ext.launch.store import RedisServer
         server = RedisServer(directory=Path({str(tmp_path)!r}))
         print(server.pid, flush=True)
         signal.pause()

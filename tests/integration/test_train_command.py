@@ -18,7 +18,7 @@ import zstandard
 
 from dynapipe_ext.core import active_core
 from dynapipe_ext.launch.processes.network import free_port
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events

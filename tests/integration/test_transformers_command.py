@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.models.transformers_sizes import read_trainable
+from dynapipe_ext.models.named_models import read_trainable
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_fine_tuning import (
     BATCH,

@@ -18,8 +18,8 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.data.held_out import hold_out
 from dynapipe_ext.data.pairs import PairDataset
+from dynapipe_ext.data.sample_selection import hold_out
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
@@ -30,8 +30,7 @@ from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
-from dynapipe_ext.models.presets import read_model
-from dynapipe_ext.models.transformers_sizes import read_trainable
+from dynapipe_ext.models.named_models import read_model, read_trainable
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_fine_tuning import (

@@ -5,11 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynapipe_ext.data.generation import generate_examples
-from dynapipe_ext.data.length_bounds import LengthBounds
-from dynapipe_ext.data.reading import Example
+from dynapipe_ext.data.examples import Example, generate_examples
+from dynapipe_ext.data.length_bounds import LengthBounds, Truncation
 from dynapipe_ext.data.tokenizer import BytesTokenizer, train_tokenizer
-from dynapipe_ext.data.truncation import Truncation
 
 KINDS = pytest.mark.parametrize("kind", ["bytes", "bpe"])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dynapipe_ext.errors import StoreError
-from dynapipe_ext.launch.store.redis_server import RedisServer, find_server_binary
+from dynapipe_ext.launch.store import RedisServer, find_server_binary
 
 Host = tuple[str, str, str]  # namespace, address, device
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.preprocessing import inputs
 from dynapipe_ext.data.preprocessing.encoders import load_encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
@@ -22,7 +22,7 @@ WORK = ".out.preparing"
 def small_blocks(monkeypatch):
     """A few kilobytes make many blocks."""
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr("dynapipe_ext.data.reading._READ_BYTES", 500)
+    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 500)
 
 
 class Stopping:

@@ -23,7 +23,7 @@ from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, predicted
 from dynapipe_ext.tools.check.plan_file import read_plan_file
-from dynapipe_ext.tools.show.certificate import certificate_of_file
+from dynapipe_ext.tools.show.plan import certificate_of_file
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 

@@ -13,7 +13,7 @@ import pytest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.job.job import architecture_of
-from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.settings.train_config import TrainConfig
 
 QUICKSTART = Path("launch/configs/quickstart.toml")

@@ -21,7 +21,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.presets import preset
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.judge.bounds import batch_floor
 from dynapipe_ext.schedules.planner import Planner
 

@@ -27,7 +27,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts, count_positions
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.drift import fitted_costs
-from dynapipe_ext.models.presets import preset
+from dynapipe_ext.models.named_models import preset
 
 RIGHT = TokenCosts(4, ns_per_token_squared=8, overhead_ns=20_000, stage_scale=(1.0, 0.8, 1.1, 1.3))
 WRONG = {

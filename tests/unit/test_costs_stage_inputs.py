@@ -18,7 +18,7 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, Cluster
-from dynapipe_ext.models.presets import preset
+from dynapipe_ext.models.named_models import preset
 
 T5 = Architecture.t5(
     num_layers=4, num_decoder_layers=4, hidden_size=64, num_heads=4, ffn_hidden_size=128, gated_mlp=True,

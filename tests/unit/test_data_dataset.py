@@ -11,8 +11,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import as_length_array
 from dynapipe_ext.data import dataset as dataset_module
 from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, prepare
-from dynapipe_ext.data.generation import generate_examples
-from dynapipe_ext.data.reading import Example
+from dynapipe_ext.data.examples import Example, generate_examples
 from dynapipe_ext.errors import ConfigError, DataError
 
 BYTES = {"tokenizer": "bytes", "max_seq_len": 4096, "truncate": False}
@@ -182,7 +181,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole(tmp_path):
     program = (
         "import os, signal, sys\n"
         "from dynapipe_ext.data.dataset import prepare\n"
-        "from dynapipe_ext.data.generation import generate_examples\n"
+        "from dynapipe_ext.data.examples import generate_examples\n"
         "def source():\n"
         "    yield from generate_examples(num_samples=3000, seed=0)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

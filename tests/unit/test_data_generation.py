@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 
-from dynapipe_ext.data.generation import FAMILY_NAMES, Draw, generate_examples, generator_settings
+from dynapipe_ext.data.examples import FAMILY_NAMES, Draw, generate_examples, generator_settings
 from dynapipe_ext.errors import ConfigError
 
 

@@ -11,9 +11,9 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenDataset, TokenSample, prepare
-from dynapipe_ext.data.held_out import hold_out
+from dynapipe_ext.data.examples import Example
 from dynapipe_ext.data.pairs import PairDataset, PairSample, collate_pairs, pair_borders
-from dynapipe_ext.data.reading import Example
+from dynapipe_ext.data.sample_selection import hold_out
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.schedules.planner import Planner

@@ -9,9 +9,9 @@ import tracemalloc
 import pytest
 import zstandard
 
-from dynapipe_ext.data import reading
+from dynapipe_ext.data import examples as reading
+from dynapipe_ext.data.examples import Example, read_examples
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
-from dynapipe_ext.data.reading import Example, read_examples
 from dynapipe_ext.errors import DataError
 
 LINES = b'{"input": "2 + 3", "target": "5", "task": "sum"}\n{"text": "h\xc3\xa9llo"}\n'

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from dynapipe_ext.data import tokenizer as tokenizer_module
-from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.preprocessing.encoders import encoder_from_json
 from dynapipe_ext.data.tokenizer import BytesTokenizer, train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
@@ -69,7 +69,7 @@ def test_bpe_is_shorter_than_bytes_and_no_larger_than_asked_for(bpe):
 
 def test_training_is_the_same_in_another_process_with_one_thread(bpe):
     program = (
-        "from dynapipe_ext.data.generation import generate_examples as g\n"
+        "from dynapipe_ext.data.examples import generate_examples as g\n"
         "from dynapipe_ext.data.tokenizer import train_tokenizer\n"
         "t = [t for e in g(num_samples=400, seed=0) for t in (e.input, e.target)]\n"
         "print(train_tokenizer(t, 400).as_json())\n"

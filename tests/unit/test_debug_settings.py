@@ -11,7 +11,7 @@ from dynapipe_ext.launch.commands import launch as launch_command
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.env import RankEnv, debug_settings, kv_store_url
 from dynapipe_ext.launch.rank.rank_log import rank_log
-from dynapipe_ext.launch.store.user_store import asked_store
+from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.tables import DebugSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 

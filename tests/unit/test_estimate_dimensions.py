@@ -12,12 +12,11 @@ from dynapipe_ext.costs.estimated import Strategy
 from dynapipe_ext.launch.job.job import topology_of
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.memory import stage_parameters
-from dynapipe_ext.models.presets import preset
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.estimate.advice import advice
-from dynapipe_ext.tools.estimate.config import settings, train_fault
+from dynapipe_ext.tools.estimate.answer import advice, settings, train_fault
 from dynapipe_ext.tools.estimate.lengths import distribution_data
 from dynapipe_ext.tools.estimate.memory import planned_memory
 from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, spreads

@@ -15,12 +15,11 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.models.presets import preset
-from dynapipe_ext.tools.estimate.advice import advice
+from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.tools.estimate.answer import Prices, advice, show_estimate
 from dynapipe_ext.tools.estimate.lengths import distribution_data, file_data
 from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, balanced_layers, spreads
 from dynapipe_ext.tools.estimate.ranking import Search, estimate, tokens_bounds
-from dynapipe_ext.tools.estimate.table import Prices, show_estimate
 
 QUICK = Search(tokens_per_batch=(1, 1 << 16), most_plans=4, effort=0)
 

@@ -17,7 +17,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, RopeScaling, layer_kinds
 from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.models.megatron_arguments import command_line, read_arguments, unsayable, write_arguments
-from dynapipe_ext.models.presets import preset
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.tools.estimate.options import balanced_layers
 
 _SMALL = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.data.dataset import TokenDataset, prepare
-from dynapipe_ext.data.generation import generate_examples
-from dynapipe_ext.data.held_out import hold_out
+from dynapipe_ext.data.examples import generate_examples
+from dynapipe_ext.data.sample_selection import hold_out
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.job.run_data import check_data, run_data
 from dynapipe_ext.settings.train_config import TrainConfig

@@ -9,6 +9,7 @@ from dynapipe_ext.data.indexed_dataset import (
     IndexedTokens,
     bin_path,
     idx_path,
+    import_indexed,
     index_lengths,
     is_indexed,
     lengths_path,
@@ -17,7 +18,6 @@ from dynapipe_ext.data.indexed_dataset import (
     write_index,
     write_lengths,
 )
-from dynapipe_ext.data.preprocessing.indexed_import import import_indexed
 from dynapipe_ext.errors import ConfigError, DataError
 
 torch = pytest.importorskip("torch")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.job.model_folder import open_initial_weights
-from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.models.named_models import read_model
 from tests.support.checkpoints import saved, tiny
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import prepare
-from dynapipe_ext.data.generation import generate_examples
-from dynapipe_ext.data.mixture import samples_of_epoch
+from dynapipe_ext.data.examples import generate_examples
+from dynapipe_ext.data.sample_selection import samples_of_epoch
 from dynapipe_ext.data.tokenizer import train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints.manifest import Manifest, OptimizerPlace, RunState
@@ -25,7 +25,7 @@ from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.launch.job.run_data import data_lines, refuse_other_data, run_data
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.json_file import toml_of
+from dynapipe_ext.tools.files import toml_of
 
 PLANNER = Planner(Topology(), TokenCosts(1), 1e9)
 

@@ -13,11 +13,10 @@ from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DataError, DynaPipeError
 from dynapipe_ext.launch.job.data_form import is_encoder_decoder
-from dynapipe_ext.models.presets import read_model
-from dynapipe_ext.models.transformers_sizes import model_type
+from dynapipe_ext.models.named_models import model_type, read_model
 from dynapipe_ext.settings.deepspeed_settings import read_deepspeed_config
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.json_file import read_json, write_atomic
+from dynapipe_ext.tools.files import read_json, write_atomic
 
 
 def test_a_device_is_written_to_and_never_replaced() -> None:

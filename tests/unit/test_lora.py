@@ -21,8 +21,8 @@ from dynapipe_ext.executor.stages.transformers.parts import parts_of_config
 from dynapipe_ext.launch.job.job import check_fits, configured_costs, make_planner, topology_of, trained_costs
 from dynapipe_ext.launch.job.model_folder import refuse_unsupported
 from dynapipe_ext.launch.job.run_costs import settle_costs
-from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of
 from dynapipe_ext.models.flops import step_flops, work_of
+from dynapipe_ext.models.named_models import LAYER_PATTERNS, pattern_of
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.tiny_models import CONFIGS
 

@@ -20,7 +20,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample, prepare
-from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.drop_in.datasets import PlannedDatasets, planned_iterators, real_flops

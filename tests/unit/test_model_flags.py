@@ -28,7 +28,7 @@ from dynapipe_ext.launch.job.job import (
 from dynapipe_ext.launch.job.model_folder import dropout_line, prediction_line
 from dynapipe_ext.launch.run.trained_model import refuse_output
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.wandb_run import WandbRun, require_wandb
+from dynapipe_ext.tools.step_listeners import WandbRun, require_wandb
 from tests.support.steps import a_step
 
 LLAMA = {

@@ -22,7 +22,7 @@ from dynapipe_ext.costs.tokens import TokenCosts, count_positions
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.presets import preset
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner, whole_or_pieces
 from dynapipe_ext.schedules.step_plan import StepPlan

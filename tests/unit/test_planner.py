@@ -17,7 +17,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength, as_length_array, chec
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.launch.job.job import check_fits, make_planner, topology_of, variants
 from dynapipe_ext.schedules.planner import Planner

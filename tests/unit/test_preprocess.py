@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.data.dataset import TokenDataset, is_prepared, open_prepared, prepare
+from dynapipe_ext.data.examples import read_examples
 from dynapipe_ext.data.indexed_dataset import IndexedTokens, lengths_path
 from dynapipe_ext.data.preprocessing import inputs
 from dynapipe_ext.data.preprocessing.encoders import load_encoder
@@ -9,7 +10,6 @@ from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess, train_bpe
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers
-from dynapipe_ext.data.reading import read_examples
 from dynapipe_ext.errors import ConfigError, DataError
 from tests.support.preprocessing import BYTES, DATASET, WORK, content, jsonl, made_up, small_blocks  # noqa: F401
 

@@ -55,7 +55,7 @@ def write_parquet(folder, columns, name="d.parquet", **choices):
 @pytest.mark.parametrize("block_bytes", [1, 100, 1 << 20])
 def test_lines_come_whole_with_their_numbers_however_the_file_is_cut(tmp_path, monkeypatch, suffix, block_bytes):
     monkeypatch.setattr(inputs, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("dynapipe_ext.data.reading._READ_BYTES", 64)
+    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 64)
     path = write(tmp_path, f"d.jsonl{suffix}", COMPRESS[suffix](b"\n" + JSONL[:-1]))
     plain = write(tmp_path, "plain.jsonl", b"\n" + JSONL[:-1])
     assert read(path) == [(f"{path}, line {i + 2}", row) for i, row in enumerate(ROWS)]
@@ -81,7 +81,7 @@ def test_a_text_file_has_a_sample_a_line(tmp_path):
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_paragraphs_are_parted_by_blank_lines(tmp_path, monkeypatch, block_bytes, end):
     monkeypatch.setattr(inputs, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("dynapipe_ext.data.reading._READ_BYTES", 3)
+    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 3)
     path = write(tmp_path, "d.txt", b"a b\nc\n\n \nd\n\n\ne\nf".replace(b"\n", end))
     assert read(path, unit="paragraph") == [
         (f"{path}, line 1", {"text": "a b\nc"}),
@@ -197,7 +197,7 @@ def test_a_block_has_the_digest_of_its_records_wherever_the_file_lies(tmp_path):
 
 def test_a_line_longer_than_a_block_comes_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 10)
-    monkeypatch.setattr("dynapipe_ext.data.reading._READ_BYTES", 4)
+    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 4)
     stream = io.BytesIO()
     for size in (500, 1, 300):
         stream.write(json.dumps({"text": "x" * size}).encode() + b"\n")
@@ -218,9 +218,9 @@ def test_blocks_put_together_are_the_file_and_do_not_depend_on_how_it_is_read(
     path = write(tmp_path_factory.mktemp("blocks"), "d.txt", content)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(inputs, "BLOCK_BYTES", block_bytes)
-        patched.setattr("dynapipe_ext.data.reading._READ_BYTES", read_bytes)
+        patched.setattr("dynapipe_ext.data.examples._READ_BYTES", read_bytes)
         blocks = blocks_of(path, unit=unit)
-        patched.setattr("dynapipe_ext.data.reading._READ_BYTES", 1 << 20)
+        patched.setattr("dynapipe_ext.data.examples._READ_BYTES", 1 << 20)
         assert [block.payload for block in blocks_of(path, unit=unit)] == [block.payload for block in blocks]
     assert b"".join(block.payload for block in blocks) == content
     before = b""

@@ -15,7 +15,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.processes import cluster, network
 from dynapipe_ext.launch.rank import rank_program
-from dynapipe_ext.launch.store.redis_server import RedisServer
+from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
 
 

@@ -4,16 +4,15 @@ import json
 
 import pytest
 
-from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.preprocessing import inputs
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
-from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
+from dynapipe_ext.data.preprocessing.workers import RayWorkers
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.processes.agent import NodeEnd
-from dynapipe_ext.launch.processes.nodes import run_on_nodes
-from dynapipe_ext.launch.processes.ray_nodes import RayNodes
+from dynapipe_ext.launch.processes.nodes import RayNodes, run_on_nodes
 from tests.support.preprocessing import BYTES, Stopping
 
 ray = pytest.importorskip("ray", reason="the optional package ray is not installed")
@@ -33,7 +32,7 @@ def cluster():
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr("dynapipe_ext.data.reading._READ_BYTES", 500)
+    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 500)
     lines = [json.dumps({"input": e.input, "target": e.target}) for e in generate_examples(num_samples=60, seed=3)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     return find_inputs([tmp_path / "d.jsonl"])
@@ -116,11 +115,11 @@ def test_a_node_is_told_to_save_ends_with_its_input_and_is_missed_when_its_actor
         pass
     assert again.ended(0.0) == {"Ray node 0": 75}
     wait_until_gone(int((tmp_path / "next").read_text()))
-    monkeypatch.setattr("dynapipe_ext.launch.processes.ray_nodes._END_S", 0.1)
+    monkeypatch.setattr("dynapipe_ext.launch.processes.nodes._END_S", 0.1)
     again.close()
 
 
 def test_nodes_that_the_cluster_has_not_got_are_refused(cluster, monkeypatch):
-    monkeypatch.setattr("dynapipe_ext.launch.processes.ray_nodes._PLACE_S", 0.2)
+    monkeypatch.setattr("dynapipe_ext.launch.processes.nodes._PLACE_S", 0.2)
     with pytest.raises(ConfigError, match="no 2 nodes with 1 CPU each that are free"):
         RayNodes(2, 1, None)

@@ -15,8 +15,7 @@ from rich.table import Table
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.flops import Positions, Work
-from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, StoreInfo
-from dynapipe_ext.tools.account.tables import compare_table, summary_table
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, StoreInfo, compare_table, summary_table
 
 
 def result(name: str = "dynapipe", step_s: float = 0.5, cpu_s: float = 3.0, last_loss: float = 1.25) -> RunResult:

@@ -19,7 +19,7 @@ from dynapipe_ext.launch.run.run_directory import (
     run_to_resume,
 )
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.files import write_atomic
 
 NOW = datetime(2026, 11, 22, 1, 30, 0)
 

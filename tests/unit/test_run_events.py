@@ -14,7 +14,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.events import CostsFit, EvalDone, StepDone
 from dynapipe_ext.models.flops import Positions
-from dynapipe_ext.tools import tensorboard_file
+from dynapipe_ext.tools import step_listeners
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
 from dynapipe_ext.tools.account.run_events import (
     EventsFile,
@@ -26,7 +26,7 @@ from dynapipe_ext.tools.account.run_events import (
     start_events,
     validation_points,
 )
-from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, scalars
+from dynapipe_ext.tools.step_listeners import TensorBoardFile, scalars
 from tests.support.steps import a_step
 
 FACTS = RunFacts(
@@ -182,6 +182,6 @@ def test_tensorboard_reads_the_figures_of_each_step(tmp_path: Path) -> None:
 def test_tensorboard_that_is_not_installed_is_refused_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorboard_file.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(step_listeners.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'dynapipe-ext\[tensorboard\]'"):
         TensorBoardFile(tmp_path)

@@ -6,7 +6,7 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.launch.store.user_store import store_address
+from dynapipe_ext.launch.store import store_address
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.length_bounds import LengthBounds, SideBounds, TaskBounds
-from dynapipe_ext.data.mixture import Tasks, read_tasks
+from dynapipe_ext.data.sample_selection import Tasks, read_tasks
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job import run_data as run_data_module

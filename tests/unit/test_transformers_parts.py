@@ -15,7 +15,7 @@ from dynapipe_ext.executor.stages.split_linear import DeferredGradients, make_li
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineReductions
-from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, LayerPattern
+from dynapipe_ext.models.named_models import LAYER_PATTERNS, LayerPattern
 from tests.support.tiny_models import SIZES, one_by_one, tiny_model
 from tests.support.tiny_steps import SAMPLES, assert_same, batches_of, learned, plans_of
 

@@ -30,9 +30,8 @@ from dynapipe_ext.tools.account.report import (
     fit_from,
     work_from,
 )
-from dynapipe_ext.tools.json_file import Fields, parse_json, write_atomic
+from dynapipe_ext.tools.files import Fields, parse_json, write_atomic, writing_in
 from dynapipe_ext.tools.show.loss_curve import CurvePoint
-from dynapipe_ext.tools.writing import writing_in
 
 FORMAT = "dynapipe-events/1"
 EVENTS_FILE = "events.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError, short
-from dynapipe_ext.tools.json_file import Fields, read_json
+from dynapipe_ext.tools.files import Fields, read_json
 
 FORMAT = "dynapipe-plan/1"
 BOUNDS = ("stage", "chain", "heads_tails", "byte_time")  # of a replica, in the order in which they are shown

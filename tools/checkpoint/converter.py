@@ -33,7 +33,7 @@ from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, sett
 from dynapipe_ext.tools.checkpoint.journal import ConversionJournal, Finished
 from dynapipe_ext.tools.checkpoint.recognise import Format, format_of, recognise
 from dynapipe_ext.tools.console import say_loading
-from dynapipe_ext.tools.writing import NO_ROOM
+from dynapipe_ext.tools.files import NO_ROOM
 
 PieceKey = tuple[str, StateKind]  # a group's name, and what of it
 

@@ -28,7 +28,7 @@ from dynapipe_ext.schedules.notation import PLAN_FORMAT, from_csv, parse_lines, 
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.timeline import Trace
-from dynapipe_ext.tools.json_file import read_json
+from dynapipe_ext.tools.files import read_json
 from dynapipe_ext.tools.show.timeline import write_trace_html
 from dynapipe_ext.tools.wording import counted, percent
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.timeline import Span, Trace, chrome_events
-from dynapipe_ext.tools.json_file import read_json, write_atomic
+from dynapipe_ext.tools.files import read_json, write_atomic
 
 FORMAT = "dynapipe-trace/1"
 TRACE_FILE = "trace.json"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.data.examples import Example, example_of, lacking, string_field
 from dynapipe_ext.data.indexed_dataset import token_dtype
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
@@ -28,7 +29,6 @@ from dynapipe_ext.data.preprocessing.rendering import (
     records,
 )
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
-from dynapipe_ext.data.reading import Example, example_of, lacking, string_field
 from dynapipe_ext.errors import ConfigError, DataError
 
 Target = Literal["dataset", "megatron"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, get_args
 
-from dynapipe_ext.data.reading import BYTE_ORDER_MARK, COMPRESSED, DAMAGE, check_readable, damaged, decompressed
+from dynapipe_ext.data.examples import BYTE_ORDER_MARK, COMPRESSED, DAMAGE, check_readable, damaged, decompressed
 from dynapipe_ext.errors import ConfigError, DataError, short
 
 Form = Literal["jsonl", "parquet", "text"]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, assert_never
 
+from dynapipe_ext.data.examples import lacking, parse_object, string_field
 from dynapipe_ext.data.length_bounds import LengthBounds
 from dynapipe_ext.data.preprocessing.inputs import Block
-from dynapipe_ext.data.reading import lacking, parse_object, string_field
 from dynapipe_ext.errors import ConfigError, DataError, short
 
 TextRecord = Mapping[str, object]

@@ -28,7 +28,7 @@ from dynapipe_ext.executor.stages.transformers.layers import (
     remove,
 )
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
-from dynapipe_ext.models.layer_patterns import LayerPattern
+from dynapipe_ext.models.named_models import LayerPattern
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _KEEPS_DOCUMENTS_APART = ("sdpa", "eager", DOCUMENT_ATTENTION, *_FLASH)

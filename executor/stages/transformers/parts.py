@@ -26,7 +26,7 @@ from dynapipe_ext.executor.stages.transformers.causal import CausalCut, has_tied
 from dynapipe_ext.executor.stages.transformers.layers import PartPlace, places_of, remove
 from dynapipe_ext.executor.stages.transformers.part import ModelCut, TransformersPart, cut_out, hold_shared_once
 from dynapipe_ext.executor.stages.transformers.t5 import T5Cut
-from dynapipe_ext.models.layer_patterns import LayerPattern, pattern_of, refuse_other_pairs
+from dynapipe_ext.models.named_models import LayerPattern, pattern_of, refuse_other_pairs
 
 
 def parts_of_model(

@@ -11,7 +11,7 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config, write_config
-from dynapipe_ext.tools.json_file import parse_json, write_atomic
+from dynapipe_ext.tools.files import parse_json, write_atomic
 
 CONFIG = "config.json"
 _CARRIED = (

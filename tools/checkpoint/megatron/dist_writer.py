@@ -47,7 +47,7 @@ from dynapipe_ext.tools.checkpoint.megatron.state import (
     writer_notices,
     written_kinds,
 )
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.files import write_atomic
 
 _CHUNK_BYTES = 1 << 24  # of one chunk at most: every rank looks through the list of all chunks
 _PREFIXES: Mapping[StateKind, tuple[str, ...]] = {

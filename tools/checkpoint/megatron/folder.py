@@ -26,7 +26,7 @@ from dynapipe_ext.tools.checkpoint.formats import TrainingState
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import write_script
 from dynapipe_ext.tools.checkpoint.recognise import RELEASE, TRACKER
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.files import write_atomic
 
 CARRIED = "huggingface"
 _INVISIBLE = (  # in the shapes of tensors

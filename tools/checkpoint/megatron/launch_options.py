@@ -14,7 +14,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.megatron_arguments import command_line, unsayable
 from dynapipe_ext.tools.checkpoint.formats import TrainingState, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.shards import RankLayout
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.files import write_atomic
 
 SCRIPT = "megatron_args.sh"
 _HERE = '"$MEGATRON_CHECKPOINT"'

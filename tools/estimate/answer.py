@@ -1,25 +1,30 @@
-"""An estimate as text for people and as JSON for programs."""
+"""An estimate as text, as JSON and as settings of a training run, with advice where nothing fits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
+from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES
 from dynapipe_ext.costs.unfused import PlainLayers
-from dynapipe_ext.tools.estimate.advice import advice
-from dynapipe_ext.tools.estimate.config import train_fault
+from dynapipe_ext.data.sample_selection import data_settings
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory
 from dynapipe_ext.tools.estimate.modules import ModuleEstimate, modules_of, positions_of
-from dynapipe_ext.tools.estimate.options import Question
-from dynapipe_ext.tools.estimate.ranking import Estimate, Option, tokens_bounds
-from dynapipe_ext.tools.estimate.step_time import HOST_UPDATE_BYTES_PER_S
-from dynapipe_ext.tools.wording import counted, figure
+from dynapipe_ext.tools.estimate.options import Question, pad_multiple
+from dynapipe_ext.tools.estimate.ranking import HOST_UPDATE_BYTES_PER_S, Estimate, Option, tokens_bounds
+from dynapipe_ext.tools.files import toml_of
+from dynapipe_ext.tools.wording import counted, figure, percent
 
 FORMAT = "dynapipe-estimate/1"
 _GB = 1e9
@@ -342,3 +347,128 @@ def trainable(estimate: Estimate) -> tuple[int, Option] | None:
     """The first option that `dynapipe train` can run, and its place."""
     ranked: Sequence[Option] = estimate.options
     return next(((i, o) for i, o in enumerate(ranked, 1) if not train_fault(estimate.question, o)), None)
+
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def train_fault(question: Question, option: Option) -> str:
+    """Why `dynapipe train` cannot run it; empty where it can."""
+    a, s = question.architecture, option.strategy
+    if s.cp > 1:
+        return "it has no context parallelism"
+    if s.ep > 1:
+        return f"experts are spread over {s.ep} ranks: it keeps all of them on each replica"
+    if a.num_experts and s.topology.tp > 1 and not s.sequence_parallel:
+        return f"{a.family} has experts, which need sequence parallelism at tp {s.topology.tp}"
+    if question.precision not in _DTYPES:
+        return f"precision {question.precision} needs loss scaling"
+    if s.zero_stage > 1 or s.offload != "none":
+        return (
+            f"ZeRO stage {s.zero_stage} with offload {s.offload}: it has stages 0 and 1, on the device (others at tp 1,"
+            " by --deepspeed)"
+        )
+    if question.states_recipe not in ("megatron", "fp32"):
+        return f"states are those of {question.recipe}, not Megatron's"
+    if VOCAB_MULTIPLE % s.topology.tp:
+        return f"tp {s.topology.tp} is no power of two up to {VOCAB_MULTIPLE}"
+    return ""
+
+
+def settings(
+    question: Question, option: Option, *, data: Sequence[str] = (), total_tokens: float = 0.0
+) -> dict[str, Any]:
+    """Tables of `TrainConfig` with what the option decides; the rest keeps its defaults."""
+    a, s, t = question.architecture, option.strategy, option.strategy.topology
+    multiple = pad_multiple(s)
+    named, longest = Path(question.name), question.data.longest
+    most = longest.tokens if a.num_decoder_layers else min(a.max_seq_len, round_up(longest.encoder, multiple))
+    tables: dict[str, Any] = {
+        "run": {"steps": max(1, ceil(total_tokens / option.real_tokens))} if total_tokens else {},
+        "topology": {
+            "tp": t.tp,
+            "pp": t.pp,
+            "dp": t.dp,
+            "layers_per_stage": list(t.layers_per_stage),
+            **({} if s.placement == "linear" else {"placement": s.placement, "stages_per_rank": s.stages_per_rank}),
+            "sequence_parallel": s.sequence_parallel,
+        },
+        "model": {
+            "architecture": str(named.resolve()) if named.is_file() else question.name,
+            "max_seq_len": most,
+            "dtype": _DTYPES[question.precision],
+        },
+        "data": {
+            **(data_settings(data) if data else {}),
+            "vocab_size": a.vocab_size,
+            "truncate": not data,  # the built-in generator knows nothing of these lengths
+            "tokens_per_batch": option.tokens_per_batch,
+            "batch_size": 0,
+        },
+        "plan": {
+            "layout": option.candidate.layout,
+            "memory_limit_gb": question.cluster.limit_bytes / 1e9,
+            "pad_multiple": multiple,
+            "recompute": option.candidate.recompute,
+            "pieces": option.candidate.pieces(question.limits.pieces),
+        },
+        "optimizer": {"distributed": s.zero_stage == 1},
+    }
+    return {name: table for name, table in tables.items() if table}
+
+
+def toml_text(
+    question: Question, option: Option, place: int, *, data: Sequence[str] = (), total_tokens: float = 0.0
+) -> str:
+    """The settings as TOML, checked as `dynapipe train --config` checks them. Errors: ConfigError."""
+    tables = settings(question, option, data=data, total_tokens=total_tokens)
+    TrainConfig.from_json(tables, "the estimate")
+    cluster, t = question.cluster, option.time
+    return toml_of(
+        tables,
+        f"Option {place} of dynapipe estimate for {question.name} on {cluster.nodes} x {cluster.gpus_per_node}"
+        f" {cluster.device.name} of {cluster.gpu_memory_gb:g} GB.",
+        f"Predicted: {figure(t.total_s)} s a step, {option.tokens_per_s:,.0f} tokens/s, bubble"
+        f" {percent(option.bubble_ratio)}, {option.peak_bytes / 1e9:.2f} GB on the fullest rank.",
+        f"Lengths: {question.data.description}. What is not said here keeps its default.",
+    )
+
+
+_STATES_SHARE = 0.8  # of a device's memory, so that activations have some
+
+
+def advice(found: Estimate) -> Iterator[str]:
+    """Lines with figures: more devices, smaller states, fewer trained parameters. None where an option is realistic."""
+    cluster, question = found.question.cluster, found.question
+    if found.options and found.options[0].host_bytes_per_node <= cluster.usual_host_bytes:
+        return
+    room = _STATES_SHARE * cluster.limit_bytes
+    of_states = sum(BYTES_PER_PARAMETER[question.states_recipe])
+    nodes = _nodes(found, of_states, room)
+    if nodes > cluster.nodes:
+        yield f"{nodes:,} nodes would hold the states of ZeRO 3 without offload in {_STATES_SHARE:.0%} of their devices"
+    for recipe in RECIPES if question.precision != "fp32" else ():
+        num_bytes = sum(BYTES_PER_PARAMETER[recipe])
+        if (
+            "fp32" not in (recipe, question.precision)
+            and num_bytes < of_states
+            and (fewer := _nodes(found, num_bytes, room)) < nodes
+        ):
+            yield f"--states {recipe} keeps {num_bytes} bytes a parameter instead of {of_states}: {fewer:,} nodes"
+    too_long = not found.options and "the longest sample does not fit even alone" in found.dropped.counts
+    if too_long and max(question.limits.cp) == 1:
+        yield "--cp 2,4,8 divides every sample over ranks (elsewhere: dynapipe train has no context parallelism)"
+    weights = BYTES_PER_PARAMETER[question.states_recipe][0]
+    share = weights * found.num_parameters / cluster.world_size
+    if share <= room:
+        yield (
+            f"LoRA (dynapipe train --lora) keeps little but the weights, {share / _GB:,.1f} GB of a device"
+            + " under --pp or ZeRO 3" * (cluster.world_size > 1)
+        )
+    else:
+        yield f"the weights alone are {share / _GB:,.1f} GB of a device: LoRA would not help, more devices would"
+
+
+def _nodes(found: Estimate, bytes_per_parameter: int, room: float) -> int:
+    of_a_node = room * found.question.cluster.gpus_per_node
+    return -(-bytes_per_parameter * found.num_parameters // int(of_a_node))

@@ -1,11 +1,13 @@
-"""JSON and TOML files, read with the place of a mistake and written whole."""
+"""JSON and TOML files: errors name the place of a mistake, and a file is written whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,3 +151,16 @@ def _value(value: object) -> str:
             return f"[{', '.join(map(_value, value))}]"
         case _:
             return repr(value)
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def writing_in(place: str | Path) -> Iterator[None]:
+    """Inside, `place` is written. Errors: DataError for what the operating system refuses."""
+    try:
+        yield
+    except OSError as error:  # those of shutil.copytree have no strerror
+        why = error.strerror or error
+        raise DataError(f"{place} cannot be written ({why}): make room there, or choose another directory") from error

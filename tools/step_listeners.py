@@ -1,10 +1,13 @@
-"""Steps for TensorBoard: a listener that writes its event file."""
+"""Listeners that pass the figures of each step to TensorBoard and to Weights & Biases."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.events import StepDone
@@ -59,3 +62,23 @@ def scalars(done: StepDone) -> dict[str, float]:
         found["validation/loss"] = done.evaluation.loss
         found["validation/seconds"] = done.evaluation.seconds
     return found
+
+
+def require_wandb() -> None:
+    """Errors: ConfigError where it is not installed."""
+    if importlib.util.find_spec("wandb") is None:
+        raise ConfigError("[run] wandb names a project but wandb is not installed: pip install wandb, or leave it out")
+
+
+class WandbRun:
+    """A run in `project`, its files in `folder`; who may log there is wandb's own matter (`wandb login`)."""
+
+    def __init__(self, project: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        require_wandb()
+        self._run = importlib.import_module("wandb").init(project=project, dir=str(folder), config=dict(settings))
+
+    def step_done(self, done: StepDone) -> None:
+        self._run.log(scalars(done), step=done.number)
+
+    def close(self) -> None:
+        self._run.finish()
