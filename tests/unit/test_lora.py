@@ -12,19 +12,21 @@ import torch
 import transformers
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import Topology, placement_of
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.executor.stages.transformers.parts import parts_of_config
+from dynapipe_ext.executor.stages.transformers.part import TransformersPart
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
+from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.launch.job.job import check_fits, configured_costs, make_planner, topology_of, trained_costs
 from dynapipe_ext.launch.job.model_folder import refuse_unsupported
 from dynapipe_ext.launch.job.run_costs import settle_costs
 from dynapipe_ext.models.flops import step_flops, work_of
 from dynapipe_ext.models.named_models import LAYER_PATTERNS, pattern_of
 from dynapipe_ext.settings.train_config import TrainConfig
-from tests.support.tiny_models import CONFIGS
+from tests.support.tiny_models import CONFIGS, tiny_model
 
 peft: Any = pytest.importorskip("peft")
 from dynapipe_ext.executor.stages.transformers.adapters import add_adapters  # noqa: E402
@@ -71,6 +73,51 @@ def test_peft_adapts_what_the_settings_say_in_every_family(tmp_path: Path) -> No
             add_adapters([part], config.lora, seed=0)
             trained = sum(weight.numel() for weight in part.parameters() if weight.requires_grad)
             assert trained == config.model.num_layers * config.lora.num_weights_a_block
+
+
+def adapted_parts(family: str, folder: Path, topology: Topology, targets: Any) -> list[TransformersPart]:
+    """All stages of all ranks, adapters with an effect in them; `targets` as settings have them, or a peft pattern."""
+    parts = [part for rank in range(topology.pp) for part in parts_of_folder(folder, topology, rank)]
+    if isinstance(targets, str):
+        for part in parts:
+            part.model.add_adapter(peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=family == "gpt2"))
+    else:
+        add_adapters(parts, settings(family, folder, target_modules=targets).lora, seed=0)
+    with torch.no_grad():
+        for name, weight in (named for part in parts for named in part.model.named_parameters()):
+            if ".lora_B." in name:
+                weight.copy_(torch.linspace(-0.5, 0.5, weight.numel()).view_as(weight))
+    return sorted(parts, key=lambda part: part.place.stage)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("llama", ()),
+        ("llama", ("q_proj", "mlp.down_proj")),
+        ("llama", ALL),
+        ("llama", r".*\.mlp\.(up|down)_proj"),
+        ("llama", "all-linear"),
+        ("qwen2", ALL),  # tied ends: the last stage holds an embedding, too
+        ("gpt2", ALL),
+    ],
+)
+def test_peft_scores_with_saved_adapters_what_the_stages_scored(family: str, targets: Any, tmp_path: Path) -> None:
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    tokens = torch.arange(1, 25)[None]
+    v = placement_of("v", 2)
+    for name, topology in {"pp1": Topology(), "pp2": Topology(pp=2), "v": Topology(pp=2, placement=v)}.items():
+        parts = adapted_parts(family, tmp_path / "model", topology, targets)
+        scores = tokens
+        with torch.no_grad():
+            for part in parts:
+                scores = part.eval()(scores, batch={"model_inputs": {"position_ids": torch.arange(24)[None]}})
+        save_parts(parts, tmp_path / name)
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        unadapted = base(tokens).logits
+        loaded = peft.PeftModel.from_pretrained(base, tmp_path / name)
+        torch.testing.assert_close(loaded(tokens).logits, scores, rtol=1e-4, atol=1e-4)
+        assert (unadapted - scores).abs().max() > 0.1
 
 
 def test_plans_know_what_adapters_do_not_compute_and_hold(tmp_path: Path) -> None:

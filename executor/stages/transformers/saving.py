@@ -18,6 +18,7 @@ from dynapipe_ext.executor.stages.transformers.part import TransformersPart, cop
 from dynapipe_ext.executor.stages.transformers.parts import quietly
 
 ADAPTER_FILE = "adapter_model.safetensors"
+_ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_NAME = "default"  # in the names of peft's parameters, and not in its files,
 _ADAPTED = "base_model.model."  # which have this before them
 _INDEX = "model.safetensors.index.json"
@@ -85,6 +86,7 @@ def join_stages(folder: Path, num_stages: int) -> None:
             metadata={"format": "pt"},
         )
         (stages[0] / ADAPTER_FILE).unlink()
+        _join_target_modules(stages)
     files = [file for stage in stages for file in sorted(stage.glob("model*.safetensors"))]
     weight_map: dict[str, str] = {}
     total_bytes = 0
@@ -102,6 +104,18 @@ def join_stages(folder: Path, num_stages: int) -> None:
             os.replace(file, folder / file.name)
     for stage in stages:
         shutil.rmtree(stage)
+
+
+def _join_target_modules(stages: Sequence[Path]) -> None:
+    """The first stage's adapter_config.json then names the adapted modules of all stages.
+
+    peft writes the modules it found in one stage ("all-linear" becomes their names), and loads no others.
+    """
+    configs = [json.loads((stage / _ADAPTER_CONFIG).read_text(encoding="utf-8")) for stage in stages]
+    targets = [config["target_modules"] for config in configs]
+    if all(isinstance(names, list) for names in targets):  # a pattern is the same on all stages
+        whole = configs[0] | {"target_modules": sorted({name for names in targets for name in names})}
+        (stages[0] / _ADAPTER_CONFIG).write_text(json.dumps(whole, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def load_adapters(folder: Path, parts: Sequence[TransformersPart]) -> None:
