@@ -47,8 +47,7 @@ class LabelledSample:
             return sample
         if isinstance(sample, TokenSample):
             tokens = np.asarray(sample.tokens, np.int64)
-            counts = np.arange(1, len(tokens)) >= sample.first_target
-            return cls(tokens[:-1], tokens[1:], counts.astype(np.float32))
+            return cls(tokens[:-1], tokens[1:], sample.is_target[1:].astype(np.float32))
         if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= set(sample):
             raise DataError(
                 f"a sample is a {type(sample).__name__} but must be a TokenSample or a mapping with tokens and labels"

@@ -15,6 +15,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.executor.drop_in.samples import megatron_arrays, open_samples, split_source
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job.run_data import run_data
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -98,10 +99,24 @@ def test_loss_falls_on_what_the_assistant_says_and_ends(name: str, tokenizers: P
         f"⟦fine<|im_end|>{after}<|im_start|>user\nand you<|im_end|>\n<|im_start|>assistant\n"
         f"⟦two and three<|im_end|>{after}"
     )
-    sample = dataset[0]
-    assert dataset.lengths.tolist() == [[len(sample.tokens) - 1, 0, sample.target]]
-    arrays = collate(MicroBatch(sample_lengths(dataset.lengths, [0]), "packed", pad_multiple=8), [sample])
-    assert arrays["loss_weights"][0, : sample.positions].tolist() == sample.is_target[1:].astype(float).tolist()
+    assert dataset.lengths.tolist() == [[len(dataset[0].tokens) - 1, 0, dataset[0].target]]
+
+
+def test_the_loss_of_every_source_falls_on_the_targets_alone(tokenizers: Path, tmp_path: Path) -> None:
+    """Of chats of several answers, pairs and text, in rows as we train them and as Megatron's loops do."""
+    chats = [{"messages": TWO_TURNS}, {"messages": TWO_TURNS[1:3]}]
+    for records in (chats, [{"prompt": "how are", "response": " you"}], [{"text": "two and three"}]):
+        dataset = prepared(tokenizers / "chatml", records, tmp_path)
+        source = open_samples(dataset.directory, max_positions=512)
+        part, _, _ = split_source(source, None)
+        assert part is not None
+        for index, sample in enumerate(dataset[i] for i in range(len(dataset))):
+            is_target = sample.is_target[1:].astype(float).tolist()
+            row = MicroBatch(sample_lengths(dataset.lengths, [index]), "packed", pad_multiple=8)
+            planned, megatron = collate(row, [sample])["loss_weights"], megatron_arrays(row, [source[index]])
+            assert planned[0, : sample.positions].tolist() == is_target
+            assert megatron["loss_mask"][0, : sample.positions].tolist() == is_target
+            assert part[index].loss_mask.tolist() == is_target
 
 
 @pytest.mark.parametrize("named", [{"user": "human", "assistant": "gpt"}, {}])
