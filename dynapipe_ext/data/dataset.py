@@ -277,7 +277,7 @@ class TokenDataset:
 
     def tokenizer(self) -> Encoder:
         """The tokenizer that the data was made with. Errors: DataError where the data came without one."""
-        from dynapipe_ext.data.preprocessing.encoders import encoder_from_json
+        from dynapipe_ext.data.preprocessing.encoder_loading import encoder_from_json
 
         path = self.directory / FILE_NAME
         try:

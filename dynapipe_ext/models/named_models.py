@@ -424,3 +424,9 @@ def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architectu
         bias=False,
     )
     return replace(gpt, family="transformers")
+
+
+def rotary_settings(config: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a transformers configuration: one, or one for each kind of layers."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [rope] if "rope_type" in rope or "rope_theta" in rope else [r for r in rope.values() if isinstance(r, dict)]

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batching.inference.memory_profiling import is_out_of_memory, measure_on
 from dynapipe_ext.costs.piece_surcharge import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.data.pairs import pair_borders
@@ -36,6 +35,7 @@ from dynapipe_ext.executor.stages.megatron.model import (
 )
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.peak_memory import is_out_of_memory, measure_on
 from dynapipe_ext.schedules.step_plan import Prediction
 
 _NUM_LAYERS = 2

@@ -14,13 +14,13 @@ from rich.table import Table
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending, numbers
 from dynapipe_ext.models.tensors import num_parameters
+from dynapipe_ext.tools.checkpoint import FORMATS, TARGETS, WriterOptions
 from dynapipe_ext.tools.console import deliver
 from dynapipe_ext.tools.progress import WorkProgress
 
 _INTERRUPTED_STATUS = 130
 _MB = 1_000_000
-TARGETS = ("hf", "megatron", "megatron-legacy", "deepspeed")  # named here so that --help needs no torch
-SOURCES = ("hf", "meta", "megatron", "megatron-legacy", "deepspeed")
+_SOURCES = tuple(known.name for known in FORMATS)
 
 _EPILOG = """examples:
   dynapipe convert llama-3-8b-hf megatron-8b --to megatron --tp 2 --pp 4 --verify
@@ -40,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", type=Path, help="folder of the checkpoint")
     parser.add_argument("destination", metavar="DST", type=Path, help="folder to make")
     parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
-    parser.add_argument("--from", dest="source_format", choices=SOURCES, help="that of SRC, where it could be several")
+    parser.add_argument(
+        "--from",
+        dest="source_format",
+        choices=_SOURCES,
+        help="that of SRC, where it could be several",
+    )
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks (default: 1)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: 1)")
     parser.add_argument("--layers-per-stage", type=numbers, metavar="N,N,…", help="of each stage (default: even)")
@@ -66,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
+    from dynapipe_ext.tools.checkpoint import convert, prepare_conversion
 
     started_s = time.perf_counter()
     errors = Console(stderr=True, highlight=False)
@@ -114,10 +119,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _options(args: argparse.Namespace) -> Any:
+def _options(args: argparse.Namespace) -> WriterOptions:
     """Errors: ConfigError where the stages are counted in two ways."""
-    from dynapipe_ext.tools.checkpoint.formats import WriterOptions
-
     for flag in ("tp", "pp", "vocab_divisible_by"):
         if (number := getattr(args, flag)) is not None and number < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} is {number} but must be at least 1")

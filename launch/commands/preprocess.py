@@ -26,7 +26,8 @@ from dynapipe_ext.data.indexed_dataset import (
 )
 from dynapipe_ext.data.length_bounds import SideBounds
 from dynapipe_ext.data.preprocessing import preprocess as work
-from dynapipe_ext.data.preprocessing.encoders import Encoder, Specials, gpt2_encoder, load_encoder, lost_characters
+from dynapipe_ext.data.preprocessing.encoder_loading import gpt2_encoder, load_encoder
+from dynapipe_ext.data.preprocessing.encoders import Encoder, Specials, lost_characters
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import Form, InputFile, TextUnit, find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import train_bpe

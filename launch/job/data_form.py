@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, is_own, load_encoder, with_separator
+from dynapipe_ext.data.preprocessing.encoder_loading import is_own, load_encoder
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, with_separator
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile
 from dynapipe_ext.data.preprocessing.rendering import (
     CONVERSATIONS,

@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.parameters import parameters_per_stage
@@ -14,8 +14,10 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.checkpoint.formats import CheckpointReader
 from dynapipe_ext.tools.wording import percent
+
+if TYPE_CHECKING:
+    from dynapipe_ext.tools.checkpoint import CheckpointReader
 
 
 def refuse_unsupported(config: TrainConfig) -> None:
@@ -136,7 +138,7 @@ def open_initial_weights(path: str, architecture: Architecture | None) -> Checkp
 
     Errors: DataError for what is no whole checkpoint, naming its tensors; ConfigError for that of another model.
     """
-    from dynapipe_ext.tools.checkpoint.recognise import recognise
+    from dynapipe_ext.tools.checkpoint import recognise
 
     if architecture is None:
         raise ConfigError(
@@ -161,7 +163,7 @@ def open_initial_weights(path: str, architecture: Architecture | None) -> Checkp
 def load_initial_weights(model: Any, path: str, architecture: Architecture) -> None:
     """Fill a stage's weights from a checkpoint, a group of tensors at a time. Errors as `open_initial_weights`."""
     from dynapipe_ext.executor.stages.megatron.model import fill_weights, held_weights
-    from dynapipe_ext.tools.checkpoint.megatron.names import megatron_weights
+    from dynapipe_ext.tools.checkpoint import megatron_weights
 
     reader = open_initial_weights(path, architecture if architecture.family != "gpt" else None)
     wanted = {name for name, _ in held_weights(model)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.batching.packing.attention import register_document_attention
+from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.executor.checkpoints.transformers_checkpoint import load_parts, parts_saver
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, Float32Accumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator

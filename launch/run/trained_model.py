@@ -81,10 +81,10 @@ def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
     """
     if config.model.described is None or (config.model.uses_transformers and not config.deepspeed.config):
         return
-    from dynapipe_ext.tools.checkpoint.megatron.folder import CARRIED
+    from dynapipe_ext.tools.checkpoint import CARRIED_FOLDER
 
     root = run_dir / CHECKPOINTS
-    folder = root if config.deepspeed.config else root / CARRIED
+    folder = root if config.deepspeed.config else root / CARRIED_FOLDER
     with writing_in(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in _carried(config):
@@ -104,8 +104,7 @@ def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
             )
         _lay_out(config, saved, written)
         return read_manifest(source).run.step
-    from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
-    from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+    from dynapipe_ext.tools.checkpoint import WriterOptions, convert, prepare_conversion
 
     options = WriterOptions()
     if settings.save_format == "megatron":
@@ -125,7 +124,7 @@ def _lay_out(config: TrainConfig, saved: Path, written: Path) -> None:
 
 def _carried(config: TrainConfig) -> Sequence[Path]:
     """The files of the model that was trained, with those of the tokenizer that it was trained with."""
-    from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files
+    from dynapipe_ext.tools.checkpoint import carried_files
 
     model, tokenizer = Path(config.model.architecture), Path(config.data.tokenizer)
     model = model if model.is_dir() else model.parent

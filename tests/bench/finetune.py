@@ -34,9 +34,9 @@ from contenders import provenance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
+from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.batching.packing.attention import register_document_attention
 from dynapipe_ext.batching.packing.collator import IGNORED, PackedAttention, PackingCollator, pack_rows
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.data.batches import GlobalBatches, collate

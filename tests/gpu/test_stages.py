@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batching.packing.attention import register_document_attention
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model

@@ -32,9 +32,7 @@ from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.megatron_arguments import run_arguments
-from dynapipe_ext.tools.checkpoint import converter
-from dynapipe_ext.tools.checkpoint.formats import WriterOptions
-from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
+from dynapipe_ext.tools.checkpoint import WriterOptions, convert, prepare_conversion, recognise
 from tests.support.megatron_ranks import (
     NUM_SAMPLES,
     Case,
@@ -240,13 +238,13 @@ def test_megatron_and_conversion_read_what_was_saved(root, loaded, tmp_path):
     assert iteration == SAVED
     assert [name for name in truth if not torch.equal(truth[name], weights[name])] == []
     place, target = root / str(PLAIN), tmp_path / "hf"
-    converter.convert(converter.prepare_conversion(place, target, "hf", WriterOptions(), verify=True))
+    convert(prepare_conversion(place, target, "hf", WriterOptions(), verify=True))
     published = load_file(target / "model.safetensors")
     assert torch.equal(published["model.embed_tokens.weight"], truth["embedding.word_embeddings.weight"])
     assert torch.equal(
         published["model.layers.3.mlp.down_proj.weight"], truth["decoder.layers.3.mlp.linear_fc2.weight"]
     )
-    state = megatron_dist.open_checkpoint(place).state
+    state = recognise(place)[0].open(place).state
     assert state is not None
     assert (state.iteration, state.optimizer_step, state.consumed_samples) == (SAVED, SAVED, SAVED * NUM_SAMPLES)
 

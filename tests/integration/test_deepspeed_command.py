@@ -18,8 +18,7 @@ from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
-from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+from dynapipe_ext.tools.checkpoint import WriterOptions, convert, prepare_conversion
 from tests.integration.test_fine_tuning import (
     BATCH,
     DECAY,

@@ -26,7 +26,7 @@ from dynapipe_ext.executor.stages.megatron.placement import build_chunks
 from dynapipe_ext.executor.stages.megatron.stage import finalize_grads, wrap_ddp
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
-from dynapipe_ext.tools.checkpoint.megatron.export import export_hf_weights
+from dynapipe_ext.tools.checkpoint import export_hf_weights
 from tests.support.checkpoints import differences
 from tests.support.megatron_ranks import CPU
 from tests.support.published_models import (

@@ -25,8 +25,7 @@ from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.settings.tables import OptimizerSettings
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files
-from dynapipe_ext.tools.checkpoint.recognise import recognise
+from dynapipe_ext.tools.checkpoint import carried_files, recognise
 from tests.integration.test_train_command import report_of
 from tests.support.checkpoints import differences, saved, tensors_in, tiny
 from tests.support.given_costs import write_costs

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.batch.topology import ActivationFormat, Topology, placement_of
-from dynapipe_ext.batching.packing.attention import register_document_attention
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower

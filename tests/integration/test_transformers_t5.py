@@ -12,8 +12,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
+from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.batch.topology import ActivationFormat, Topology, placement_of
-from dynapipe_ext.batching.packing.attention import register_document_attention
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.tokens import TokenCosts

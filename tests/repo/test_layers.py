@@ -21,9 +21,10 @@ RIM = {
         "dynapipe_ext/batching/inference/generation.py",  # the driver of generate()
         "dynapipe_ext/batching/inference/loader.py",  # a DataLoader, and the driver of generate()
         "dynapipe_ext/batching/inference/memory_profiling.py",  # measures peaks of the user's model
-        "dynapipe_ext/batching/packing/*.py",  # tensors and attention of transformers models; packing is numpy
-        "dynapipe_ext/batch/packed_attention.py",
+        "dynapipe_ext/batching/packing/*.py",  # tensors of transformers models; packing is numpy
+        "dynapipe_ext/batch/*_attention.py",
         "dynapipe_ext/megatron.py",
+        "dynapipe_ext/peak_memory.py",
         "executor/stages/accumulator.py",
         "executor/stages/collectives.py",
         "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
@@ -71,7 +72,7 @@ RIM = {
     "transformers": (
         "dynapipe_ext/batching/inference/memory_profiling.py",  # builds the user's model
         "dynapipe_ext/data/preprocessing/transformers_encoder.py",  # tokenizers that only it can load
-        "dynapipe_ext/batching/packing/attention.py",  # registers an attention that keeps documents apart
+        "dynapipe_ext/batch/document_attention.py",  # registers an attention that keeps documents apart
         "dynapipe_ext/batching/packing/check.py",  # builds a small twin of the user's model
         "executor/stages/transformers/*.py",
     ),

@@ -15,7 +15,7 @@ import transformers
 from safetensors import safe_open
 
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.tools.checkpoint.formats import CheckpointReader
+from dynapipe_ext.tools.checkpoint import CheckpointReader
 
 HIDDEN, HEADS, GROUPS, LAYERS, VOCAB, FFN = 64, 8, 4, 4, 131, 96  # TP 4 and PP 4 divide them; 128 not the vocabulary
 

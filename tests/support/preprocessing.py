@@ -7,7 +7,7 @@ import pytest
 
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.preprocessing import inputs
-from dynapipe_ext.data.preprocessing.encoders import load_encoder
+from dynapipe_ext.data.preprocessing.encoder_loading import load_encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess

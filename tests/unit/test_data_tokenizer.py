@@ -7,7 +7,7 @@ import pytest
 
 from dynapipe_ext.data import tokenizer as tokenizer_module
 from dynapipe_ext.data.examples import generate_examples
-from dynapipe_ext.data.preprocessing.encoders import encoder_from_json
+from dynapipe_ext.data.preprocessing.encoder_loading import encoder_from_json
 from dynapipe_ext.data.tokenizer import BytesTokenizer, train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
 

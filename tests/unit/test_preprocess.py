@@ -5,7 +5,7 @@ from dynapipe_ext.data.dataset import TokenDataset, is_prepared, open_prepared, 
 from dynapipe_ext.data.examples import read_examples
 from dynapipe_ext.data.indexed_dataset import IndexedTokens, lengths_path
 from dynapipe_ext.data.preprocessing import inputs
-from dynapipe_ext.data.preprocessing.encoders import load_encoder
+from dynapipe_ext.data.preprocessing.encoder_loading import load_encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess, train_bpe

@@ -3,13 +3,8 @@ import json
 import pytest
 
 from dynapipe_ext.data.preprocessing import encoders
-from dynapipe_ext.data.preprocessing.encoders import (
-    digest_of,
-    encoder_from_json,
-    gpt2_encoder,
-    load_encoder,
-    lost_characters,
-)
+from dynapipe_ext.data.preprocessing.encoder_loading import encoder_from_json, gpt2_encoder, load_encoder
+from dynapipe_ext.data.preprocessing.encoders import digest_of, lost_characters
 from dynapipe_ext.data.tokenizer import BytesTokenizer, train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
 

@@ -31,7 +31,7 @@ from dynapipe_ext.tools.checkpoint.formats import (
 )
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, settle_config
 from dynapipe_ext.tools.checkpoint.journal import ConversionJournal, Finished
-from dynapipe_ext.tools.checkpoint.recognise import Format, format_of, recognise
+from dynapipe_ext.tools.checkpoint.recognition import Format, format_of, recognise
 from dynapipe_ext.tools.console import say_loading
 from dynapipe_ext.tools.files import NO_ROOM
 

@@ -9,19 +9,12 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.batching.inference.batches import (
-    GenerationMemory,
-)
+from dynapipe_ext.batching.inference.batches import GenerationMemory
 from dynapipe_ext.batching.inference.loader import BatchTensors, DynamicBatchSampler, TextBatch
 from dynapipe_ext.batching.inference.memory_model import LearnedMemory
-from dynapipe_ext.batching.inference.memory_profiling import (
-    MeasurePeak,
-    beams_of,
-    cuda_peak,
-    is_out_of_memory,
-    measured_on,
-)
+from dynapipe_ext.batching.inference.memory_profiling import beams_of, measured_on
 from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.peak_memory import MeasurePeak, cuda_peak, is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dynapipe_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from dynapipe_ext.batching.packing.attention import register_document_attention
+    from dynapipe_ext.batch.document_attention import register_document_attention
     from dynapipe_ext.batching.packing.check import check_packing
     from dynapipe_ext.batching.packing.collator import PackingCollator
     from dynapipe_ext.batching.packing.dynamicat import loss_weight, scaled_learning_rate
@@ -21,7 +21,7 @@ _HOMES = {
     "PackingCollator": "dynapipe_ext.batching.packing.collator",
     "check_packing": "dynapipe_ext.batching.packing.check",
     "loss_weight": "dynapipe_ext.batching.packing.dynamicat",
-    "register_document_attention": "dynapipe_ext.batching.packing.attention",
+    "register_document_attention": "dynapipe_ext.batch.document_attention",
     "scaled_learning_rate": "dynapipe_ext.batching.packing.dynamicat",
     "tokenize_records": "dynapipe_ext.batching.packing.record_tokens",
 }

@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynapipe_ext.batching.packing.attention import DOCUMENT_ATTENTION
+from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION
 from dynapipe_ext.batching.packing.collator import PackingCollator
 from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.models.named_models import rotary_settings
 
 _SHORT = 4  # positions of the twin's windows, chunks and rotary lengths
 _TWIN_DOCUMENTS = (3, 13, 5, 6)  # short ones before and behind one that crosses every limit, at no multiple of it
@@ -130,12 +131,6 @@ def _limits(model: Any, collator: PackingCollator, longest: int | None) -> dict[
         if row is None or row > scale:
             found["floor_scale"] = int(scale)
     return found
-
-
-def rotary_settings(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings of a configuration: one, or one a kind of layers."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return [rope] if "rope_type" in rope or "rope_theta" in rope else [r for r in rope.values() if isinstance(r, dict)]
 
 
 def _twin(model: Any, limit: str, attention: str) -> Any:

@@ -11,7 +11,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
-from dynapipe_ext.data.preprocessing.encoders import encoder_from_json
+from dynapipe_ext.data.preprocessing.encoder_loading import encoder_from_json
 from dynapipe_ext.data.preprocessing.inputs import Block
 from dynapipe_ext.data.preprocessing.workers import guarded
 from dynapipe_ext.errors import DynaPipeError

@@ -22,7 +22,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from dynapipe_ext.data.preprocessing.encoders import Encoder, encoder_from_json
+from dynapipe_ext.data.preprocessing.encoder_loading import encoder_from_json
+from dynapipe_ext.data.preprocessing.encoders import Encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodedBlock, EncodeSettings, encode_block
 from dynapipe_ext.data.preprocessing.inputs import BLOCK_BYTES, Block, BlockStream, InputFile, file_blocks
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, ExecutionError

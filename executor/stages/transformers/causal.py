@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
+from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION
 from dynapipe_ext.batch.micro_batches import MicroBatch
-from dynapipe_ext.batching.packing.attention import DOCUMENT_ATTENTION
-from dynapipe_ext.batching.packing.check import rotary_settings
 from dynapipe_ext.data.batches import document_lengths, document_positions
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Batch
@@ -28,7 +27,7 @@ from dynapipe_ext.executor.stages.transformers.layers import (
     remove,
 )
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
-from dynapipe_ext.models.named_models import LayerPattern
+from dynapipe_ext.models.named_models import LayerPattern, rotary_settings
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _KEEPS_DOCUMENTS_APART = ("sdpa", "eager", DOCUMENT_ATTENTION, *_FLASH)

@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batching.inference.memory_profiling import is_out_of_memory
 from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.stages.chunk_runner import seed_of, seed_torch
 from dynapipe_ext.executor.stages.transformers.causal import CausalCut, has_tied_ends
@@ -27,6 +26,7 @@ from dynapipe_ext.executor.stages.transformers.layers import PartPlace, places_o
 from dynapipe_ext.executor.stages.transformers.part import ModelCut, TransformersPart, cut_out, hold_shared_once
 from dynapipe_ext.executor.stages.transformers.t5 import T5Cut
 from dynapipe_ext.models.named_models import LayerPattern, pattern_of, refuse_other_pairs
+from dynapipe_ext.peak_memory import is_out_of_memory
 
 
 def parts_of_model(

@@ -17,11 +17,12 @@ from dynapipe_ext.batching.inference.batches import GenerationMemory
 from dynapipe_ext.batching.inference.generation import generate, generate_batches
 from dynapipe_ext.batching.inference.loader import build_dynamic_batch_dataloader
 from dynapipe_ext.batching.inference.memory_model import LearnedMemory
-from dynapipe_ext.batching.inference.memory_profiling import load_model, measured_on, profiled_peak
+from dynapipe_ext.batching.inference.memory_profiling import load_model, measured_on
 from dynapipe_ext.batching.inference.memory_records import read_records
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import collect_memory as collect_memory_command
+from dynapipe_ext.peak_memory import profiled_peak
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")

@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from dynapipe_ext.batching.inference.batches import PROMPT_TOKENS, GenerationMemory
 from dynapipe_ext.batching.inference.generation import GeneratedBatch, generate, generate_batches
 from dynapipe_ext.batching.inference.loader import build_dynamic_batch_dataloader
-from dynapipe_ext.batching.inference.memory_profiling import is_out_of_memory
 from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.peak_memory import is_out_of_memory
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynapipe_ext.batching.packing.attention import register_document_attention
+from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.batching.packing.collator import IGNORED, PackingCollator, pack_rows
 from dynapipe_ext.errors import ConfigError, DataError
 

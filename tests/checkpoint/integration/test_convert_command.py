@@ -18,12 +18,11 @@ import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.commands import convert as convert_command
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.tools.checkpoint import converter
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
-from dynapipe_ext.tools.checkpoint.recognise import FORMATS, TARGETS
+from dynapipe_ext.tools.checkpoint.recognition import TARGETS
 from tests.support.checkpoints import saved, tensors_in, tiny
 from tests.support.conversion_peak import large_model, largest_group_bytes, measured, total_bytes
 
@@ -84,11 +83,6 @@ def test_a_type_that_differs_between_stacked_layers_is_refused_where_it_cannot_b
     assert run(source, tmp_path / "target", "--to", "megatron") == 2
     assert "layers.2.mlp_out is torch.bfloat16 but layers.0.mlp_out is torch.float32" in capsys.readouterr().err
     assert run(source, tmp_path / "target", "--to", "megatron-legacy", "--verify") == 0
-
-
-def test_the_command_offers_every_format() -> None:
-    assert convert_command.TARGETS == TARGETS
-    assert tuple(known.name for known in FORMATS) == convert_command.SOURCES
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])

@@ -19,7 +19,7 @@ from dynapipe_ext.models.tensors import TensorGroup
 from dynapipe_ext.tools.checkpoint.converter import ConversionOutcome, convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind, TrainingState, WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
-from dynapipe_ext.tools.checkpoint.recognise import recognise
+from dynapipe_ext.tools.checkpoint.recognition import recognise
 from tests.support import meta_llama
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny_variant, unequal
 from tests.support.pairs import pairwise_cases

@@ -17,7 +17,7 @@ from dynapipe_ext.launch import cli
 from dynapipe_ext.tools.checkpoint import converter, journal
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
-from dynapipe_ext.tools.checkpoint.recognise import recognise
+from dynapipe_ext.tools.checkpoint.recognition import recognise
 from tests.support.checkpoints import differences, saved, tensors_in, tiny, unequal
 from tests.support.stopped_child import at_event, in_child, kill_self
 

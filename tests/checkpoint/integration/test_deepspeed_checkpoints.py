@@ -20,7 +20,7 @@ from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint
 from dynapipe_ext.tools.checkpoint.formats import StateKind, WriterOptions
-from dynapipe_ext.tools.checkpoint.recognise import is_deepspeed
+from dynapipe_ext.tools.checkpoint.recognition import is_deepspeed
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant, two_layers
 from tests.support.deepspeed_ranks import (
     FROZEN,

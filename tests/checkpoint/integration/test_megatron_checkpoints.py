@@ -20,9 +20,9 @@ from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint import converter
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, WriterOptions
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CARRIED_FOLDER
 from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
 from dynapipe_ext.tools.checkpoint.megatron import legacy as megatron_legacy
-from dynapipe_ext.tools.checkpoint.megatron.folder import CARRIED
 from dynapipe_ext.tools.checkpoint.megatron.names import megatron_tensors, to_megatron
 from dynapipe_ext.tools.checkpoint.megatron.state import RNG_NOTICE
 from tests.support.megatron_training import ITERATION, SAMPLES, STEPS, Case, Job, Local, Training, on_ranks, saving
@@ -80,8 +80,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
     for case, place in places.items():
         if case.variant == "t5":  # Megatron's arguments cannot say all of it
             for written in place.iterdir():
-                (written / CARRIED).mkdir()
-                (written / CARRIED / "config.json").write_text(json.dumps(write_config(case.architecture)))
+                (written / CARRIED_FOLDER).mkdir()
+                (written / CARRIED_FOLDER / "config.json").write_text(json.dumps(write_config(case.architecture)))
     return places
 
 

@@ -20,7 +20,7 @@ from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.tools.checkpoint.converter import ConversionOutcome, convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
-from dynapipe_ext.tools.checkpoint.recognise import is_huggingface
+from dynapipe_ext.tools.checkpoint.recognition import is_huggingface
 from tests.support.checkpoints import (
     VARIANTS,
     differences,

@@ -14,7 +14,7 @@ from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.deepspeed.contents import plain_number
 from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint
 from dynapipe_ext.tools.checkpoint.files import stored_tensor
-from dynapipe_ext.tools.checkpoint.recognise import is_deepspeed
+from dynapipe_ext.tools.checkpoint.recognition import is_deepspeed
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant
 
 SMALL = {

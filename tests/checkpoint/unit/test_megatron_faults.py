@@ -22,7 +22,7 @@ from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
 from dynapipe_ext.tools.checkpoint.megatron import legacy as megatron_legacy
 from dynapipe_ext.tools.checkpoint.megatron.names import EMBEDDING, HEAD
 from dynapipe_ext.tools.checkpoint.megatron.pickles import read_archive
-from dynapipe_ext.tools.checkpoint.recognise import iteration_folder
+from dynapipe_ext.tools.checkpoint.recognition import iteration_folder
 from tests.support.megatron_files import Published, convert, edited_metadata, edited_rank, published_in, rank_file
 
 

@@ -25,7 +25,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.writer import DeepSpeedWriter
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import refuse_faults
 from dynapipe_ext.tools.checkpoint.formats import STATE_KINDS, CheckpointReader, GroupTensors, StateKind
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, read_json_object
-from dynapipe_ext.tools.checkpoint.recognise import TAG_FILES, is_tag, told_tag
+from dynapipe_ext.tools.checkpoint.recognition import TAG_FILES, is_tag, told_tag
 
 __all__ = ["DeepSpeedReader", "DeepSpeedWriter", "open_checkpoint"]
 

@@ -31,7 +31,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.universal import is_universal, read
 from dynapipe_ext.tools.checkpoint.deepspeed.whole import read_whole
 from dynapipe_ext.tools.checkpoint.deepspeed.zero import ZeroState, read_zero
 from dynapipe_ext.tools.checkpoint.formats import StateKind
-from dynapipe_ext.tools.checkpoint.recognise import LAYER_FILE, MODEL_FILE, SHARD_FILE
+from dynapipe_ext.tools.checkpoint.recognition import LAYER_FILE, MODEL_FILE, SHARD_FILE
 
 
 def read_tag(tag: Path, architecture: Architecture) -> DeepSpeedContents:

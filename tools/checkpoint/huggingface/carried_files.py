@@ -14,6 +14,7 @@ from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.tools.files import parse_json, write_atomic
 
 CONFIG = "config.json"
+CARRIED_FOLDER = "huggingface"  # where they lie beside checkpoints of Megatron
 _CARRIED = (
     CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
     "merges.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template*", "*.jinja", "*processor_config.json",

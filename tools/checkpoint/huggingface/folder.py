@@ -34,7 +34,7 @@ from dynapipe_ext.tools.checkpoint.formats import (
     WriterOptions,
 )
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, left_behind, read_json_object
-from dynapipe_ext.tools.checkpoint.recognise import SAFETENSORS_INDEX, WEIGHT_FILES
+from dynapipe_ext.tools.checkpoint.recognition import SAFETENSORS_INDEX, WEIGHT_FILES
 from dynapipe_ext.tools.files import write_atomic
 
 SHARD_BYTES = 5_000_000_000

@@ -29,7 +29,7 @@ from dynapipe_ext.tools.checkpoint.megatron.names import EMBEDDING, MegatronTens
 from dynapipe_ext.tools.checkpoint.megatron.pickles import read_archive, read_tensor_record
 from dynapipe_ext.tools.checkpoint.megatron.shards import Box, assemble, inner
 from dynapipe_ext.tools.checkpoint.megatron.state import read_contents
-from dynapipe_ext.tools.checkpoint.recognise import COMMON, DIST_CONFIG, METADATA, iteration_folder
+from dynapipe_ext.tools.checkpoint.recognition import COMMON, DIST_CONFIG, METADATA, iteration_folder
 
 _STATE_KEYS: dict[str, StateKind] = {
     "fp32_param": "master",

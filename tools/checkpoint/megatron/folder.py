@@ -23,12 +23,11 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import read_arguments, refuse_another_model, unsayable
 from dynapipe_ext.tools.checkpoint.formats import TrainingState
-from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CARRIED_FOLDER, CONFIG, carried_files
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import write_script
-from dynapipe_ext.tools.checkpoint.recognise import RELEASE, TRACKER
+from dynapipe_ext.tools.checkpoint.recognition import RELEASE, TRACKER
 from dynapipe_ext.tools.files import write_atomic
 
-CARRIED = "huggingface"
 _INVISIBLE = (  # in the shapes of tensors
     "num_heads", "num_query_groups", "activation", "norm_eps", "top_k", "norm_topk_prob", "rope_theta", "rope_scaling",
     "sliding_window", "router_score", "router_num_groups", "router_group_topk", "router_scale",
@@ -38,7 +37,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 def carried(folder: Path) -> tuple[Path, ...]:
     """The model's files besides its weights, beside an iteration's folder or inside."""
-    for place in (folder / CARRIED, folder.parent / CARRIED):
+    for place in (folder / CARRIED_FOLDER, folder.parent / CARRIED_FOLDER):
         if place.is_dir():
             return carried_files(place)
     for place in (folder, folder.parent):
@@ -77,11 +76,13 @@ def read_architecture(
             if not isinstance(arguments.get("vocab_size"), int):
                 notices.append(
                     f"the vocabulary is taken as {found.vocab_size:,}, padding included: the checkpoint does not say"
-                    f" the size before padding; put the model's {CONFIG} into {folder.parent / CARRIED} to have it"
-                    " removed"
+                    f" the size before padding; put the model's {CONFIG} into {folder.parent / CARRIED_FOLDER} to have"
+                    " it removed"
                 )
         else:
-            raise DataError(f"{folder} does not say which model it is: put its {CONFIG} into {folder.parent / CARRIED}")
+            raise DataError(
+                f"{folder} does not say which model it is: put its {CONFIG} into {folder.parent / CARRIED_FOLDER}"
+            )
     except ConfigError as error:
         raise DataError(str(error)) from error
     if dtype in _DTYPES:
@@ -118,10 +119,10 @@ def finish_folder(
 ) -> None:
     """Carried files, Megatron-LM's options where there are any, then the tracker: `directory` is a checkpoint."""
     if files:
-        (directory / CARRIED).mkdir(exist_ok=True)
+        (directory / CARRIED_FOLDER).mkdir(exist_ok=True)
         for file in files:
-            shutil.copyfile(file, directory / CARRIED / file.name)
+            shutil.copyfile(file, directory / CARRIED_FOLDER / file.name)
     if options:
         has_tokenizer = any(file.name.startswith("tokenizer") for file in files)
-        write_script(directory, options, CARRIED if has_tokenizer else "", num_ranks)
+        write_script(directory, options, CARRIED_FOLDER if has_tokenizer else "", num_ranks)
     write_atomic(directory / TRACKER, RELEASE if state is None else str(state.iteration))

@@ -34,7 +34,7 @@ from dynapipe_ext.tools.checkpoint.megatron.names import (
 from dynapipe_ext.tools.checkpoint.megatron.pickles import read_archive, scalar
 from dynapipe_ext.tools.checkpoint.megatron.shards import Box, RankLayout, assemble, rows_of
 from dynapipe_ext.tools.checkpoint.megatron.state import read_contents
-from dynapipe_ext.tools.checkpoint.recognise import RANK_FILES, RANK_FOLDER, iteration_folder, rank_files
+from dynapipe_ext.tools.checkpoint.recognition import RANK_FILES, RANK_FOLDER, iteration_folder, rank_files
 
 _ADVICE = "Give the config.json that belongs to it, or the files of all ranks"
 _SIDES = ("encoder", "decoder")

@@ -22,7 +22,7 @@ from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refu
 from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, GroupTensors, StateKind, TrainingState
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, left_behind, read_json_object
-from dynapipe_ext.tools.checkpoint.recognise import META_PARAMS
+from dynapipe_ext.tools.checkpoint.recognition import META_PARAMS
 
 ShardCut = Literal["rows", "columns", "none"]
 _SHARD = re.compile(r"consolidated\.(\d\d)\.pth")

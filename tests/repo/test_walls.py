@@ -1,0 +1,125 @@
+"""Walls: no circles of imports, and two wings that are entered by their doors alone."""
+
+import fnmatch
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.support.import_graph import Graph, ImportGraphs, circle, import_graphs, reached
+
+# They offer names of every layer above them, so what they import is no dependency of theirs.
+FACADES = {"dynapipe_ext", "dynapipe_ext.megatron"}
+# Imports that close circles which are still to be ended: (importer, imported).
+OPEN = {
+    ("dynapipe_ext.costs.table_points", "dynapipe_ext.costs.table"),
+    ("dynapipe_ext.executor.stages.megatron.t5", "dynapipe_ext.executor.stages.megatron.placement"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wing:
+    """A part that one need not open to work on training. `owners` are modules outside that may look past its doors."""
+
+    root: str
+    doors: tuple[str, ...]
+    visitors: tuple[str, ...]  # may import the doors
+    owners: tuple[str, ...] = ()
+    needs: tuple[str, ...]  # patterns of what the wing may import from outside
+
+    def holds(self, module: str) -> bool:
+        return module == self.root or module.startswith(f"{self.root}.")
+
+
+BATCHING = Wing(
+    root="dynapipe_ext.batching",
+    doors=(
+        "dynapipe_ext.batching.inference",
+        "dynapipe_ext.batching.packing",
+        "dynapipe_ext.batching.sampling",
+    ),
+    visitors=(),
+    owners=("dynapipe_ext.launch.commands.collect_memory", "dynapipe_ext.launch.commands.train_memory_model"),
+    needs=(
+        "dynapipe_ext.batch.*",
+        "dynapipe_ext.costs.model",
+        "dynapipe_ext.data.batches",
+        "dynapipe_ext.errors",
+        "dynapipe_ext.lazy",
+        "dynapipe_ext.models.named_models",
+        "dynapipe_ext.peak_memory",
+        "dynapipe_ext.reproducible",
+    ),
+)
+CHECKPOINT = Wing(
+    root="dynapipe_ext.tools.checkpoint",
+    doors=("dynapipe_ext.tools.checkpoint",),
+    visitors=(
+        "dynapipe_ext.launch.commands.convert",
+        "dynapipe_ext.launch.job.model_folder",
+        "dynapipe_ext.launch.run.trained_model",
+    ),
+    needs=(
+        "dynapipe_ext.errors",
+        "dynapipe_ext.executor.checkpoints.manifest",  # a run's own checkpoints say which model they are of
+        "dynapipe_ext.executor.stages.megatron.gather",  # weights of a running model
+        "dynapipe_ext.executor.stages.megatron.stage",
+        "dynapipe_ext.lazy",
+        "dynapipe_ext.models.*",
+        "dynapipe_ext.tools.*",
+    ),
+)
+
+
+def wall_faults(graph: Graph, wing: Wing) -> list[str]:
+    """Imports through a wing's wall that are not among those agreed."""
+    faults = []
+    for module, imported in graph.items():
+        for name in imported:
+            if wing.holds(module) and not wing.holds(name):
+                agreed = any(fnmatch.fnmatch(name, pattern) for pattern in wing.needs)
+            elif wing.holds(name) and not wing.holds(module):
+                agreed = module in wing.owners or (module in wing.visitors and name in wing.doors)
+            else:
+                continue
+            if not agreed:
+                faults.append(f"{module} imports {name}")
+    return sorted(faults)
+
+
+@pytest.fixture(scope="module")
+def graphs(all_sources: Any) -> ImportGraphs:
+    return import_graphs((source.module, source.file) for source in all_sources)
+
+
+def test_no_modules_import_each_other_in_a_circle(graphs: ImportGraphs) -> None:
+    closed = {
+        module: frozenset(name for name in imported if (module, name) not in OPEN)
+        for module, imported in graphs.at_run_time.items()
+        if module not in FACADES
+    }
+    assert " → ".join(circle(closed)) == ""
+
+
+@pytest.mark.parametrize("wing", [BATCHING, CHECKPOINT], ids=lambda wing: wing.root)
+def test_a_wing_is_entered_by_its_doors_and_needs_little_from_outside(wing: Wing, graphs: ImportGraphs) -> None:
+    assert wall_faults(graphs.with_types, wing) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("dynapipe_ext.executor.engine", "dynapipe_ext.tools.checkpoint"),
+        ("dynapipe_ext.launch.job.model_folder", "dynapipe_ext.tools.checkpoint.converter"),
+        ("dynapipe_ext.tools.checkpoint.journal", "dynapipe_ext.schedules.planner"),
+    ],
+)
+def test_what_breaks_a_wall_is_found(module: str, imported: str) -> None:
+    assert wall_faults({module: frozenset({imported})}, CHECKPOINT) == [f"{module} imports {imported}"]
+
+
+def test_training_reaches_nothing_of_the_wing_of_batching(graphs: ImportGraphs) -> None:
+    inner = {module: names for module, names in graphs.at_run_time.items() if module not in FACADES}
+    ranks = [module for module in inner if module.startswith("dynapipe_ext.launch.rank.")]
+    assert len(ranks) > 5
+    assert [module for module in reached(inner, ranks) if BATCHING.holds(module)] == []
