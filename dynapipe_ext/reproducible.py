@@ -120,3 +120,16 @@ def _triangle(x_NK: FloatArray) -> FloatArray:
         found[k, k + 1 :] = (unit[:, None] * x_NK[:, 1:]).sum(axis=0)
         x_NK = x_NK[:, 1:] - unit[:, None] * found[k, k + 1 :]
     return found
+
+
+def splitmix64(state: int) -> tuple[int, int]:
+    """Next state and a random number of 64 bits (Steele, Lea and Flood 2014): the same on every machine.
+
+    >>> splitmix64(0)[1], splitmix64(splitmix64(0)[0])[1]
+    (16294208416658607535, 7960286522194355700)
+    """
+    mask = (1 << 64) - 1
+    state = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return state, z ^ (z >> 31)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from dynapipe_ext.batch.micro_batches import Chain, PieceNeighbours
+from dynapipe_ext.batch.micro_batches import PieceNeighbours, SamplePieces
 from dynapipe_ext.batch.topology import DTYPE_BYTES, ReplicaCollectives, TensorSpec
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import (
@@ -322,15 +322,16 @@ def verify(
     num_micro_batches: int,
     *,
     forward_only: bool = False,
-    chains: Sequence[Chain] = (),
+    sample_pieces: Sequence[SamplePieces] = (),
 ) -> list[int]:
     """Peak bytes of buffers in flight per rank; raises VerificationError naming rank, instruction and reason.
 
     `programs[r]` are the instructions of pipeline rank r, `stage_ranks[stage]` the rank of each stage. On each stage
-    every micro-batch must run its whole backward; under `forward_only` its forward, and no backward. Of `chains`,
-    micro-batches that carry one sample, forwards must run from the first to the last, and backwards back.
+    every micro-batch must run its whole backward; under `forward_only` its forward, and no backward. The
+    forwards of a sample's pieces must run from the first to the last, and their input gradients from the last to the
+    first.
     """
-    traces = traced(programs, stage_ranks, num_micro_batches, forward_only=forward_only, chains=chains)
+    traces = traced(programs, stage_ranks, num_micro_batches, forward_only=forward_only, sample_pieces=sample_pieces)
     check_one_order(
         [[trace.operations for trace in traces]],
         lambda _, rank, i: f"rank {rank} at its {traces[rank].program[traces[rank].places[i]]}",
@@ -346,12 +347,12 @@ def traced(
     num_micro_batches: int,
     *,
     forward_only: bool,
-    chains: Sequence[Chain],
+    sample_pieces: Sequence[SamplePieces],
 ) -> list[RankTrace]:
     """A replica's ranks, each proven by itself, and that the operations of every queue meet in one order."""
     bytes_of: dict[int, int] = {}
     keys: dict[int, int] = {}
-    pieces = PieceNeighbours.of(chains)
+    pieces = PieceNeighbours.of(sample_pieces)
     traces = [
         RankTrace(
             rank, program, stage_ranks, num_micro_batches, bytes_of, keys, forward_only=forward_only, pieces=pieces
@@ -443,17 +444,17 @@ def verify_step(
     num_micro_batches: Sequence[int],
     *,
     forward_only: bool = False,
-    chains: Sequence[Sequence[Chain]] | None = None,
+    sample_pieces: Sequence[Sequence[SamplePieces]] | None = None,
 ) -> list[list[int]]:
     """Peak bytes of buffers in flight [dp_rank][pp_rank], as `verify` gives them, once the collectives are proven too.
 
-    `num_micro_batches` has one count a replica, `chains` (None: no sample is cut) the chains of each. Raises
+    `num_micro_batches` has one count a replica, `sample_pieces` (None: no sample is cut) the pieces of each. Raises
     VerificationError naming both ranks and the first difference.
     """
     traces = [
-        traced(programs, stage_ranks, count, forward_only=forward_only, chains=of_replica)
+        traced(programs, stage_ranks, count, forward_only=forward_only, sample_pieces=of_replica)
         for programs, count, of_replica in zip(
-            replicas, num_micro_batches, [()] * len(replicas) if chains is None else chains, strict=True
+            replicas, num_micro_batches, [()] * len(replicas) if sample_pieces is None else sample_pieces, strict=True
         )
     ]
     members = {(dp, pp): trace for dp, ranks in enumerate(traces) for pp, trace in enumerate(ranks)}

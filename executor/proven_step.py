@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from dynapipe_ext.batch.micro_batches import SampleLength, chains
+from dynapipe_ext.batch.micro_batches import SampleLength, sample_pieces
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
@@ -160,7 +160,7 @@ def prove(
         step_plan.schedules[0].stage_ranks,
         counts,
         forward_only=step_plan.forward_only,
-        chains=[chains(replica.micro_batches) for replica in step_plan.batch.replicas],
+        sample_pieces=[sample_pieces(replica.micro_batches) for replica in step_plan.batch.replicas],
     )
     plans = []
     for replica, in_flight in zip(lowered, buffers, strict=True):

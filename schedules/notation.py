@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Piece, SampleLength, carried_pieces, chains
+from dynapipe_ext.batch.micro_batches import (
+    RECOMPUTES,
+    MicroBatch,
+    Piece,
+    SampleLength,
+    pieces_by_position,
+    sample_pieces,
+)
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DynaPipeError, PlanError, short
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
@@ -193,7 +200,7 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
         schedule = _read_schedule(_mapping(_field(raw, "schedule", where), f"{where} schedule"), where)
         schedule = replace(schedule, forward_only=forward_only)
         try:
-            validate(schedule, len(shapes), chains([_carrier(shape) for shape in shapes]))
+            validate(schedule, len(shapes), sample_pieces([_micro_batch_of(shape) for shape in shapes]))
         except PlanError as error:
             raise PlanError(f"{where}: {error}") from error
         micro_batches.append(shapes)
@@ -266,12 +273,12 @@ def _check_micro_batch(raw: Any, where: str) -> dict[str, Any]:
 
 
 def pieces_in_json(micro_batches: Sequence[Mapping[str, Any]]) -> dict[int, Piece]:
-    """`carried_pieces` of a replica's micro-batches as `read_plan_json` gives them."""
-    return carried_pieces([_carrier(shape) for shape in micro_batches])
+    """`pieces_by_position` of a replica's micro-batches as `read_plan_json` gives them."""
+    return pieces_by_position([_micro_batch_of(shape) for shape in micro_batches])
 
 
-def _carrier(shape: Mapping[str, Any]) -> MicroBatch:
-    """What a micro-batch says of the chain that it is part of, if any."""
+def _micro_batch_of(shape: Mapping[str, Any]) -> MicroBatch:
+    """A micro-batch that holds the piece that the JSON says it has, or nothing."""
     if "carried" not in shape:
         return MicroBatch(())
     start, end = shape["carried"]

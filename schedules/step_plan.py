@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, chains
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, sample_pieces
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
@@ -112,7 +112,7 @@ def shared_by_twins(
     first: dict[tuple[object, ...], list[tuple[PipelineSchedule, MicroBatchCosts]]] = {}
     found = []
     for micro_batches, schedule, priced in zip(replicas, schedules, costs, strict=True):
-        twins = first.setdefault((priced.digest(), chains(micro_batches)), [])
+        twins = first.setdefault((priced.digest(), sample_pieces(micro_batches)), [])
         twin = next((one for one in twins if one[0] == schedule), None)
         if twin is None:
             twins.append(twin := (schedule, priced))
@@ -144,7 +144,7 @@ def predicted(
     for d in fresh:
         if id(costs[d]) in peaks:
             continue
-        validate(schedules[d], len(replicas[d]), chains(replicas[d]))
+        validate(schedules[d], len(replicas[d]), sample_pieces(replicas[d]))
         held = peaks[id(costs[d])] = peak_bytes(schedules[d], costs[d])
         if max(held) > memory_limit_bytes:
             raise PlanError(

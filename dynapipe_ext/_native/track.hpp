@@ -1,7 +1,7 @@
 // What a run of a dispatch rule is given, and what it keeps.
 #pragma once
 
-#include "carried.hpp"
+#include "pieces.hpp"
 
 namespace dynapipe {
 

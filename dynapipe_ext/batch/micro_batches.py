@@ -267,17 +267,17 @@ def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
             raise PlanError(f"sample {index} is planned with {dict(totals)} but has {whole}")
 
 
-# Of a cut sample: the positions of its pieces among a replica's micro-batches, first piece first.
-Chain = tuple[int, ...]
+# The pieces of one sample: their positions among a replica's micro-batches, first piece first.
+SamplePieces = tuple[int, ...]
 
 
-def chains(micro_batches: Sequence[MicroBatch]) -> tuple[Chain, ...]:
-    """The chains of a replica's micro-batches, by the injection order of their first pieces; () without pieces.
+def sample_pieces(micro_batches: Sequence[MicroBatch]) -> tuple[SamplePieces, ...]:
+    """The pieces of each cut sample of a replica, by the injection order of their first pieces; () without pieces.
 
-    Errors: PlanError for a carried micro-batch that is padded or whose later documents are pieces too, and for pieces
-    that do not follow one another from position 0 (of which one is missing, say because it went to another replica).
+    Errors: PlanError for a micro-batch with a piece that is padded or whose later documents are pieces too, and for
+    pieces that do not follow one another from position 0 (one is missing, say because it went to another replica).
     """
-    found: dict[int, list[int]] = {}
+    positions_of: dict[int, list[int]] = {}
     for position, micro_batch in enumerate(micro_batches):
         if micro_batch.attention != "carried":
             continue
@@ -287,8 +287,8 @@ def chains(micro_batches: Sequence[MicroBatch]) -> tuple[Chain, ...]:
                 f"micro-batch {position} carries a piece of sample {first.index} but is {micro_batch.layout} or holds a"
                 " second piece: a piece is the first document of a packed row, before whole samples"
             )
-        found.setdefault(first.index, []).append(position)
-    for index, positions in found.items():
+        positions_of.setdefault(first.index, []).append(position)
+    for index, positions in positions_of.items():
         positions.sort(key=lambda position: micro_batches[position].samples[0].start)
         end = 0
         for position in positions:
@@ -299,12 +299,12 @@ def chains(micro_batches: Sequence[MicroBatch]) -> tuple[Chain, ...]:
                     f" it on this replica end at {end}: all pieces of a sample run on one replica, each once"
                 )
             end += piece.encoder
-    return tuple(tuple(positions) for positions in sorted(found.values(), key=lambda positions: positions[0]))
+    return tuple(tuple(positions) for positions in sorted(positions_of.values(), key=lambda positions: positions[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What a micro-batch carries of a cut sample: its `number`-th piece, from 1 to `count`; positions up to `end` - 1.
+    """A piece of a cut sample, the `number`-th from 1 to `count`: its positions `start` to `end` - 1.
 
     >>> str(Piece(sample=17, number=3, count=16, start=8192, end=12288))
     'sample 17, piece 3 of 16, tokens 8192-12287'
@@ -320,24 +320,31 @@ class Piece:
         return f"sample {self.sample}, piece {self.number} of {self.count}, tokens {self.start}-{self.end - 1}"
 
 
-def carried_pieces(micro_batches: Sequence[MicroBatch]) -> dict[int, Piece]:
-    """What each micro-batch of a replica carries of a cut sample, by its position; a sample in one piece is not cut.
+def pieces_by_position(micro_batches: Sequence[MicroBatch]) -> dict[int, Piece]:
+    """The piece of a cut sample in each micro-batch of a replica, by its position; a sample in one piece is not cut.
 
-    Errors: PlanError as chains.
+    Errors: PlanError as `sample_pieces`.
     """
-    found = {}
-    for chain in chains(micro_batches):
-        for number, position in enumerate(chain, 1):
-            piece = micro_batches[position].samples[0]
-            end = piece.start + piece.encoder
-            found[position] = Piece(sample=piece.index, number=number, count=len(chain), start=piece.start, end=end)
-    return {position: piece for position, piece in found.items() if piece.count > 1}
+    pieces: dict[int, Piece] = {}
+    for positions in sample_pieces(micro_batches):
+        for number, position in enumerate(positions, 1) if len(positions) > 1 else ():
+            length = micro_batches[position].samples[0]
+            pieces[position] = Piece(
+                sample=length.index,
+                number=number,
+                count=len(positions),
+                start=length.start,
+                end=length.start + length.encoder,
+            )
+    return pieces
 
 
 @dataclass(frozen=True, slots=True)
 class PieceNeighbours:
-    """What a piece comes after on every stage, by micro-batch: its forward after that of the piece `before` it, and its
-    input gradient (B or I) after that of the piece `behind` it, whose gradients of its keys and values it needs.
+    """The pieces next to a piece of the same sample, by micro-batch.
+
+    On every stage the forward of a piece runs after that of the piece `before` it. Its input gradient (B or I) runs
+    after that of the piece `behind` it, from which it needs the gradients of its keys and values.
 
     >>> order = PieceNeighbours.of([(0, 2, 3)])
     >>> order.before, order.behind
@@ -348,8 +355,8 @@ class PieceNeighbours:
     behind: Mapping[int, int]
 
     @classmethod
-    def of(cls, chains: Sequence[Chain]) -> PieceNeighbours:
-        links = [link for chain in chains for link in pairwise(chain)]
+    def of(cls, sample_pieces: Sequence[SamplePieces]) -> PieceNeighbours:
+        links = [link for pieces in sample_pieces for link in pairwise(pieces)]
         return cls({later: earlier for earlier, later in links}, dict(links))
 
 

@@ -1,4 +1,4 @@
-"""Cuts of the ordered samples into padded micro-batches, each priced once."""
+"""Ordered samples cut into padded micro-batches, each shape priced once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import pairwise
-from typing import Literal, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +19,28 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits.balance import MOST_SAMPLES, best_partition, cut_again, good_partitions
 
 ShapeIndex = npt.NDArray[np.int32]
-Cut = tuple[int, int, int]  # first sample, end, index of the kind of recomputation
+
+
+class Cut(NamedTuple):
+    """Items `first` .. `end` - 1 of an order as one micro-batch; `kind`: the index of its kind of recomputation."""
+
+    first: int
+    end: int
+    kind: int
+
 
 _BOUNDS = 16  # bounds on t that are tried up to the longest sample's time: these cuts are only a start
-_FEW = 64  # samples whose runs may all be priced
+_FEW = 64  # samples of which every range may be priced
 _LARGER = 2  # every block of row counts ends at so many times the one before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Runs:
-    """Samples in order, and every run of them worth a look.
+class PricedCuts:
+    """Samples in order, and the prices of every range of them that may become a micro-batch.
 
-    `shapes[j, r - 1]` is the shape of the run of r samples that ends at sample j, or -1 where it breaks a cap or takes
-    too long; `sizes` (3, shapes) are the rows and padded lengths of each shape, `kind_costs` price it under every kind
-    of recomputation.
+    `shapes[j, r - 1]` is the shape of the r samples that end at sample j, or -1 where these break a cap or take too
+    long. `sizes` (3, shapes) are the rows and padded lengths of each shape; `kind_costs` price it under every kind of
+    recomputation.
     """
 
     order: tuple[SampleLength, ...]
@@ -47,10 +55,11 @@ class Runs:
         first, end, kind = cut
         return MicroBatch(self.order[first:end], recompute=self.kinds[kind], pad_multiple=self.caps.pad_multiple)
 
-    def cuts(self, *, pp: int, dp: int, min_in_flight: int, equal_counts: bool = False) -> list[Cut]:
-        """The runs, in turn, of about least sum(t) / dp + (pp - 1) max(t) over bottleneck times t, each under the
-        fastest kind that lets `min_in_flight` of its like be held (see `bottleneck`); at least one a replica, under
-        `equal_counts` in a multiple of dp.
+    def first_cuts(self, *, pp: int, dp: int, min_in_flight: int, equal_counts: bool = False) -> list[Cut]:
+        """Cuts that cover the samples in turn, of about least sum(t) / dp + (pp - 1) max(t) over bottleneck times t.
+
+        Each is under the fastest kind of which `min_in_flight` like it can be held (see `bottleneck`). There is at
+        least one a replica; under `equal_counts` their number is a multiple of dp.
 
         Errors: PlanError where a sample does not fit so often, or counts cannot be made equal.
         """
@@ -64,39 +73,44 @@ class Runs:
                 " hold fewer in flight, recompute more or raise tp"
             )
         parts = best_partition(costs, dp * (pp - 1), thinning_ns=int(costs[:, 0].max()) // _BOUNDS)
-        wanted = max(dp, len(parts.ends))
+        num_parts = max(dp, len(parts.ends))
         if equal_counts:
-            wanted = min(-(-wanted // dp), len(self.order) // dp) * dp
-        ends = list(parts.ends) if len(parts.ends) > wanted else list(cut_again(costs, parts, wanted).ends)
-        while len(ends) > wanted:
+            num_parts = min(-(-num_parts // dp), len(self.order) // dp) * dp
+        ends = list(parts.ends) if len(parts.ends) > num_parts else list(cut_again(costs, parts, num_parts).ends)
+        while len(ends) > num_parts:
             ends = self._merged(ends, costs, dp)
         bounds = list(pairwise([0, *ends]))
-        return [(a, b, int(kinds[self.shapes[b - 1, b - a - 1]])) for a, b in bounds]
+        return [Cut(a, b, int(kinds[self.shapes[b - 1, b - a - 1]])) for a, b in bounds]
 
     def times(self, cuts: Sequence[Cut]) -> list[int]:
-        """Bottleneck time of each run under its kind, ns."""
+        """Bottleneck time of each cut under its kind, ns."""
         first, end, kind = np.array(cuts, np.int64).reshape(-1, 3).T
         chosen = MicroBatchCosts.choose(self.kind_costs, kind, self.shapes[end - 1, end - first - 1])
         times: list[int] = bottleneck(chosen, stage_ranks=self.stage_ranks)[0].tolist()
         return times
 
     def _merged(self, ends: list[int], costs: IntArray, dp: int) -> list[int]:
-        """The two neighbours that take least time as one, as one."""
+        """The ends without the one between the two neighbours that take least time as one."""
         merged = [
             (int(costs[c - 1, c - a - 1]) if c - a <= costs.shape[1] else INFEASIBLE, k)
             for k, (a, c) in enumerate(zip([0, *ends], ends[1:], strict=False))
         ]
         time_ns, k = min(merged, default=(INFEASIBLE, 0))
         if time_ns >= INFEASIBLE:
-            raise PlanError(
-                f"{len(self.order)} samples make {len(ends)} micro-batches, which do not divide over {dp} replicas of"
-                f" equal counts, and no two of them fit into one (max_bytes {self.caps.max_bytes}, max_tokens"
-                f" {self.caps.max_tokens}): enlarge the global batch, raise the caps or let counts differ"
-            )
+            raise no_equal_counts(len(self.order), len(ends), dp, self.caps)
         return [*ends[:k], *ends[k + 1 :]]
 
 
-def price_runs(
+def no_equal_counts(num_samples: int, num_parts: int, dp: int, caps: Caps) -> PlanError:
+    """The error where so many micro-batches do not divide over the replicas and no two of them can be merged."""
+    return PlanError(
+        f"{num_samples} samples make {num_parts} micro-batches, which do not divide over {dp} replicas of equal counts,"
+        f" and no two of them fit into one (max_bytes {caps.max_bytes}, max_tokens {caps.max_tokens}): enlarge the"
+        " global batch, raise the caps or let counts differ"
+    )
+
+
+def price_cuts(
     order: Sequence[SampleLength],
     costs: PricesShapes,
     kinds: Sequence[Recompute],
@@ -106,13 +120,15 @@ def price_runs(
     equal_counts: bool = False,
     least_work: bool = False,
     stage_ranks: tuple[int, ...] | None = None,
-) -> Runs:
-    """The runs within the caps that take at most a quarter longer than the time around which even cuts are best, or
-    twice as long under `equal_counts`, which may have to join two, and for the `least_work`, which joins what it can;
-    for that, of few samples, all.
+) -> PricedCuts:
+    """Prices of the ranges of samples within the caps that are not too long to be worth a look.
 
-    Even cuts are judged by sum(t) + `weight` x max(t). Assumes that a run which breaks a cap or takes too long still
-    does so with more samples. Raises PlanError, naming the sample, if one does not fit by itself.
+    Even cuts, judged by sum(t) + `weight` x max(t), are best around some time a micro-batch. A range may take a quarter
+    longer than that. It may take twice as long under `equal_counts`, which may have to join two, and for the
+    `least_work`, which joins what it can; for the least work of a few samples every range is priced. Assumes that a
+    range which breaks a cap or takes too long still does so with more samples.
+
+    Errors: PlanError, naming the sample, if one does not fit by itself.
     """
     encoder = padded_lengths(np.array([s.encoder for s in order], np.int64), caps.pad_multiple)
     decoder = padded_lengths(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)
@@ -135,10 +151,10 @@ def price_runs(
         while not least_ns or table.even_cuts(most_ns, weight) < table.even_cuts(least_ns, weight):
             least_ns, most_ns = most_ns, most_ns * (8 if equal_counts or least_work else 5) // 4
             table.grow(most_ns)
-    return Runs(
+    return PricedCuts(
         order=tuple(order),
         kinds=tuple(kinds),
-        kind_costs=tuple(MicroBatchCosts.join(pieces, like=pieces[0]) for pieces in table.priced),
+        kind_costs=tuple(MicroBatchCosts.join(parts, like=parts[0]) for parts in table.priced),
         shapes=table.shapes(most_ns),
         sizes=np.concatenate(table.sizes, axis=1),
         caps=caps,
@@ -147,7 +163,7 @@ def price_runs(
 
 
 class _Table:
-    """Shapes of runs with their costs, from one sample up."""
+    """Shapes of ranges of samples with their costs, from one sample up."""
 
     def __init__(
         self,
@@ -161,7 +177,7 @@ class _Table:
         self.costs, self.kinds, self.caps, self.stage_ranks = costs, kinds, caps, stage_ranks
         self.own = np.stack([encoder, decoder])
         count = len(encoder)
-        # Without a decoder side all runs that end at samples of one length are alike but for their rows.
+        # Without a decoder side all ranges that end at samples of one length are alike but for their rows.
         alike = not decoder.any() and bool((np.diff(encoder) >= 0).all())
         _, first, self.member = np.unique(
             encoder if alike else np.arange(count), return_index=True, return_inverse=True
@@ -174,7 +190,7 @@ class _Table:
         self.grow(0)
 
     def grow(self, most_ns: int) -> None:
-        """Price all runs that take no longer than that; 0: of one sample."""
+        """Price all ranges that take no longer than that; 0: those of one sample."""
         count = self.own.shape[1] if most_ns else 1
         alive, longest, low = np.arange(len(self.last)), self.own, 1
         while low <= count and len(alive):
@@ -207,19 +223,18 @@ class _Table:
         answers = (bottleneck(one, stage_ranks=self.stage_ranks) for one in priced)
         time_ns, _ = fastest(answers, self.caps.max_bytes)
         time_ns[sizes[0] * (sizes[1] + sizes[2]) > (self.caps.max_tokens or INFEASIBLE)] = INFEASIBLE
-        known = len(self.times)
-        shapes = known + (np.arange(len(time_ns)) if back is None else back.reshape(-1))
+        shapes = len(self.times) + (np.arange(len(time_ns)) if back is None else back.reshape(-1))
         at = 0
         for row, classes in places:
             self.cells[row][classes] = shapes[at : at + len(classes)]
             at += len(classes)
         self.times = np.concatenate([self.times, time_ns])
         self.sizes.append(sizes)
-        for pieces, piece in zip(self.priced, priced, strict=True):
-            pieces.append(piece)
+        for parts, costs in zip(self.priced, priced, strict=True):
+            parts.append(costs)
 
     def _cells(self, most_ns: int) -> tuple[ShapeIndex, IntArray]:
-        """(rows, classes): the shapes of runs that take no longer than that, and of single samples; and their times."""
+        """(rows, classes): shapes and times of the ranges that take no longer than that, and of single samples."""
         cells = np.array(self.cells)
         times = np.where(cells >= 0, self.times[cells], INFEASIBLE)
         late = times > most_ns
@@ -228,17 +243,17 @@ class _Table:
         return cells, times
 
     def shapes(self, most_ns: int) -> ShapeIndex:
-        """(samples, rows): see `Runs`."""
+        """(samples, rows): see `PricedCuts`."""
         cells, _ = self._cells(most_ns)
         cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
         shapes = np.ascontiguousarray(cells.T[self.member])
         for rows in range(2, min(shapes.shape) + 1):
-            shapes[: rows - 1, rows - 1] = -1  # no run reaches back beyond the first sample
+            shapes[: rows - 1, rows - 1] = -1  # no range reaches back beyond the first sample
         shapes[:, len(shapes) :] = -1
         return shapes
 
     def even_cuts(self, most_ns: int, weight: int) -> int:
-        """sum + weight x max where runs are cut from the end, each as long as `most_ns` lets it be."""
+        """sum + weight x max where ranges are cut from the end, each as long as `most_ns` lets it be."""
         _, times = self._cells(most_ns)
         fits = times < INFEASIBLE
         longest = (len(fits) - fits[::-1].argmax(axis=0))[self.member].tolist()
@@ -333,14 +348,14 @@ def split_padded(
 ) -> list[MicroBatch]:
     """The micro-batches that minimise sum(t) / dp + (pp - 1) max(t), t being a micro-batch's bottleneck time.
 
-    Each is a contiguous run of the ordered samples (DynaPipe, arXiv 2311.10418, sec. 4: dynamic programming under a
-    bound on t, which is scanned); the optimum over all such runs, and over the `orders` (see `ordered`), is exact with
-    `thinning_ns` 0, else bounds are tried that far apart. Up to 9 samples of an encoder-decoder may be grouped in any
-    way, and the optimum is that over all partitions. Given one `evaluate` for each of several recomputation types,
+    Each is a contiguous range of the ordered samples (DynaPipe, arXiv 2311.10418, sec. 4: dynamic programming under a
+    bound on t, which is scanned). The optimum over all such ranges, and over the `orders` (see `ordered`), is exact
+    with `thinning_ns` 0; else bounds are tried that far apart. Up to 9 samples of an encoder-decoder may be grouped in
+    any way, and the optimum is that over all partitions. Given one `evaluate` for each of several recomputation types,
     every micro-batch takes the fastest that the byte cap allows (the first of equals).
     Caps are hard: bytes as `evaluate` counts them, rows, and padded tokens (encoder and decoder). If the optimum has
     fewer micro-batches than replicas (or, under `equal_counts`, a number that does not divide over them), its dearest
-    are cut again. Assumes that runs too long to be worth their time at 64 successive row counts stay so at more.
+    are cut again. Assumes that ranges too long to be worth their time at 64 successive row counts stay so at more.
 
     Raises PlanError, naming the sample, if one does not fit by itself, and for fewer samples than replicas.
     """
@@ -424,7 +439,7 @@ def subset_costs(
 
 
 def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLength]:
-    """Samples in the order that runs are cut from.
+    """Samples in the order in which they are cut.
 
     sorted: by encoder length, then decoder length. classes, for encoder-decoder models: by class of decoder
     length (each up to three times as long as the one before), and within a class by encoder length, up and down in
@@ -461,7 +476,7 @@ class Caps:
 @dataclass(frozen=True, slots=True)
 class _Intervals:
     """`cost[j, r - 1]`: time of samples j - r + 1 .. j as one micro-batch, INFEASIBLE if it breaks a cap. No part of an
-    optimal partition takes `worth` or longer; row counts stop where all runs do.
+    optimal partition takes `worth` or longer; row counts stop where all ranges do.
     """
 
     cost: IntArray
@@ -471,24 +486,24 @@ class _Intervals:
 def _interval_costs(
     order: Sequence[SampleLength], choices: Mapping[Recompute, ShapeEvaluate], weight: int, caps: Caps
 ) -> _Intervals:
-    """Costs of all runs worth looking at; a run is padded to its longest encoder and its longest decoder."""
+    """Costs of all ranges worth a look; each is padded to its longest encoder and its longest decoder."""
     encoder = padded_lengths(np.array([s.encoder for s in order], np.int64), caps.pad_multiple)
     decoder = padded_lengths(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)
-    longest = (encoder, decoder)  # of the runs that end at each sample, as they grow
+    longest = (encoder, decoder)  # of the ranges that end at each sample, as they grow
     num_samples = len(order)
     limit = min(num_samples, caps.max_rows or num_samples)
     blocks: list[IntArray] = []
     worth = INFEASIBLE
     for first in range(1, limit + 1, _ROWS_AT_ONCE):
         last = min(first + _ROWS_AT_ONCE - 1, limit)
-        runs: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
+        ranges: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []
         for r in range(first, last + 1):
             if r > 1:
                 old_encoder, old_decoder = longest
                 count = num_samples - r + 1
                 longest = (np.maximum(old_encoder[1:], encoder[:count]), np.maximum(old_decoder[1:], decoder[:count]))
-            runs.append((np.arange(r - 1, num_samples), np.full(num_samples - r + 1, r, np.int64), *longest))
-        end, row, enc, dec = (np.concatenate(column) for column in zip(*runs, strict=True))
+            ranges.append((np.arange(r - 1, num_samples), np.full(num_samples - r + 1, r, np.int64), *longest))
+        end, row, enc, dec = (np.concatenate(column) for column in zip(*ranges, strict=True))
         within = row * (enc + dec) <= (caps.max_tokens or INFEASIBLE)
         block = np.full((num_samples, last - first + 1), INFEASIBLE, np.int64)
         block[end[within], row[within] - first] = _evaluate_distinct(
@@ -543,7 +558,7 @@ def fastest(answers: Iterable[tuple[IntArray, IntArray]], max_bytes: int | None)
 
 
 def _uniform_objective(block: IntArray, weight: int) -> int:
-    """The objective of the best cut into equal row counts (greedily fewer where a run does not fit)."""
+    """The objective of the best cut into equal row counts (greedily fewer where a range does not fit)."""
     best = 1 << 61
     num_samples, widest = block.shape
     rows = 1

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from dynapipe_ext.batch.micro_batches import Chain, MicroBatch, chains
+from dynapipe_ext.batch.micro_batches import MicroBatch, SamplePieces, sample_pieces
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 
@@ -19,9 +19,9 @@ Pass = Literal["forward", "input gradient"]
 
 @dataclass(frozen=True, slots=True)
 class PiecePlace:
-    """A piece, `number` of the `chain` of a cut sample: it has the `length` positions from `start` on, of `total`."""
+    """A piece, `number` of the `pieces` of a cut sample: it has the `length` positions from `start` on, of `total`."""
 
-    chain: Chain
+    pieces: SamplePieces
     number: int
     start: int
     length: int
@@ -33,7 +33,7 @@ class PiecePlace:
 
     @property
     def is_last(self) -> bool:
-        return self.number == len(self.chain) - 1
+        return self.number == len(self.pieces) - 1
 
 
 class PieceOrder:
@@ -42,13 +42,13 @@ class PieceOrder:
     def __init__(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._micro_batches = micro_batches
         self._places: dict[int, PiecePlace] = {}
-        self._num_run: Counter[tuple[int, Chain]] = Counter()
-        for chain in chains(micro_batches):
-            pieces = [micro_batches[m].samples[0] for m in chain]
-            total = sum(piece.encoder for piece in pieces)
-            for number, (m, piece) in enumerate(zip(chain, pieces, strict=True)):
-                if len(chain) > 1:
-                    self._places[m] = PiecePlace(chain, number, piece.start, piece.encoder, total)
+        self._num_run: Counter[tuple[int, SamplePieces]] = Counter()
+        for pieces in sample_pieces(micro_batches):
+            lengths = [micro_batches[m].samples[0] for m in pieces]
+            total = sum(piece.encoder for piece in lengths)
+            for number, (m, piece) in enumerate(zip(pieces, lengths, strict=True)):
+                if len(pieces) > 1:
+                    self._places[m] = PiecePlace(pieces, number, piece.start, piece.encoder, total)
 
     def run(self, what: Pass, stage: int, micro_batch: int) -> PiecePlace | None:
         """The piece of a micro-batch that now runs, None where it has none.
@@ -58,21 +58,21 @@ class PieceOrder:
         place = self._places.get(micro_batch)
         if place is None:
             return None
-        chain, num_run = place.chain, self._num_run[stage, place.chain]
-        turns: list[tuple[Pass, int]] = [("forward", m) for m in chain]
-        turns += [("input gradient", m) for m in reversed(chain)]
+        pieces, num_run = place.pieces, self._num_run[stage, place.pieces]
+        turns: list[tuple[Pass, int]] = [("forward", m) for m in pieces]
+        turns += [("input gradient", m) for m in reversed(pieces)]
         due = turns[num_run] if num_run < len(turns) else None
         if due != (what, micro_batch):
             sample = self._micro_batches[micro_batch].samples[0].index
             wanted = (
-                f"the {due[0]} of piece {chain.index(due[1]) + 1} (micro-batch {due[1]})" if due else "none of them"
+                f"the {due[0]} of piece {pieces.index(due[1]) + 1} (micro-batch {due[1]})" if due else "none of them"
             )
             raise ExecutionError(
                 f"stage {stage} was to run the {what} of piece {place.number + 1} of sample {sample} (micro-batch"
                 f" {micro_batch}), but {wanted} is due: forwards go from the first piece to the last and input"
                 " gradients from the last to the first, so this plan was not verified; `dynapipe check-plan` says where"
             )
-        self._num_run[stage, chain] += 1
+        self._num_run[stage, pieces] += 1
         return place
 
 
@@ -89,7 +89,7 @@ class CarriedKeys:
     def __init__(self, plan: ExecutionPlan) -> None:
         self._forward_only = plan.forward_only
         self._order = PieceOrder(plan.micro_batches)
-        self._samples: dict[tuple[int, Chain], dict[object, _LayerKeys]] = {}
+        self._samples: dict[tuple[int, SamplePieces], dict[object, _LayerKeys]] = {}
         self.storages: set[int] = set()
 
     @contextmanager
@@ -104,7 +104,7 @@ class CarriedKeys:
             return
         yield self._piece(stage, place)
         if place.is_last and self._forward_only:
-            self._free(stage, place.chain)
+            self._free(stage, place.pieces)
 
     @contextmanager
     def backward(self, stage: int, micro_batch: int) -> Iterator[CarriedPiece | None]:
@@ -113,16 +113,16 @@ class CarriedKeys:
         place = self._order.run("input gradient", stage, micro_batch)
         yield None if place is None else self._piece(stage, place)
         if place is not None and place.is_first:
-            self._free(stage, place.chain)
+            self._free(stage, place.pieces)
 
     def _piece(self, stage: int, place: PiecePlace) -> CarriedPiece:
-        return CarriedPiece(place, self._samples.setdefault((stage, place.chain), {}), self.storages)
+        return CarriedPiece(place, self._samples.setdefault((stage, place.pieces), {}), self.storages)
 
     def num_bytes(self) -> int:
         return sum(kept.num_bytes for layers in self._samples.values() for kept in layers.values())
 
-    def _free(self, stage: int, chain: Chain) -> None:
-        for kept in self._samples.pop((stage, chain)).values():
+    def _free(self, stage: int, pieces: SamplePieces) -> None:
+        for kept in self._samples.pop((stage, pieces)).values():
             self.storages.difference_update(kept.storages)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dynapipe_ext.batch.micro_batches import LengthArray, carried_pieces, sample_lengths
+from dynapipe_ext.batch.micro_batches import LengthArray, pieces_by_position, sample_lengths
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.interchange import cost_model_to_json
@@ -280,7 +280,7 @@ def _simulated(
         if config.plan.fill_waits and shared_cores is None:
             trace = filled_trace(plan.schedules[d], plan.costs[d])
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
-        trace = trace.with_shapes(shapes).with_pieces(carried_pieces(replica.micro_batches))
+        trace = trace.with_shapes(shapes).with_pieces(pieces_by_position(replica.micro_batches))
         for tp_rank in range(topology.tp):
             ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)]
             traces.append(trace.on_ranks(ranks))

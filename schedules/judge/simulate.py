@@ -7,18 +7,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynapipe_ext.batch.micro_batches import Chain, PieceNeighbours
+from dynapipe_ext.batch.micro_batches import PieceNeighbours, SamplePieces
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.timeline import Span, Trace
 
 
-def validate(schedule: PipelineSchedule, num_micro_batches: int, chains: Sequence[Chain] = ()) -> None:
+def validate(schedule: PipelineSchedule, num_micro_batches: int, sample_pieces: Sequence[SamplePieces] = ()) -> None:
     """Nothing if every micro-batch runs F then B, or F then I then W, on each stage, and the order has no cycle.
 
-    In a schedule of forwards alone (`forward_only`) it runs F, and nothing else. Of `chains`, micro-batches that carry
-    one sample, forwards must run from the first piece to the last on each stage, and B or I from the last to the first.
+    In a schedule of forwards alone (`forward_only`) it runs F, and nothing else. On each stage the forwards of a
+    sample's pieces must run from the first to the last, and their B or I from the last to the first.
 
     Errors: PlanError naming the action, stage or micro-batch at fault.
     """
@@ -47,7 +47,7 @@ def validate(schedule: PipelineSchedule, num_micro_batches: int, chains: Sequenc
                     f" {' or '.join(allowed)}"
                     + (": only a schedule of forwards alone may lack backwards" if kinds == "F" else "")
                 )
-    _check_pieces(schedule, PieceNeighbours.of(chains))
+    _check_pieces(schedule, PieceNeighbours.of(sample_pieces))
     _check_progress(schedule, num_micro_batches)
 
 

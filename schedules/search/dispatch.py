@@ -1,4 +1,8 @@
-"""One pass that orders actions rank by rank: admission, dispatch rules, and pieces of one sample in a chain."""
+"""One pass of a dispatch rule over a replica: which action each rank starts when, within its memory.
+
+The Python twin of the native core's `pipeline.hpp`, `admission.hpp` and `pieces.hpp`. Every stage runs its forwards in
+the injection order, and its gradients in that of `GradientOrder`. A position is a place in the injection order.
+"""
 
 from __future__ import annotations
 
@@ -6,141 +10,43 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dynapipe_ext.batch.micro_batches import Chain
-from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.batch.micro_batches import SamplePieces
+from dynapipe_ext.schedules.search.problem import NEVER, Chosen, CostField, DispatchRule
 
-
-def start_orders(costs: MicroBatchCosts, chains: Sequence[Chain] = ()) -> list[list[int]]:
-    """Natural, ascending, descending, alternating between the two halves, and cheap at both ends (a short fill and
-    drain, and neighbours alike). Micro-batches of a chain stand one behind the other, and count as one."""
-    times = (costs.forward_ns + costs.backward_ns).sum(axis=0).tolist()
-    later = {m for chain in chains for m in chain[1:]}
-    units = {m: (m,) for m in range(len(times)) if m not in later} | {chain[0]: chain for chain in chains}
-    work = {m: sum(times[k] for k in unit) for m, unit in units.items()}
-    ascending = sorted(units, key=lambda m: (work[m], m))
-    half = len(ascending) // 2
-    alternating = [m for pair in zip(ascending[half:], ascending[:half], strict=False) for m in pair]
-    alternating += [ascending[-1]] if len(ascending) % 2 else []
-    hill = ascending[::2] + ascending[1::2][::-1]
-    orders = [sorted(units), ascending, ascending[::-1], alternating, hill]
-    return [[k for m in order for k in units[m]] for i, order in enumerate(orders) if order not in orders[:i]]
-
-
-def splitmix64(state: int) -> tuple[int, int]:
-    """Next state and a random number of 64 bits (Steele, Lea and Flood 2014): the same on every machine.
-
-    >>> splitmix64(0)[1], splitmix64(splitmix64(0)[0])[1]
-    (16294208416658607535, 7960286522194355700)
-    """
-    mask = (1 << 64) - 1
-    state = (state + 0x9E3779B97F4A7C15) & mask
-    z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return state, z ^ (z >> 31)
+Table = list[list[int]]  # [stage][position]
 
 
 @dataclass(frozen=True, slots=True)
-class Returns:
+class GradientOrder:
     """The order in which the gradients of positions run on every stage, and each position's place in it.
 
-    `first_of` and `last_of`: of each position's chain (of itself, where it is whole). `longest`: pieces of a chain.
+    `first_of` and `last_of`: the first and the last piece of each position's sample; the position itself where it is no
+    piece. `most_pieces`: of one sample; 1 without pieces.
     """
 
     order: tuple[int, ...]
     place: tuple[int, ...]
     first_of: tuple[int, ...]
     last_of: tuple[int, ...]
-    longest: int
+    most_pieces: int
 
     @classmethod
-    def of(cls, count: int, chains: Sequence[Chain]) -> Returns:
-        """A piece returns before the pieces before it, and none before its sample's last: all have that one's place.
+    def of(cls, count: int, sample_pieces: Sequence[SamplePieces]) -> GradientOrder:
+        """The gradients of a sample's pieces run last piece first, all when the last piece's turn comes.
 
-        >>> Returns.of(5, [(0, 2, 3)]).order
+        >>> GradientOrder.of(5, [(0, 2, 3)]).order
         (1, 3, 2, 0, 4)
         """
         first_of, last_of = list(range(count)), list(range(count))
-        for chain in chains:
-            for position in chain:
-                first_of[position], last_of[position] = chain[0], chain[-1]
+        for pieces in sample_pieces:
+            for position in pieces:
+                first_of[position], last_of[position] = pieces[0], pieces[-1]
         order = sorted(range(count), key=lambda m: (last_of[m], -m))
         place = [0] * count
         for k, m in enumerate(order):
             place[m] = k
-        return cls(tuple(order), tuple(place), tuple(first_of), tuple(last_of), max(map(len, chains), default=1))
-
-
-def chain_positions(group: Sequence[int], chains: Sequence[Chain]) -> tuple[Chain, ...]:
-    """The chains of an order of runs, as positions in it."""
-    place = {m: i for i, m in enumerate(group)}
-    return tuple(tuple(place[m] for m in chain) for chain in chains if chain[0] in place)
-
-
-def in_piece_order(group: list[int], chains: Sequence[Chain]) -> None:
-    """Put the pieces of each chain, where they stand, in their order.
-
-    >>> group = [3, 9, 1, 2]
-    >>> in_piece_order(group, [(1, 2, 3)])
-    >>> group
-    [1, 9, 2, 3]
-    """
-    for positions, chain in zip(chain_positions(group, chains), (c for c in chains if c[0] in group), strict=True):
-        for position, m in zip(sorted(positions), chain, strict=True):
-            group[position] = m
-
-
-def put_in_place(group: list[int], i: int, old: Sequence[int], new: Sequence[int]) -> None:
-    """In place of the run at i and of all others of `old`, `new`, one behind the other.
-
-    >>> group = [3, 9, 4, 8]
-    >>> put_in_place(group, 2, (3, 4), (5, 6))
-    >>> group
-    [9, 5, 6, 8]
-    """
-    at = sum(m not in old for m in group[:i])
-    group[:] = [m for m in group if m not in old]
-    group[at:at] = new
-
-
-def place_apart(group: list[int], chain: Chain, at: int, between: int) -> None:
-    """Put a chain of the group at the `at`-th place among the others (counted round), with `between` of them after each
-    piece.
-
-    >>> group = [3, 9, 4, 8, 7]
-    >>> place_apart(group, (3, 4), 1, 1)
-    >>> group
-    [9, 3, 8, 4, 7]
-    """
-    group[:] = [m for m in group if m not in chain]
-    at %= len(group) + 1
-    for k, m in enumerate(chain):
-        group.insert(min(at + k * (1 + between), len(group)), m)
-
-
-NEVER = 1 << 60
-NO_CAP = 1 << 20
-_UNKNOWN = -1
-FORWARD, GRADIENT, WEIGHT = range(3)
-
-Chosen = tuple[int, int, int]  # one of the three above, stage, position
-Table = list[list[int]]  # [stage][position]; a position is a place in the injection order
-
-
-@dataclass(frozen=True, slots=True)
-class DispatchRule:
-    """How a free rank chooses.
-
-    Stage s holds at most S - s + `extra` micro-batches, with chains as many more as the longest has pieces but one
-    (Seq1F1B's warm-up; arXiv 2406.03488); NO_CAP: as many as memory allows. By `rhythm`, a forward goes
-    first after a backward (1), or always and is even waited for (2: 1F1B's order where `extra` is 0); 0: gradients go
-    first. A W may delay the next known arrival by up to `patience` quarters of its own time; W's beyond `most_pending`
-    go first.
-    """
-
-    extra: int
-    rhythm: int
-    patience: int = 0
-    most_pending: int = 0
+        most_pieces = max(map(len, sample_pieces), default=1)
+        return cls(tuple(order), tuple(place), tuple(first_of), tuple(last_of), most_pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +63,22 @@ class Pipeline:
     stored: Table
     working: Table
     transfer: Table  # [boundary][position]
-    chains: tuple[Chain, ...] = ()  # of positions
+    sample_pieces: tuple[SamplePieces, ...] = ()  # as positions
 
     @property
     def count(self) -> int:
         return len(self.forward[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _ForwardChoice:
+    """The forward that a rank may start now, if any. Else whether one fits once pending W's have run, whether the rank
+    waits for one to arrive, and when the next one arrives."""
+
+    ready: Chosen | None
+    fits_after_weights: bool
+    is_awaited: bool
+    next_arrival: int
 
 
 class _Dispatch:
@@ -171,16 +88,16 @@ class _Dispatch:
         stages, count = len(pipe.stage_ranks), pipe.count
         ranks = range(len(pipe.free_bytes))
         self.pipe, self.rule, self.stages, self.count = pipe, rule, stages, count
-        self.returns = Returns.of(count, pipe.chains)
-        self.taken, self.working = pipe.stored, pipe.working  # by a forward: of a first piece, those of its chain
-        if pipe.chains:
-            self.taken, self.working = _of_chains(pipe.stored, pipe.working, pipe.chains)
-        self.mine = [[s for s, r in enumerate(pipe.stage_ranks) if r == rank] for rank in ranks]
-        self.arrival = [[0] * count, *([_UNKNOWN] * count for _ in range(stages - 1))]
-        self.gradient_arrival = [[_UNKNOWN] * count for _ in range(stages)]
-        self.entered = [0] * stages  # forwards started, in injection order
-        self.returned = [0] * stages  # gradients started, in the order of the returns
-        self.pending: list[list[tuple[int, int]]] = [[] for _ in ranks]
+        self.gradients = GradientOrder.of(count, pipe.sample_pieces)
+        self.taken, self.working = pipe.stored, pipe.working  # by a forward: a first piece takes for all of its sample
+        if pipe.sample_pieces:
+            self.taken, self.working = _needs_of_pieces(pipe.stored, pipe.working, pipe.sample_pieces)
+        self.own_stages = [[s for s, r in enumerate(pipe.stage_ranks) if r == rank] for rank in ranks]
+        self.forward_arrival = [[0] * count, *([NEVER] * count for _ in range(stages - 1))]
+        self.gradient_arrival = [[NEVER] * count for _ in range(stages)]
+        self.forwards_started = [0] * stages  # in the injection order
+        self.gradients_started = [0] * stages  # in the gradient order
+        self.pending: list[list[tuple[int, int]]] = [[] for _ in ranks]  # W's, as (stage, position)
         self.pending_bytes = [0] * len(ranks)
         self.held = [0] * len(ranks)
         self.wants_forward = [False] * len(ranks)
@@ -192,7 +109,7 @@ class _Dispatch:
             work = sum(pipe.forward[s]) + sum(pipe.gradient[s]) + (sum(pipe.weight[s]) if pipe.split else 0)
             self.left_work[rank] += work
 
-    def go(self, give_up: int, orders: list[list[Chosen]] | None) -> int:
+    def run(self, give_up: int, orders: list[list[Chosen]] | None) -> int:
         left = self.stages * self.count * (3 if self.pipe.split else 2)
         makespan = 0
         while left:
@@ -216,131 +133,165 @@ class _Dispatch:
         return makespan
 
     def _choose(self, rank: int, now: int) -> tuple[Chosen | None, int]:
-        """What to start now, or None and the next time to look."""
-        rule, pending, order = self.rule, self.pending[rank], self.returns.order
-        if len(pending) > rule.most_pending:
-            return (WEIGHT, *pending.pop(0)), NEVER
-        following = NEVER
-        gradient: tuple[int, int] | None = None  # place in the returns, stage
-        forward: int | None = None
-        after_weights = awaited = False
-        for s in reversed(self.mine[rank]):
-            m, back = self.entered[s], self.returned[s]
-            has_head = back < m and order[back] < m
-            at = self.gradient_arrival[s][order[back]] if has_head else _UNKNOWN
-            if at > now:
-                following = min(following, at)
-            elif at != _UNKNOWN and (gradient is None or back < gradient[0]):
-                gradient = back, s
-            if m == self.count or forward is not None:
-                continue
-            at = self.arrival[s][m]
-            most = max(1, self.stages - s + rule.extra) + self.returns.longest - 1
-            if rule.extra < NO_CAP and has_head and m - back >= most:
-                continue
-            if at == _UNKNOWN or at > now:
-                awaited = rule.rhythm > 1
-                following = min(following, at) if at != _UNKNOWN else following
-            else:
-                fits, fits_after = self._admits(rank, s, m)
-                if fits:
-                    forward = s
-                after_weights = after_weights or (fits_after and not fits)
-        first = forward is not None or after_weights or awaited
-        if gradient is not None and not ((self.wants_forward[rank] or rule.rhythm > 1) and first):
-            return (GRADIENT, gradient[1], order[gradient[0]]), NEVER
-        if forward is not None:
-            return (FORWARD, forward, self.entered[forward]), NEVER
+        """The action to start now, or None and the next time to look."""
+        rule, pending = self.rule, self.pending[rank]
+        if rule.most_pending is not None and len(pending) > rule.most_pending:
+            return Chosen(CostField.WEIGHT, *pending.pop(0)), NEVER
+        gradient, next_gradient = self._ready_gradient(rank, now)
+        forward = self._ready_forward(rank, now)
+        following = min(next_gradient, forward.next_arrival)
+        forward_first = self.wants_forward[rank] or rule.rhythm > 1
+        has_forward = forward.ready is not None or forward.fits_after_weights or forward.is_awaited
+        if gradient is not None and not (forward_first and has_forward):
+            return gradient, NEVER
+        if forward.ready is not None:
+            return forward.ready, NEVER
         if pending:
             duration = self.pipe.weight[pending[0][0]][pending[0][1]]
             late = now + duration - following
-            if after_weights or following >= NEVER or late * 4 <= duration * rule.patience:
-                return (WEIGHT, *pending.pop(0)), NEVER
+            if forward.fits_after_weights or following >= NEVER or late * 4 <= duration * rule.patience:
+                return Chosen(CostField.WEIGHT, *pending.pop(0)), NEVER
         return None, following
 
+    def _ready_gradient(self, rank: int, now: int) -> tuple[Chosen | None, int]:
+        """The gradient that comes first in the gradient order of those that the rank may start; when the next one
+        arrives."""
+        order = self.gradients.order
+        ready: Chosen | None = None
+        next_arrival, first_place = NEVER, self.count
+        for s in reversed(self.own_stages[rank]):
+            place = self.gradients_started[s]
+            if not self._has_gradient(s):
+                continue
+            arrival = self.gradient_arrival[s][order[place]]
+            if arrival > now:
+                next_arrival = min(next_arrival, arrival)
+            elif place < first_place:
+                ready, first_place = Chosen(CostField.GRADIENT, s, order[place]), place
+        return ready, next_arrival
+
+    def _has_gradient(self, s: int) -> bool:
+        """Whether the forward of the next gradient in turn has started on the stage."""
+        entered, place = self.forwards_started[s], self.gradients_started[s]
+        return place < entered and self.gradients.order[place] < entered
+
+    def _ready_forward(self, rank: int, now: int) -> _ForwardChoice:
+        """Of the rank's last stage that may start one."""
+        fits_after_weights = is_awaited = False
+        next_arrival = NEVER
+        for s in reversed(self.own_stages[rank]):
+            m = self.forwards_started[s]
+            if m == self.count or self._is_full(s):
+                continue
+            arrival = self.forward_arrival[s][m]
+            if arrival > now:
+                is_awaited = self.rule.rhythm > 1
+                next_arrival = min(next_arrival, arrival)
+                continue
+            fits, fits_after = self._admits(rank, s, m)
+            if fits:
+                return _ForwardChoice(Chosen(CostField.FORWARD, s, m), fits_after_weights, is_awaited, next_arrival)
+            fits_after_weights = fits_after_weights or fits_after
+        return _ForwardChoice(None, fits_after_weights, is_awaited, next_arrival)
+
+    def _is_full(self, s: int) -> bool:
+        """Whether the stage holds as many micro-batches as the rule allows."""
+        if self.rule.extra is None or not self._has_gradient(s):
+            return False
+        most = max(1, self.stages - s + self.rule.extra) + self.gradients.most_pieces - 1
+        return self.forwards_started[s] - self.gradients_started[s] >= most
+
     def _admits(self, rank: int, s: int, m: int) -> tuple[bool, bool]:
-        """Whether the rank's memory takes it now, and whether it would once the pending W's have run."""
-        pipe, alone = self.pipe, len(self.mine[rank]) == 1
+        """Whether the rank has memory for position m on stage s now, and once the pending W's have run."""
+        pipe, is_only_stage = self.pipe, len(self.own_stages[rank]) == 1
         working = self.working[s][m]
         if pipe.working_in_backward:
-            in_turn = not pipe.split and alone and not pipe.chains  # then what is older has gone when a backward runs
-            for t in self.mine[rank]:
+            # Micro-batches on a single stage end oldest first: older ones have gone when a backward runs.
+            oldest_first = not pipe.split and is_only_stage and not pipe.sample_pieces
+            for t in self.own_stages[rank]:
                 gone = 0
                 for q in self._inside(t):
                     working = max(working, self.working[t][q] - gone)
-                    gone += pipe.stored[t][q] if in_turn else 0
+                    gone += pipe.stored[t][q] if oldest_first else 0
         needed = self.held[rank] + self.taken[s][m] + working
         room = pipe.free_bytes[rank]
         if needed - self.pending_bytes[rank] > room:
             return False, False
-        if not alone and not self._safe(rank, s, m):
+        if not is_only_stage and not self._can_complete(rank, s, m):
             return False, False
         return needed <= room, True
 
     def _inside(self, s: int) -> Iterable[int]:
         """Positions whose forward has started on a stage and whose gradient has not."""
-        if not self.pipe.chains:
-            return range(self.returned[s], self.entered[s])
-        return [m for m in self.returns.order[self.returned[s] :] if m < self.entered[s]]
+        if not self.pipe.sample_pieces:
+            return range(self.gradients_started[s], self.forwards_started[s])
+        return [m for m in self.gradients.order[self.gradients_started[s] :] if m < self.forwards_started[s]]
 
-    def _safe(self, rank: int, s: int, m: int) -> bool:
-        pipe, returns, first = self.pipe, self.returns, self.mine[rank][0]
+    def _can_complete(self, rank: int, s: int, m: int) -> bool:
+        """Whether, with position m admitted on stage s, all micro-batches in flight can still complete on this rank,
+        one after the other, oldest first."""
+        pipe, gradients, first_stage = self.pipe, self.gradients, self.own_stages[rank][0]
         held = self.held[rank] - self.pending_bytes[rank] + self.taken[s][m]
-        begin = min(self._inside(first), default=m)
-        end = max(self.entered[first], m + 1 if s == first else 0)
-        lasting = self._lasting(rank, s, m, range(begin, end))
+        begin = min(self._inside(first_stage), default=m)
+        end = max(self.forwards_started[first_stage], m + 1 if s == first_stage else 0)
+        working_inside = self._working_inside(rank, s, m, range(begin, end))
         for q in range(begin, end):
             own = missing = coming = 0
-            for t in self.mine[rank]:
-                if q >= self.entered[t] and (t, q) != (s, m):
+            for t in self.own_stages[rank]:
+                if q >= self.forwards_started[t] and (t, q) != (s, m):
                     missing += self.taken[t][q]
                     coming = max(coming, self.working[t][q])
-            for t in self.mine[rank] if returns.last_of[q] == q else ():
+            for t in self.own_stages[rank] if gradients.last_of[q] == q else ():
                 own += sum(
                     pipe.stored[t][p]
-                    for p in range(returns.first_of[q], q + 1)
-                    if returns.last_of[p] == q and returns.place[p] >= self.returned[t]
+                    for p in range(gradients.first_of[q], q + 1)
+                    if gradients.last_of[p] == q and gradients.place[p] >= self.gradients_started[t]
                 )
-            if held + missing + max(lasting[q - begin], coming) > pipe.free_bytes[rank]:
+            if held + missing + max(working_inside[q - begin], coming) > pipe.free_bytes[rank]:
                 return False
             held += missing - own
-            if pipe.working_in_backward:  # a chain is inside while others come and go
-                for later in range(q + 1, min(returns.last_of[q] + 1, end)):
-                    lasting[later - begin] = max(lasting[later - begin], coming)
+            if pipe.working_in_backward:  # pieces stay inside until their sample's last has run, others come and go
+                for later in range(q + 1, min(gradients.last_of[q] + 1, end)):
+                    working_inside[later - begin] = max(working_inside[later - begin], coming)
         return True
 
-    def _lasting(self, rank: int, s: int, m: int, walk: range) -> list[int]:
-        """The most working bytes, while each position of the walk completes, of what is inside and has not gone before
-        it: more would refuse the oldest a step for what younger ones took since the walk that let it in."""
+    def _working_inside(self, rank: int, s: int, m: int, walk: range) -> list[int]:
+        """For each position of the walk: the most working bytes, while it completes, of the micro-batches that are
+        inside and have not completed before it.
+
+        A micro-batch that completes earlier in the walk does not count. If it did, its own next step could be refused
+        for want of room for a younger one, and nothing would go on.
+        """
         most = [0] * len(walk)
         if self.pipe.working_in_backward:
-            for t in self.mine[rank]:
+            for t in self.own_stages[rank]:
                 for p in (*self._inside(t), m) if t == s else self._inside(t):
-                    until = min(self.returns.last_of[p], walk[-1]) - walk[0]
+                    until = min(self.gradients.last_of[p], walk[-1]) - walk[0]
                     most[until] = max(most[until], self.working[t][p])
         return list(accumulate(reversed(most), max))[::-1]
 
     def _start(self, rank: int, now: int, chosen: Chosen) -> int:
-        pipe, (kind, s, m) = self.pipe, chosen
-        if kind == FORWARD:
+        """Run an action. Returns its end."""
+        pipe, (action, s, m) = self.pipe, chosen
+        if action is CostField.FORWARD:
             end = now + pipe.forward[s][m]
             self.held[rank] += self.taken[s][m]
-            self.entered[s] += 1
+            self.forwards_started[s] += 1
             if s + 1 == self.stages:
                 self.gradient_arrival[s][m] = end
             else:
-                self._arrive(s + 1, m, end + self._hop(s, m), self.arrival)
+                self._arrive(s + 1, m, end + self._transfer(s, m), self.forward_arrival)
             self.wants_forward[rank] = False
-        elif kind == GRADIENT:
+        elif action is CostField.GRADIENT:
             end = now + pipe.gradient[s][m]
-            self.returned[s] += 1
+            self.gradients_started[s] += 1
             if pipe.split:
                 self.pending[rank].append((s, m))
                 self.pending_bytes[rank] += pipe.stored[s][m]
             else:
                 self.held[rank] -= pipe.stored[s][m]
             if s:
-                self._arrive(s - 1, m, end + self._hop(s - 1, m), self.gradient_arrival)
+                self._arrive(s - 1, m, end + self._transfer(s - 1, m), self.gradient_arrival)
             self.wants_forward[rank] = self.rule.rhythm > 0
         else:
             end = now + pipe.weight[s][m]
@@ -348,7 +299,7 @@ class _Dispatch:
             self.pending_bytes[rank] -= pipe.stored[s][m]
         return end
 
-    def _hop(self, low: int, m: int) -> int:
+    def _transfer(self, low: int, m: int) -> int:
         ranks = self.pipe.stage_ranks
         return 0 if ranks[low] == ranks[low + 1] else self.pipe.transfer[low][m]
 
@@ -358,36 +309,23 @@ class _Dispatch:
         self.wake[rank] = min(self.wake[rank], max(at, self.free_at[rank]))
 
 
-def _of_chains(stored: Table, working: Table, chains: Sequence[Chain]) -> tuple[Table, Table]:
-    """What the forward of each position takes for good, and the working bytes to be ready for while it is inside: a
-    chain takes all at its first piece, and any of its pieces may run."""
+def _needs_of_pieces(stored: Table, working: Table, sample_pieces: Sequence[SamplePieces]) -> tuple[Table, Table]:
+    """What the forward of each position takes until its gradient, and the working bytes to keep ready while it is
+    inside. The first piece of a sample takes the bytes of all its pieces; any of them may run while it is inside."""
     taken, ready = [list(row) for row in stored], [list(row) for row in working]
-    for chain in chains:
+    for pieces in sample_pieces:
         for s, row in enumerate(stored):
-            for m in chain:
-                taken[s][m], ready[s][m] = 0, max(working[s][q] for q in chain)
-            taken[s][chain[0]] = sum(row[q] for q in chain)
+            for m in pieces:
+                taken[s][m], ready[s][m] = 0, max(working[s][q] for q in pieces)
+            taken[s][pieces[0]] = sum(row[q] for q in pieces)
     return taken, ready
 
 
 def dispatch(
     pipe: Pipeline, rule: DispatchRule, *, give_up: int = NEVER, orders: list[list[Chosen]] | None = None
 ) -> int:
-    """Makespan of the rule in ns, NEVER once it is known to reach `give_up` or where memory blocks it.
+    """Makespan of the rule in ns; NEVER as soon as it is known to reach `give_up`, or where memory blocks it.
 
     `orders`, one empty list a rank, receives the actions.
     """
-    return _Dispatch(pipe, rule).go(give_up, orders)
-
-
-def rules(*, split: bool) -> Sequence[DispatchRule]:
-    """The rules that a search chooses from."""
-    extras = (0, 1, 2, 4, NO_CAP)
-    if not split:
-        return [DispatchRule(0, 2), *(DispatchRule(extra, rhythm) for extra in extras for rhythm in (1, 0))]
-    return [
-        DispatchRule(extra, rhythm, patience, most_pending)
-        for extra in extras
-        for rhythm in (1, 0)
-        for patience, most_pending in ((0, NO_CAP), (2, NO_CAP), (4, NO_CAP), (0, 0))
-    ]
+    return _Dispatch(pipe, rule).run(give_up, orders)

@@ -11,14 +11,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength, chains, round_up
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength, round_up, sample_pieces
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.abilities import shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.schedules.search.joint import Run
-from dynapipe_ext.schedules.search.optimizer import Start, exchanged
+from dynapipe_ext.schedules.search.optimizer import Start
+from dynapipe_ext.schedules.search.regrouping import exchanged
 from dynapipe_ext.settings.tables import SplitRule
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_cuts
@@ -26,13 +26,13 @@ from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evalua
 from dynapipe_ext.splits.padded import (
     Caps,
     Cut,
-    Runs,
+    PricedCuts,
     ShapeEvaluate,
     SortOrder,
     bottleneck,
     members_of,
     ordered,
-    price_runs,
+    price_cuts,
     shape_evaluate,
     subset_costs,
     under_fastest,
@@ -48,13 +48,13 @@ _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A start of the search, and what a run of its result is as a micro-batch."""
+    """A start of the search, and the micro-batch of each cut of its result."""
 
     start: Start
-    micro_batch: Callable[[Run], MicroBatch]
+    micro_batch: Callable[[Cut], MicroBatch]
 
-    def replicas(self, found: Sequence[Sequence[Run]]) -> Replicas:
-        return [[self.micro_batch(run) for run in replica] for replica in found]
+    def replicas(self, cuts: Sequence[Sequence[Cut]]) -> Replicas:
+        return [[self.micro_batch(cut) for cut in replica] for replica in cuts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,25 +82,25 @@ class Proposals:
         """Ordered samples that the search may cut anywhere."""
         proposed = []
         in_flight = self._in_flight(self.topology.num_stages, (self.topology.pp + 1) // 2)
-        runs, firsts = self._first_cuts(samples, in_flight)
+        priced, firsts = self._first_cuts(samples, in_flight)
         for cuts in firsts:
             start = Start(
-                kind_costs=runs.kind_costs,
-                shapes=runs.shapes,
-                runs=tuple(cuts),
-                groups=tuple(map(tuple, self._assigned(runs.times(cuts), samples, step))),
+                kind_costs=priced.kind_costs,
+                shapes=priced.shapes,
+                cuts=tuple(cuts),
+                groups=tuple(map(tuple, self._assigned(priced.times(cuts), samples, step))),
             )
-            proposed.append(Proposal(start, runs.micro_batch))
+            proposed.append(Proposal(start, priced.micro_batch))
         if any(s.decoder for s in samples):
             with suppress(PlanError):  # shapes that the law did not know may be refused
-                made = _possible(partial(exchanged, runs, cuts) for cuts in firsts)
+                made = _possible(partial(exchanged, priced, cuts) for cuts in firsts)
                 proposed += self.fixed([self._with_replicas(parts, samples, step) for parts in made])
         if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not self.equal_counts:
             proposed += self.fixed(self._few(samples, step))
         return proposed
 
     def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
-        """Good splits of a few samples with decoder sides, which runs of one order may miss."""
+        """Good splits of a few samples with decoder sides, which cuts of one order may miss."""
         choices, busy = self._shapes(shape_prices(self.costs), 1), min(self.topology.dp, len(samples))
         order, costs = subset_costs(samples, choices, self._caps)
         splits = good_partitions(costs.tolist(), (0, busy, busy * (self._depth - 1)), _MOST_FEW)
@@ -117,8 +117,8 @@ class Proposals:
             return _possible(self._peer_rules(samples))
         if self.layout == "padded":
             held = self._in_flight(stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
-            runs, firsts = self._first_cuts(samples, held)
-            micro_batches = [[runs.micro_batch(cut) for cut in cuts] for cuts in firsts]
+            priced, firsts = self._first_cuts(samples, held)
+            micro_batches = [[priced.micro_batch(cut) for cut in cuts] for cuts in firsts]
         else:
             held = self._in_flight(1, (stages + 1) // 2, stages)
             dp = min(self.topology.dp, len(samples))
@@ -143,7 +143,7 @@ class Proposals:
         return [self._on_replicas(one, step) for one in dict.fromkeys(map(tuple, made))]
 
     def _on_replicas(self, rows: Sequence[MicroBatch], step: int) -> Replicas:
-        units = list(chains(rows))
+        units = list(sample_pieces(rows))
         units += [(m,) for m in sorted(set(range(len(rows))) - {m for unit in units for m in unit})]
         time_ns: list[int] = bottleneck(self.costs.evaluate(rows))[0].tolist()
         groups = self._assigned([sum(time_ns[m] for m in unit) for unit in units], units, step)
@@ -178,7 +178,7 @@ class Proposals:
                 [self._under(kind, micro_batches, like) for kind in kinds],
                 [range(a, b) for a, b in pairwise(ends)],
                 [kinds.index(m.recompute) for m in micro_batches],
-                chains(micro_batches),
+                sample_pieces(micro_batches),
             )
             proposed.append(Proposal(start, partial(_with_kind, micro_batches, kinds)))
         return proposed
@@ -187,13 +187,14 @@ class Proposals:
     def _caps(self) -> Caps:
         return Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
 
-    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
-        """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
+    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[PricedCuts, list[list[Cut]]]:
+        """Prices of the ordered samples' cuts, and first cuts for pipelines that hold so many in flight (or one, where
+        no more fit)."""
         dp = min(self.topology.dp, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
 
         weight = self.topology.dp * (self._depth - 1)
-        runs = price_runs(
+        priced = price_cuts(
             ordered(samples, order),
             shape_prices(self.costs),
             self.kinds,
@@ -205,13 +206,13 @@ class Proposals:
         )
 
         def cut(min_in_flight: int) -> list[Cut]:
-            return runs.cuts(pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
+            return priced.first_cuts(pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
 
         try:
-            found = _possible(partial(cut, held) for held in in_flight)
+            firsts = _possible(partial(cut, held) for held in in_flight)
         except PlanError:  # only what fits by itself is left
-            found = [cut(1)]
-        return runs, [cuts for i, cuts in enumerate(found) if cuts not in found[:i]]
+            firsts = [cut(1)]
+        return priced, [cuts for i, cuts in enumerate(firsts) if cuts not in firsts[:i]]
 
     def _assigned(self, times_ns: list[int], parts: Sequence[object], step: int) -> list[list[int]]:
         """Indices of the micro-batches of each replica; as many replicas as there are parts (samples) have some."""
@@ -384,8 +385,8 @@ def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatc
     return parts
 
 
-def _with_kind(micro_batches: Sequence[MicroBatch], kinds: Sequence[Recompute], run: Run) -> MicroBatch:
-    return _recomputing(micro_batches[run[0]], kinds[run[2]])
+def _with_kind(micro_batches: Sequence[MicroBatch], kinds: Sequence[Recompute], cut: Cut) -> MicroBatch:
+    return _recomputing(micro_batches[cut.first], kinds[cut.kind])
 
 
 def _recomputing(micro_batch: MicroBatch, kind: Recompute) -> MicroBatch:

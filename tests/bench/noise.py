@@ -19,19 +19,11 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
-from dynapipe_ext.schedules.search.dispatch import (
-    FORWARD,
-    NEVER,
-    NO_CAP,
-    WEIGHT,
-    Chosen,
-    DispatchRule,
-    Pipeline,
-    dispatch,
-)
+from dynapipe_ext.schedules.search.dispatch import Pipeline, dispatch
+from dynapipe_ext.schedules.search.problem import NEVER, Chosen, CostField, DispatchRule
 
 # A gradient before a forward before a W, and a W as soon as nothing else can run.
-READINESS_FIRST = DispatchRule(extra=NO_CAP, rhythm=0, patience=1 << 20, most_pending=NO_CAP)
+READINESS_FIRST = DispatchRule(extra=None, rhythm=0, patience=1 << 20, most_pending=None)
 _UNIT = 1000
 
 
@@ -116,13 +108,8 @@ def readiness_first(
             " micro-batches"
         )
     backward = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
-    ranks = tuple(
-        tuple(
-            Action(s, Kind.FORWARD if kind == FORWARD else Kind.BACKWARD_WEIGHT if kind == WEIGHT else backward, m)
-            for kind, s, m in order
-        )
-        for order in orders
-    )
+    kinds = {CostField.FORWARD: Kind.FORWARD, CostField.GRADIENT: backward, CostField.WEIGHT: Kind.BACKWARD_WEIGHT}
+    ranks = tuple(tuple(Action(one.stage, kinds[one.action], one.position) for one in order) for order in orders)
     return PipelineSchedule("readiness-first", ranks, tuple(stage_ranks))
 
 

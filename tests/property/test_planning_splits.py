@@ -36,7 +36,7 @@ BY_SHAPE, BY_BATCH = shape_evaluate(COSTS, min_in_flight=3), micro_batch_evaluat
 # An overhead worth several samples, so that splits differ in more than the longest sample.
 MERGING = shape_evaluate(TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=30_000))
 STEADY = settings(derandomize=True, max_examples=60)
-Runs = list[tuple[int, int]]
+Ranges = list[tuple[int, int]]
 LENGTH = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 400))
 
 
@@ -101,7 +101,7 @@ def test_the_rules_for_both_kinds_of_model_train_every_sample_once(samples: list
     check(dynapipe_rule(samples, BY_SHAPE, pp=3, dp=dp, thinning_ns=0, pad_multiple=8), samples, dp)
 
 
-def partitions(count: int) -> Iterator[Runs]:
+def partitions(count: int) -> Iterator[Ranges]:
     for cuts in itertools.product((False, True), repeat=count - 1):
         bounds = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), count]
         yield list(itertools.pairwise(bounds))
@@ -142,22 +142,22 @@ BOUNDS = st.builds(
     st.none() | st.integers(5_000, 100_000),
 )
 # Few samples of an encoder-decoder are split into micro-batches of any members: see the test of all partitions.
-IN_RUNS = batches(most=9, decoder=False) | batches(least=10, most=11, decoder=True)
+IN_RANGES = batches(most=9, decoder=False) | batches(least=10, most=11, decoder=True)
 
 
 @STEADY
-@given(IN_RUNS, st.integers(1, 4), st.integers(2, 4), BOUNDS)
+@given(IN_RANGES, st.integers(1, 4), st.integers(2, 4), BOUNDS)
 def test_padded_split_equals_brute_force_over_contiguous_partitions(
     samples: list[SampleLength], dp: int, pp: int, bounds: Bounds
 ) -> None:
     dp = min(dp, len(samples))
 
-    def values(order: list[SampleLength], splits: Iterable[Runs]) -> Iterator[tuple[int, int]]:
-        """(value, number of runs) of each split within the bounds."""
-        runs = itertools.combinations(range(len(order) + 1), 2)
-        times = {run: bounds.time_ns(BY_SHAPE, order[slice(*run)]) for run in runs}
+    def values(order: list[SampleLength], splits: Iterable[Ranges]) -> Iterator[tuple[int, int]]:
+        """(value, number of ranges) of each split within the bounds."""
+        ranges = itertools.combinations(range(len(order) + 1), 2)
+        times = {one: bounds.time_ns(BY_SHAPE, order[slice(*one)]) for one in ranges}
         for split in splits:
-            each = [time for run in split if (time := times[run]) is not None]
+            each = [time for one in split if (time := times[one]) is not None]
             if len(each) == len(split):
                 yield sum(each) + dp * (pp - 1) * max(each), len(split)
 

@@ -14,8 +14,8 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.search import optimizer as regroup
-from dynapipe_ext.schedules.search.optimizer import Regrouping, ShapeLaw, fitted_law, regrouped
+from dynapipe_ext.schedules.search import regrouping
+from dynapipe_ext.schedules.search.regrouping import Regrouping, ShapeLaw, fitted_law, regrouped
 
 LAW: ShapeLaw = (2e6, 1e4, 1.5e4, 2.5, 1.25, 0.75)
 
@@ -83,6 +83,6 @@ def test_plans_of_two_sides_are_shorter_for_exchanges(monkeypatch: pytest.Monkey
         for _ in range(3)
     ]
     with_exchanges = [planner.plan(batch).makespan_ns for batch in batches]
-    monkeypatch.setattr(regroup, "regrouped", lambda groups, *_, **__: [list(group) for group in groups])
+    monkeypatch.setattr(regrouping, "regrouped", lambda groups, *_, **__: [list(group) for group in groups])
     without = [planner.plan(batch).makespan_ns for batch in batches]
     assert sum(with_exchanges) < 0.99 * sum(without), (with_exchanges, without)

@@ -29,8 +29,9 @@ from dynapipe_ext.schedules.judge.simulate import (
     validate,
 )
 from dynapipe_ext.schedules.notation import format_lines, parse_lines
-from dynapipe_ext.schedules.search.dispatch import NEVER, Pipeline, dispatch, rules
+from dynapipe_ext.schedules.search.dispatch import Pipeline, dispatch
 from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.search.problem import NEVER, rules
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic
 from dynapipe_ext.schedules.tables.gpipe import gpipe
 from dynapipe_ext.timeline import Trace

@@ -16,6 +16,7 @@ from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
 from dynapipe_ext.schedules.judge.simulate import SharedCores, makespan_ns, peak_bytes, validate
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize, optimize_best
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.splits.padded import Cut
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 0)]
 
@@ -52,7 +53,7 @@ def least_limit(costs: MicroBatchCosts, stage_ranks: tuple[int, ...]) -> int:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
-    """A placement, a start and a limit: micro-batches as they are, or runs of items that may be cut elsewhere."""
+    """A placement, a start and a limit: micro-batches as they are, or cuts of items that may be cut elsewhere."""
     stage_ranks = draw(st.sampled_from(PLACEMENTS))
     items, dp, width = draw(st.integers(1, 8)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -69,18 +70,18 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
             never[:, rng.random(items * width) < 0.2] = INFEASIBLE
             less = replace(less, forward_ns=never)
         kinds.append(less)
-    runs, at = [], 0
+    cuts, at = [], 0
     while at < items:
         possible = [end for end in range(at + 1, min(items, at + width) + 1) if shapes[end - 1, end - at - 1] >= 0]
         end = int(rng.choice(possible))
-        runs.append((at, end, 0))
+        cuts.append(Cut(at, end, 0))
         at = end
-    order = rng.permutation(len(runs)).tolist()
-    cuts = sorted(rng.integers(0, len(runs) + 1, dp - 1).tolist())
-    groups = tuple(tuple(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(runs)], strict=True))
-    used = first.take([int(shapes[end - 1, end - a - 1]) for a, end, _ in runs])
+    order = rng.permutation(len(cuts)).tolist()
+    bounds = sorted(rng.integers(0, len(cuts) + 1, dp - 1).tolist())
+    groups = tuple(tuple(order[a:b]) for a, b in zip([0, *bounds], [*bounds, len(cuts)], strict=True))
+    used = first.take([int(shapes[end - 1, end - a - 1]) for a, end, _ in cuts])
     limit = least_limit(used, stage_ranks) + draw(st.integers(0, 60))
-    return stage_ranks, Start(kind_costs=tuple(kinds), shapes=shapes, runs=tuple(runs), groups=groups), limit
+    return stage_ranks, Start(kind_costs=tuple(kinds), shapes=shapes, cuts=tuple(cuts), groups=groups), limit
 
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
@@ -135,7 +136,7 @@ def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, sp
 
 
 def test_moves_of_single_items_find_the_cuts_that_balance_two_stages() -> None:
-    """Twelve equal items, time in proportion to the run but for an overhead: more, smaller runs shorten the ends."""
+    """Twelve equal items, time in proportion to the cut but for an overhead: more, smaller runs shorten the ends."""
     rows = np.arange(1, 13)
     times = np.tile(10 + 40 * rows, (2, 1))
     zero = np.zeros((1, 12), np.int64)
@@ -144,7 +145,7 @@ def test_moves_of_single_items_find_the_cuts_that_balance_two_stages() -> None:
         transfer_ns=zero, transfer_bytes=zero, static_bytes=np.zeros(2, np.int64),
     )  # fmt: skip
     shapes = np.array([[r if r <= end else -1 for r in range(12)] for end in range(12)], np.int32)
-    start = Start(kind_costs=(costs,), shapes=shapes, runs=((0, 12, 0),), groups=((0,),))
+    start = Start(kind_costs=(costs,), shapes=shapes, cuts=(Cut(0, 12, 0),), groups=((0,),))
     asked = Settings(memory_limit_bytes=10**6, split=False, effort=3000)
     _, found = optimize_best([start], asked)
     best = 1 << 62

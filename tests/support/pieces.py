@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, Recompute, ReplicaPlan, SampleLength, chains
+from dynapipe_ext.batch.micro_batches import (
+    GlobalBatchPlan,
+    MicroBatch,
+    Recompute,
+    ReplicaPlan,
+    SampleLength,
+    sample_pieces,
+)
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
@@ -100,8 +107,8 @@ def random_legal_schedule(
         needs[back] = {forward} | ({replace(back, stage=stage + 1)} if stage < last else set())
         if split:
             needs[Action(stage, Kind.BACKWARD_WEIGHT, m)] = {back}
-    for stage, chain in itertools.product(range(last + 1), chains(micro_batches)):
-        for before, behind in itertools.pairwise(chain):
+    for stage, pieces in itertools.product(range(last + 1), sample_pieces(micro_batches)):
+        for before, behind in itertools.pairwise(pieces):
             needs[Action(stage, Kind.FORWARD, behind)].add(Action(stage, Kind.FORWARD, before))
             needs[Action(stage, gradient, before)].add(Action(stage, gradient, behind))
     ranks: list[list[Action]] = [[] for _ in range(topology.pp)]

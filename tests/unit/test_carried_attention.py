@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, chains
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_pieces
 from dynapipe_ext.batch.packed_attention import VarlenKernel
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ExecutionError
@@ -227,7 +227,7 @@ def test_a_stage_refuses_every_swap_that_takes_a_piece_out_of_turn_and_no_other(
                     fault = ""
                 except ExecutionError as error:
                     fault = str(error)
-                assert bool(fault) == breaks_the_rules(swapped, chains(rows), gradient), fault
+                assert bool(fault) == breaks_the_rules(swapped, sample_pieces(rows), gradient), fault
                 refused, allowed = refused + bool(fault), allowed + (not fault)
     assert refused > 100
     assert allowed > 100

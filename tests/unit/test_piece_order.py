@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.batch.micro_batches import chains, sample_lengths
+from dynapipe_ext.batch.micro_batches import sample_lengths, sample_pieces
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError, VerificationError
@@ -69,7 +69,7 @@ def test_every_swap_of_two_pieces_is_refused_by_validate_verify_and_check_plan(n
     assert not checked(plan, planner, tmp_path / "plan.json").faults
     swaps = 0
     for d, (replica, schedule) in enumerate(zip(plan.batch.replicas, plan.schedules, strict=True)):
-        mine, count = chains(replica.micro_batches), len(replica.micro_batches)
+        mine, count = sample_pieces(replica.micro_batches), len(replica.micro_batches)
         gradient = Kind.BACKWARD_INPUT if schedule.is_split else Kind.BACKWARD
         everywhere = set(range(schedule.num_stages))
         for chain, kind in itertools.product(mine, (Kind.FORWARD, gradient)):
@@ -88,7 +88,7 @@ def test_every_swap_of_two_pieces_is_refused_by_validate_verify_and_check_plan(n
                     programs = [rank.instructions for rank in lower(broken, ActivationFormat(8))[d]]
                     verify(programs, wrong.stage_ranks, count)  # nothing else is wrong with it
                     with pytest.raises(VerificationError, match="the piece"):
-                        verify(programs, wrong.stage_ranks, count, chains=mine)
+                        verify(programs, wrong.stage_ranks, count, sample_pieces=mine)
                     with pytest.raises(VerificationError, match="the piece"):
                         prove(broken, ActivationFormat(8), ReplicaCollectives())
                     swaps += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, carried_pieces, chains
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, pieces_by_position, sample_pieces
 from dynapipe_ext.errors import PlanError
 
 
@@ -15,15 +15,15 @@ def _piece(index: int, start: int, length: int, *others: SampleLength) -> MicroB
 def test_chains_are_found_in_any_injection_order_beside_whole_samples() -> None:
     whole = MicroBatch((SampleLength(7, 3),))
     plan = [_piece(1, 4, 2, SampleLength(5, 2)), whole, _piece(0, 0, 8), _piece(1, 0, 4), _piece(0, 8, 8)]
-    assert chains(plan) == ((2, 4), (3, 0))
-    assert chains([whole]) == ()
-    assert {position: str(piece) for position, piece in carried_pieces(plan).items()} == {
+    assert sample_pieces(plan) == ((2, 4), (3, 0))
+    assert sample_pieces([whole]) == ()
+    assert {position: str(piece) for position, piece in pieces_by_position(plan).items()} == {
         2: "sample 0, piece 1 of 2, tokens 0-7",
         4: "sample 0, piece 2 of 2, tokens 8-15",
         3: "sample 1, piece 1 of 2, tokens 0-3",
         0: "sample 1, piece 2 of 2, tokens 4-5",
     }
-    assert carried_pieces([whole, _piece(0, 0, 8)]) == {}  # all of its sample: not cut
+    assert pieces_by_position([whole, _piece(0, 0, 8)]) == {}  # all of its sample: not cut
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,4 @@ def test_chains_are_found_in_any_injection_order_beside_whole_samples() -> None:
 )
 def test_pieces_that_do_not_make_up_a_sample_are_refused(plan: list[MicroBatch], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        chains(plan)
+        sample_pieces(plan)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, carried_pieces, chains, sample_lengths
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, pieces_by_position, sample_lengths, sample_pieces
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
@@ -77,14 +77,14 @@ def test_a_plan_and_its_file_are_shown_with_the_piece_that_each_micro_batch_carr
     (tmp_path / "plan.json").write_text(json.dumps(plan_json(proven.step_plan, Topology(pp=2, dp=2))))
     shown = of_proven_step(proven, Topology(pp=2, dp=2)), read_plan(tmp_path / "plan.json")
     for dp_rank, replica in enumerate(proven.step_plan.batch.replicas):
-        pieces = carried_pieces(replica.micro_batches)
+        pieces = pieces_by_position(replica.micro_batches)
         assert read_pieces(tmp_path / "plan.json", replica=dp_rank) == pieces
         for view in shown:
             *_, last = micro_batch_table(view.replicas[dp_rank]).columns
             count = len(replica.micro_batches)
             texts = [str(pieces.get(m, "")) for m in range(count)]
             assert list(last.cells) == (texts if pieces else [m.recompute for m in replica.micro_batches])
-    assert any(map(carried_pieces, [replica.micro_batches for replica in proven.step_plan.batch.replicas]))
+    assert any(map(pieces_by_position, [replica.micro_batches for replica in proven.step_plan.batch.replicas]))
 
 
 def test_the_readme_and_its_picture_tell_what_the_bench_found(root: Path) -> None:
@@ -302,7 +302,7 @@ def test_all_pieces_of_a_sample_are_on_one_replica_under_every_placement() -> No
         for split in (False, True):
             made = Planner(topology, costs, 1e9, layout="packed", pieces=512, effort=300, split_backward=split)
             plan = made.plan(LONG)
-            found = [chain for replica in plan.batch.replicas for chain in chains(replica.micro_batches)]
+            found = [pieces for replica in plan.batch.replicas for pieces in sample_pieces(replica.micro_batches)]
             assert len(found) == 3  # of the samples of 9000, 3000 and 900
 
 

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dynapipe_ext.batch.micro_batches import Piece, carried_pieces
+from dynapipe_ext.batch.micro_batches import Piece, pieces_by_position
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.proven_step import ProvenStep
@@ -110,7 +110,7 @@ def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float 
     for replica, schedule, prediction, in_flight_bytes, trace in zip(
         plan.batch.replicas, plan.schedules, plan.predictions, proven.in_flight_bytes, plan.traces, strict=True
     ):
-        pieces = carried_pieces(replica.micro_batches)
+        pieces = pieces_by_position(replica.micro_batches)
         replicas.append(
             ReplicaView(
                 dp_rank=replica.dp_rank,

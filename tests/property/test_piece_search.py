@@ -1,4 +1,4 @@
-"""The search over micro-batches that carry samples between them: both cores alike, orders that may run, no deadlock."""
+"""The search over micro-batches with pieces of samples: both cores alike, orders that may run, no deadlock."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, validate
-from dynapipe_ext.schedules.search.dispatch import (
+from dynapipe_ext.schedules.search.dispatch import GradientOrder, Pipeline, Table, dispatch
+from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best, search
+from dynapipe_ext.schedules.search.problem import (
     NEVER,
-    NO_CAP,
     Chosen,
     DispatchRule,
-    Pipeline,
-    Returns,
-    Table,
-    chain_positions,
-    dispatch,
+    Problem,
+    piece_positions,
+    records_of,
     rules,
 )
-from dynapipe_ext.schedules.search.joint import Problem, records_of, search
-from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best
+from dynapipe_ext.splits.padded import Cut
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)]
 
@@ -49,8 +47,8 @@ def random_costs(rng: np.random.Generator, stages: int, count: int, working_in: 
 
 
 @st.composite
-def carried(draw):
-    """(stage_ranks, a start of several replicas with chains in any of its items, the least limit, random numbers)."""
+def pieced(draw):
+    """(stage_ranks, a start of several replicas with pieces among its items, the least limit, random numbers)."""
     stage_ranks = draw(st.sampled_from(PLACEMENTS))
     count, dp = draw(st.integers(2, 12)), draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -60,16 +58,16 @@ def carried(draw):
         kinds.append(replace(costs, stored_bytes=costs.stored_bytes // 3, backward_ns=costs.backward_ns + 7))
     items = rng.permutation(count).tolist()
     sizes = rng.integers(1, 5, count).tolist()
-    chains, at = [], 0
+    sample_pieces, at = [], 0
     for size in sizes:
         if at + size <= count and size > 1:
-            chains.append(tuple(items[at : at + size]))
+            sample_pieces.append(tuple(items[at : at + size]))
         at += size
-    units = [*chains, *((m,) for m in items if not any(m in chain for chain in chains))]
+    units = [*sample_pieces, *((m,) for m in items if not any(m in pieces for pieces in sample_pieces))]
     groups = [[] for _ in range(dp)]
     for unit in units:
         groups[int(rng.integers(dp))] += unit
-    start = Start.of_micro_batches(kinds, groups, [0] * count, tuple(chains))
+    start = Start.of_micro_batches(kinds, groups, [0] * count, tuple(sample_pieces))
     ranks = np.array(stage_ranks)
     least = 0
     for rank in set(stage_ranks):
@@ -81,8 +79,8 @@ def carried(draw):
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
 @settings(max_examples=35)
-@given(case=carried(), split=st.booleans(), effort=st.integers(0, 400), more=st.integers(0, 90), equal=st.booleans())
-def test_the_native_core_finds_what_its_twin_finds_with_chains(case, split, effort, more, equal) -> None:
+@given(case=pieced(), split=st.booleans(), effort=st.integers(0, 400), more=st.integers(0, 90), equal=st.booleans())
+def test_the_native_core_finds_what_its_twin_finds_with_samples_in_pieces(case, split, effort, more, equal) -> None:
     stage_ranks, start, least, _ = case
     asked = Settings(
         memory_limit_bytes=least + more, split=split, effort=effort, seed=more, stage_ranks=stage_ranks,
@@ -92,64 +90,66 @@ def test_the_native_core_finds_what_its_twin_finds_with_chains(case, split, effo
 
 
 @settings(max_examples=200)
-@given(case=carried(), split=st.booleans(), effort=st.integers(0, 80), more=st.integers(0, 60))
+@given(case=pieced(), split=st.booleans(), effort=st.integers(0, 80), more=st.integers(0, 60))
 def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_says(case, split, effort, more) -> None:
     stage_ranks, start, least, _ = case
     limit = least + more
     asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks)
     _, found = optimize_best([start], asked)
-    assert sorted(first for replica in found.replicas for first, _, _ in replica) == list(range(len(start.runs)))
+    assert sorted(first for replica in found.replicas for first, _, _ in replica) == list(range(len(start.cuts)))
     for replica, schedule, makespan in zip(found.replicas, found.schedules, found.makespan_ns, strict=True):
         items = [first for first, _, _ in replica]
         costs = MicroBatchCosts.choose(
             start.kind_costs, np.array([kind for _, _, kind in replica], int), np.array(items, int)
         )
-        mine = chain_positions(items, start.chains)
-        assert all(list(chain) == sorted(chain) for chain in mine)
-        assert sum(map(len, mine)) == sum(m in chain for m in items for chain in start.chains), "a chain was torn"
+        mine = piece_positions(items, start.sample_pieces)
+        assert all(list(pieces) == sorted(pieces) for pieces in mine)
+        assert sum(map(len, mine)) == sum(m in pieces for m in items for pieces in start.sample_pieces), (
+            "a sample was torn"
+        )
         validate(schedule, len(items), mine)
         assert max(peak_bytes(schedule, costs)) <= limit
         assert makespan_ns(schedule, costs) <= makespan
 
 
 @settings(max_examples=150)
-@given(case=carried(), split=st.booleans())
-def test_no_order_blocks_where_every_chain_fits_with_all_that_stands_between_its_pieces(case, split) -> None:
-    """Any interleaving of chains and whole micro-batches, under every rule, with the bytes that the argument needs and
+@given(case=pieced(), split=st.booleans())
+def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_its_pieces(case, split) -> None:
+    """Any interleaving of pieces and whole micro-batches, under every rule, with the bytes that the argument needs and
     not one more; in both cores."""
     stage_ranks, start, _, rng = case
-    group = rng.permutation(len(start.runs)).tolist()
-    standing = sorted(chain_positions(group, start.chains))
+    group = rng.permutation(len(start.cuts)).tolist()
+    standing = sorted(piece_positions(group, start.sample_pieces))
     order = list(group)
-    for chain, items in zip(standing, (start.chains[i] for i in _by_first(start, group)), strict=True):
-        for position, item in zip(sorted(chain), items, strict=True):
+    for pieces, items in zip(standing, (start.sample_pieces[i] for i in _by_first(start, group)), strict=True):
+        for position, item in zip(sorted(pieces), items, strict=True):
             order[position] = item
-    chains = tuple(tuple(sorted(chain)) for chain in standing)
+    sample_pieces = tuple(tuple(sorted(pieces)) for pieces in standing)
     costs = start.kind_costs[0].take(order)
     free = []
-    returns, positions = Returns.of(len(order), chains), range(len(order))
+    gradients, positions = GradientOrder.of(len(order), sample_pieces), range(len(order))
     for rank in range(max(stage_ranks) + 1):
         own = [s for s, r in enumerate(stage_ranks) if r == rank]
         stored, working = costs.stored_bytes[own].sum(axis=0), costs.working_bytes[own].max(axis=0)
-        spanning = [  # what is inside once all before has gone: chains that span the place, and it
-            [q for q in positions if returns.first_of[q] <= last <= returns.last_of[q]] for last in positions
+        spanning = [  # what is inside once all before has gone: samples whose pieces span the place, and it
+            [q for q in positions if gradients.first_of[q] <= last <= gradients.last_of[q]] for last in positions
         ]
         free.append(max(int(stored[inside].sum() + working[inside].max()) for inside in spanning))
     pipe = Pipeline(
         stage_ranks=stage_ranks, free_bytes=tuple(free), split=split,
-        working_in_backward=costs.working_in != "F", chains=chains, **_tables(costs, split=split),
+        working_in_backward=costs.working_in != "F", sample_pieces=sample_pieces, **_tables(costs, split=split),
     )  # fmt: skip
     problem = Problem(
         stage_ranks=stage_ranks, free_bytes=tuple(free), split=split, working_in_backward=pipe.working_in_backward,
         records=records_of([costs], split=split), shapes=np.arange(len(order), dtype=np.int32).reshape(-1, 1),
-        rules=(), chains=chains,
+        rules=(), sample_pieces=sample_pieces,
     )  # fmt: skip
     for rule in rules(split=split):
         if rule.rhythm < 2:  # which waits for forwards that memory may keep back
             makespan_ns = dispatch(pipe, rule)
             assert makespan_ns < NEVER
-            runs = [(m, m + 1, 0) for m in positions]
-            found = search(replace(problem, rules=(rule,)), runs, [[list(positions)]], effort=0, seed=0)
+            cuts = [Cut(m, m + 1, 0) for m in positions]
+            found = search(replace(problem, rules=(rule,)), cuts, [[list(positions)]], effort=0, seed=0)
             assert found.makespan_ns == [makespan_ns]
 
 
@@ -163,12 +163,12 @@ def test_what_a_younger_micro_batch_took_does_not_keep_the_oldest_from_going_on(
         working=[[0, 0], [2, 0], [0, 0], [3, 0]], transfer=[[0, 0]] * 3,
     )  # fmt: skip
     orders: list[list[Chosen]] = [[], []]
-    assert dispatch(pipe, DispatchRule(extra=NO_CAP, rhythm=1), orders=orders) == 12
+    assert dispatch(pipe, DispatchRule(extra=None, rhythm=1), orders=orders) == 12
     shown = [" ".join(f"{stage}{'FB'[kind]}{m}" for kind, stage, m in rank) for rank in orders]
     assert shown == ["0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 3F0 3B0 1B0 3F1 3B1 1B1"]
 
 
-def test_what_a_chain_works_with_stays_while_others_come_and_go() -> None:
+def test_what_pieces_work_with_stays_while_others_come_and_go() -> None:
     """Pieces (2, 3, 6) come to the last stage before 4, and stay: with 7 on the first one nothing would go on."""
     pipe = Pipeline(
         stage_ranks=(0, 1, 2, 2, 1, 0), free_bytes=(260, 179, 203), split=True, working_in_backward=True,
@@ -196,9 +196,9 @@ def test_what_a_chain_works_with_stays_while_others_come_and_go() -> None:
             [2, 1, 4, 0, 1, 5, 4, 0], [0, 7, 1, 6, 2, 2, 2, 5], [2, 5, 2, 2, 4, 1, 2, 2],
             [4, 2, 2, 6, 6, 3, 4, 4], [3, 0, 5, 0, 0, 2, 2, 2],
         ],
-        chains=((2, 3, 6), (1, 5)),
+        sample_pieces=((2, 3, 6), (1, 5)),
     )  # fmt: skip
-    assert dispatch(pipe, DispatchRule(extra=0, rhythm=1, most_pending=NO_CAP)) < NEVER
+    assert dispatch(pipe, DispatchRule(extra=0, rhythm=1, most_pending=None)) < NEVER
 
 
 def _tables(costs: MicroBatchCosts, *, split: bool) -> dict[str, Table]:
@@ -211,8 +211,8 @@ def _tables(costs: MicroBatchCosts, *, split: bool) -> dict[str, Table]:
 
 
 def _by_first(start: Start, group: list[int]) -> list[int]:
-    """Chains in the order of their first places in a group."""
-    places = {i: min(group.index(m) for m in chain) for i, chain in enumerate(start.chains)}
-    firsts = {chain_positions(group, [chain])[0][0]: i for i, chain in enumerate(start.chains)}
+    """Samples in the order of their first places in a group."""
+    places = {i: min(group.index(m) for m in pieces) for i, pieces in enumerate(start.sample_pieces)}
+    firsts = {piece_positions(group, [pieces])[0][0]: i for i, pieces in enumerate(start.sample_pieces)}
     assert len(places) == len(firsts)
-    return [firsts[chain[0]] for chain in sorted(chain_positions(group, start.chains))]
+    return [firsts[pieces[0]] for pieces in sorted(piece_positions(group, start.sample_pieces))]

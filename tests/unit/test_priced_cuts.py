@@ -1,4 +1,4 @@
-"""Runs of ordered samples: priced as the micro-batches they would be, within the caps, and cut as asked."""
+"""Cuts of ordered samples: priced as the micro-batches they would be, within the caps, and cut as asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits.padded import Caps, Runs, bottleneck, ordered, price_runs
+from dynapipe_ext.splits.padded import Caps, Cut, PricedCuts, bottleneck, ordered, price_cuts
 
 COSTS = TokenCosts(2, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
 
@@ -22,58 +22,58 @@ def batch(count: int, *, decoder: bool, seed: int = 0) -> list[SampleLength]:
     return [SampleLength(i, int(e), int(d) if decoder else 0) for i, (e, d) in enumerate(lengths)]
 
 
-def runs_of(samples: list[SampleLength], caps: Caps, order: str = "sorted") -> Runs:
-    return price_runs(ordered(samples, order), COSTS, ("none", "full"), caps, weight=6)  # type: ignore[arg-type]
+def priced(samples: list[SampleLength], caps: Caps, order: str = "sorted") -> PricedCuts:
+    return price_cuts(ordered(samples, order), COSTS, ("none", "full"), caps, weight=6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("decoder", "order"), [(False, "sorted"), (True, "sorted"), (True, "classes")])
 @pytest.mark.parametrize("multiple", [1, 8])
-def test_a_run_costs_what_it_costs_as_a_micro_batch(decoder: bool, order: str, multiple: int) -> None:
-    runs = runs_of(batch(70, decoder=decoder), Caps(pad_multiple=multiple), order)
-    assert runs.shapes.shape[1] > 5
-    assert (runs.shapes[:, 0] >= 0).all()
+def test_a_cut_costs_what_it_costs_as_a_micro_batch(decoder: bool, order: str, multiple: int) -> None:
+    cuts = priced(batch(70, decoder=decoder), Caps(pad_multiple=multiple), order)
+    assert cuts.shapes.shape[1] > 5
+    assert (cuts.shapes[:, 0] >= 0).all()
     for end in range(1, 71):
-        for rows in range(1, runs.shapes.shape[1] + 1):
-            shape = int(runs.shapes[end - 1, rows - 1])
+        for rows in range(1, cuts.shapes.shape[1] + 1):
+            shape = int(cuts.shapes[end - 1, rows - 1])
             if shape < 0:
                 continue
             assert rows <= end
             for kind in (0, 1):
-                whole = COSTS.evaluate([runs.micro_batch((end - rows, end, kind))])
-                assert whole.forward_ns[:, 0].tolist() == runs.kind_costs[kind].forward_ns[:, shape].tolist()
-                assert whole.stored_bytes[:, 0].tolist() == runs.kind_costs[kind].stored_bytes[:, shape].tolist()
+                whole = COSTS.evaluate([cuts.micro_batch(Cut(end - rows, end, kind))])
+                assert whole.forward_ns[:, 0].tolist() == cuts.kind_costs[kind].forward_ns[:, shape].tolist()
+                assert whole.stored_bytes[:, 0].tolist() == cuts.kind_costs[kind].stored_bytes[:, shape].tolist()
 
 
-def test_runs_reach_beyond_the_longest_sample_and_break_no_cap() -> None:
+def test_cuts_reach_beyond_the_longest_sample_and_break_no_cap() -> None:
     samples = batch(90, decoder=False)
     longest = max(s.encoder for s in samples)
     caps = Caps(max_bytes=10 * 1400, max_tokens=1200)
-    runs = runs_of(samples, caps)
+    cuts = priced(samples, caps)
     single = int(bottleneck(COSTS.evaluate_shapes([1], [longest], [0]))[0][0])
     seen = set()
     for end in range(1, 91):
-        for rows in range(1, min(end, runs.shapes.shape[1]) + 1):
-            part = runs.micro_batch((end - rows, end, 0))
+        for rows in range(1, min(end, cuts.shapes.shape[1]) + 1):
+            part = cuts.micro_batch(Cut(end - rows, end, 0))
             time_ns, num_bytes = bottleneck(COSTS.evaluate([part]))
             within = part.padded_tokens <= 1200 and num_bytes[0] <= 14_000 and time_ns[0] <= single * 5 // 4
-            assert (runs.shapes[end - 1, rows - 1] >= 0) == within
+            assert (cuts.shapes[end - 1, rows - 1] >= 0) == within
             seen.add(within)
     assert seen == {True, False}
 
 
-def test_batches_of_short_samples_get_runs_of_many() -> None:
+def test_batches_of_short_samples_get_priced_many() -> None:
     """Alone each is mostly overhead: what is worth a look grows until even cuts stop getting better."""
     samples = [SampleLength(i, 1 + i % 3) for i in range(600)]
-    runs = runs_of(samples, Caps())
-    assert runs.shapes.shape[1] > 30
+    cuts = priced(samples, Caps())
+    assert cuts.shapes.shape[1] > 30
 
 
 @pytest.mark.parametrize("equal", [False, True])
 def test_cuts_cover_the_batch_for_every_replica(equal: bool) -> None:
     for count, dp in ((3, 3), (7, 3), (40, 4)):
-        cuts = runs_of(batch(count, decoder=False), Caps()).cuts(pp=4, dp=dp, min_in_flight=2, equal_counts=equal)
-        assert [cuts[0][0], cuts[-1][1]] == [0, count]
-        assert all(a[1] == b[0] for a, b in pairwise(cuts))
+        cuts = priced(batch(count, decoder=False), Caps()).first_cuts(pp=4, dp=dp, min_in_flight=2, equal_counts=equal)
+        assert [cuts[0].first, cuts[-1].end] == [0, count]
+        assert all(a.end == b.first for a, b in pairwise(cuts))
         assert len(cuts) >= dp
         assert not equal or len(cuts) % dp == 0
 
@@ -81,11 +81,11 @@ def test_cuts_cover_the_batch_for_every_replica(equal: bool) -> None:
 def test_what_does_not_fit_is_refused_by_sample() -> None:
     samples = [SampleLength(0, 10), SampleLength(5, 400), SampleLength(2, 20)]
     with pytest.raises(PlanError, match=r"sample 5 .* needs 4000 B by itself but 3999 B"):
-        runs_of(samples, Caps(max_bytes=3999))
+        priced(samples, Caps(max_bytes=3999))
     with pytest.raises(PlanError, match=r"sample 5 .* above the cap of 399 tokens"):
-        runs_of(samples, Caps(max_tokens=399))
-    runs = runs_of(samples, Caps(max_bytes=4000))
-    assert runs.cuts(pp=2, dp=1, min_in_flight=1)
+        priced(samples, Caps(max_tokens=399))
+    cuts = priced(samples, Caps(max_bytes=4000))
+    assert cuts.first_cuts(pp=2, dp=1, min_in_flight=1)
     with pytest.raises(PlanError, match="sample 5 does not fit 2 times into 4000 B"):
-        runs.cuts(pp=2, dp=1, min_in_flight=2)
-    assert max(runs.times(runs.cuts(pp=2, dp=1, min_in_flight=1))) < INFEASIBLE
+        cuts.first_cuts(pp=2, dp=1, min_in_flight=2)
+    assert max(cuts.times(cuts.first_cuts(pp=2, dp=1, min_in_flight=1))) < INFEASIBLE
