@@ -18,6 +18,8 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, reason, short
 
+_NUM_CORES = "num_cores"  # of the machine that seconds are of, beside the fields of any kind
+
 
 def cost_model_to_json(model: CostModel) -> dict[str, Any]:
     """A cost model as JSON; its "kind" says which of the four it is, or what view of one (adapted, forwards, frozen).
@@ -47,8 +49,19 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
     return _base_from_json(raw)
 
 
+def run_costs_to_json(model: CostModel, num_cores: int | None) -> dict[str, Any]:
+    """A cost model as JSON with the cores that all ranks of its run shared; none where each had a device."""
+    return cost_model_to_json(model) | ({} if num_cores is None else {_NUM_CORES: num_cores})
+
+
 def read_cost_file(path: str | Path) -> CostModel:
     """The cost model in a JSON file of any kind. Errors: DataError for a file that holds none."""
+    return read_run_costs(path)[0]
+
+
+def read_run_costs(path: str | Path) -> tuple[CostModel, int | None]:
+    """The cost model in a JSON file of any kind, and the cores that the ranks of the run that wrote it shared (None:
+    each had a device, or no run wrote it). Errors: DataError for a file that holds none."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -57,8 +70,11 @@ def read_cost_file(path: str | Path) -> CostModel:
         ) from error
     if not isinstance(raw, dict):
         raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
+    num_cores = raw.pop(_NUM_CORES, None)
+    if num_cores is not None and (type(num_cores) is not int or num_cores < 1):
+        raise DataError(f"cost file {path}: num_cores is {short(num_cores)} but must be a number of at least 1")
     try:
-        return cost_model_from_json(raw)
+        return cost_model_from_json(raw), num_cores
     except DynaPipeError as error:
         raise type(error)(f"cost file {path}: {error}") from error
 

@@ -10,23 +10,22 @@ from typing import Any
 from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, ReplicaPlan
+from dynapipe_ext.costs.abilities import has_decoder
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.launch.command_parser import add_json, cut_at, ending
 from dynapipe_ext.launch.commands.plan_inputs import (
-    Priced,
     add_cost_arguments,
     add_length_arguments,
     fitted,
     memory_limit_bytes,
-    messages,
-    priced_costs,
     read_batch,
     read_lengths,
-    run_collectives,
+    settled_planning,
 )
+from dynapipe_ext.launch.job.settled import SettledPlanning
 from dynapipe_ext.schedules.actions import Action, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, replica_costs
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -65,16 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     plan = read_plan_file(args.plan)
     config = _config(args, plan)
-    priced = priced_costs(args, config, plan.topology)
-    limit_bytes = memory_limit_bytes(args, config)
-    sent, lengths = messages(args, config, priced.costs), _lengths(args, config, priced)
-    verdict = check(
-        plan, priced.trained, memory_limit_bytes=limit_bytes, lengths=lengths, whole_batch=args.batch is not None
+    priced = settled_planning(args, config, plan.topology)
+    planning = priced.planning
+    limit_bytes, message_format, costs = (
+        memory_limit_bytes(args, config),
+        planning.message_format,
+        planning.trained_costs,
     )
+    lengths = _lengths(args, planning)
+    verdict = check(plan, costs, memory_limit_bytes=limit_bytes, lengths=lengths, whole_batch=args.batch is not None)
     if verdict.peak_bytes:  # it runs to its end, so it can be lowered
-        step_plan = _step_plan(plan, verdict.peak_bytes, priced.trained, lengths)
+        step_plan = _step_plan(plan, verdict.peak_bytes, costs, lengths)
         try:
-            proven = prove(step_plan, sent, run_collectives(priced.costs), fill_waits=config.plan.fill_waits)
+            proven = prove(step_plan, message_format, planning.collectives, fill_waits=config.plan.fill_waits)
         except VerificationError as error:
             verdict = replace(verdict, faults=(*verdict.faults, str(error)))
         else:
@@ -123,7 +125,7 @@ def _config(args: argparse.Namespace, plan: PlanFile) -> TrainConfig:
     return config.with_values(**tables)
 
 
-def _lengths(args: argparse.Namespace, config: TrainConfig, priced: Priced) -> Lengths | None:
+def _lengths(args: argparse.Namespace, planning: SettledPlanning) -> Lengths | None:
     """(encoder, decoder) positions of samples by index, as the model takes them; None where no file is given."""
     if args.batch:
         table = read_batch(args.batch, args.index or 0)
@@ -131,5 +133,6 @@ def _lengths(args: argparse.Namespace, config: TrainConfig, priced: Priced) -> L
         table = read_lengths(args.lengths)
     else:
         return None
-    table, _ = fitted(table, args.extra, cut_at(args.truncate, config.model.max_seq_len), priced.has_decoder)
+    cut = cut_at(args.truncate, planning.config.model.max_seq_len)
+    table, _ = fitted(table, args.extra, cut, has_decoder(planning.costs))
     return {index: (encoder, decoder) for index, (encoder, decoder, _) in enumerate(table.tolist())}

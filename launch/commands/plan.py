@@ -6,13 +6,15 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from rich.console import Console
+
 from dynapipe_ext.batch.micro_batches import Layout, SampleLength
-from dynapipe_ext.batch.topology import ScheduleName, Topology
+from dynapipe_ext.batch.topology import ScheduleName
 from dynapipe_ext.core import active_core
-from dynapipe_ext.costs.abilities import layers_to_place, over_topology
+from dynapipe_ext.costs.abilities import has_decoder
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import PROVEN_RULE, ProvenStep, prove_step
 from dynapipe_ext.launch.command_parser import add_json, add_pieces, degrees, ending
@@ -21,16 +23,14 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     add_length_arguments,
     batch_samples,
     memory_limit_bytes,
-    messages,
-    priced_costs,
-    run_collectives,
+    settled_planning,
 )
-from dynapipe_ext.launch.job.job import trained_costs
-from dynapipe_ext.launch.job.placement import followed_placement, placement_trials, trials_table
-from dynapipe_ext.schedules.judge.bounds import free_batch_ns, with_bounds
+from dynapipe_ext.launch.job.placement import followed_placement, trials_table
+from dynapipe_ext.launch.job.settled import placed_planning
+from dynapipe_ext.schedules.judge.bounds import Certificate, certify, free_batch_ns, with_bounds
 from dynapipe_ext.schedules.notation import plan_json
-from dynapipe_ext.schedules.placements import PlacementTrial
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan, predicted
 from dynapipe_ext.settings.tables import PlacementChoice
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
@@ -99,60 +99,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "the plan (dynapipe-plan/1)")
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A plan with what made it; `num_tried` seeds where time is the limit, else 0."""
+
+    planner: Planner
+    samples: Sequence[SampleLength]
+    proven: ProvenStep
+    certificate: Certificate
+    planning_s: float
+    num_tried: int
+
+
 def run(args: argparse.Namespace) -> int:
     console = output(_PIPE_COLUMNS, json_to=args.json)
     if args.show:
-        view, file = read_plan(args.show), read_plan_file(args.show)
-        _refuse_no_numbers(file, args.show)
-        console.print(rendered_plan(view, width=console.width))
-        if claimed := certificate_of_file(file):
-            console.print(certificate_table(claimed))
+        _show_file(args.show, console)
         return 0
     config = _config(args)
     _refuse_too_many_ranks(config)
-    priced = priced_costs(args, config)
-    limit_bytes = memory_limit_bytes(args, config)
-    samples, chosen, notes = batch_samples(args, config, priced.has_decoder)
-    multiple = args.pad_multiple or (1 if priced.measured_grid else config.plan.pad_multiple)
-    planner = Planner(
-        priced.topology,
-        priced.trained,
-        limit_bytes,
-        config.run.seed,
-        layout=config.plan.layout,
-        schedule=config.plan.schedule,
-        rule=config.plan.rule,
-        pad_multiple=multiple,
-        max_tokens=config.plan.max_tokens,
-        effort=config.plan.effort,
-        loss_norm=config.plan.loss_norm,
-        recompute=None if config.plan.recompute == "auto" else config.plan.recompute,
-        equal_counts=config.plan.replica_counts == "equal",
-        split_backward=config.plan.split_backward,
-        fill_waits=config.plan.fill_waits,
-        pieces=config.plan.pieces,
-        format=messages(args, config, priced.costs),
-        collectives=run_collectives(priced.costs),
-    )
-    trials: tuple[PlacementTrial, ...] = ()
-    if config.placement == "auto":
-
-        def planner_over(topology: Topology) -> Planner:
-            whole = over_topology(priced.costs, topology)[0]
-            costs = trained_costs(config, whole, topology)
-            return replace(planner, topology=topology, costs=costs, format=messages(args, config, whole))
-
-        trials = placement_trials(
-            priced.topology,
-            planner_over,
-            layers_to_place(priced.costs),
-            [samples],
-            stages_per_rank=config.topology.stages_per_rank,
-        )
-        planner = planner_over(trials[0].topology)
+    priced = settled_planning(args, config)
+    planning = priced.planning
+    memory_limit_bytes(args, config)
+    samples, batch_name, notes = batch_samples(args, config, has_decoder(planning.costs))
+    if priced.is_measured_grid and args.pad_multiple is None:
+        planning = replace(planning, config=replace(config, plan=replace(config.plan, pad_multiple=1)))
+    planning, trials = placed_planning(planning, lambda: [samples])
+    planner = planning.planner
     if args.forward_only:
         _refuse_backwards(args)
         planner = planner.for_forwards()
+    made = _made(planner, samples, args)
+    console.print(
+        f"batch: {batch_name}, {counted(len(samples), 'sample')}, {counted(sum(s.tokens for s in samples), 'token')}"
+    )
+    for note in notes:
+        console.print(f"lengths: {note}")
+    console.print(f"costs: {priced.provenance}")
+    if trials:
+        console.print(trials_table(trials))
+    if followed := followed_placement(config):
+        console.print(followed)
+    _show(made, args, console)
+    if args.json:
+        deliver(args.json, _json(made, args))
+    return 0
+
+
+def _show_file(path: str, console: Console) -> None:
+    view, file = read_plan(path), read_plan_file(path)
+    _refuse_no_numbers(file, path)
+    console.print(rendered_plan(view, width=console.width))
+    if claimed := certificate_of_file(file):
+        console.print(certificate_table(claimed))
+
+
+def _made(planner: Planner, samples: Sequence[SampleLength], args: argparse.Namespace) -> _Made:
     start_s = time.perf_counter()
     if args.time_limit is None:
         proven, num_tried = prove_step(planner, samples, step=args.step or 0), 0
@@ -162,44 +164,73 @@ def run(args: argparse.Namespace) -> int:
     plan = proven.step_plan
     assert plan.certificate is not None  # a Planner's plans have one
     certificate = replace(plan.certificate, free_batch_ns=free_batch_ns(plan, planner.costs, samples))
+    return _Made(planner, samples, proven, certificate, planning_s, num_tried)
+
+
+def _show(made: _Made, args: argparse.Namespace, console: Console) -> None:
+    """The limits, the proof, the plan itself, and how good it is."""
+    planner, plan = made.planner, made.proven.step_plan
     console.print(
-        f"batch: {chosen}, {counted(len(samples), 'sample')}, {counted(sum(s.tokens for s in samples), 'token')}"
+        f"limits: {planner.memory_limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of"
+        f" {planner.pad_multiple}"
     )
-    for note in notes:
-        console.print(f"lengths: {note}")
-    console.print(f"costs: {priced.provenance}")
-    console.print(f"limits: {limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of {multiple}")
-    if trials:
-        console.print(trials_table(trials))
-    if followed := followed_placement(config):
-        console.print(followed)
+    if (cores := planner.shared_cores) is not None:
+        console.print(
+            f"cores: {planner.topology.world_size} ranks share {cores.num_cores}, as those of the run whose costs these"
+            " are; --json has the figures of ranks with a core each",
+            soft_wrap=True,
+        )
     if planner.topology.dp > 1:
         console.print(f"over replicas: {planner.replica_collectives}")
     console.print(f"proven: {PROVEN_RULE}", soft_wrap=True)
     if not planner.forward_only:
         console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
-    if num_tried:
-        tried = f"{counted(num_tried, 'search')} from seed {planner.seed} on"
+    if made.num_tried:
+        tried = f"{counted(made.num_tried, 'search')} from seed {planner.seed} on"
         console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")
-    console.print(rendered_plan(of_proven_step(proven, planner.topology, planning_s=planning_s), width=console.width))
+    view = of_proven_step(made.proven, planner.topology, planning_s=made.planning_s)
+    console.print(rendered_plan(view, width=console.width))
     if planner.fill_waits:
-        promised_s = max(replica[0].makespan_s for replica in proven.plans)
+        promised_s = max(replica[0].makespan_s for replica in made.proven.plans)
         console.print(f"ranks that fill their waits with weight gradients (fill_waits) take {promised_s:.6g} s")
-    console.print(certificate_table(certificate))
+    console.print(certificate_table(made.certificate))
     if planner.equal_counts and not any(planner.replica_collectives.of_micro_batches):  # which free ones cannot meet
-        free = prove_step(replace(planner, equal_counts=False), samples, step=args.step or 0).step_plan
+        free = prove_step(replace(planner, equal_counts=False), made.samples, step=args.step or 0).step_plan
         cost = plan.makespan_s / free.makespan_s - 1
         console.print(
             f"equal counts cost {percent(cost)}: {plan.makespan_s:.6g} s against {free.makespan_s:.6g} s with free"
             f" counts ({', '.join(str(len(r.micro_batches)) for r in free.batch.replicas)})"
         )
-    if args.json:
-        raw = plan_json(plan, planner.topology, in_flight_bytes=proven.in_flight_bytes)
-        raw = with_bounds(raw, certificate)
-        if num_tried:
-            raw |= {"reproducible": False, "time_limit_s": args.time_limit}
-        deliver(args.json, raw)
-    return 0
+
+
+def _json(made: _Made, args: argparse.Namespace) -> dict[str, Any]:
+    planner, plan, certificate = made.planner, made.proven.step_plan, made.certificate
+    if plan.cores is not None:
+        plan, certificate = with_a_core_each(plan, planner, made.samples)
+    raw = plan_json(plan, planner.topology, in_flight_bytes=made.proven.in_flight_bytes)
+    raw = with_bounds(raw, certificate)
+    if made.num_tried:
+        raw |= {"reproducible": False, "time_limit_s": args.time_limit}
+    return raw
+
+
+def with_a_core_each(plan: StepPlan, planner: Planner, samples: Sequence[SampleLength]) -> tuple[StepPlan, Certificate]:
+    """A plan of ranks that share cores, the same in all but its figures: those of ranks with a core each, which a
+    plan's file has and `check-plan` proves."""
+    limit_bytes = int(planner.memory_limit_bytes)
+    predictions = predicted(
+        [replica.micro_batches for replica in plan.batch.replicas],
+        plan.schedules,
+        plan.costs,
+        cores=None,
+        memory_limit_bytes=limit_bytes,
+    )
+    plan = replace(plan, predictions=predictions, cores=None, certificate=None)
+    certificate = certify(plan, planner.costs, samples, memory_limit_bytes=limit_bytes)
+    pairs = zip(predictions, certificate.replicas, strict=True)
+    predictions = tuple(replace(one, lower_bound_ns=bounds.best_ns) for one, bounds in pairs)
+    certificate = replace(certificate, free_batch_ns=free_batch_ns(plan, planner.costs, samples))
+    return replace(plan, predictions=predictions, certificate=certificate), certificate
 
 
 def _refuse_backwards(args: argparse.Namespace) -> None:

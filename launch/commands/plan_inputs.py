@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,31 +11,24 @@ from pathlib import Path
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MOST_POSITIONS, LengthArray, SampleLength, as_length_array, sample_lengths
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.a100 import A100_HIDDEN_SIZE
-from dynapipe_ext.costs.abilities import activation_format_of, has_decoder, over_topology, replica_collectives_of
-from dynapipe_ext.costs.interchange import read_cost_file
-from dynapipe_ext.costs.model import CostModel, IntArray
+from dynapipe_ext.costs.abilities import over_topology
+from dynapipe_ext.costs.interchange import read_run_costs
+from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, reason, short
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at
-from dynapipe_ext.launch.job.job import (
-    TRAIN_COLLECTIVES,
-    analytic_costs,
-    architecture_of,
-    configured_format,
-    global_batches,
-    placed_stages,
-    topology_of,
-    trained_costs,
-)
-from dynapipe_ext.launch.job.run_costs import refuse_table_of_other_model
+from dynapipe_ext.launch.job.job import analytic_costs, architecture_of, global_batches, placed_stages, topology_of
+from dynapipe_ext.launch.job.run_costs import costs_of_settings, refuse_table_of_other_model
+from dynapipe_ext.launch.job.settled import SettledPlanning
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import parse_json
 from dynapipe_ext.tools.wording import counted
 
 MOST_BYTES = 1 << 60  # of a rank
 MOST_HIDDEN_SIZE = 1 << 20
+DEGREES = ("tp", "pp", "dp")
 _MOST_DIGITS = 18
 
 # Of one CPU core, where nothing was measured: orders of magnitude, so that shapes of plans make sense.
@@ -44,24 +38,11 @@ DEFAULT_LAYER_OVERHEAD_NS = 500_000
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A cost model of the whole model's training with the sentence that says where it comes from; `config` says what
-    of it trains, and how it is summed."""
+    """What plans follow from, with the sentence that says where its costs come from."""
 
-    costs: CostModel
-    topology: Topology
-    config: TrainConfig
+    planning: SettledPlanning
     provenance: str
-    measured_grid: bool = False  # lengths between its points are priced exactly: rows need no rounding up
-
-    @property
-    def trained(self) -> CostModel:
-        """What plans are priced with, as those of `dynapipe train` are."""
-        return trained_costs(self.config, self.costs, self.topology)
-
-    @property
-    def has_decoder(self) -> bool | None:
-        """None for costs that price tokens of any kind."""
-        return has_decoder(self.costs)
+    is_measured_grid: bool = False  # lengths between its points are priced exactly: rows need no rounding up
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,75 +68,88 @@ def add_length_arguments(parser: argparse.ArgumentParser) -> None:
     add_truncate(parser, "the settings' max_seq_len")
 
 
-def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topology | None = None) -> Priced:
-    """The cost model of the flags or the settings, over `topology`, or over that of flags and settings.
+def settled_planning(args: argparse.Namespace, config: TrainConfig, topology: Topology | None = None) -> Priced:
+    """What flags and settings plan with, over `topology`, or over that of flags and settings.
 
-    Errors: ConfigError for flags that do not go together; those of a cost file and of the CSV folder.
+    A file of settings describes the model, unless all that it has is [plan], the rules of plans alone: then the costs
+    say what they are of. Errors: ConfigError for flags that do not go together; those of a cost file and of the CSV
+    folder.
     """
     path = args.costs or config.plan.costs
-    t = config.topology
     if (args.model or args.layers is not None) and not (path and Path(path).is_dir()):
         raise ConfigError("--model and --layers go with a folder of measured CSV files: name it with --costs DIR")
+    if args.hidden_size is not None and not 1 <= args.hidden_size <= MOST_HIDDEN_SIZE:
+        raise ConfigError(f"--hidden-size is {short(args.hidden_size)} but must be 1 to {MOST_HIDDEN_SIZE:,}")
     if path and Path(path).is_dir():
-        if not (args.model and args.layers):
-            raise ConfigError(
-                f"--costs {path} is a folder of CSV files: say which --model NAME and how many --layers N"
-            )
-        topology = topology or placed_stages(config)
-        table = CostTable.read_a100(path, args.model, topology=topology, num_layers=args.layers)
-        layers = counted(args.layers, "layer")
-        return Priced(table, topology, config, f"measured table of {args.model}, {layers}, from {path}", True)
-    if path:
-        read = read_cost_file(path)
-        if args.config:
-            refuse_table_of_other_model(read, config, architecture_of(config, config.data.vocab_size), path)
-        if topology is None and (
-            args.config or config.placement != "linear" or any(getattr(args, name) for name in ("tp", "pp", "dp"))
-        ):
-            measured_at = t.tp if args.config or args.tp is not None else over_topology(read, None)[1].tp
-            topology = replace(placed_stages(config), tp=measured_at, layers_per_stage=())
-        costs, topology = over_topology(read, topology)  # over its own, where none is asked for
-        return Priced(costs, topology, config, f"{type(costs).__name__} from {path}")
-    topology = topology_of(config)
-    estimated = analytic_costs(
-        config,
-        architecture_of(config, config.data.vocab_size),
-        flops_per_s=DEFAULT_FLOPS_PER_S,
-        overhead_ns=0,
+        return _of_csv_folder(args, config, topology, path)
+    return _of_cost_file(args, config, topology, path) if path else _of_counted(args, config)
+
+
+def _describes_model(args: argparse.Namespace) -> bool:
+    return bool(args.config and tables_in(args.config) - {"plan"})
+
+
+def _of_csv_folder(args: argparse.Namespace, config: TrainConfig, topology: Topology | None, path: str) -> Priced:
+    if not (args.model and args.layers):
+        raise ConfigError(f"--costs {path} is a folder of CSV files: say which --model NAME and how many --layers N")
+    topology = topology or placed_stages(config)
+    table = CostTable.read_a100(path, args.model, topology=topology, num_layers=args.layers)
+    planning = SettledPlanning(
+        config=config,
+        costs=table,
+        topology=topology,
+        is_of_config=False,
+        hidden_size=args.hidden_size,
     )
-    estimated = replace(estimated, layer_overhead_ns=DEFAULT_LAYER_OVERHEAD_NS)
+    layers = counted(args.layers, "layer")
+    return Priced(planning, f"measured table of {args.model}, {layers}, from {path}", True)
+
+
+def _of_cost_file(args: argparse.Namespace, config: TrainConfig, topology: Topology | None, path: str) -> Priced:
+    costs, num_cores = read_run_costs(path)
+    if _describes_model(args):
+        refuse_table_of_other_model(costs, config, architecture_of(config, config.data.vocab_size), path)
+        topology = topology or topology_of(config)
+        costs = costs_of_settings(config, costs, path, vocab_size=None, on_host=num_cores is not None)
+        costs, topology = over_topology(costs, topology)
+        is_of_config = True
+    else:
+        if topology is None and (config.placement != "linear" or any(getattr(args, name) for name in DEGREES)):
+            tp = config.topology.tp if args.tp is not None else over_topology(costs, None)[1].tp
+            topology = replace(placed_stages(config), tp=tp, layers_per_stage=())
+        costs, topology = over_topology(costs, topology)  # over its own, where none is named
+        is_of_config = False
+    planning = SettledPlanning(
+        config=config,
+        costs=costs,
+        topology=topology,
+        num_cores=num_cores,
+        is_of_config=is_of_config,
+        hidden_size=args.hidden_size,
+    )
+    return Priced(planning, f"{type(costs).__name__} from {path}")
+
+
+def _of_counted(args: argparse.Namespace, config: TrainConfig) -> Priced:
+    architecture = architecture_of(config, config.data.vocab_size)
+    estimated = analytic_costs(config, architecture, flops_per_s=DEFAULT_FLOPS_PER_S, overhead_ns=0)
+    planning = SettledPlanning(
+        config=config,
+        costs=replace(estimated, layer_overhead_ns=DEFAULT_LAYER_OVERHEAD_NS),
+        topology=topology_of(config),
+        hidden_size=args.hidden_size,
+    )
     provenance = (
         f"counted for the configured model of {counted(config.model.num_layers, 'layer')} at default rates"
         f" ({DEFAULT_FLOPS_PER_S / 1e9:g} GFLOP/s, {DEFAULT_LAYER_OVERHEAD_NS / 1e6:g} ms a layer):"
         " name measured ones with --costs"
     )
-    return Priced(estimated, topology, config, provenance)
+    return Priced(planning, provenance)
 
 
-def messages(args: argparse.Namespace, config: TrainConfig, costs: CostModel) -> ActivationFormat:
-    """What ranks send to one another: as the flag, the configured model or the costs say.
-
-    Errors: ConfigError naming the flag where none of them does.
-    """
-    if args.hidden_size is not None:
-        if not 1 <= args.hidden_size <= MOST_HIDDEN_SIZE:
-            raise ConfigError(f"--hidden-size is {short(args.hidden_size)} but must be 1 to {MOST_HIDDEN_SIZE:,}")
-        return ActivationFormat(args.hidden_size, config.model.dtype, first_decoder_stage=0)
-    is_configured = args.config or not (args.costs or config.plan.costs)
-    found = activation_format_of(costs)
-    if is_configured and (found is None or found.first_decoder_stage is None):
-        return configured_format(config)
-    if found is None:
-        raise ConfigError(
-            f"{type(costs).__name__} do not say how large the messages between ranks are, which must fit beside all"
-            " else: give --hidden-size N, or the model with --config FILE"
-        )
-    return found
-
-
-def run_collectives(costs: CostModel) -> ReplicaCollectives:
-    """Over replicas: as the costs know them, else those of `dynapipe train`."""
-    return replica_collectives_of(costs) or TRAIN_COLLECTIVES
+def tables_in(path: str) -> set[str]:
+    """The tables that a file of settings has; it is known to be one."""
+    return set(tomllib.loads(Path(path).read_text(encoding="utf-8-sig")))
 
 
 def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
@@ -186,7 +180,7 @@ def batch_samples(
         chosen = f"step {index} of {args.lengths}"
     cut = cut_at(args.truncate, config.model.max_seq_len)
     table, notes = fitted(table, args.extra, cut, has_decoder)
-    if args.config:
+    if _describes_model(args):
         _refuse_untrained(table, config.model.max_seq_len, args.config)
     indices: Sequence[int] | None = None
     if index is not None:

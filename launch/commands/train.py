@@ -28,7 +28,7 @@ from dynapipe_ext.launch.job.model_folder import (
     settings_of_model,
     usual_settings,
 )
-from dynapipe_ext.launch.job.placement import followed_placement, settled_placement, trials_table
+from dynapipe_ext.launch.job.placement import batches_to_place, followed_placement, trials_table
 from dynapipe_ext.launch.job.run_costs import resumed_costs, settle_costs
 from dynapipe_ext.launch.job.run_data import (
     check_data,
@@ -37,6 +37,7 @@ from dynapipe_ext.launch.job.run_data import (
     refuse_pieces,
     run_data,
 )
+from dynapipe_ext.launch.job.settled import SettledPlanning, placed_planning
 from dynapipe_ext.launch.processes.cluster import run_local, set_process_title
 from dynapipe_ext.launch.rank.rank_log import require_loggers
 from dynapipe_ext.launch.rank.train_rank import (
@@ -220,7 +221,9 @@ def run(args: argparse.Namespace) -> int:
             )
             if said := "\n".join(line for line in notices if line):
                 console.print(said, markup=False, soft_wrap=True)
-            config, costs, trials = settled_placement(config, costs, data.train.lengths, _num_cores())
+            planning = SettledPlanning(config=config, costs=costs, topology=topology_of(config), num_cores=_num_cores())
+            planning, trials = placed_planning(planning, partial(batches_to_place, config, data.train.lengths))
+            config, costs = planning.config, planning.costs
             if trials:
                 console.print(trials_table(trials))
             check_data(data, lambda lengths: check_fits(config, costs, lengths))

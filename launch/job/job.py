@@ -41,8 +41,6 @@ from dynapipe_ext.settings.train_config import TrainConfig
 
 CountedCosts = AnalyticCosts | EncoderDecoderRunCosts
 _OURS = "dynapipe-ext"
-# Without a DeepSpeed engine, whatever the optimizer: gradients are reduced once, at the end.
-TRAIN_COLLECTIVES = ReplicaCollectives()
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,9 +341,18 @@ def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:
         )
 
 
-def make_planner(config: TrainConfig, costs: CostModel, num_cores: int | None = None) -> Planner:
-    """The configured planner; `num_cores` are those that all ranks have together, None on accelerators."""
-    plan, topology = config.plan, topology_of(config)
+def make_planner(
+    config: TrainConfig,
+    costs: CostModel,
+    num_cores: int | None = None,
+    *,
+    topology: Topology | None = None,
+    message_format: ActivationFormat | None = None,
+    collectives: ReplicaCollectives | None = None,
+) -> Planner:
+    """The configured planner; `num_cores` are those that all ranks have together, None on accelerators. The rest is
+    that of the configured model, unless it is named: costs may be of a model that the settings do not describe."""
+    plan, topology = config.plan, topology or topology_of(config)
     return Planner(
         topology,
         trained_costs(config, costs, topology),
@@ -363,8 +370,8 @@ def make_planner(config: TrainConfig, costs: CostModel, num_cores: int | None = 
         loss_norm=plan.loss_norm,
         recompute=None if plan.recompute == "auto" else plan.recompute,
         equal_counts=plan.replica_counts == "equal",
-        format=configured_format(config),
-        collectives=ReplicaCollectives.of_zero(config.deepspeed.zero_stage),
+        format=message_format or configured_format(config),
+        collectives=collectives or ReplicaCollectives.of_zero(config.deepspeed.zero_stage),
         num_cores=num_cores,
     )
 

@@ -10,10 +10,8 @@ from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import PlacementName, Topology
-from dynapipe_ext.costs.abilities import layers_to_place, over_topology
-from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.launch.job.job import global_batches, make_planner, placed_stages, topology_of
+from dynapipe_ext.launch.job.job import global_batches, placed_stages
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -40,30 +38,13 @@ def _proven(planner: Planner, samples: Sequence[SampleLength]) -> StepPlan:
     return prove_step(planner, samples, step=0).step_plan
 
 
-def settled_placement(
-    config: TrainConfig, costs: CostModel, lengths: LengthArray, num_cores: int | None
-) -> tuple[TrainConfig, CostModel, tuple[PlacementTrial, ...]]:
-    """Settings that name a placement, costs over it, and what was tried on the training data of such `lengths`: nothing
-    where it was named already.
-
-    Every process that asks finds the same. Errors as `placement_trials`; ConfigError for costs of one topology alone.
-    """
-    if config.placement != "auto":
-        return replace(config, topology=replace(config.topology, placement=config.placement)), costs, ()
+def batches_to_place(config: TrainConfig, lengths: LengthArray) -> SampledBatches:
+    """Some of the batches that a run on data of these lengths begins with."""
     batches = global_batches(config, lengths, 0, drop_last=config.data.drop_last)
-    sampled = [sample_lengths(lengths, batches[step]) for step in sampled_batches(len(batches))]
-    trials = placement_trials(
-        topology_of(config),
-        lambda topology: make_planner(_placed(config, topology), over_topology(costs, topology)[0], num_cores),
-        layers_to_place(costs),
-        sampled,
-        stages_per_rank=config.topology.stages_per_rank,
-    )
-    best = trials[0].topology
-    return _placed(config, best), over_topology(costs, best)[0], trials
+    return [sample_lengths(lengths, batches[step]) for step in sampled_batches(len(batches))]
 
 
-def _placed(config: TrainConfig, topology: Topology) -> TrainConfig:
+def with_placement(config: TrainConfig, topology: Topology) -> TrainConfig:
     """The settings that name a topology's placement and layers."""
     chosen = replace(
         config.topology,

@@ -11,7 +11,7 @@ from typing import Any
 
 from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.costs.abilities import measured_sizes, over_topology, recounted, sharded_state_bytes, unadapted
-from dynapipe_ext.costs.interchange import cost_model_to_json, read_cost_file
+from dynapipe_ext.costs.interchange import read_cost_file, run_costs_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
@@ -69,9 +69,9 @@ class RunCosts:
         return next(costs for first, costs in reversed(self._models) if first <= step)
 
 
-def write_fitted_costs(run_dir: Path, number: int, costs: CostModel) -> None:
+def write_fitted_costs(run_dir: Path, number: int, costs: CostModel, num_cores: int | None) -> None:
     """Keep the costs that hold after `number` steps, as `--costs` and `dynapipe plan` take them."""
-    write_atomic(fitted_costs_file(run_dir, number), json.dumps(cost_model_to_json(costs)) + "\n")
+    write_atomic(fitted_costs_file(run_dir, number), json.dumps(run_costs_to_json(costs, num_cores)) + "\n")
 
 
 def resumed_costs(checkpoint: Path | None) -> CostModel | None:
@@ -84,25 +84,16 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
     that file anew), or the model measured on this device. Needs an idle torch.distributed."""
     architecture = architecture_of(config, vocab_size)
     if config.plan.costs or saved is not None:
-        where = config.plan.costs or "the checkpoint"
-
-        def configured(counted: CountedCosts) -> CountedCosts:
-            if counted.architecture != architecture.padded():
-                raise ConfigError(
-                    f"the costs in {where} are those of another model ({counted.architecture}), not of the configured"
-                    f" one ({architecture.padded()}): leave them out to measure this machine"
-                )
-            return _on_device(config, configured_costs(config, counted))
-
+        where, on_host = config.plan.costs or "the checkpoint", _is_on_host(config)
         named = None
         if config.plan.costs:
             read = read_cost_file(config.plan.costs)
             refuse_table_of_other_model(read, config, architecture, config.plan.costs)
-            named = recounted(over_topology(read, topology_of(config))[0], configured)
+            named = costs_of_settings(config, read, where, vocab_size=vocab_size, on_host=on_host)
         if saved is None or (named is not None and unadapted(saved) is saved):
             assert named is not None
             return named
-        placed = recounted(over_topology(saved, topology_of(config))[0], configured)
+        placed = costs_of_settings(config, saved, where, vocab_size=vocab_size, on_host=on_host)
         if unadapted(saved) is not saved and unadapted(placed) is placed:
             print("the costs that the run has fitted are of other stages: it starts from those before", file=sys.stderr)
         is_fitted_to_named = unadapted(placed) is not placed and named == unadapted(placed)
@@ -112,7 +103,8 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
     from dynapipe_ext.executor.measuring.rate import measure_rate
 
     rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0), layout=config.plan.layout)
-    counted = _on_device(config, analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0))
+    counted = analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0)
+    counted = _on_host(counted) if _is_on_host(config) else counted
     return replace(
         counted,
         layer_overhead_ns=rate.layer_overhead_ns,
@@ -121,11 +113,39 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
     )
 
 
-def _on_device(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
-    """Without what an engine offloads, where ranks compute on the host: it stays with them."""
+def costs_of_settings(
+    config: TrainConfig, costs: CostModel, where: str, *, vocab_size: int | None, on_host: bool
+) -> CostModel:
+    """Costs from a file over the configured topology, and what is counted in them as the settings have it. Without a
+    `vocab_size` that of the file counts, where the settings leave it to the data.
+
+    Errors: ConfigError for counted costs of another model.
+    """
+
+    def configured(counted: CountedCosts) -> CountedCosts:
+        ids = counted.architecture.vocab_size if vocab_size is None else vocab_size
+        architecture = architecture_of(config, ids).padded()
+        if counted.architecture != architecture:
+            raise ConfigError(
+                f"the costs in {where} are those of another model ({counted.architecture}), not of the configured"
+                f" one ({architecture}): leave them out to measure this machine"
+            )
+        settled = configured_costs(config, counted)
+        return _on_host(settled) if on_host else settled
+
+    return recounted(over_topology(costs, topology_of(config))[0], configured)
+
+
+def _on_host(costs: CountedCosts) -> CountedCosts:
+    """Without what an engine offloads, as ranks that compute on the host keep it."""
+    unmoved: dict[str, Any] = {} if costs.has_decoder else {"offload": "none"}
+    return replace(costs, **unmoved)
+
+
+def _is_on_host(config: TrainConfig) -> bool:
+    """Whether ranks compute where an engine would offload to; asked where something is to be offloaded."""
     if config.deepspeed.offload == "none":
-        return costs
+        return False
     from dynapipe_ext.executor.device import rank_device
 
-    unmoved: dict[str, Any] = {"offload": "none"}
-    return costs if rank_device(0).type != "cpu" else replace(costs, **unmoved)
+    return rank_device(0).type == "cpu"

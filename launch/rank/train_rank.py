@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ from dynapipe_ext.launch.job.job import (
     variants,
 )
 from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, refuse_unsupported
-from dynapipe_ext.launch.job.placement import followed_placement, settled_placement, trials_table
+from dynapipe_ext.launch.job.placement import batches_to_place, followed_placement, trials_table
 from dynapipe_ext.launch.job.run_costs import RunCosts, resumed_costs, settle_costs
 from dynapipe_ext.launch.job.run_data import (
     PREPARE_LIMIT_S,
@@ -55,6 +56,7 @@ from dynapipe_ext.launch.job.run_data import (
     refuse_pieces,
     run_data,
 )
+from dynapipe_ext.launch.job.settled import SettledPlanning, placed_planning
 from dynapipe_ext.launch.rank.rank_log import RankLog, rank_log, shown, written
 from dynapipe_ext.launch.rank.traced_spans import Spans, TracedSpans, spans_from_bytes, spans_to_bytes
 from dynapipe_ext.launch.run.outcome import begin_run, is_unfinished, resume_run, run_facts, write_outcome
@@ -141,7 +143,11 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         print("\n".join(data_lines(data)), file=sys.stderr)
         show_samples(data.whole, job.num_shown, Console(stderr=True, highlight=False))
         costs = settle_costs(config, data.whole.vocab_size, resumed_costs(job.resumed))
-        config, costs, trials = settled_placement(config, costs, data.train.lengths, job_cores(env, device))
+        planning = SettledPlanning(
+            config=config, costs=costs, topology=topology_of(config), num_cores=job_cores(env, device)
+        )
+        planning, trials = placed_planning(planning, partial(batches_to_place, config, data.train.lengths))
+        config, costs = planning.config, planning.costs
         job = replace(job, config=config, data=data)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
@@ -255,7 +261,7 @@ def _run(
         cores = context.num_cores or num_cores()
         facts = run_facts(config, data.whole, info, device=name, device_bytes=device_bytes(device), num_cores=cores)
         if job.resumed is None:
-            begin_run(job.run_dir, config, data, agreed, facts, chosen)
+            begin_run(job.run_dir, config, data, agreed, context.num_cores, facts, chosen)
             keep_model_files(config, job.run_dir)
         else:
             resume_run(job.run_dir, config, data, facts, first_step)

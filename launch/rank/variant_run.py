@@ -168,7 +168,7 @@ def run_variant(
         def adopt(step: int, adapted: CostModel) -> None:
             context.costs.adopt(step, adapted)
             if checkpoints is not None and context.rank == 0:
-                write_fitted_costs(checkpoints.root.parent, step, adapted)
+                write_fitted_costs(checkpoints.root.parent, step, adapted, context.num_cores)
             loader.plan_with(of_training(replace(planner, costs=adapted)))
 
         watch = CostWatch(

@@ -19,7 +19,7 @@ from rich.console import Console
 from dynapipe_ext.batch.micro_batches import LengthArray, pieces_by_position, sample_lengths
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adapters import share_of_adapters
-from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.interchange import run_costs_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DynaPipeError, in_one_line
@@ -97,13 +97,20 @@ def run_facts(
 
 
 def begin_run(
-    run_dir: Path, config: TrainConfig, data: RunData, costs: CostModel, facts: RunFacts, chosen: Sequence[Variant]
+    run_dir: Path,
+    config: TrainConfig,
+    data: RunData,
+    costs: CostModel,
+    num_cores: int | None,
+    facts: RunFacts,
+    chosen: Sequence[Variant],
 ) -> None:
-    """Fill a claimed directory with what the run starts from, in the place of an overwritten run."""
+    """Fill a claimed directory with what the run starts from, in the place of an overwritten run. `num_cores` are those
+    that its ranks share, None where each has a device."""
     clear_run(run_dir)
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
-    # With --costs, this file makes another run plan exactly as this one does.
-    write_atomic(run_dir / "costs.json", json.dumps(cost_model_to_json(costs)) + "\n")
+    # With --costs, this file makes another run, and `dynapipe plan`, plan exactly as this one does.
+    write_atomic(run_dir / "costs.json", json.dumps(run_costs_to_json(costs, num_cores)) + "\n")
     _link_data(run_dir, data)
     labels = [VariantLabel(one.name, one.config.plan.layout, one.config.plan.schedule) for one in chosen]
     start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.launch import cli
+from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
+from dynapipe_ext.settings.train_config import TrainConfig
 
 
 @pytest.mark.parametrize("placement", ["linear", "auto"])
@@ -48,3 +53,46 @@ def test_samples_that_a_run_by_the_settings_refuses_are_refused(
     assert cli.main([*asked, "--truncate"]) == 0
     lengths.write_text("40\n200\n")
     assert cli.main(asked) == 0
+
+
+def planned(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> dict[str, Any]:
+    assert cli.main(["plan", "--lengths", str(folder / "lengths.txt"), *arguments, "--json"]) == 0
+    raw: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return raw
+
+
+def test_a_plan_whose_replicas_an_engine_would_keep_waiting_is_not_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ZeRO stage 2 scatters gradients with each backward, so replicas of different counts meet each other's."""
+    (tmp_path / "lengths.txt").write_text("300 200 150".replace(" ", "\n"))
+    (tmp_path / "tokens.json").write_text(json.dumps(cost_model_to_json(TokenCosts(1))))
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    plan, engine, config = (tmp_path / name for name in ("plan.json", "engine.toml", "whole.toml"))
+    config.write_text(
+        "[topology]\ntp = 1\npp = 1\ndp = 2\n[data]\nbatch_size = 3\ntokens_per_batch = 0\n[plan]\nmax_tokens = 304\n"
+    )
+    engine.write_text(config.read_text() + f'[deepspeed]\nconfig = "{tmp_path / "ds.json"}"\n')
+    flags = ["--costs", str(tmp_path / "tokens.json"), "--lengths", str(tmp_path / "lengths.txt")]
+    raw = planned(capsys, tmp_path, "--config", str(config), *flags[:2])
+    plan.write_text(json.dumps(raw))
+    assert sorted(len(replica["micro_batches"]) for replica in raw["replicas"]) == [1, 2]
+    assert cli.main(["check-plan", str(plan), "--config", str(config), *flags]) == 0
+    capsys.readouterr()
+    assert cli.main(["check-plan", str(plan), "--config", str(engine), *flags]) == 1
+    assert "gradient reduction meets gradient scatter" in capsys.readouterr().out
+
+
+def test_a_file_of_rules_alone_leaves_the_model_to_the_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another model than the default one of four layers: 8 stages, one layer each."""
+    (tmp_path / "lengths.txt").write_text("40 300 17 90".replace(" ", "\n"))
+    (tmp_path / "rules.toml").write_text("[plan]\neffort = 0\n")
+    deep = TrainConfig().with_values(model={"num_layers": 8}, topology={"tp": 1, "pp": 8, "dp": 1})
+    costs = analytic_costs(deep, architecture_of(deep, 256), flops_per_s=1e12, overhead_ns=0)
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    flags = ["--config", str(tmp_path / "rules.toml"), "--costs", str(tmp_path / "costs.json")]
+    for degrees in ([], ["--pp", "8"]):
+        raw = planned(capsys, tmp_path, *flags, *degrees)
+        assert raw["topology"]["layers_per_stage"] == [1] * 8

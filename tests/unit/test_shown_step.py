@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,8 @@ from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job import job
-from dynapipe_ext.launch.job.placement import settled_placement
+from dynapipe_ext.launch.job.placement import batches_to_place
+from dynapipe_ext.launch.job.settled import SettledPlanning, placed_planning
 from dynapipe_ext.launch.run import outcome
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -210,7 +212,9 @@ def test_equal_counts_are_held_against_free_ones_that_ranks_would_run(
 def test_placements_are_judged_by_steps_that_ranks_would_run(tight: tuple[Path, TrainConfig, AnalyticCosts]) -> None:
     _, config, costs = tight
     auto = config.with_values(topology={"placement": "auto"}, plan={"effort": 20})
-    settled, placed, trials = settled_placement(auto, costs, LENGTHS, None)
+    planning = SettledPlanning(config=auto, costs=costs, topology=job.topology_of(auto))
+    planning, trials = placed_planning(planning, partial(batches_to_place, auto, LENGTHS))
+    settled, placed = planning.config, planning.costs
     planner, batches = planner_from(settled, placed), GlobalBatchRule(batch_size=BATCH_SIZE, shuffle=True)
     planned = [sample_lengths(LENGTHS, batch) for batch in batches.batches(LENGTHS, 0)]
     steps = [prove_step(planner, samples, step=0).step_plan.makespan_s for samples in planned]
