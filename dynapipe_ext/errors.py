@@ -9,13 +9,15 @@ from numbers import Integral, Real
 _ALIKE = 0.6  # share of letters in common, as difflib counts
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message that refuses `word`; empty where none that is known is like it.
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """The end of a message that refuses `word`: the choice most like it, or nothing.
 
     >>> did_you_mean("zbv", ["zb-h1", "zb-v"]), did_you_mean("--stpes", ["--steps"]), did_you_mean("x", ["tp"])
     ("; did you mean 'zb-v'?", "; did you mean '--steps'?", '')
     """
-    alike = difflib.get_close_matches(word.lower(), words := {one.lower(): one for one in known}, n=1, cutoff=_ALIKE)
+    alike = difflib.get_close_matches(
+        word.lower(), words := {choice.lower(): choice for choice in choices}, n=1, cutoff=_ALIKE
+    )
     return f"; did you mean {words[alike[0]]!r}?" if alike else ""
 
 
@@ -48,15 +50,16 @@ def short(value: object) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's message, after its kind where it is not one of ours, and its notes: where it was, and on what.
+    """An error's message with its notes, which say where it happened. Foreign errors begin with the name of their
+    class.
 
     >>> error = MemoryError("no room")
     >>> error.add_note("on rank 6, step 3, 1F0")
     >>> in_one_line(error)
     'MemoryError: no room; on rank 6, step 3, 1F0'
     """
-    said = str(error) if isinstance(error, DynaPipeError) else f"{type(error).__name__}: {error}"
-    return " ".join("; ".join([said, *getattr(error, "__notes__", ())]).split())
+    message = str(error) if isinstance(error, DynaPipeError) else f"{type(error).__name__}: {error}"
+    return " ".join("; ".join([message, *getattr(error, "__notes__", ())]).split())
 
 
 class DynaPipeError(Exception):
@@ -68,21 +71,21 @@ class ConfigError(DynaPipeError):
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Errors: ConfigError for a limit that would end a wait at once, or never."""
+    """Errors: ConfigError for a limit that would end a wait at once or never."""
     if not isinstance(timeout_s, Real) or not 0 < timeout_s <= _MOST_TIMEOUT_S:
         raise ConfigError(
-            f"timeout_s is {short(timeout_s)} but must be positive and at most {_MOST_TIMEOUT_S:,}: what never comes"
-            " must end the job, so give seconds, such as 60"
+            f"timeout_s is {short(timeout_s)} but must be positive and at most {_MOST_TIMEOUT_S:,}: give seconds, such"
+            " as 60, so that no wait is endless"
         )
 
 
 def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
-    """Errors: ConfigError for what is no integer of `least` to `most` (None: as large as arrays hold)."""
-    possible = range(least, (_MOST_INT if most is None else most) + 1)
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) in possible:
+    """Errors: ConfigError for anything but an integer of `least` to `most` (None: the largest that arrays hold)."""
+    bounds = range(least, (_MOST_INT if most is None else most) + 1)
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) in bounds:
         return
-    bounds = f"of at least {least}" if most is None else f"of {least} to {most}"
-    raise ConfigError(f"{name} is {short(value)} but must be an integer {bounds}")
+    wording = f"of at least {least}" if most is None else f"of {least} to {most}"
+    raise ConfigError(f"{name} is {short(value)} but must be an integer {wording}")
 
 
 def refuse_unknown(
@@ -109,7 +112,7 @@ class VerificationError(DynaPipeError):
 
 
 class StoreError(DynaPipeError):
-    """The store is absent, refuses, timed out, or holds something that was not signed by this job."""
+    """The store is absent, refuses, timed out, or holds a message that this job did not sign."""
 
 
 class ExecutionError(DynaPipeError):
@@ -117,4 +120,4 @@ class ExecutionError(DynaPipeError):
 
 
 class NotFiniteError(ExecutionError):
-    """A step whose loss or gradients are not finite, where the settings let none pass."""
+    """A step's loss or gradients are not finite, and the settings allow no such step."""

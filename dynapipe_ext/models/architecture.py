@@ -14,8 +14,8 @@ from dynapipe_ext.errors import ConfigError, short
 
 @dataclass(frozen=True, slots=True)
 class Yarn:
-    """YaRN (Peng et al. 2023): frequencies of less than `beta_slow` turns in the trained length are divided by
-    `factor`, those of more than `beta_fast` stay, and in between the two are blended.
+    """YaRN (Peng et al. 2023). Frequencies that turn less than `beta_slow` times in the trained length are divided by
+    `factor`. Those that turn more than `beta_fast` times stay. Between the two limits both are blended.
     """
 
     factor: float
@@ -29,9 +29,10 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, sec. 2.1): keys and values of all heads come out of one latent vector,
-    queries out of another, or out of the hidden state where `q_rank` is 0. Of a head's query and key `plain_dim` values
-    are not turned and `rotary_dim` are; these, of keys, are the same for all heads.
+    """Multi-head latent attention (DeepSeek-V2, sec. 2.1). One latent vector gives the keys and values of all heads.
+    Another one gives the queries; where `q_rank` is 0 the hidden state gives them. A head's query and key have
+    `plain_dim` values without rotary embedding and `rotary_dim` values with it. All heads share the rotary values of
+    keys.
     """
 
     q_rank: int
@@ -42,7 +43,7 @@ class LatentAttention:
 
     @property
     def kept_values(self) -> int:
-        """Of a token, on every tensor parallel rank: latent vectors, what their norms make of them, the turned key."""
+        """Values kept per token on every tensor parallel rank: latent vectors, their normed copies, the rotary key."""
         return 2 * self.q_rank + 2 * self.kv_rank + self.rotary_dim
 
     def parameters(self, hidden_size: int, num_heads: int) -> int:
@@ -58,24 +59,24 @@ PublishedFamily = Literal[
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
     "deepseek_v2", "deepseek_v3", "gpt2", "t5",
 ]  # fmt: skip
-# "gpt": Megatron's GPT in sizes of one's own, which no published name has; "transformers": what that package computes,
-# of which the sizes alone are known.
+# "gpt": Megatron's GPT in custom sizes, which has no published name. "transformers": a model that this package
+# computes; only its sizes are known here.
 Family = PublishedFamily | Literal["gpt", "transformers"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "relative"]
 Norm = Literal["rmsnorm", "layernorm"]
-RouterScore = Literal["softmax", "sigmoid"]  # what makes probabilities of a router's logits
-NormPlacement = Literal["pre", "post", "both"]  # of a layer's norms: before attention and MLP, behind them, or both
+RouterScore = Literal["softmax", "sigmoid"]  # turns a router's logits into probabilities
+NormPlacement = Literal["pre", "post", "both"]  # of a layer's norms: before attention and MLP, after them, or both
 FAMILIES: tuple[PublishedFamily, ...] = get_args(PublishedFamily)
 VOCAB_MULTIPLE = 128  # Megatron's: rows of an embedding are a multiple of it
-MOST = 1 << 31  # of any size: far above every model, and small enough for products of them
+MOST = 1 << 31  # largest value of any size: far above every model, and products of sizes still fit
 _MOST_LAYERS = 10_000
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHOICES = {"activation": get_args(Activation), "position": get_args(Position), "norm": get_args(Norm)} | {
     "norm_placement": get_args(NormPlacement),
     "router_score": get_args(RouterScore),
 }
-# Left out of JSON at their defaults: costs that were written before these were known keep their fingerprints.
+# JSON leaves these out at their defaults, so that older cost files keep their fingerprints.
 _LATER = (
     "norm_placement", "zero_centered_norm", "qk_norm_whole", "norm_topk_prob", "shared_ffn_hidden_size",
     "shared_expert_gate", "full_attention_every", "local_rope_theta", "query_pre_attn_scalar", "attention_softcap",
@@ -101,24 +102,29 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The one description of a model, of a published family or in one's own sizes (`gpt`).
+    """The one description of a model: of a published family, or in custom sizes (`gpt`).
 
-    Widths are in values, lengths in tokens; `vocab_size` is unpadded. `num_layers` of an encoder-decoder counts its
-    encoder, `num_decoder_layers` its decoder (0: decoder only). With `num_experts` every MLP is a mixture of MLPs of
-    `ffn_hidden_size`: a router sends each token to `top_k` of them, whose weights are made to sum to 1
-    (`norm_topk_prob`) or are their probabilities among all, then multiplied by `router_scale`. The first
-    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead. A router takes experts from the
-    `router_group_topk` best of `router_num_groups` groups, 0: of all; with `router_bias` a bias, which is no parameter,
-    is added where it chooses and not where it weighs. A shared expert, of `shared_ffn_hidden_size`, sees every
-    token, its output times a sigmoid with `shared_expert_gate`. `qk_norm`: queries and keys are normalised, each head
-    alone or, if `qk_norm_whole`, all at once. `latent`: attention is such, and `head_dim` the width of a query.
-    `zero_centered_norm`: weights of norms are kept as their distance from 1.
-    `sliding_window` positions are seen, in all layers but every `full_attention_every`-th; layers with a window turn by
-    `local_rope_theta` where that is not 0. Scores are divided by sqrt(`query_pre_attn_scalar`), 0 being `head_dim`, and
-    scores and logits pass through cap x tanh(x / cap) where their cap is not 0. `scaled_embedding`: embeddings are
-    multiplied by sqrt(hidden_size). `max_seq_len` counts position embeddings where they are learned.
-    `scaled_output`: T5 1.0 divides what enters its head by sqrt(hidden_size). `dtype` is that of the weights as
-    published (torch's name). Errors: ConfigError.
+    Sizes: widths are in values, lengths in tokens; `vocab_size` is unpadded. `num_layers` counts the encoder of an
+    encoder-decoder, `num_decoder_layers` its decoder (0: decoder only). `max_seq_len` counts learned position
+    embeddings. `dtype` is torch's name for the type of the published weights.
+
+    Experts: with `num_experts` every MLP is a mixture of MLPs of `ffn_hidden_size`. A router sends each token to
+    `top_k` of them. Their weights sum to 1 (`norm_topk_prob`) or are probabilities among all experts; `router_scale`
+    multiplies them. With `router_num_groups` the router takes experts from the best `router_group_topk` groups.
+    `router_bias` adds a bias, which is no parameter, where the router chooses, but not to the weights. A shared expert
+    of `shared_ffn_hidden_size` sees every token; `shared_expert_gate` multiplies its output by a sigmoid. The first
+    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead.
+
+    Attention: `qk_norm` normalises queries and keys, each head alone or all together (`qk_norm_whole`). With `latent`
+    attention is multi-head latent attention, and `head_dim` is the width of a query. A position sees
+    `sliding_window` positions, except in every `full_attention_every`-th layer; layers with a window use
+    `local_rope_theta` unless it is 0. Scores are divided by sqrt(`query_pre_attn_scalar`) (0: `head_dim`). Where a cap
+    is not 0, scores or logits pass through cap x tanh(x / cap).
+
+    Scales: `zero_centered_norm` stores a norm's weights as their distance from 1. `scaled_embedding` multiplies
+    embeddings by sqrt(hidden_size). `scaled_output` divides the head's input by sqrt(hidden_size), as T5 1.0 does.
+
+    Errors: ConfigError.
     """
 
     family: Family
@@ -193,8 +199,8 @@ class Architecture:
         qkv_bias: bool = False,
         qk_norm: bool = False,
     ) -> Architecture:
-        """Megatron's GPT in sizes of one's own: SiLU in gated MLPs, else GELU; `bias` in all projections or, with
-        `qkv_bias`, in q, k and v alone. `head_dim` 0: the heads fill the hidden size. Errors: ConfigError.
+        """Megatron's GPT in custom sizes. Gated MLPs use SiLU, others GELU. `bias` adds biases to all projections,
+        `qkv_bias` only to q, k and v. With `head_dim` 0 the heads fill the hidden size. Errors: ConfigError.
 
         >>> Architecture.gpt(
         ...     num_layers=2, hidden_size=64, num_heads=4, num_query_groups=2, ffn_hidden_size=256, gated_mlp=False,
@@ -243,7 +249,8 @@ class Architecture:
         max_seq_len: int,
         tied_embeddings: bool,
     ) -> Architecture:
-        """T5 in sizes of one's own: 1.1's gated tanh GELU, else 1.0's ReLU; a tied head's inputs are scaled, as 1.0's.
+        """T5 in custom sizes: gated tanh GELU as in T5 1.1, else ReLU as in 1.0. Inputs of a tied head are scaled as in
+        1.0.
 
         Errors: ConfigError.
         """
@@ -268,7 +275,7 @@ class Architecture:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Architecture:
-        """What `to_json` made of one. Errors: ConfigError."""
+        """The architecture that `to_json` wrote. Errors: ConfigError."""
         try:
             parts: dict[str, Any] = {}
             if (scaling := raw.get("rope_scaling")) is not None:
@@ -297,9 +304,9 @@ class Architecture:
             raise ConfigError(
                 f"num_heads {self.num_heads} must be a multiple of num_query_groups {self.num_query_groups}"
             )
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} is {short(getattr(self, name))}: give one of {', '.join(known)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is {short(getattr(self, name))}: give one of {', '.join(choices)}")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not known: give one of {', '.join(_DTYPES)}")
         if (self.num_decoder_layers > 0) != (self.family == "t5"):
@@ -314,23 +321,23 @@ class Architecture:
         if self.latent and self.head_dim != (width := self.latent.plain_dim + self.latent.rotary_dim):
             raise ConfigError(f"head_dim is {self.head_dim} but latent attention has queries of {width}: give that")
         if self.qk_norm_whole and not self.qk_norm:
-            raise ConfigError("qk_norm_whole is true but qk_norm false: it says over what queries and keys are normed")
+            raise ConfigError("qk_norm_whole is true but qk_norm is false: set qk_norm too, or leave qk_norm_whole out")
         for name in ("sliding_window", "full_attention_every", "query_pre_attn_scalar", "dense_ffn_hidden_size"):
             if not 0 <= getattr(self, name) <= MOST:
                 raise ConfigError(f"{name} is {short(getattr(self, name))} but must be 0 to {MOST:,}")
         if (self.full_attention_every or self.local_rope_theta) and not self.sliding_window:
-            raise ConfigError("full_attention_every and local_rope_theta are of windows: give sliding_window")
+            raise ConfigError("full_attention_every and local_rope_theta need windows: give sliding_window")
         if self.norm_eps <= 0 or not math.isfinite(self.norm_eps):
             raise ConfigError(f"norm_eps is {self.norm_eps} but must be above 0")
 
     @property
     def query_size(self) -> int:
-        """Width of all heads together; differs from `hidden_size` where `head_dim` is given on its own."""
+        """Width of all heads together. It differs from `hidden_size` where the model sets its own `head_dim`."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys, and of the values but for latent attention."""
+        """Width of the keys, and of the values except under latent attention."""
         return self.num_query_groups * self.head_dim
 
     @property
@@ -340,12 +347,12 @@ class Architecture:
 
     @property
     def attended_size(self) -> int:
-        """Width of what heads make of the values, which the output projection takes."""
+        """Width of the attention's output, which enters the output projection."""
         return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
     def divided_sizes(self) -> dict[str, int]:
-        """Sizes, by name, that tensor parallel ranks divide whatever else they do."""
+        """Sizes, by name, that tensor parallel ranks always divide."""
         sizes = {name: getattr(self, name) for name in ("num_heads", "ffn_hidden_size", "shared_ffn_hidden_size")}
         if self.num_dense_layers:
             sizes["dense_ffn_hidden_size"] = self.dense_ffn_hidden_size
@@ -356,7 +363,7 @@ class Architecture:
 
     @property
     def fc1_size(self) -> int:
-        """Rows of an MLP's first product: gate and value of a gated one."""
+        """Rows of an MLP's first product: gate and value together where it is gated."""
         return self.ffn_hidden_size * (2 if self.gated_mlp else 1)
 
     @property
@@ -372,26 +379,27 @@ class Architecture:
         return self.hidden_size * (self.fc1_size + self.ffn_hidden_size)
 
     def has_window(self, layer: int) -> bool:
-        """Whether attention of a layer, counted from 0, sees `sliding_window` positions only."""
+        """Whether a layer (from 0) attends to `sliding_window` positions only."""
         every = self.full_attention_every
         return bool(self.sliding_window) and not (every and (layer + 1) % every == 0)
 
     @property
     def pieces_fault(self) -> str:
-        """Why long samples cannot be trained in pieces that attend to the earlier ones; nothing if they can."""
+        """Why a long sample cannot be cut into pieces that attend to earlier pieces; empty where it can."""
         if self.num_decoder_layers:
-            return f"{self.family} is an encoder-decoder, whose inputs attend to what comes later: plan whole samples"
+            return f"{self.family} is an encoder-decoder, whose inputs attend to later positions: plan whole samples"
         if self.sliding_window:
             return (
-                f"{self.family} has windows of attention (sliding_window {self.sliding_window}), which do not go on"
+                f"{self.family} has attention windows (sliding_window {self.sliding_window}), which do not go on"
                 " from piece to piece: plan whole samples"
             )
         if self.latent:
-            return f"{self.family} has latent attention, whose pieces are not turned as one sample: plan whole samples"
+            return (
+                f"{self.family} has latent attention, whose pieces would get wrong rotary positions: plan whole samples"
+            )
         if self.family == "transformers":
             return (
-                "the model is computed by transformers, of whose attention the description says nothing: plan whole"
-                " samples"
+                "transformers computes the model, and its description says nothing about attention: plan whole samples"
             )
         return ""
 
@@ -401,13 +409,13 @@ class Architecture:
 
     @property
     def shared_parameters(self) -> int:
-        """Weights of both products of the shared expert, a gated MLP; its gate, of `hidden_size`, not among them."""
+        """Weights of the shared expert, a gated MLP, without its gate of `hidden_size` weights."""
         return 3 * self.hidden_size * self.shared_ffn_hidden_size
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
-        """Weights of a layer's norms of queries and of keys, which tensor parallel ranks divide if `qk_norm_whole`; or
-        of latent vectors."""
+        """Weights of a layer's norms of queries and of keys, or of its two latent vectors. Tensor parallel ranks divide
+        them if `qk_norm_whole`."""
         if self.latent:
             return self.latent.q_rank, self.latent.kv_rank
         if not self.qk_norm:
@@ -430,15 +438,15 @@ class Architecture:
         return -(-self.vocab_size // multiple) * multiple
 
     def padded(self, tp: int = 1) -> Architecture:
-        """The same with the vocabulary as `padded_vocab_size` rounds it: what costs are counted of."""
+        """The same model with its vocabulary rounded up by `padded_vocab_size`, as costs count it."""
         return replace(self, vocab_size=self.padded_vocab_size(tp=tp))
 
 
 @lru_cache(maxsize=64)
 def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, range], ...]:
-    """Runs of layers of one make, from the first on: the model as if all of its layers were such, and which they are.
+    """Each kind of layer: the model as if all its layers were of this kind, and the range of layers that are.
 
-    Of an encoder-decoder one, of its encoder. Windows of attention in some layers make no kind: they change no weights.
+    An encoder-decoder has one kind, for its encoder. Attention windows make no kind, since they change no weights.
     """
     a = architecture
     if not a.num_dense_layers:
@@ -461,38 +469,39 @@ def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, range],
 def kinds_of_stages(
     architecture: Architecture, layers_per_stage: Sequence[int]
 ) -> list[tuple[Architecture, tuple[int, ...]]]:
-    """Each kind of layer with how many of it every stage has."""
+    """Each kind of layer, with the number of such layers on every stage."""
     ends = list(accumulate(layers_per_stage))
     stages = [range(end - count, end) for end, count in zip(ends, layers_per_stage, strict=True)]
     return [
-        (kind, tuple(max(0, min(own.stop, run.stop) - max(own.start, run.start)) for own in stages))
-        for kind, run in layer_kinds(architecture)
+        (kind, tuple(max(0, min(stage.stop, layers.stop) - max(stage.start, layers.start)) for stage in stages))
+        for kind, layers in layer_kinds(architecture)
     ]
 
 
 def check_experts(a: Architecture) -> None:
-    """Errors: ConfigError for sizes of experts, routers and dense layers that do not belong together."""
+    """Errors: ConfigError for sizes of experts, routers and dense layers that contradict each other."""
     if a.top_k and not a.num_experts:
-        raise ConfigError(f"top_k {a.top_k} is of experts but num_experts is 0: give num_experts, or neither")
+        raise ConfigError(f"top_k is {a.top_k} but num_experts is 0: give num_experts, or neither")
     if a.num_experts and not 1 <= a.top_k <= a.num_experts:
         raise ConfigError(f"top_k is {a.top_k} but must be 1 to num_experts {a.num_experts}")
     if (a.shared_ffn_hidden_size and not a.num_experts) or (a.shared_expert_gate and not a.shared_ffn_hidden_size):
         raise ConfigError(
             f"shared_ffn_hidden_size is {a.shared_ffn_hidden_size} and shared_expert_gate"
-            f" {a.shared_expert_gate} with num_experts {a.num_experts}: a gate is of a shared expert, which"
-            " is of a mixture"
+            f" {a.shared_expert_gate} with num_experts {a.num_experts}: a gate needs a shared expert, which"
+            " needs a mixture"
         )
     dense, width = a.num_dense_layers, a.dense_ffn_hidden_size
     if not 0 <= dense < a.num_layers or (dense > 0) != (width > 0) or (dense and not a.num_experts):
         raise ConfigError(
             f"num_dense_layers is {dense} of {a.num_layers} layers, dense_ffn_hidden_size {width}, num_experts"
-            f" {a.num_experts}: dense layers come before those of experts, and have a width of their own"
+            f" {a.num_experts}: dense layers come before layers with experts, and need a width of their own"
         )
-    groups, taken = a.router_num_groups, a.router_group_topk
-    if (groups or taken) and not (
-        0 < taken < groups and a.num_experts % groups == 0 and a.top_k <= taken * (a.num_experts // groups)
+    groups, best = a.router_num_groups, a.router_group_topk
+    if (groups or best) and not (
+        0 < best < groups and a.num_experts % groups == 0 and a.top_k <= best * (a.num_experts // groups)
     ):
         raise ConfigError(
-            f"router_group_topk is {taken} of router_num_groups {groups}: it must be below it, and these be equal parts"
-            f" of num_experts {a.num_experts} that hold top_k {a.top_k}; 0 and 0 where all experts may be taken"
+            f"router_group_topk is {best} of router_num_groups {groups}: it must be below that number, the groups must"
+            f" be equal parts of num_experts {a.num_experts}, and the best ones must hold top_k {a.top_k}; give 0 and 0"
+            " for no groups"
         )

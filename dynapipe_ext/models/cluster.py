@@ -20,9 +20,9 @@ USUAL_HOST_GB_PER_DEVICE = 250.0  # NVIDIA DGX A100 640GB, H100, H200: 2 TB for 
 class Device:
     """Published figures of one accelerator; links are bytes a second in one direction.
 
-    `peak_flops_per_s`: dense, without sparsity, of 16-bit and of fp32 matrix products. `efficiency`: the share of it
-    that a layer's kernels reach, communication and bubbles apart, which are priced on their own. `is_fused`: kernels
-    keep what Korthikanti et al. 2022 count; False for plain operators, which keep more.
+    `peak_flops_per_s`: dense rates, without sparsity, of 16-bit and of fp32 matrix products. `efficiency`: the share of
+    this rate that a layer's kernels reach; communication and bubbles are priced on their own. `is_fused`: kernels keep
+    what Korthikanti et al. 2022 count. Plain operators keep more.
     """
 
     name: str
@@ -48,9 +48,9 @@ def _device(name: str, peaks: tuple[float, float], **figures: float | str | bool
     )
 
 
-# Efficiencies: on A100s step times of Korthikanti et al. 2022 (table 5) come out within 18 % (tests/bench/estimate.py);
-# for the newer devices the lower share that published runs reach. Between nodes one network adapter a GPU: 200, 400 and
-# 400 Gbit/s.
+# Efficiencies: with this value step times on A100s agree with Korthikanti et al. 2022 (table 5) within 18 %
+# (tests/bench/estimate.py). Newer devices have the lower share that published runs reach. Each GPU has one network
+# adapter to other nodes: 200, 400 and 400 Gbit/s.
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -107,9 +107,9 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`nodes` x `gpus_per_node` devices. Memory in 10^9 bytes; `reserved_gb` of each device is left to the framework
-    (contexts, communicators, fragmentation). `host_memory_gb`: of one node, 0 for unknown, when it is taken as usual.
-    Errors: ConfigError.
+    """`nodes` x `gpus_per_node` devices. Memory is in 10^9 bytes. `reserved_gb` of each device is left to the framework
+    (contexts, communicators, fragmentation). `host_memory_gb` is that of one node; 0 means unknown, and the usual
+    amount is taken. Errors: ConfigError.
     """
 
     device: Device
@@ -148,8 +148,8 @@ class Cluster:
             )
 
     @classmethod
-    def of(cls, device: Device, *, nodes: int = 1, gpus_per_node: int = 8, **given: float | None) -> Cluster:
-        """The device's published figures where nothing else is given (None)."""
+    def of(cls, device: Device, *, nodes: int = 1, gpus_per_node: int = 8, **changed: float | None) -> Cluster:
+        """A cluster of this device. Published figures hold unless `changed` has another value (None: published)."""
         figures = {
             "gpu_memory_gb": device.memory_gb,
             "reserved_gb": device.reserved_gb,
@@ -158,7 +158,7 @@ class Cluster:
             "inter_bytes_per_s": device.inter_bytes_per_s,
             "host_bytes_per_s": device.host_bytes_per_s,
         }
-        figures |= {name: float(value) for name, value in given.items() if value is not None}
+        figures |= {name: float(value) for name, value in changed.items() if value is not None}
         return cls(device=device, nodes=nodes, gpus_per_node=gpus_per_node, **figures)  # type: ignore[arg-type]
 
     @property
@@ -167,12 +167,12 @@ class Cluster:
 
     @property
     def usual_host_bytes(self) -> float:
-        """Memory of one node's host: as given, or as published systems have it."""
+        """Memory of one node's host: the given figure, or that of published systems."""
         return 1e9 * (self.host_memory_gb or USUAL_HOST_GB_PER_DEVICE * self.gpus_per_node)
 
     @property
     def limit_bytes(self) -> int:
-        """Of one device, without what is reserved."""
+        """Bytes of one device that may be planned: its memory without the reserved part."""
         return round((self.gpu_memory_gb - self.reserved_gb) * 1e9)
 
     @property
@@ -184,11 +184,11 @@ class Cluster:
         )
 
     def flops_per_s(self, precision: Precision) -> float:
-        """What a device reaches."""
+        """The rate that a device reaches: its peak times its efficiency."""
         return self.device.peak_flops_per_s[precision] * self.efficiency
 
     def group_link(self, stride: int, size: int) -> Link:
-        """The slowest link of a ring over `size` ranks that lie `stride` apart, first at a multiple of their span.
+        """The slowest link of a ring over `size` ranks that lie `stride` apart, starting at a multiple of their span.
 
         >>> cluster = Cluster.of(DEVICES["a100"], nodes=2, gpus_per_node=8)
         >>> [cluster.group_link(s, n).bytes_per_s / 1e9 for s, n in ((1, 8), (4, 2), (8, 2), (1, 3))]

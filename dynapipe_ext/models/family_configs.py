@@ -19,7 +19,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 class ConfigFields:
-    """A raw config with checked reading; `where` names it in errors. Errors of all: ConfigError."""
+    """Checked reading of a raw config; `where` names it in errors. Every method may raise ConfigError."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw, self.where = raw, where
@@ -56,7 +56,7 @@ class ConfigFields:
         return ACTIVATIONS[value]
 
     def refuse(self, name: str, *fine: Any) -> None:
-        """Errors: ConfigError where the field is there and none of `fine`."""
+        """Errors: ConfigError where the field is present with another value than those of `fine`."""
         value = self.raw.get(name)
         if value is not None and value not in fine:
             raise ConfigError(
@@ -65,28 +65,30 @@ class ConfigFields:
 
 
 def rope_fields(fields: ConfigFields) -> ConfigFields:
-    """What is said of rotary frequencies: in `rope_parameters` (transformers 5) or `rope_scaling`, before it."""
-    said = {name: fields.raw[name] for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)}
-    for name, rope in said.items():
+    """The fields of rotary frequencies: `rope_parameters` (transformers 5) or the older `rope_scaling`."""
+    ropes = {name: fields.raw[name] for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)}
+    for name, rope in ropes.items():
         if not isinstance(rope, Mapping):
             raise ConfigError(f"{fields.where}: {name} is {short(rope)} but must be an object")
         if any(isinstance(value, Mapping) for value in rope.values()):
-            raise ConfigError(f"{fields.where}: {name} is {short(rope)}, but all layers of such a model turn alike")
-    if len(said) == 2 and len({_scaling(fields, rope) for rope in said.values()}) == 2:
-        shown = " and ".join(f"{name} {short(rope)}" for name, rope in said.items())
-        raise ConfigError(f"{fields.where}: {shown} say different things of one: leave one out")
-    return ConfigFields(next(iter(said.values()), {}), f"{fields.where}: rope")
+            raise ConfigError(
+                f"{fields.where}: {name} is {short(rope)}, but all layers of such a model have the same frequencies"
+            )
+    if len(ropes) == 2 and len({_scaling(fields, rope) for rope in ropes.values()}) == 2:
+        shown = " and ".join(f"{name} {short(rope)}" for name, rope in ropes.items())
+        raise ConfigError(f"{fields.where}: {shown} contradict each other: leave one out")
+    return ConfigFields(next(iter(ropes.values()), {}), f"{fields.where}: rope")
 
 
 def _scaling(fields: ConfigFields, rope: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Comparable: the base may stand beside it, a type under either name."""
-    said = {"rope_type": rope.get("type", "default"), "rope_theta": fields.raw.get("rope_theta"), **rope}
-    said.pop("type", None)
-    return tuple(sorted((name, repr(value)) for name, value in said.items() if value is not None))
+    """The frequencies in a form to compare: the base may stand outside, and the type has two possible names."""
+    scaling = {"rope_type": rope.get("type", "default"), "rope_theta": fields.raw.get("rope_theta"), **rope}
+    scaling.pop("type", None)
+    return tuple(sorted((name, repr(value)) for name, value in scaling.items() if value is not None))
 
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps says
-# What transformers takes for a field that is left out.
+# The values that transformers takes for missing fields.
 _DEEPSEEK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {
         "max_position_embeddings": 2048, "q_lora_rank": 1536, "n_routed_experts": 64, "moe_intermediate_size": 1407,
@@ -102,7 +104,7 @@ _DEEPSEEK_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def deepseek_values(fields: ConfigFields, family: str) -> dict[str, Any]:
-    """The fields of an Architecture. Errors: ConfigError for what no layer of Megatron computes, by its name."""
+    """The fields of an Architecture. Errors: ConfigError naming a field whose value no layer of Megatron computes."""
     raw = {**_DEEPSEEK_DEFAULTS[family], **fields.raw}
     fields = ConfigFields(raw, fields.where)
     for name, fine in (("attention_bias", False), ("mlp_bias", False), ("partial_rotary_factor", 1.0)):
@@ -143,7 +145,7 @@ def deepseek_values(fields: ConfigFields, family: str) -> dict[str, Any]:
 
 
 def deepseek_config(a: Architecture) -> dict[str, Any]:
-    """The fields of config.json that these families have and Llama has not, or names otherwise."""
+    """The fields of config.json that Llama lacks or names otherwise."""
     assert a.latent is not None
     rope: dict[str, Any] = {"rope_theta": a.rope_theta, "rope_type": "default"}
     if isinstance(yarn := a.rope_scaling, Yarn):
@@ -191,7 +193,7 @@ def deepseek_config(a: Architecture) -> dict[str, Any]:
 
 
 def router_fault(a: Architecture) -> str:
-    """Why megatron-core 0.16 cannot choose the experts that this model does; nothing if it can.
+    """Why megatron-core 0.16 would choose other experts than this model; empty where it chooses the same.
 
     It scores a group by the sum of its best top_k // router_group_topk experts; DeepSeek-V2 by its best one, V3 by its
     best two.
@@ -216,10 +218,10 @@ def _latent(fields: ConfigFields) -> LatentAttention:
 
 
 def _router(fields: ConfigFields, family: str) -> dict[str, Any]:
-    """Of V2 softmax, of V3 sigmoid with a bias; a limit to groups that are all taken is none."""
+    """DeepSeek-V2 scores by softmax, V3 by sigmoid with a bias. A limit that admits all groups is no limit."""
     is_v3, top_k = family == "deepseek_v3", fields.integer("num_experts_per_tok")
     fields.refuse("scoring_func", "sigmoid" if is_v3 else "softmax")
-    groups, taken = _count(fields, "n_group"), _count(fields, "topk_group")
+    groups, best = _count(fields, "n_group"), _count(fields, "topk_group")
     if is_v3:
         fields.refuse("topk_method", "noaux_tc")
         if fields.flag("norm_topk_prob", True) != (top_k > 1):
@@ -232,16 +234,16 @@ def _router(fields: ConfigFields, family: str) -> dict[str, Any]:
         if method not in ("greedy", "group_limited_greedy"):
             raise ConfigError(f"{fields.where}: topk_method is {short(method)}: give greedy or group_limited_greedy")
         fields.refuse("norm_topk_prob", False)
-        groups, taken = (groups, taken) if method == "group_limited_greedy" else (0, 0)
-    if groups <= 1 or taken == groups:
-        groups, taken = 0, 0
+        groups, best = (groups, best) if method == "group_limited_greedy" else (0, 0)
+    if groups <= 1 or best == groups:
+        groups, best = 0, 0
     return {
         "top_k": top_k,
         "norm_topk_prob": is_v3 and top_k > 1,
         "router_score": "sigmoid" if is_v3 else "softmax",
         "router_bias": is_v3,
         "router_num_groups": groups,
-        "router_group_topk": taken,
+        "router_group_topk": best,
     }
 
 
@@ -261,24 +263,24 @@ def _rope(fields: ConfigFields) -> tuple[float, Yarn | None]:
     original = inner.integer("original_max_position_embeddings", longest)
     mscale, all_dim = (float(inner.raw.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
     if all_dim and not mscale:
-        raise ConfigError(f"{inner.where}: mscale_all_dim is {all_dim:g} without mscale, which Megatron cannot say")
+        raise ConfigError(f"{inner.where}: mscale_all_dim is {all_dim:g} without mscale, which Megatron cannot express")
     return theta, Yarn(
         factor=inner.number("factor", longest / original),
         original_max_seq_len=original,
         beta_fast=inner.number("beta_fast", 32.0),
         beta_slow=inner.number("beta_slow", 1.0),
-        mscale=mscale if all_dim else 1.0,  # which counts beside the other only
+        mscale=mscale if all_dim else 1.0,  # mscale counts only beside mscale_all_dim
         mscale_all_dim=all_dim,
     )
 
 
 def _count(fields: ConfigFields, name: str) -> int:
-    """An integer of at least 0, and 0 for null."""
+    """An integer of at least 0; null is 0."""
     return fields.integer(name) if fields.raw.get(name) else 0
 
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
-# What transformers takes for a field that is left out.
+# The values that transformers takes for missing fields.
 _GEMMA_DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -291,7 +293,7 @@ _CAPS: Mapping[str, tuple[float, float]] = {"gemma2": (50.0, 30.0), "gemma3_text
 
 
 def as_llama(fields: ConfigFields, family: str) -> ConfigFields:
-    """The fields that Llama has, too, under its names."""
+    """The fields that Gemma shares with Llama, under Llama's names."""
     fields.refuse("use_bidirectional_attention", False)
     raw = {**_GEMMA_DEFAULTS, **{name: value for name, value in fields.raw.items() if value is not None}}
     raw["hidden_act"] = raw["hidden_activation"]
@@ -301,7 +303,7 @@ def as_llama(fields: ConfigFields, family: str) -> ConfigFields:
 
 
 def gemma_values(fields: ConfigFields, family: str) -> dict[str, Any]:
-    """The rest, as fields of an Architecture."""
+    """The fields of an Architecture that only Gemma has."""
     if family == "gemma2":
         fields.refuse("sliding_window_pattern", 2)
     every = _full_attention_every(fields, 2 if family == "gemma2" else 6)
@@ -326,7 +328,7 @@ def gemma_values(fields: ConfigFields, family: str) -> dict[str, Any]:
 
 
 def gemma_config(a: Architecture) -> dict[str, Any]:
-    """The same fields of config.json."""
+    """The fields of config.json that only Gemma has."""
     config: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh" if a.activation == "gelu_tanh" else a.activation,
         "query_pre_attn_scalar": a.query_pre_attn_scalar,
@@ -345,14 +347,14 @@ def gemma_config(a: Architecture) -> dict[str, Any]:
 
 
 def _rope_of(fields: ConfigFields, layer_type: str) -> Mapping[str, Any]:
-    """Of layers of one type, from `rope_parameters` (transformers 5); before it there was one `rope_scaling`."""
+    """The frequencies of one type of layer, from `rope_parameters` (transformers 5; older files had one for all)."""
     rope = fields.raw.get("rope_parameters") or {}
-    known = isinstance(rope, Mapping) and set(rope) <= {_FULL, _WINDOWED}
-    if not known or not isinstance(found := rope.get(layer_type) or {}, Mapping):
+    is_by_type = isinstance(rope, Mapping) and set(rope) <= {_FULL, _WINDOWED}
+    if not is_by_type or not isinstance(of_type := rope.get(layer_type) or {}, Mapping):
         raise ConfigError(
             f"{fields.where}: rope_parameters is {short(rope)} but must be objects under {_FULL} and {_WINDOWED}"
         )
-    return found
+    return of_type
 
 
 def _cap(fields: ConfigFields, name: str, default: float) -> float:
@@ -362,7 +364,7 @@ def _cap(fields: ConfigFields, name: str, default: float) -> float:
 
 
 def _full_attention_every(fields: ConfigFields, default: int) -> int:
-    """Which layers have no window: every n-th. 1: all; 0: none."""
+    """n, where every n-th layer has no window. 1: no layer has one; 0: all layers have one."""
     num_layers = fields.integer("num_hidden_layers")
     types = fields.raw.get("layer_types")
     if types is None:
@@ -375,7 +377,7 @@ def _full_attention_every(fields: ConfigFields, default: int) -> int:
     every = types.index(_FULL) + 1 if _FULL in types else 0
     if any((kind == _FULL) != bool(every and (layer + 1) % every == 0) for layer, kind in enumerate(types)):
         raise ConfigError(
-            f"{fields.where}: layer_types is {short(types)}: only every n-th layer without a window, from the n-th on,"
-            " is supported"
+            f"{fields.where}: layer_types is {short(types)}: exactly every n-th layer, from the n-th on, must be"
+            " without a window"
         )
     return every

@@ -16,8 +16,8 @@ from dynapipe_ext.models.architecture import Architecture, layer_kinds
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Positions and what attention makes of them. Squares are sums of length^2 over what attends to itself, `cross` of
-    decoder x encoder length. Decoder-only models have their positions under `encoder`, as samples do.
+    """Counts of positions, and of the pairs that attention computes. Squares are sums of length^2 over sequences that
+    attend to themselves, `cross` sums of decoder x encoder length. Decoder-only models count under `encoder`.
     """
 
     encoder: int = 0
@@ -37,8 +37,8 @@ class Positions:
     def of_rows(
         cls, encoder: int, decoder: int = 0, rows: int = 1, *, window: int = 0, window_layers: tuple[int, int] = (1, 1)
     ) -> Positions:
-        """`rows` rows of one length; with a `window` no position attends to more than that many, in some of all
-        layers (`window_layers`; squares are then their mean, rounded down)."""
+        """Positions of `rows` rows of one length. With a `window` no position attends to more positions than that in
+        some of all layers (`window_layers`); squares are then the mean over layers, rounded down."""
         seen, (some, layers) = min(encoder, window or encoder), window_layers
         squares = rows * encoder * (some * seen + (layers - some) * encoder) // layers
         return cls(rows * encoder, rows * decoder, squares, rows * decoder**2, rows * encoder * decoder)
@@ -47,14 +47,14 @@ class Positions:
     def of_samples(
         cls, lengths: Iterable[tuple[int, int]], *, window: int = 0, window_layers: tuple[int, int] = (1, 1)
     ) -> Positions:
-        """Of (encoder, decoder) lengths, each attending to itself alone."""
-        found = (cls.of_rows(e, d, window=window, window_layers=window_layers) for e, d in lengths)
-        return sum(found, cls())
+        """Positions of samples by (encoder, decoder) lengths; each sample attends to itself alone."""
+        positions = (cls.of_rows(e, d, window=window, window_layers=window_layers) for e, d in lengths)
+        return sum(positions, cls())
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step did: `real` positions by document, and all `executed` ones, padding included, by recomputation."""
+    """Work of a step: `real` positions by document, and all `executed` positions, with padding, by recomputation."""
 
     real: Positions = field(default_factory=Positions)
     executed: Mapping[Recompute, Positions] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Work:
         }
 
     def numbers(self) -> list[int]:
-        """As many integers for every step, so that ranks can gather them."""
+        """The work as a list of integers of fixed length, so that ranks can gather it."""
         parts = [self.real, *(self.executed.get(kind, Positions()) for kind in RECOMPUTES)]
         return [getattr(part, f.name) for part in parts for f in fields(Positions)]
 
@@ -90,7 +90,8 @@ class Work:
 
 
 def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
-    """A padded row attends over all of its positions; a packed one document by document, its padding as one more."""
+    """The work of these micro-batches. A padded row attends over all its positions, a packed row document by document
+    with its padding as one more document."""
     total = Work()
     for m in micro_batches:
         real = Positions.of_samples((s.encoder, s.decoder) for s in m.samples)
@@ -104,7 +105,7 @@ def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class ForwardFlops:
-    """Of one forward: matrix products of the layers, attention's two products, and the LM head."""
+    """FLOPs of one forward: the layers' matrix products, attention's two products, and the LM head."""
 
     layers: int
     attention: int
@@ -116,9 +117,10 @@ class ForwardFlops:
 
 
 def forward_flops(architecture: Architecture, positions: Positions, *, causal: bool = False) -> ForwardFlops:
-    """With `causal`, attention counts half where a mask hides the other half (not in an encoder, not across).
+    """FLOPs of a forward over these positions.
 
-    Experts count as often as a token takes one, and their router; a shared expert once, and its gate.
+    With `causal` attention counts half where a mask hides the other half: not in an encoder, not across to it. A token
+    counts the experts that it takes and their router, the shared expert once, and its gate.
     """
     a, half = architecture, 2 if causal else 1
     head, p = 2 * a.hidden_size * a.vocab_size, positions
@@ -141,7 +143,7 @@ def forward_flops(architecture: Architecture, positions: Positions, *, causal: b
 
 
 def layer_weights(a: Architecture) -> int:
-    """What a token is multiplied with in one layer of a model of equal ones, choices of experts aside."""
+    """Weights that a token meets in one layer, without routers and gates; all layers of `a` must be alike."""
     return a.attention_parameters + (a.top_k or 1) * a.mlp_parameters + a.shared_parameters
 
 
@@ -151,8 +153,8 @@ def _with_gates(a: Architecture) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """Forward and backward of a step. `model`: real tokens, by document, of which `attention` and `head`. `padding`:
-    what padded positions add. `recompute`: forwards done again.
+    """FLOPs of forward and backward of a step. `model` counts real tokens by document, `attention` and `head` are parts
+    of it. `padding` is what padded positions add, `recompute` the forwards that run again.
     """
 
     model: int
@@ -169,13 +171,13 @@ class StepFlops:
 def step_flops(
     architecture: Architecture, work: Work, *, causal: bool = False, trained_share: float = 1.0
 ) -> StepFlops:
-    """A backward is two forwards, of which one is for weight gradients: of `trained_share` of the weights.
-    Recomputation does the forward again: of stages, of layers ("full"), of attention.
+    """FLOPs of a step. A backward costs two forwards; one of them makes the weight gradients of `trained_share` of the
+    weights. Recomputation runs forwards again: of stages, of layers ("full") or of attention.
     """
 
     def of_step(positions: Positions) -> tuple[int, int, int]:
         forward = forward_flops(architecture, positions, causal=causal)
-        whole = trained_share == 1  # whose integers no float need hold
+        whole = trained_share == 1  # then integers stay exact
         layers, head = (
             3 * part if whole else 2 * part + round(trained_share * part) for part in (forward.layers, forward.head)
         )

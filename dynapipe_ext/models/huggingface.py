@@ -1,4 +1,4 @@
-"""Hugging Face's config.json to an `Architecture` and back. What a field cannot say here is refused, never ignored."""
+"""Hugging Face's config.json to an `Architecture` and back. Unsupported values of fields are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "t5": "T5ForConditionalGeneration",
 }
-# What transformers takes for a field that config.json leaves out: (rms_norm_eps, max positions, rope_theta).
+# The values that transformers takes for missing fields: (rms_norm_eps, max positions, rope_theta).
 _DEFAULTS = {
     "llama": (1e-6, 2048, 1e4),
     "mistral": (1e-6, 131_072, 1e4),
@@ -49,7 +49,7 @@ _DEFAULTS = {
     "gemma2": (1e-6, 8192, 1e4),
     "gemma3_text": (1e-6, 131_072, 1e6),
 }
-# Families near to those that are known, and why they are not.
+# Families that resemble supported ones, and why they are refused.
 _REFUSED = {
     "gemma3": "it has a vision tower; give its text_config, of model_type gemma3_text, and the weights of that",
     "olmo": "its norms have no weights",
@@ -59,8 +59,8 @@ _REFUSED = {
 _GEMMAS = ("gemma2", "gemma3_text")
 _DEEPSEEKS = ("deepseek_v2", "deepseek_v3")
 _WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmo2", *_GEMMAS)
-_WITHOUT_GROUPS = ("llama", "phi3", "olmo2")  # unless they say so
-# Second names of fields, which transformers takes for the first ones.
+_WITHOUT_GROUPS = ("llama", "phi3", "olmo2")  # unless config.json gives them
+# Second names of fields; transformers accepts both.
 _ALIASES: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
         "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
@@ -78,15 +78,15 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
 
 
 def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
-    """Errors: ConfigError naming the field, its value and what is possible."""
+    """The architecture in a config.json. Errors: ConfigError naming the field, its value and the possible ones."""
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: must be an object with model_type, hidden_size and so on, but is {short(raw)}")
     family = raw.get("model_type")
     if family not in FAMILIES:
         reason = _REFUSED.get(family) if isinstance(family, str) else None
-        known = f"known are {', '.join(FAMILIES)}"
-        said = f"{reason}; {known}" if reason else f"{known}{did_you_mean(str(family), FAMILIES)}"
-        raise ConfigError(f"{where}: model_type is {short(family)}: {said}")
+        families = f"known are {', '.join(FAMILIES)}"
+        advice = f"{reason}; {families}" if reason else f"{families}{did_you_mean(str(family), FAMILIES)}"
+        raise ConfigError(f"{where}: model_type is {short(family)}: {advice}")
     fields = ConfigFields(_by_first_names(raw, _ALIASES.get(family, {}), where), where)
     fields.refuse("quantization_config")
     if family in _GEMMAS:
@@ -103,17 +103,18 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
 
 
 def _by_first_names(raw: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:
-    found = dict(raw)
+    renamed = dict(raw)
     for alias, name in aliases.items():
-        value = found.pop(alias, None)
+        value = renamed.pop(alias, None)
         if value is None:
             continue
-        if found.get(name, value) != value:
+        if renamed.get(name, value) != value:
             raise ConfigError(
-                f"{where}: {alias} is {short(value)} but {name} {short(found[name])}: they are one thing, leave one out"
+                f"{where}: {alias} is {short(value)} but {name} {short(renamed[name])}: they are one thing, leave one"
+                " out"
             )
-        found[name] = value
-    return found
+        renamed[name] = value
+    return renamed
 
 
 def _dtype(fields: ConfigFields) -> str:
@@ -155,7 +156,7 @@ def _read_llama(fields: ConfigFields, family: str) -> dict[str, Any]:
 
 
 def _mixture(fields: ConfigFields, family: str) -> dict[str, Any]:
-    """What mixtures of experts say besides, in the place of what they say otherwise."""
+    """The fields of mixtures of experts; they replace those of plain models."""
     if family == "mixtral":
         return {
             "num_experts": fields.integer("num_local_experts", 8),
@@ -194,16 +195,16 @@ def _window(fields: ConfigFields, family: str) -> int:
 
 
 def _rope(fields: ConfigFields, default: float) -> tuple[float, RopeScaling | None]:
-    """Frequencies' base and stretching."""
+    """The base of the rotary frequencies, and how they are stretched."""
     inner = rope_fields(fields)
     rope = inner.raw
     inner.refuse("partial_rotary_factor", 1.0)
     theta = inner.number("rope_theta", fields.number("rope_theta", default))
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    known = ["default"] if fields.raw.get("model_type") == "phi3" else ["default", "linear", "llama3"]
-    if kind not in known:
+    kinds = ["default"] if fields.raw.get("model_type") == "phi3" else ["default", "linear", "llama3"]
+    if kind not in kinds:
         raise ConfigError(
-            f"{fields.where}: rope_type is {short(kind)}: known are {', '.join(known)} (longrope's frequencies depend"
+            f"{fields.where}: rope_type is {short(kind)}: known are {', '.join(kinds)} (longrope's frequencies depend"
             " on the length of the row, Megatron's do not)"
         )
     if kind == "default":
@@ -248,7 +249,8 @@ def _read_gpt2(fields: ConfigFields, _: str) -> dict[str, Any]:
 
 
 def _read_t5(fields: ConfigFields, _: str) -> dict[str, Any]:
-    """transformers 5 writes tie_word_embeddings true for every T5: whether a head is its own, its files alone tell."""
+    """transformers 5 writes tie_word_embeddings true for every T5: only the weight files tell whether a head is
+    tied."""
     kind = fields.raw.get("feed_forward_proj") or "relu"
     gated, _dash, name = str(kind).rpartition("-")
     if gated not in ("", "gated") or name not in ACTIVATIONS:
@@ -279,10 +281,12 @@ def _read_t5(fields: ConfigFields, _: str) -> dict[str, Any]:
 
 
 def write_config(architecture: Architecture) -> dict[str, Any]:
-    """A config.json that transformers builds the same model from; `read_config` gives the architecture back."""
+    """A config.json from which transformers builds the same model; `read_config` inverts it."""
     a = architecture
     if a.family in ("gpt", "transformers"):
-        raise ConfigError("a model in sizes of its own is none that transformers knows: it has no config.json")
+        raise ConfigError(
+            "a model in custom sizes has no config.json, since transformers does not know it: give a published model"
+        )
     common: dict[str, Any] = {
         "architectures": [_CLASSES[a.family]],
         "model_type": a.family,
@@ -356,7 +360,7 @@ def _llama_config(a: Architecture) -> dict[str, Any]:
     if a.family in ("mistral", "mixtral", "phi3"):
         config["sliding_window"] = a.sliding_window or None
     if a.family == "phi3":
-        config["pad_token_id"] = None  # transformers' default lies outside of a small vocabulary
+        config["pad_token_id"] = None  # transformers' default would lie outside a small vocabulary
     if a.num_experts:
         name = "num_local_experts" if a.family == "mixtral" else "num_experts"
         config |= {name: a.num_experts, "num_experts_per_tok": a.top_k}

@@ -1,4 +1,7 @@
-"""Megatron-LM's arguments as an `Architecture` and back, by the names that its releases use."""
+"""Megatron-LM's arguments, by the names that its releases use, as an `Architecture`.
+
+`written_arguments.py` is the way back.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ from dataclasses import fields, replace
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.models.architecture import MOST, Activation, Architecture, Family, Position, RopeScaling
-from dynapipe_ext.models.huggingface import read_config, write_config
-from dynapipe_ext.models.megatron_latent_arguments import (
-    OF_LATENT,
-    latent_arguments,
-    latent_options,
-    latent_unsayable,
-    latent_values,
-    router_arguments,
+from dynapipe_ext.models.architecture import (
+    MOST,
+    Activation,
+    Architecture,
+    Family,
+    LatentAttention,
+    Position,
+    RopeScaling,
+    Yarn,
 )
+from dynapipe_ext.models.huggingface import read_config, write_config
 
 FOLLOWED = frozenset(
     """
@@ -100,7 +104,7 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "use_grouped_gemm_for_shared_expert": _OFF,
 }
 
-# Patterns of names, by trade.
+# Patterns of names of arguments that do not change what the model computes, grouped by topic.
 _HARMLESS = """
     *_weight_shards *gtp_weight_remat_size use_layer_wise_param_layout pad_vocab_size yarn_* freeze_all_layers
     flash_attention_version use_transformer_engine_op_fuser high_priority_a2a_comm_stream start_eval_at_iter
@@ -166,72 +170,69 @@ _HARMLESS_NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _
 
 
 def is_harmless(name: str) -> bool:
-    """Whether an argument leaves the function of a model as it is, whatever its value."""
+    """Whether an argument, whatever its value, never changes what the model computes."""
     return name not in FOLLOWED and name not in LEFT_AS_IT_IS and _HARMLESS_NAME.fullmatch(name) is not None
 
 
 def is_without_experts(name: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether an argument is for mixtures of experts, of which the model has none."""
+    """Whether an argument is for mixtures of experts and the model has none."""
     return "moe_" in name and not arguments.get("num_experts")
 
 
-_DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
-_POSITIONS = {"learned_absolute": "learned", "rope": "rope", "relative": "relative"}
-_LLAMA3 = RopeScaling("llama3", 8.0)  # the only one that Megatron-LM's GPT builds, whatever its arguments say
-_NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-_VALUES = (
-    "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_experts",
-    "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "max_position_embeddings",
-    "position_embedding_type", "rotary_base", "normalization", "norm_epsilon",
-)  # fmt: skip
-_SWITCHES = (
-    "untie_embeddings_and_output_weights", "swiglu", "add_qkv_bias", "qk_layernorm", "use_rope_scaling",
-    "moe_router_pre_softmax", "moe_shared_expert_gate",
-    *_DTYPES.values(),
+DTYPE_FLAGS = {"float16": "fp16", "bfloat16": "bf16"}
+POSITION_NAMES = {"learned_absolute": "learned", "rope": "rope", "relative": "relative"}
+LLAMA3_SCALING = RopeScaling("llama3", 8.0)  # Megatron-LM's GPT builds only this one, whatever its arguments say
+NORM_NAMES = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+# Only models with latent attention may give these arguments other values than the usual ones.
+OF_LATENT = (
+    "rope_type", "moe_layer_freq", "moe_router_score_function", "moe_router_enable_expert_bias",
+    "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
 )  # fmt: skip
 
 
 class _Arguments:
     """Checked reading of a mapping of arguments; None counts as absent."""
 
-    def __init__(self, given: Mapping[str, Any], where: str) -> None:
-        self.given, self.where = given, where
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values, self.where = values, where
 
-    def refused(self, name: str, wanted: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} is {short(self.given.get(name))} but {wanted}")
+    def refused(self, name: str, rule: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {name} is {short(self.values.get(name))} but {rule}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        value = self.given.get(name)
+        value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
             raise self.refused(name, f"must be an integer of 1 to {MOST:,}: put the model's config.json beside it")
         return value
 
     def number(self, name: str, default: float) -> float:
-        value = self.given.get(name)
+        value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self.refused(name, "must be a number above 0")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.given.get(name)
+        value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
             raise self.refused(name, "must be true or false")
         return value
 
     def choice(self, name: str, choices: Mapping[str, str], default: str) -> Any:
-        value = self.given.get(name)
+        value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, str) or value not in choices:
-            raise self.refused(name, f"only {', '.join(choices)} are of a family here")
+            raise self.refused(name, f"only {', '.join(choices)} belong to a family here")
         return choices[value]
 
 
 def read_arguments(arguments: Mapping[str, Any], where: str = "Megatron arguments") -> Architecture:
-    """`arguments` by Megatron's names with underscores. The family is the one whose layers these describe: Megatron
-    does not record it. Errors: ConfigError naming the argument, its value and what is possible.
+    """The architecture in `arguments`, which have Megatron's names with underscores.
+
+    Megatron does not record the family: the arguments describe its layers. Errors: ConfigError naming the argument, its
+    value and the possible ones.
     """
     a = _Arguments(arguments, where)
     refuse_another_model(arguments, where)
@@ -245,63 +246,72 @@ def read_arguments(arguments: Mapping[str, Any], where: str = "Megatron argument
     ffn = a.integer("ffn_hidden_size", max(64, hidden * 8 // 3 // 64 * 64) if swiglu else 4 * hidden)
     gated = swiglu or a.flag("gated_linear_unit")
     bias = _bias(a)
-    experts = bool(a.given.get("num_experts"))
-    has_shared = experts and a.given.get("moe_shared_expert_intermediate_size")
-    shared = a.integer("moe_shared_expert_intermediate_size") if has_shared else 0
     try:
-        found = Architecture(
+        architecture = Architecture(
             family=family,
             num_layers=_layers(a),
             hidden_size=hidden,
             num_heads=heads,
             num_query_groups=a.integer("num_query_groups", heads) if a.flag("group_query_attention") else heads,
             head_dim=a.integer("kv_channels", hidden // heads),
-            ffn_hidden_size=a.integer("moe_ffn_hidden_size", ffn) if experts else ffn,
             vocab_size=_vocab_size(a),
             max_seq_len=a.integer("max_position_embeddings", arguments.get("seq_length") or 2048),
             tied_embeddings=not a.flag("untie_embeddings_and_output_weights"),
             gated_mlp=gated,
             activation="silu" if swiglu else _gelu(a, bias),
             position=_position(a),
-            norm=a.choice("normalization", _NORMS, "LayerNorm"),
+            norm=a.choice("normalization", NORM_NAMES, "LayerNorm"),
             norm_eps=a.number("norm_epsilon", a.number("layernorm_epsilon", 1e-5)),
             qkv_bias=bias or a.flag("add_qkv_bias"),
             attention_output_bias=bias,
             mlp_bias=bias,
             qk_norm=a.flag("qk_layernorm"),
-            num_experts=a.integer("num_experts") if experts else 0,
-            top_k=a.integer("moe_router_topk", 2) if experts else 0,
-            norm_topk_prob=not (experts and a.flag("moe_router_pre_softmax")),
-            shared_ffn_hidden_size=shared,
-            shared_expert_gate=bool(shared) and a.flag("moe_shared_expert_gate"),
             rope_theta=a.number("rotary_base", 10_000.0),
             rope_scaling=_rope_scaling(a),
             sliding_window=_window(a),
-            dtype=next((dtype for dtype, flag in _DTYPES.items() if a.flag(flag)), "float32"),
+            dtype=next((dtype for dtype, flag in DTYPE_FLAGS.items() if a.flag(flag)), "float32"),
+            **_mlp_values(a, ffn),
         )
         if a.flag("multi_latent_attention"):
-            found = replace(found, **latent_values(arguments, where, ffn))
-        _refuse_strange(found, where)
+            architecture = replace(architecture, **latent_values(arguments, where, ffn))
+        _refuse_unpublished(architecture, where)
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
-    return found
+    return architecture
+
+
+def _mlp_values(a: _Arguments, ffn_hidden_size: int) -> dict[str, Any]:
+    """The fields of an Architecture that describe plain MLPs of this width, or experts in their place."""
+    if not a.values.get("num_experts"):
+        return {"ffn_hidden_size": ffn_hidden_size}
+    has_shared = bool(a.values.get("moe_shared_expert_intermediate_size"))
+    return {
+        "ffn_hidden_size": a.integer("moe_ffn_hidden_size", ffn_hidden_size),
+        "num_experts": a.integer("num_experts"),
+        "top_k": a.integer("moe_router_topk", 2),
+        "norm_topk_prob": not a.flag("moe_router_pre_softmax"),
+        "shared_ffn_hidden_size": a.integer("moe_shared_expert_intermediate_size") if has_shared else 0,
+        "shared_expert_gate": has_shared and a.flag("moe_shared_expert_gate"),
+    }
 
 
 def refuse_another_model(arguments: Mapping[str, Any], where: str) -> None:
-    """Errors: ConfigError naming an argument that makes a model which no family here can be."""
+    """Errors: ConfigError naming an argument whose value no family here has."""
     for name, fine in LEFT_AS_IT_IS.items():
         value = arguments.get(name)
         if value is None or value in fine or is_without_experts(name, arguments):
             continue
-        if isinstance(value, list | tuple) and value and all(one in fine for one in value):  # one a layer, or a loss
+        if (
+            isinstance(value, list | tuple) and value and all(each in fine for each in value)
+        ):  # one value for each layer, or loss
             continue
         if name in OF_LATENT and arguments.get("multi_latent_attention"):
             continue
         if name == "window_attn_skip_freq" and arguments.get("window_size") is None:
             continue
         raise ConfigError(
-            f"{where}: {name} is {short(value)} but models of the families here have {_or(fine)}: such a model stays"
-            " Megatron's"
+            f"{where}: {name} is {short(value)} but models of the families here have {_or(fine)}: only"
+            " Megatron-LM can train such a model"
         )
 
 
@@ -310,56 +320,61 @@ def _or(fine: tuple[Any, ...]) -> str:
 
 
 def _refuse_unknown(a: _Arguments) -> None:
-    strange = [
+    unknown = [
         f"{name} {short(value)}"
-        for name, value in a.given.items()
+        for name, value in a.values.items()
         if value and name not in FOLLOWED and name not in LEFT_AS_IT_IS and not is_harmless(name)
     ]
-    if strange:
+    if unknown:
         raise ConfigError(
-            f"{a.where}: {', '.join(sorted(strange))}: not known here, so what the model is cannot be told from its"
-            " arguments: put its config.json beside the checkpoint"
+            f"{a.where}: {', '.join(sorted(unknown))}: not known here, so the arguments do not describe the model"
+            " fully: put its config.json beside the checkpoint"
         )
 
 
 def _layers(a: _Arguments) -> int:
-    if a.given.get("decoder_num_layers") is not None:
-        raise a.refused("decoder_num_layers", "a model with an encoder is read with its config.json beside it only")
-    return a.integer("num_layers", a.given.get("encoder_num_layers"))
+    if a.values.get("decoder_num_layers") is not None:
+        raise a.refused(
+            "decoder_num_layers",
+            "arguments alone do not describe a model with an encoder: put its config.json beside the checkpoint",
+        )
+    return a.integer("num_layers", a.values.get("encoder_num_layers"))
 
 
 def _position(a: _Arguments) -> Position:
-    position: Position = a.choice("position_embedding_type", _POSITIONS, "learned_absolute")
-    if position == "learned" and a.flag("use_rotary_position_embeddings"):  # what older ones say instead
+    position: Position = a.choice("position_embedding_type", POSITION_NAMES, "learned_absolute")
+    if position == "learned" and a.flag("use_rotary_position_embeddings"):  # older releases say it so
         return "rope"
     if position == "learned" and not a.flag("add_position_embedding", True):
-        raise a.refused("add_position_embedding", "models of the families here know positions")
+        raise a.refused("add_position_embedding", "all models of the families here have positions")
     return position
 
 
 def _rope_scaling(a: _Arguments) -> RopeScaling | None:
-    """Of frequencies. Megatron-LM's GPT (0.16) heeds no argument but `use_rope_scaling`; other programs heed more."""
+    """The scaling of rotary frequencies. Megatron-LM's GPT (0.16) follows `use_rope_scaling` alone; other programs
+    follow more arguments."""
     unsure = (
-        "Megatron-LM 0.16 trains a GPT {} whatever this says, and other programs heed it: put the model's config.json,"
-        " with what it was trained with, beside the checkpoint"
+        "Megatron-LM 0.16 trains a GPT {} whatever this says, and other programs follow it: put a config.json beside"
+        " the checkpoint that says which scaling the model was trained with"
     )
-    if a.given.get("rotary_seq_len_interpolation_factor") not in (None, 1):
+    if a.values.get("rotary_seq_len_interpolation_factor") not in (None, 1):
         raise a.refused("rotary_seq_len_interpolation_factor", unsure.format("without interpolation"))
     if not a.flag("use_rope_scaling"):
         return None
-    if a.number("rope_scaling_factor", _LLAMA3.factor) != _LLAMA3.factor:
-        raise a.refused("rope_scaling_factor", unsure.format(f"with a factor of {_LLAMA3.factor:g}"))
-    return _LLAMA3
+    if a.number("rope_scaling_factor", LLAMA3_SCALING.factor) != LLAMA3_SCALING.factor:
+        raise a.refused("rope_scaling_factor", unsure.format(f"with a factor of {LLAMA3_SCALING.factor:g}"))
+    return LLAMA3_SCALING
 
 
 def _family(a: _Arguments) -> Family:
     position = _position(a)
-    norm = a.choice("normalization", _NORMS, "LayerNorm")
+    norm = a.choice("normalization", NORM_NAMES, "LayerNorm")
     if position == "relative":
         raise a.refused(
             "position_embedding_type",
-            "no argument says that T5 of the Hub scales neither its attention nor, in part, its output: put the model's"
-            " config.json beside the checkpoint",
+            "the arguments do not say how a T5 scales its attention and its output: put the model's config.json beside"
+            " the"
+            " checkpoint",
         )
     if position == "learned" and norm == "layernorm":
         return "gpt2"
@@ -368,26 +383,26 @@ def _family(a: _Arguments) -> Family:
             f"{a.where}: position_embedding_type {position} with normalization {norm} is of no family known here: put"
             " the model's config.json beside the checkpoint"
         )
-    if a.given.get("num_experts"):
+    if a.values.get("num_experts"):
         if a.flag("qk_layernorm"):
             return "qwen3_moe"
-        return "qwen2_moe" if a.given.get("moe_shared_expert_intermediate_size") else "mixtral"
+        return "qwen2_moe" if a.values.get("moe_shared_expert_intermediate_size") else "mixtral"
     if a.flag("qk_layernorm"):
         return "qwen3"
     if a.flag("add_qkv_bias") and not _bias(a):
         return "qwen2"
-    return "mistral" if a.given.get("window_size") else "llama"
+    return "mistral" if a.values.get("window_size") else "llama"
 
 
-def _refuse_strange(found: Architecture, where: str) -> None:
-    """What a family's layers never have, though each argument is known: no config.json says it."""
-    said = read_config(write_config(found), where)
-    names = [field.name for field in fields(found) if getattr(found, field.name) != getattr(said, field.name)]
+def _refuse_unpublished(model: Architecture, where: str) -> None:
+    """Errors: ConfigError where no config.json of the family can describe the model, though each argument is known."""
+    published = read_config(write_config(model), where)
+    names = [field.name for field in fields(model) if getattr(model, field.name) != getattr(published, field.name)]
     if names:
-        shown = ", ".join(f"{name} {short(getattr(found, name))}" for name in names)
+        shown = ", ".join(f"{name} {short(getattr(model, name))}" for name in names)
         raise ConfigError(
-            f"{where}: the arguments are those of {found.family} but for {shown}, which no model of the Hub's"
-            f" {found.family} has: such a model is not supported"
+            f"{where}: the arguments are those of {model.family} but for {shown}, which no model of the Hub's"
+            f" {model.family} has: such a model is not supported"
         )
 
 
@@ -396,152 +411,86 @@ def _bias(a: _Arguments) -> bool:
 
 
 def _gelu(a: _Arguments, bias: bool) -> Activation:
-    """Megatron's fused kernel approximates by tanh, what it runs without fusion is exact; fusion needs a bias."""
+    """Megatron's fused kernel approximates GELU by tanh. Without fusion it is exact. Fusion needs a bias."""
     return "gelu_tanh" if a.flag("bias_gelu_fusion", True) and bias else "gelu"
 
 
 def _vocab_size(a: _Arguments) -> int:
-    """The unpadded one, which only arguments that name it can tell."""
+    """The unpadded vocabulary, where the arguments name it; else the padded one."""
     for name in ("vocab_size", "padded_vocab_size"):
-        if a.given.get(name) is not None:
-            return a.integer(name) + (num_added_tokens(a.given) if name == "vocab_size" else 0)
+        if a.values.get(name) is not None:
+            return a.integer(name) + (num_added_tokens(a.values) if name == "vocab_size" else 0)
     raise ConfigError(f"{a.where}: neither vocab_size nor padded_vocab_size is there: pass the model's config.json")
 
 
 def num_added_tokens(arguments: Mapping[str, Any]) -> int:
-    """By which the vocabulary is larger than Megatron's `vocab_size`: an end of document, without a tokenizer."""
+    """Tokens that Megatron adds to `vocab_size`: an end of document where there is no tokenizer."""
     return int(arguments.get("tokenizer_type") in ("NullTokenizer", "NullMultimodalTokenizer"))
 
 
 def _window(a: _Arguments) -> int:
-    window = a.given.get("window_size")
+    window = a.values.get("window_size")
     if window is None:
         return 0
     match window:
         case [int(left), int(right)] if right == 0 and 0 <= left <= MOST:
             return left + 1  # Megatron leaves the token itself out
-    raise a.refused("window_size", "only windows to the left, like (4095, 0), are known")
+    raise a.refused("window_size", "only windows to the left, like (4095, 0), are supported")
 
 
-def write_arguments(architecture: Architecture) -> dict[str, Any]:
-    """What Megatron-LM keeps of the same model, by its names. They cannot say all of it: checkpoints carry config.json
-    for that, and `lost` here names it, which nobody knows as an argument, so `read_arguments` refuses them alone.
-    """
-    a = architecture
-    scaling = a.rope_scaling
-    arguments: dict[str, Any] = {
-        "num_layers": a.num_layers,
-        "hidden_size": a.hidden_size,
-        "num_attention_heads": a.num_heads,
-        "group_query_attention": a.num_query_groups != a.num_heads,
-        "num_query_groups": a.num_query_groups,
-        "kv_channels": a.head_dim,
-        "ffn_hidden_size": a.dense_ffn_hidden_size or a.ffn_hidden_size,
-        "vocab_size": a.vocab_size,
-        "max_position_embeddings": a.max_seq_len,
-        "untie_embeddings_and_output_weights": not a.tied_embeddings,
-        "swiglu": a.gated_mlp and a.activation == "silu",
-        "gated_linear_unit": a.gated_mlp,
-        "bias_gelu_fusion": a.activation == "gelu_tanh" and a.mlp_bias,
-        "position_embedding_type": {kind: name for name, kind in _POSITIONS.items()}[a.position],
-        "normalization": {kind: name for name, kind in _NORMS.items()}[a.norm],
-        "norm_epsilon": a.norm_eps,
-        "layernorm_epsilon": a.norm_eps,  # the same, as megatron-core 0.16 names it
-        "add_bias_linear": a.mlp_bias,
-        "add_qkv_bias": a.qkv_bias,
-        "qk_layernorm": a.qk_norm,
-        "rotary_base": int(a.rope_theta) if a.rope_theta.is_integer() else a.rope_theta,
-        "rotary_seq_len_interpolation_factor": scaling.factor if scaling and scaling.kind == "linear" else None,
-        "use_rope_scaling": scaling is not None and scaling.kind == "llama3",
-        "rope_scaling_factor": scaling.factor if scaling and scaling.kind == "llama3" else 8.0,
-        "window_size": (a.sliding_window - 1, 0) if a.sliding_window else None,
+def latent_values(arguments: Mapping[str, Any], where: str, dense_ffn_hidden_size: int) -> dict[str, Any]:
+    """The fields of an Architecture that `multi_latent_attention` changes. Errors: ConfigError naming the argument."""
+
+    def number(name: str, default: float | None = None) -> Any:
+        value = arguments.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise ConfigError(f"{where}: {name} is {short(arguments.get(name))} but must be a number of at least 0")
+        return value
+
+    if not arguments.get("qk_layernorm"):
+        raise ConfigError(f"{where}: qk_layernorm is off, but models of the families here norm their latent vectors")
+    kind = arguments.get("rope_type") or "yarn"
+    if kind not in ("rope", "yarn"):
+        raise ConfigError(f"{where}: rope_type is {short(kind)}: give rope or yarn")
+    latent = LatentAttention(
+        q_rank=number("q_lora_rank", 0),
+        kv_rank=number("kv_lora_rank"),
+        plain_dim=number("qk_head_dim", 128),
+        rotary_dim=number("qk_pos_emb_head_dim", 64),
+        value_dim=number("v_head_dim", 128),
+    )
+    yarn = Yarn(
+        factor=float(number("rotary_scaling_factor", 1.0)),
+        original_max_seq_len=number("original_max_position_embeddings", 4096),
+        beta_fast=float(number("beta_fast", 32.0)),
+        beta_slow=float(number("beta_slow", 1.0)),
+        mscale=float(number("mscale", 1.0)),
+        mscale_all_dim=float(number("mscale_all_dim", 0.0)),
+    )
+    num_dense = _dense_layers(arguments.get("moe_layer_freq"), where)
+    score = arguments.get("moe_router_score_function") or "softmax"
+    weights = {"norm_topk_prob": number("moe_router_topk", 2) > 1} if score == "sigmoid" else {}
+    return weights | {
+        "family": "deepseek_v3" if score == "sigmoid" else "deepseek_v2",
+        "head_dim": latent.plain_dim + latent.rotary_dim,
+        "latent": latent,
+        "rope_scaling": None if kind == "rope" or yarn.factor == 1 else yarn,
+        "qk_norm": False,
+        "num_dense_layers": num_dense,
+        "dense_ffn_hidden_size": dense_ffn_hidden_size if num_dense else 0,
+        "router_score": score,
+        "router_bias": bool(arguments.get("moe_router_enable_expert_bias")),
+        "router_num_groups": number("moe_router_num_groups", 0),
+        "router_group_topk": number("moe_router_group_topk", 0),
+        "router_scale": float(number("moe_router_topk_scaling_factor", 1.0)),
     }
-    if a.family == "t5":
-        arguments |= {
-            "encoder_num_layers": a.num_layers,
-            "decoder_num_layers": a.num_decoder_layers,
-            "relative_attention_num_buckets": a.relative_buckets,
-            "relative_attention_max_distance": a.relative_max_distance,
-        }
-    if a.num_experts:
-        arguments |= {
-            "num_experts": a.num_experts,
-            "moe_router_topk": a.top_k,
-            "moe_ffn_hidden_size": a.ffn_hidden_size,
-            "moe_router_pre_softmax": not a.norm_topk_prob,
-        }
-    if a.shared_ffn_hidden_size:
-        arguments |= {
-            "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size,
-            "moe_shared_expert_gate": a.shared_expert_gate,
-        }
-    if a.latent:
-        arguments |= {"multi_latent_attention": True, "qk_layernorm": True} | latent_arguments(a, a.latent)
-        arguments |= router_arguments(a)
-    if lost := unsayable(a):
-        arguments["lost"] = "; ".join(lost)
-    return arguments | {flag: a.dtype == dtype for dtype, flag in _DTYPES.items()}
 
 
-def run_arguments(architecture: Architecture, dtype: str) -> dict[str, Any]:
-    """The same of a model in training, with the rows that its embedding has; `dtype` is torch's name."""
-    written = write_arguments(replace(architecture, dtype=dtype))
-    return written | {"padded_vocab_size": architecture.padded_vocab_size()}
-
-
-def unsayable(architecture: Architecture) -> tuple[str, ...]:
-    """What of a model no argument of Megatron-LM's pretrain_gpt.py (0.16) says: it would train another one."""
-    a = architecture
-    if a.family == "t5":
-        return ("T5 (its attention is not scaled, and pretrain_gpt.py has no encoder)",)
-    found = []
-    if a.latent:
-        found += latent_unsayable(a, a.latent)
-    scaling = a.rope_scaling
-    if isinstance(scaling, RopeScaling) and scaling != _LLAMA3:
-        found.append(
-            f"RoPE scaling {scaling.kind} by {scaling.factor:g}"
-            + (f" from {scaling.original_max_seq_len:,} positions" if scaling.kind == "llama3" else "")
-            + " (its GPT heeds --use-rope-scaling alone: llama3 by 8 from 8,192)"
-        )
-    if not a.rope_theta.is_integer():
-        found.append(f"rope_theta {a.rope_theta:g} (--rotary-base is an integer)")
-    biases = (a.qkv_bias, a.attention_output_bias, a.mlp_bias)
-    if biases not in ((True, True, True), (True, False, False), (False, False, False)):
-        found.append("biases in some projections only (--disable-bias-linear leaves out all, --add-qkv-bias adds one)")
-    if a.norm_placement != "pre":
-        found.append("norms of what attention and MLP give (it has them before these only)")
-    if a.scaled_embedding or a.attention_softcap or a.logit_softcap or a.local_rope_theta:
-        found.append("embeddings times sqrt(hidden_size), capped scores and logits, RoPE of its own under windows")
-    if a.qk_norm_whole:
-        found.append("norms of the queries and of the keys of all heads together (--qk-layernorm is of each head)")
-    if a.top_k == 1 and a.norm_topk_prob:
-        found.append("one expert a token with a weight of 1 (it wants --moe-router-pre-softmax)")
-    sayable = ("silu",) if a.gated_mlp else ("gelu_tanh", "gelu")
-    if a.activation not in sayable:
-        found.append(f"{'gated ' * a.gated_mlp}{a.activation} in the MLP (it has {' and '.join(sayable)})")
-    return tuple(found)
-
-
-def command_line(architecture: Architecture) -> tuple[str, ...]:
-    """Options of pretrain_gpt.py that build the model, its weights' type included. Nothing of ranks, data or training.
-
-    Errors: ConfigError where `unsayable` has something.
-    """
-    a = architecture
-    if lost := unsayable(a):
-        raise ConfigError(f"Megatron-LM's arguments cannot say {'; '.join(lost)}: train it with dynapipe train")
-    arguments = write_arguments(a)
-    options: list[str] = []
-    for name in _VALUES:
-        if name in arguments:
-            options += [f"--{name.replace('_', '-')}", str(arguments[name])]
-    options += [f"--{name.replace('_', '-')}" for name in _SWITCHES if arguments.get(name)]
-    options += latent_options(a, a.latent) if a.latent else []
-    options += ["--disable-bias-linear"] * (not a.mlp_bias)
-    options += ["--no-bias-gelu-fusion"] * (a.activation == "gelu")
-    if a.num_query_groups != a.num_heads:
-        options += ["--group-query-attention", "--num-query-groups", str(a.num_query_groups)]
-    if a.sliding_window:
-        options += ["--window-size", f"{a.sliding_window - 1},0"]
-    return (*options, "--attention-dropout", "0", "--hidden-dropout", "0")
+def _dense_layers(pattern: object, where: str) -> int:
+    """How many layers without experts come first, by `moe_layer_freq`. Errors: ConfigError for another pattern."""
+    has_experts = list(pattern) if isinstance(pattern, list | tuple) else [1]
+    num_dense = has_experts.index(1) if 1 in has_experts else len(has_experts)
+    if pattern not in (None, 1) and has_experts != [int(layer >= num_dense) for layer in range(len(has_experts))]:
+        raise ConfigError(f"{where}: moe_layer_freq is {short(pattern)} but must be 0 of the first layers and then 1")
+    return num_dense

@@ -1,4 +1,4 @@
-"""Parameters and states of every pipeline stage of a published model: exactly, by tensor, for every family."""
+"""Exact parameters and states of every pipeline stage of a published model, counted tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, Offload, StateBytes, 
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages, layer_kinds
 from dynapipe_ext.models.tensors import GroupKind, tensor_groups
 
-# Divided over tensor parallel ranks; everything else (norms, routers, positions, biases of what is summed) is copied.
+# Tensor parallel ranks divide these. Each has a copy of the rest: norms, routers, positions, biases of summed outputs.
 _SHARDED: tuple[GroupKind, ...] = (
     "embedding", "head", "attention_in", "attention_in_bias", "attention_out", "cross_q", "cross_kv", "cross_out",
     "mlp_in", "mlp_in_bias", "mlp_out", "shared_in", "shared_out",
@@ -26,8 +26,8 @@ _SHARDED: tuple[GroupKind, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class StageParameters:
-    """Parameters on one tensor parallel rank of every stage, shape (S,): those that every replica has, those of
-    experts, and the largest unit (a layer, an embedding) that ZeRO holds whole at once.
+    """Parameters on one tensor parallel rank of every stage, arrays of shape (S,): `common` on every replica,
+    `experts`, and the largest unit (a layer, an embedding), which ZeRO gathers whole.
     """
 
     common: IntArray
@@ -41,10 +41,10 @@ class StageParameters:
 
 @lru_cache(maxsize=64)
 def _sizes(architecture: Architecture) -> dict[tuple[str, int, GroupKind, bool], int]:
-    """Parameters by (side or "" of layers and of what lies outside, kind of layer or -1, of group, is an expert's).
+    """Parameters by (side or "", kind of layer or -1 outside layers, kind of group, whether it is an expert's).
 
-    Of layers: of the first of its kind alone, as all of a kind, and of a side, are alike; T5's position biases are
-    outside of them.
+    Only the first layer of each kind counts, since layers of one kind and side are alike. T5's position biases count
+    outside layers.
     """
     first_layers = [layers.start for _, layers in layer_kinds(architecture)]
     totals: Counter[tuple[str, int, GroupKind, bool]] = Counter()
@@ -58,7 +58,7 @@ def _sizes(architecture: Architecture) -> dict[tuple[str, int, GroupKind, bool],
 
 
 def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[int, int]]:
-    """(encoder or decoder-only, decoder) layers of every stage. Errors: ConfigError where layers do not fill them."""
+    """(encoder or decoder-only, decoder) layers of every stage. Errors: ConfigError for too few layers."""
     topology = topology.with_layers(architecture.total_layers)
     return layers_of_stages(
         architecture.num_layers, architecture.total_layers, topology.num_stages, topology.layers_per_stage
@@ -66,7 +66,7 @@ def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[i
 
 
 def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
-    """The stages that read tokens: the first and the last one, and that where a decoder begins."""
+    """The stages that read tokens: the first, the last, and the one where a decoder begins."""
     layers = stage_layers(architecture, topology)
     return 0, first_decoder_stage(layers) or 0, len(layers) - 1
 
@@ -74,10 +74,11 @@ def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int,
 def stage_parameters(
     architecture: Architecture, topology: Topology, vocab_size: int = 0, ep: int = 1
 ) -> StageParameters:
-    """As Megatron lays them out: a tied head has a copy on the last stage where its embedding is on another rank, T5's
-    decoder one on its first stage. `vocab_size` 0 is the unpadded one; `ep` replicas share the experts.
+    """Parameters of every stage, as Megatron lays them out.
 
-    On one stage, tp 1 and the unpadded vocabulary the sum is the number of parameters of the published model.
+    The last stage has a copy of a tied head whose embedding is on another rank; the first stage of T5's decoder has
+    another. `vocab_size` 0 means the unpadded vocabulary. `ep` replicas share the experts. On one stage, with tp 1 and
+    the unpadded vocabulary, the sum is the published number of parameters.
     """
     a, tp = architecture, topology.tp
     layers = stage_layers(a, topology)
@@ -120,8 +121,8 @@ def stage_parameters(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """Bytes before any micro-batch, of one rank of every stage, arrays of shape (S,). `buffers`: what ZeRO gathers and
-    reduces, whole, while it is used. `host`: of one rank on the host. `moved`: over the host's link in a step.
+    """Bytes of one rank of every stage before any micro-batch, arrays of shape (S,). `buffers`: whole units that ZeRO
+    gathers and reduces during use. `host`: bytes on the host. `moved`: bytes over the host's link in a step.
     """
 
     device: StateBytes
@@ -142,12 +143,11 @@ def states(
     ep: int = 1,
     exact_sums: bool = False,
 ) -> States:
-    """States under ZeRO, with `exact_sums` of gradients, and what of them an `offload` leaves on the host
-    (`state_bytes`).
+    """States under ZeRO and offload, by `state_bytes`; `exact_sums` adds the exact sums of gradients.
 
-    Offloaded gradients are moved down once a step, and the updated weights up; offloaded weights also up for every
-    forward and backward of the step's micro-batches: counted here once for each.
-    Errors: ConfigError for an offload that its stage does not have.
+    Once a step offloaded gradients move to the host and updated weights move back. Offloaded weights also move to the
+    device for every forward and backward; here they count once for each.
+    Errors: ConfigError for an offload that the ZeRO stage does not have.
     """
     count = stage_parameters(architecture, topology, vocab_size, ep)
     dp = topology.dp

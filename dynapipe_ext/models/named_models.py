@@ -61,7 +61,7 @@ def _gemma2(layers: int, hidden: int, heads: int, groups: int, ffn: int, head_di
 
 
 def _deepseek(layers: int, hidden: int, heads: int, dense_ffn: int, ffn: int, **other: Any) -> dict[str, Any]:
-    """DeepSeek's; both have the same heads and the same YaRN but for `mscale`."""
+    """DeepSeek-V2 and V3: the same heads, and the same YaRN except for `mscale`."""
     mscale = other.pop("mscale")
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
     return _llama(
@@ -82,7 +82,7 @@ _DEEPSEEK2 = {"model_type": "deepseek_v2", "vocab_size": 102_400, "n_shared_expe
 _MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32_768}
 _MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
 
-# Their published config.json; gpt3 by Brown et al. 2020 (table 2.1), in the layers of GPT-2.
+# The published config.json of each. gpt3 follows Brown et al. 2020 (table 2.1), with the layers of GPT-2.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-2-7b": _llama(32, 4096, 32, 32, 11_008),
     "llama-2-13b": _llama(40, 5120, 40, 40, 13_824),
@@ -200,7 +200,7 @@ def preset(name: str) -> Architecture:
 
 
 def read_model(model: str) -> tuple[Architecture, str]:
-    """A model and what to call it: of a preset's name, or of a JSON file or the folder with its config.json.
+    """A model, and its name for messages, from a preset's name, a JSON file or a folder with config.json.
 
     A file with "model_type" is Hugging Face's; one with "num_layers" or "encoder_num_layers" holds Megatron's
     arguments, by its names with underscores or dashes. Errors: ConfigError, DataError.
@@ -234,10 +234,10 @@ def read_model(model: str) -> tuple[Architecture, str]:
 class LayerPattern:
     """The modules of a family of causal models, by their names within the model.
 
-    `layers` is the list of decoder layers, each a function of hidden states (rows, length, hidden) that returns them,
-    or a tuple that begins with them (`returns_tuple`). `first` is what the first stage alone needs, `last` what the
-    last does. What stands in neither, as rotary embeddings do, every stage has a copy of, without weights. `packs`
-    says that documents packed into a row do not see one another: `check_packing` proves it of a model.
+    `layers` is the list of decoder layers. Each takes hidden states (rows, length, hidden) and returns them, or a tuple
+    that begins with them (`returns_tuple`). Only the first stage needs the modules in `first`, only the last those in
+    `last`. Every stage has a copy of all others, such as rotary embeddings, which have no weights. `packs`: documents
+    packed into a row do not see one another; `check_packing` proves it of a model.
 
     >>> LayerPattern(layers="model.layers", first=("model.embed_tokens",), last=("model.norm", "lm_head")).body
     'model'
@@ -251,7 +251,7 @@ class LayerPattern:
 
     @property
     def body(self) -> str:
-        """The module whose forward runs the layers: it has no head."""
+        """The module whose forward runs the layers, without the head."""
         return self.layers.rpartition(".")[0]
 
 
@@ -282,15 +282,15 @@ LAYER_PATTERNS: dict[str, LayerPattern] = {  # by transformers' model_type
     "qwen2": _LLAMA_PATTERN,
     "qwen3": _LLAMA_PATTERN,
 }
-ENCODER_DECODERS = ("t5",)  # of which other code knows where they are cut
+ENCODER_DECODERS = ("t5",)  # the transformers room knows where to cut these
 
 
 def refuse_other_pairs(kind: object) -> None:
-    """Errors: ConfigError for an encoder-decoder, by transformers' model_type, that nobody knows to cut."""
+    """Errors: ConfigError for an encoder-decoder, by transformers' model_type, that cannot be cut into stages."""
     if kind not in ENCODER_DECODERS:
         raise ConfigError(
-            f"{short(kind)} has an encoder and a decoder: of such models {', '.join(ENCODER_DECODERS)} alone is known,"
-            " so give one, or a model that is a decoder only"
+            f"{short(kind)} has an encoder and a decoder: of such models only {', '.join(ENCODER_DECODERS)} is"
+            " supported, so give one, or a decoder-only model"
         )
 
 
@@ -306,14 +306,14 @@ def pattern_of(kind: object) -> LayerPattern:
 
 Backend = Literal["auto", "megatron", "transformers"]
 
-# Names of the same size in the configurations of different families; the first that is there counts.
+# Families give one size different names in config.json; the first name that is present counts.
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "dropout_rate", "embd_pdrop", "resid_pdrop")
-_DROPOUTS_UNSAID = {  # as transformers takes a config.json without a word
+_DEFAULT_DROPOUTS = {  # the values that transformers takes for missing fields
     "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
     "t5": {"dropout_rate": 0.1},
 }
@@ -321,10 +321,10 @@ _GATED = ("silu", "gelu_pytorch_tanh")
 
 
 def read_trainable(model: str, backend: Backend) -> Architecture:
-    """A model to train: as megatron-core computes it, or of the family "transformers", by its sizes.
+    """A model to train: one that megatron-core computes, or the sizes of one that transformers computes.
 
-    "auto" takes transformers for a config.json that has no twin in megatron-core, if its family can be cut. A T5 is of
-    the family "t5", whatever computes it. Errors: ConfigError, DataError.
+    The family of the latter is "transformers", but a T5 is always "t5". The backend "auto" takes transformers where
+    megatron-core cannot compute the model and its family can be cut into stages. Errors: ConfigError, DataError.
     """
     path = config_file(model)
     if backend != "transformers":
@@ -334,7 +334,7 @@ def read_trainable(model: str, backend: Backend) -> Architecture:
             if backend == "megatron" or not path.is_file() or model_type(model) not in LAYER_PATTERNS:
                 raise
     if not path.is_file():
-        raise ConfigError(f"{model} has no config.json, of which transformers could build a model: give its folder")
+        raise ConfigError(f"{model} has no config.json, from which transformers could build a model: give its folder")
     if raw_config(model).get("is_encoder_decoder"):
         refuse_other_pairs(model_type(model))
         return read_model(model)[0]
@@ -343,19 +343,19 @@ def read_trainable(model: str, backend: Backend) -> Architecture:
 
 
 def model_type(model: str) -> str:
-    """Transformers' name of the family, in a model's config.json; empty where it says none."""
+    """Transformers' name of the family, from a model's config.json; empty where it has none."""
     return str(raw_config(model).get("model_type") or "")
 
 
 def dropout_rates(model: str) -> dict[str, float]:
-    """The rates above 0 that a model's config.json has, or has without a word; none where there is no such file."""
+    """The dropout rates above 0 of a model's config.json, defaults included; none without such a file."""
     raw = raw_config(model)
-    rates = _DROPOUTS_UNSAID.get(str(raw.get("model_type")), {}) | {n: raw[n] for n in _DROPOUTS if n in raw}
+    rates = _DEFAULT_DROPOUTS.get(str(raw.get("model_type")), {}) | {n: raw[n] for n in _DROPOUTS if n in raw}
     return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate}
 
 
 def raw_config(model: str) -> Mapping[str, Any]:
-    """What a model's config.json says; nothing where there is no such file. Errors: ConfigError for a damaged one."""
+    """The object in a model's config.json, empty without such a file. Errors: ConfigError for a damaged file."""
     if not (path := config_file(model)).is_file():
         return {}
     try:
@@ -366,7 +366,7 @@ def raw_config(model: str) -> Mapping[str, Any]:
 
 
 def document_attention_fault(model: str) -> str:
-    """Why attention document by document does not compute what a config.json says; nothing if it does."""
+    """Why attention document by document differs from the model in a config.json; empty where it does not."""
     raw = raw_config(model)
     if cap := raw.get("attn_logit_softcapping"):
         return f"{raw.get('model_type')} caps its scores (attn_logit_softcapping {cap})"
@@ -374,38 +374,38 @@ def document_attention_fault(model: str) -> str:
 
 
 def carried_fault(model: str) -> str:
-    """Why a model of transformers cannot attend from piece to piece of a cut sample; nothing if it can."""
+    """Why a model of transformers cannot attend from piece to piece of a cut sample; empty where it can."""
     raw = raw_config(model)
     kind, window = raw.get("model_type"), raw.get("sliding_window")
     fault = document_attention_fault(model)
     if raw.get("is_encoder_decoder"):
-        fault = "inputs of an encoder-decoder attend to what comes later"
+        fault = "inputs of an encoder-decoder attend to later positions"
     if window and raw.get("use_sliding_window", True):
-        fault = f"{kind} has windows of attention (sliding_window {window}), which do not go on from piece to piece"
+        fault = f"{kind} has attention windows (sliding_window {window}), which do not go on from piece to piece"
     return f"{fault}: plan whole samples" if fault else ""
 
 
 def config_file(model: str) -> Path:
-    """Of a model's folder, or the file itself."""
+    """The config.json of a model's folder, or the file itself."""
     return Path(model) / "config.json" if Path(model).is_dir() else Path(model)
 
 
 def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
-    """A GPT of the sizes that are named; what a family does besides (norms, windows, experts) is not told.
+    """A GPT of the named sizes, without what else a family computes (norms, windows, experts).
 
-    Errors: ConfigError naming the size that is missing, and a model with an encoder.
+    Errors: ConfigError naming a missing size, and for a model with an encoder.
     """
     kind = short(raw.get("model_type"))
     if raw.get("is_encoder_decoder"):
-        raise ConfigError(f"{where}: {kind} has an encoder and a decoder: give a model that is a decoder only")
+        raise ConfigError(f"{where}: {kind} has an encoder and a decoder: give a decoder-only model")
     if raw.get("quantization_config") is not None:
-        raise ConfigError(f"{where}: {kind} is quantized, and cannot be trained so: give the model in full precision")
+        raise ConfigError(f"{where}: {kind} is quantized and cannot be trained: give the model in full precision")
 
     def size(names: tuple[str, ...], default: int | None = None) -> int:
-        found = next((raw[name] for name in names if raw.get(name) is not None), default)
-        if type(found) is not int or found < 1:
-            raise ConfigError(f"{where}: {' or '.join(names)} is {short(found)} but must be an integer above 0")
-        return found
+        value = next((raw[name] for name in names if raw.get(name) is not None), default)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{where}: {' or '.join(names)} is {short(value)} but must be an integer above 0")
+        return value
 
     hidden, heads = size(_HIDDEN), size(_HEADS)
     gpt = Architecture.gpt(

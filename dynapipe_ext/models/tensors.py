@@ -1,6 +1,7 @@
 """Every tensor of a published model by its Hugging Face name and shape, in groups that formats keep together.
 
-These names and shapes are the common tongue of checkpoint conversion, and their sizes the exact parameter count.
+Checkpoint conversion translates between formats through these names and shapes. Their sizes give the exact parameter
+count.
 """
 
 from __future__ import annotations
@@ -64,18 +65,18 @@ class TensorGroup:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is no parameter: without gradient and moments, and float32 whatever the weights are."""
+        """Whether it is a buffer: it has no gradient and no moments, and is always float32."""
         return self.kind == "router_bias"
 
 
 def tensor_groups(architecture: Architecture) -> tuple[TensorGroup, ...]:
-    """All groups in the order of the forward pass. A tied head has none of its own: it is the embedding.
+    """All groups in the order of the forward pass. A tied head has no group: it is the embedding.
 
-    Errors: ConfigError for a model of no published family, whose tensors have no names on the Hub.
+    Errors: ConfigError for a model in custom sizes, whose tensors have no names on the Hub.
     """
     if architecture.family in ("gpt", "transformers"):
         raise ConfigError(
-            "a model in sizes of its own has no published names of tensors: give a published model's config.json"
+            "a model in custom sizes has no published names of tensors: give a published model's config.json"
         )
     writer = {"gpt2": _gpt2, "t5": _t5}.get(architecture.family, _llama)
     return tuple(writer(architecture))

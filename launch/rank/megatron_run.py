@@ -19,7 +19,7 @@ from dynapipe_ext.launch.job.job import topology_of
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.megatron_arguments import run_arguments
+from dynapipe_ext.models.written_arguments import run_arguments
 from dynapipe_ext.settings.train_config import TrainConfig
 
 

@@ -31,7 +31,7 @@ from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
-from dynapipe_ext.models.megatron_arguments import run_arguments
+from dynapipe_ext.models.written_arguments import run_arguments
 from dynapipe_ext.tools.checkpoint import WriterOptions, convert, prepare_conversion, recognise
 from tests.support.megatron_ranks import (
     NUM_SAMPLES,

@@ -211,7 +211,7 @@ def test_long_samples_run_in_pieces_with_the_losses_of_a_plain_loop(
 @pytest.mark.parametrize(
     ("family", "says"),
     [
-        ("mistral", r"mistral has windows of attention \(sliding_window 5\), which do not go on from piece to piece"),
+        ("mistral", r"mistral has attention windows \(sliding_window 5\), which do not go on from piece to piece"),
         ("gemma2", "gemma2 has windows"),
     ],
 )

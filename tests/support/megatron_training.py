@@ -33,7 +33,7 @@ from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.models.megatron_arguments import write_arguments
+from dynapipe_ext.models.written_arguments import write_arguments
 from dynapipe_ext.tools.checkpoint.megatron.names import tied_head_name
 from tests.support.checkpoints import tiny_variant
 from tests.support.megatron_ranks import CPU, join

@@ -258,7 +258,7 @@ SIZES: dict[str, Any] = {
     [
         (Architecture(family="llama", **SIZES), ""),
         (Architecture(family="mixtral", num_experts=4, top_k=2, **SIZES), ""),
-        (Architecture(family="gemma2", sliding_window=32, full_attention_every=2, **SIZES), "has windows of attention"),
+        (Architecture(family="gemma2", sliding_window=32, full_attention_every=2, **SIZES), "has attention windows"),
         (Architecture(family="t5", num_decoder_layers=2, position="relative", **SIZES), "encoder-decoder"),
         (Architecture(family="transformers", **SIZES), "computed by transformers"),
     ],

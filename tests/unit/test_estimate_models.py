@@ -19,10 +19,10 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.flops import Positions, forward_flops
 from dynapipe_ext.models.huggingface import write_config
-from dynapipe_ext.models.megatron_arguments import write_arguments
 from dynapipe_ext.models.memory import stage_parameters, states
 from dynapipe_ext.models.named_models import PRESETS, preset, read_model
 from dynapipe_ext.models.tensors import num_parameters
+from dynapipe_ext.models.written_arguments import write_arguments
 from dynapipe_ext.tools.estimate.modules import MODULES, modules_of, positions_of
 
 PUBLISHED = {

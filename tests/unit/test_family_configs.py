@@ -16,8 +16,9 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, RopeScaling, layer_kinds
 from dynapipe_ext.models.huggingface import read_config, write_config
-from dynapipe_ext.models.megatron_arguments import command_line, read_arguments, unsayable, write_arguments
+from dynapipe_ext.models.megatron_arguments import read_arguments
 from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.models.written_arguments import command_line, unsayable, write_arguments
 from dynapipe_ext.tools.estimate.options import balanced_layers
 
 _SMALL = {
@@ -39,7 +40,7 @@ _MSCALES = {"mscale": 1.3, "mscale_all_dim": 0.7}
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
-        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "only every n-th layer without a window"),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "exactly every n-th layer"),
         ("gemma3_text", {"layer_types": ["sliding_attention"]}, "layer_types is .* must be 2 of sliding_attention"),
         (
             "gemma3_text",

@@ -14,16 +14,9 @@ import pytest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, LatentAttention, RopeScaling
 from dynapipe_ext.models.huggingface import read_config, write_config
-from dynapipe_ext.models.megatron_arguments import (
-    FOLLOWED,
-    LEFT_AS_IT_IS,
-    command_line,
-    is_harmless,
-    read_arguments,
-    unsayable,
-    write_arguments,
-)
+from dynapipe_ext.models.megatron_arguments import FOLLOWED, LEFT_AS_IT_IS, is_harmless, read_arguments
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
+from dynapipe_ext.models.written_arguments import command_line, unsayable, write_arguments
 from tests.support.megatron_lm import MEGATRON_LM
 
 torch = pytest.importorskip("torch")

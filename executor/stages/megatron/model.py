@@ -18,7 +18,7 @@ from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers, rotary_frequencies
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.family_configs import router_fault
-from dynapipe_ext.models.megatron_latent_arguments import latent_arguments, router_arguments
+from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HEADS = (_HEAD, f"lm_head.{_HEAD}")  # of GPTModel and of T5Model

@@ -21,7 +21,8 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, read_manifest
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.models.megatron_arguments import read_arguments, refuse_another_model, unsayable
+from dynapipe_ext.models.megatron_arguments import read_arguments, refuse_another_model
+from dynapipe_ext.models.written_arguments import unsayable
 from dynapipe_ext.tools.checkpoint.formats import TrainingState
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CARRIED_FOLDER, CONFIG, carried_files
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import write_script

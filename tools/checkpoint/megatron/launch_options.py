@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.megatron_arguments import command_line, unsayable
+from dynapipe_ext.models.written_arguments import command_line, unsayable
 from dynapipe_ext.tools.checkpoint.formats import TrainingState, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.shards import RankLayout
 from dynapipe_ext.tools.files import write_atomic

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.models.megatron_arguments import num_added_tokens, write_arguments
+from dynapipe_ext.models.megatron_arguments import num_added_tokens
 from dynapipe_ext.models.tensors import tensor_groups
+from dynapipe_ext.models.written_arguments import write_arguments
 from dynapipe_ext.tools.checkpoint.formats import (
     CheckpointReader,
     MegatronValues,
