@@ -260,7 +260,7 @@ SIZES: dict[str, Any] = {
         (Architecture(family="mixtral", num_experts=4, top_k=2, **SIZES), ""),
         (Architecture(family="gemma2", sliding_window=32, full_attention_every=2, **SIZES), "has attention windows"),
         (Architecture(family="t5", num_decoder_layers=2, position="relative", **SIZES), "encoder-decoder"),
-        (Architecture(family="transformers", **SIZES), "computed by transformers"),
+        (Architecture(family="transformers", **SIZES), "transformers computes the model"),
     ],
 )  # fmt: skip
 def test_a_model_says_whether_its_samples_can_be_cut(architecture: Architecture, fault: str) -> None:

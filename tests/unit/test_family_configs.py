@@ -144,8 +144,8 @@ def test_gemma_is_read_as_it_was_published_before_layers_had_types() -> None:
 def test_an_olmo_is_not_said_by_megatrons_arguments() -> None:
     architecture = read_config({"model_type": "olmo2"} | _SMALL)
     assert [reason.split(" (")[0] for reason in unsayable(architecture)] == [
-        "norms of what attention and MLP give",
-        "norms of the queries and of the keys of all heads together",
+        "norms after attention and MLP",
+        "norms of queries and keys over all heads together",
     ]
-    with pytest.raises(ConfigError, match="lost 'norms of what attention and MLP give"):
+    with pytest.raises(ConfigError, match="lost 'norms after attention and MLP"):
         read_arguments(write_arguments(architecture))

@@ -272,7 +272,7 @@ _LATENT = _MIXTURE | {"multi_latent_attention": True, "qk_layernorm": True, "kv_
         (_ROPE | {"activation_func_clamp_value": 7.0}, "activation_func_clamp_value is 7.0"),
         (_ROPE | {"no_rope_freq": [0, 1]}, "no_rope_freq is"),
         (_ROPE | {"my_flag": 3, "another": "x"}, r"another 'x', my_flag 3: not known here"),
-        (_ROPE | {"multi_latent_attention": True}, "qk_layernorm is off, but latent vectors"),
+        (_ROPE | {"multi_latent_attention": True}, "qk_layernorm is off, but models"),
         (_LATENT | {"moe_layer_freq": [0, 1, 0]}, r"moe_layer_freq is \[0, 1, 0\] but must be 0 of the first"),
         (_LATENT | {"moe_layer_freq": [0, 0]}, "num_dense_layers is 2"),
         (_LATENT | {"rope_type": "llama3"}, "rope_type is 'llama3'"),
