@@ -23,6 +23,7 @@ from dynapipe_ext.launch.env import RankEnv  # noqa: E402
 from dynapipe_ext.launch.processes.cluster import run_local  # noqa: E402
 from dynapipe_ext.launch.store import RedisServer  # noqa: E402
 from tests.support.forked_programs import ForkedPopen  # noqa: E402
+from tests.support.limits import LIMIT_S  # noqa: E402
 from tests.support.preloaded import TRANSFORMERS, Preloaded  # noqa: E402
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; tests press Ctrl-C
@@ -124,7 +125,7 @@ def redis_server() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[Preloaded]:
-    """`preloaded.run(["train", …], timeout=60)`: commands as processes that need not import torch and megatron."""
+    """`preloaded.run(["train", …])`: commands as processes that need not import torch and megatron."""
     with Preloaded(os.environ.get(_SHARED, "")) as process:
         yield process
 
@@ -144,7 +145,7 @@ def forked_planners(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def wait_until_gone() -> Callable[[int], None]:
-    """`wait_until_gone(pid)` returns when a process that is no child of ours has ended; it fails after 10 s."""
+    """`wait_until_gone(pid)` returns when a process that is no child of ours has ended, which it must."""
 
     def wait(pid: int) -> None:
         try:
@@ -152,7 +153,7 @@ def wait_until_gone() -> Callable[[int], None]:
         except ProcessLookupError:
             return
         try:
-            assert select.select([descriptor], [], [], 10.0)[0], f"process {pid} still runs"
+            assert select.select([descriptor], [], [], LIMIT_S)[0], f"process {pid} still runs"
         finally:
             os.close(descriptor)
 
@@ -161,13 +162,13 @@ def wait_until_gone() -> Callable[[int], None]:
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> RunRanks:
-    """`run_ranks(world_size, fn, timeout_s=60)` runs `fn(env)` in forked ranks and returns each rank's result.
+    """`run_ranks(world_size, fn)` runs `fn(env)` in forked ranks and returns each rank's result.
 
     Import torch (or megatron) at the top of the test module: the ranks are forks of the test's process. A result is
     anything that pickles. A rank that fails fails the test; at the limit every rank's stack is printed.
     """
 
-    def run(world_size: int, fn: Callable[[RankEnv], Any], timeout_s: float = 60.0) -> list[Any]:
+    def run(world_size: int, fn: Callable[[RankEnv], Any], timeout_s: float = LIMIT_S) -> list[Any]:
         from tests.support import rank_results  # it imports torch
 
         folder = tmp_path / f"ranks-{len(list(tmp_path.iterdir()))}"

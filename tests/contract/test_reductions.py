@@ -13,6 +13,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.transport.inline import InlineReductions
+from tests.support.limits import LIMIT_S
 
 
 def sums(parallel: Reductions, rank: int) -> list[list[int]]:
@@ -26,7 +27,7 @@ def sums(parallel: Reductions, rank: int) -> list[list[int]]:
 
 
 def test_threads_sum_over_their_pipeline():
-    parallel, found = InlineReductions(Topology(pp=3), timeout_s=20), {}
+    parallel, found = InlineReductions(Topology(pp=3), timeout_s=LIMIT_S), {}
 
     def rank(number: int) -> None:
         found[number] = sums(parallel, number)
@@ -35,7 +36,7 @@ def test_threads_sum_over_their_pipeline():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     assert found == {number: [[3, 3], [3, 3], [number, 1]] for number in range(3)}
 
 
@@ -53,7 +54,7 @@ def test_ranks_sum_over_the_job_and_over_the_replicas_of_their_stages(run_ranks)
             ParallelContext(Topology(pp=2))
         with pytest.raises(ConfigError, match="on gloo but this rank computes on cuda:1"):
             ParallelContext(topology, device=torch.device("cuda", 1))
-        parallel = ParallelContext(topology, timeout_s=30)
+        parallel = ParallelContext(topology, timeout_s=LIMIT_S)
         found = parallel.stages, sums(parallel, env.rank)
         dist.barrier()
         dist.destroy_process_group()

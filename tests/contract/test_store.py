@@ -23,8 +23,6 @@ from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.launch.store import RedisServer
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[StoreAddress]:

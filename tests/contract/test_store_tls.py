@@ -26,9 +26,9 @@ from dynapipe_ext.errors import StoreError
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.launch.store import RedisServer, make_certificate
+from tests.support.limits import LIMIT_S
 
 pytestmark = [
-    pytest.mark.timeout(60),
     pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with the openssl program"),
 ]
 
@@ -37,7 +37,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
     key, cert = folder / "key.pem", folder / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(key), "-out", str(cert)]
     subject = ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([*command, *subject], check=True, capture_output=True, timeout=30)
+    subprocess.run([*command, *subject], check=True, capture_output=True, timeout=LIMIT_S)
     return key, cert
 
 

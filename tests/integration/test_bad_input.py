@@ -20,6 +20,7 @@ import pytest
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.given_costs import write_costs
+from tests.support.limits import LIMIT_S, SOON_S
 from tests.support.preloaded import Command, Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
@@ -39,11 +40,9 @@ tokenizer = "bytes"
 truncate = true
 tokens_per_batch = 1024
 [job]
-timeout_s = 30
+timeout_s = 480
 """
 BYTES_VOCABULARY = 258
-LIMIT_S = 90
-ENDS_WITHIN_S = 5.0
 PROGRESS = ("tokenizing: ", "data: ", "store: ", "ranks: ")
 
 Refused = Callable[..., str]
@@ -73,7 +72,7 @@ def processes(session: int) -> list[Process]:
 
 
 def assert_gone(session: int, but: int | None = None) -> None:
-    deadline_s = time.monotonic() + ENDS_WITHIN_S
+    deadline_s = time.monotonic() + SOON_S
     while (left := [p for p in processes(session) if p.pid != but]) and time.monotonic() < deadline_s:
         os.sched_yield()
     assert left == []
@@ -207,7 +206,7 @@ def test_a_store_that_cannot_be_reached_is_named_within_seconds(refused: Refused
     monkeypatch.setenv("DYNAPIPE_STORE_PASSWORD", "secret")
     start_s = time.monotonic()
     text = refused("--store", "redis://127.0.0.1:1")
-    assert time.monotonic() - start_s < 15
+    assert time.monotonic() - start_s < 3 * SOON_S
     assert "127.0.0.1:1" in text
     assert "secret" not in text
 
@@ -301,7 +300,7 @@ def test_a_directory_belongs_to_the_run_in_it_and_afterwards_to_the_one_that_ove
     preloaded: Preloaded, tiny: Path
 ) -> None:
     def refusal(*arguments: str) -> str:
-        done = preloaded.run(train(tiny, *arguments), timeout=LIMIT_S)
+        done = preloaded.run(train(tiny, *arguments))
         assert done.returncode == 2
         return done.stderr
 
@@ -313,7 +312,7 @@ def test_a_directory_belongs_to_the_run_in_it_and_afterwards_to_the_one_that_ove
     assert "holds another run: choose another, or add --overwrite" in refusal()
     refusal("--overwrite", "--memory-limit-gb", "1e-6")
     assert left_by(tiny) == before  # a start that fails leaves the run that it was to overwrite
-    assert preloaded.run(train(tiny, "--overwrite"), timeout=LIMIT_S).returncode == 0
+    assert preloaded.run(train(tiny, "--overwrite")).returncode == 0
     report = left_by(tiny)
     assert (report["steps"], report["unfinished"]) == (2, None)
 

@@ -15,8 +15,6 @@ import pytest
 from tests.support.chaos import Cell, ChaosJobs, Command
 from tests.support.preloaded import Preloaded
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def jobs(preloaded: Preloaded) -> Iterator[ChaosJobs]:

@@ -22,6 +22,7 @@ from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace, RunState,
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, TensorWriter, read_tensors
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
+from tests.support.limits import LIMIT_S
 
 STEPS = (1, 2)
 _OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
@@ -192,7 +193,7 @@ def test_in_the_background_the_weights_of_the_moment_are_saved(run_ranks, tmp_pa
         updated, write = threading.Event(), TensorWriter._write
 
         def write_after_the_update(writer: Any, *arguments: Any) -> None:
-            assert updated.wait(10)
+            assert updated.wait(LIMIT_S)
             write(writer, *arguments)
 
         TensorWriter._write = write_after_the_update

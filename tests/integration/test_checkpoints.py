@@ -47,6 +47,7 @@ from tests.support.megatron_ranks import (
 from tests.support.rank_jobs import in_turn
 
 from megatron.core import dist_checkpointing  # isort: skip
+from tests.support.limits import LIMIT_S
 
 SAVED, END = 2, 4
 ALL = Topology(tp=2, pp=2, dp=2)
@@ -84,8 +85,8 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
         join(env)
         topology, me = case.topology, case.topology.coordinates(env.rank)
         chunks, optimizer = build_trained(case, topology, env.rank)
-        groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
-        transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
+        groups = make_pipeline_groups(topology, env.rank, timeout_s=LIMIT_S)
+        transport = StrictTransport(topology, env.rank, groups, timeout_s=LIMIT_S)
         stage = MegatronStage(chunks, dropout=case.dropout > 0)
         executor = PipelineExecutor(stage, transport)
         shards = topology.tp if case.sequence_parallel else 1

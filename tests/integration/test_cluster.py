@@ -25,6 +25,7 @@ from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.launch.env import RankEnv, rank_env
 from dynapipe_ext.launch.processes.cluster import JobError, Supervised, run_local
 from dynapipe_ext.schedules.planner import Planner
+from tests.support.limits import LIMIT_S, SOON_S
 
 Wait = Callable[[int], None]
 
@@ -98,7 +99,7 @@ def test_the_first_failure_ends_all_ranks_and_names_the_rank(capfd: pytest.Captu
         return 0
 
     with pytest.raises(JobError, match=r"rank 2 ended with exit status 2 \(see its message above\)") as caught:
-        run_local(main, 4, timeout_s=60)
+        run_local(main, 4, timeout_s=LIMIT_S)
     assert caught.value.exit_status == 2
     assert caught.value.cause == "rank 2: line 7 of a.jsonl is no JSON: correct it"
     assert capfd.readouterr().err == "rank 2: line 7 of a.jsonl is no JSON: correct it\n"
@@ -112,7 +113,7 @@ def test_a_defect_prints_a_traceback_with_its_rank_and_gives_status_1(capfd: pyt
         return 0
 
     with pytest.raises(JobError, match="rank 1 ended with exit status 1") as caught:
-        run_local(main, 2, timeout_s=60)
+        run_local(main, 2, timeout_s=LIMIT_S)
     assert caught.value.exit_status == 1
     assert caught.value.cause == "rank 1: ZeroDivisionError: a defect"
     lines = capfd.readouterr().err.splitlines()
@@ -134,7 +135,7 @@ def test_the_last_line_of_a_failing_model_says_where_and_on_what(capfd: pytest.C
         return 0
 
     with pytest.raises(JobError) as caught:
-        run_local(main, 1, timeout_s=60)
+        run_local(main, 1, timeout_s=LIMIT_S)
     assert re.fullmatch(
         r"rank 0: MemoryError: no room; on rank 0 \(pipeline rank 0 of replica 0\), step 3, 0F0: micro-batch 0 of \d"
         r" rows x 8 tokens, padded, recomputation none; predicted peak of this rank \d+ bytes",
@@ -147,7 +148,7 @@ def test_the_last_line_of_a_failing_model_says_where_and_on_what(capfd: pytest.C
 
 def test_a_rank_that_returns_a_status_fails_with_it() -> None:
     with pytest.raises(JobError, match="exit status 9"):
-        run_local(lambda env: 9 if env.rank == 0 else 0, 2, timeout_s=60)
+        run_local(lambda env: 9 if env.rank == 0 else 0, 2, timeout_s=LIMIT_S)
 
 
 def test_a_killed_rank_is_named_with_its_signal() -> None:
@@ -158,7 +159,7 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
         return 0
 
     with pytest.raises(JobError, match=r"rank 1 was killed by signal 9 \(SIGKILL\).*memory"):
-        run_local(main, 3, timeout_s=60)
+        run_local(main, 3, timeout_s=LIMIT_S)
 
 
 def test_a_killed_rank_is_named_though_another_has_said_first_that_it_is_gone() -> None:
@@ -174,7 +175,7 @@ def test_a_killed_rank_is_named_though_another_has_said_first_that_it_is_gone() 
     gone, going = os.pipe()
     try:
         with pytest.raises(JobError, match="rank 1 was killed by signal 9") as caught:
-            run_local(main, 2, timeout_s=60)
+            run_local(main, 2, timeout_s=LIMIT_S)
     finally:
         os.close(gone)
         os.close(going)
@@ -193,7 +194,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(run_ranks: Any) -> None:
     start, ready = os.pipe()
     try:
         with pytest.raises(JobError, match="rank 1 ended with exit status 3"):
-            run_local(main, 2, timeout_s=60, grace_s=0.2)
+            run_local(main, 2, timeout_s=LIMIT_S, grace_s=0.2)
     finally:
         os.close(start)
         os.close(ready)
@@ -229,7 +230,7 @@ def test_a_signal_to_the_launching_process_prints_every_ranks_stack(
             time.sleep(0.01)
         return 0
 
-    run_local(where_it_waits, 2, timeout_s=30)
+    run_local(where_it_waits, 2, timeout_s=LIMIT_S)
     text = capfd.readouterr().err
     assert re.findall(r"^--- (rank \d)", text, re.M) == ["rank 0", "rank 1"]
     assert text.count("in where_it_waits") == 2
@@ -241,7 +242,7 @@ def test_no_exception_of_a_rank_returns_into_the_callers_stack(tmp_path: Path) -
 
     try:
         with pytest.raises(JobError, match="exit status 1"):
-            run_local(main, 2, timeout_s=60)
+            run_local(main, 2, timeout_s=LIMIT_S)
     finally:
         (tmp_path / str(os.getpid())).touch()
     assert [path.name for path in tmp_path.iterdir() if path.name.isdigit()] == [str(os.getpid())]
@@ -259,12 +260,12 @@ def test_a_rank_that_is_stopped_for_too_long_ends_the_job_and_is_named() -> None
         return _pause(env)
 
     with pytest.raises(JobError, match=r"rank 1 \(pid \d+\) was stopped for 0\.1 s, by SIGSTOP"):
-        run_local(main, 2, timeout_s=60, grace_s=0.1, stopped_s=0.1)
+        run_local(main, 2, timeout_s=LIMIT_S, grace_s=0.1, stopped_s=0.1)
 
 
 def test_a_process_beside_the_ranks_is_ended_by_its_context() -> None:
     with Supervised.spawn("sleeper", ["sleep", "600"]) as sleeper:
-        run_local(lambda env: 0, 2, timeout_s=60)
+        run_local(lambda env: 0, 2, timeout_s=LIMIT_S)
         assert sleeper.poll() is None
     assert sleeper.poll() == -signal.SIGTERM
 
@@ -342,7 +343,7 @@ def test_a_signal_to_the_job_ends_ranks_planner_and_server(
             os.killpg(job.pid, number)
         else:
             job.send_signal(number)
-        assert job.wait(5.0) == status  # the limit that is promised for Ctrl-C
+        assert job.wait(SOON_S) == status
         for pid in pids:
             wait_until_gone(pid)
         assert job.stderr is not None

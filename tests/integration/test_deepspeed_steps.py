@@ -32,6 +32,7 @@ from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.checkpoints import tiny
 from tests.support.deepspeed_ranks import quiet
+from tests.support.limits import LIMIT_S
 from tests.support.tiny_models import SIZES, VOCAB, one_by_one, samples_of, tiny_model
 
 megatron_cpu.install()  # here, once, instead of in every rank, whose learning rates are Megatron's
@@ -125,7 +126,7 @@ def batches_of(plan: ExecutionPlan) -> list[dict[str, torch.Tensor]]:
 def in_ranks(main: Any, folder: Any, num_ranks: int) -> list[Any]:
     def rank_main(env: RankEnv) -> int:
         env.export()
-        limit = timedelta(seconds=60)
+        limit = timedelta(seconds=LIMIT_S)
         dist.init_process_group(
             "gloo", init_method=env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit
         )
@@ -135,14 +136,14 @@ def in_ranks(main: Any, folder: Any, num_ranks: int) -> list[Any]:
         dist.destroy_process_group()
         return 0
 
-    run_local(rank_main, num_ranks, timeout_s=180)
+    run_local(rank_main, num_ranks, timeout_s=LIMIT_S)
     return [torch.load(folder / str(rank), weights_only=False) for rank in range(num_ranks)]
 
 
 def trained(engine: Engine, rank: int) -> list[tuple[float, float, tuple[int, ...]]]:
     """Loss, gradient norm and counts of micro-batches of each step."""
     topology = engine.topology
-    parallel = ParallelContext(topology, device=CPU, timeout_s=60)
+    parallel = ParallelContext(topology, device=CPU, timeout_s=LIMIT_S)
     parts = parts_of_model(tiny_model(MODEL).train(), topology, parallel.coordinates.pp_rank)
     ds = make_engine(engine_model(parts), engine.config, parallel)
     stage = engine_stage(ds, parts, parallel=parallel)
@@ -194,7 +195,7 @@ def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
     note("not finite", lambda: optimizer.step(ExecutedStep(plan, executor.execute(plan, batches))))
     assert torch.equal(ds.module[1].weight, before)
     ds.destroy()
-    in_stages = ParallelContext(PIPELINE, device=CPU, timeout_s=60)
+    in_stages = ParallelContext(PIPELINE, device=CPU, timeout_s=LIMIT_S)
     parts = parts_of_model(tiny_model(MODEL), PIPELINE, in_stages.coordinates.pp_rank)
     ds = make_engine(engine_model(parts), ENGINES["zero2"].config, in_stages)
     note("parts", lambda: engine_stage(ds, parts, parallel=in_stages))
@@ -213,7 +214,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         told = {name: trained(engine, rank) for name, engine in (ENGINES | PIPELINES).items()}
         assert COMPILES in sys.modules
         assert not [name for name in set(sys.modules) - before if name.startswith("torch._inductor")]  # 3 s to load
-        return told, refused(ParallelContext(REPLICAS, device=CPU, timeout_s=60), rank)
+        return told, refused(ParallelContext(REPLICAS, device=CPU, timeout_s=LIMIT_S), rank)
 
     return in_ranks(main, tmp_path_factory.mktemp("ranks"), 2)
 

@@ -32,8 +32,8 @@ from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.schedules.judge.simulate import last_end_ns, simulate_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
+from tests.support.limits import LIMIT_S
 
-pytestmark = pytest.mark.timeout(180)
 BATCH_SIZE, NUM_STEPS, CPU = 24, 6, torch.device("cpu")
 TOPOLOGY = Topology(pp=2, dp=2)
 # A step takes a third of a second, so that what sleepers oversleep is little of it.
@@ -75,7 +75,7 @@ def run(costs: CostModel, address: Any, env: RankEnv) -> list[Any]:
     """Each step's number, predicted makespan and fit, and the costs that hold in the end."""
     dist.init_process_group("gloo", init_method=env.init_method, rank=env.rank, world_size=env.world_size)
     transport = TorchP2PTransport(
-        TOPOLOGY, env.rank, make_pipeline_groups(TOPOLOGY, env.rank, timeout_s=60), device=CPU, timeout_s=60
+        TOPOLOGY, env.rank, make_pipeline_groups(TOPOLOGY, env.rank, timeout_s=LIMIT_S), device=CPU, timeout_s=LIMIT_S
     )
     stage = EmulatedStage(
         lambda plan: RIGHT.evaluate(plan.micro_batches), ActivationFormat(2), lambda spec: torch.zeros(spec.shape)
@@ -130,7 +130,7 @@ def true_makespan_s(plan: StepPlan) -> float:
 def test_a_run_with_wrong_costs_goes_on_with_the_plans_of_right_ones(
     run_ranks: Any, redis_server: RedisServer, wrong: TokenCosts
 ) -> None:
-    ranks = run_ranks(4, lambda env: run(wrong, redis_server.address, env), timeout_s=90)
+    ranks = run_ranks(4, lambda env: run(wrong, redis_server.address, env))
     steps, raw = ranks[0]
     found = cost_model_from_json(raw)
     assert [step for step, _, _ in steps] == list(range(NUM_STEPS))

@@ -29,8 +29,8 @@ from dynapipe_ext.executor.proven_step import Plans, prove_step
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.schedules.planner import Planner
 from tests.bench.noise import Noise, noisy_costs
+from tests.support.limits import LIMIT_S
 
-pytestmark = pytest.mark.timeout(240)
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 TOPOLOGY = Topology(pp=4, dp=2)
 NUM_STEPS, BATCH_SIZE = 2, 60
@@ -95,7 +95,7 @@ def test_ranks_run_the_proven_plans_in_order_and_no_sooner_than_predicted(
     planner = make_planner(schedule)
     case = emulation.Case(planner=planner, batches=batches(), transport=transport)
     plans = [prove_step(planner, lengths, step=step).plans for step, lengths in enumerate(numbered())]
-    steps = emulation.run_emulated(case, redis_server.address, timeout_s=90)
+    steps = emulation.run_emulated(case, redis_server.address, timeout_s=LIMIT_S)
     assert len(steps) == NUM_STEPS
     for step, plan in zip(steps, plans, strict=True):
         check_what_ran(step, plan, planner)
@@ -149,7 +149,7 @@ def test_ranks_that_fill_their_waits_keep_to_the_proof_when_times_are_not_as_pre
     for replica in plans:
         verify([rank.instructions for rank in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
     steps = [emulation.GivenStep(plans=plans, costs=noisy, fill_waits=fill) for fill in (False, True)]
-    traces = emulation.run_steps(TOPOLOGY, steps, planner.activation_format, scale=0.3, timeout_s=90)
+    traces = emulation.run_steps(TOPOLOGY, steps, planner.activation_format, scale=0.3, timeout_s=LIMIT_S)
     moved = 0
     for rank in range(TOPOLOGY.world_size):
         me = TOPOLOGY.coordinates(rank)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dynapipe_ext.tools.account.report import RunReport
-from tests.integration.test_resume_command import LIMIT_S, SETTINGS
+from tests.integration.test_resume_command import SETTINGS
+from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Command, Preloaded
 from tests.support.rank_processes import rank_process
 

@@ -32,7 +32,7 @@ from tests.support.store_loaders import (
     until_it_ends,
 )
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("forked_planners")]
+pytestmark = pytest.mark.usefixtures("forked_planners")
 HOSTILE = (
     b"FLUSHALL\r\nINFO\r\n",
     b"AUTH wrong\r\nFLUSHALL\r\n",

@@ -16,6 +16,7 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import decode
 from dynapipe_ext.launch.store import RedisServer
+from tests.support.limits import LIMIT_S
 from tests.support.store_loaders import (
     FIRST,
     KEY,
@@ -30,7 +31,7 @@ from tests.support.store_loaders import (
     train_epochs,
 )
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("forked_planners")]
+pytestmark = pytest.mark.usefixtures("forked_planners")
 
 
 class RecordingStore(RedisStore):
@@ -232,7 +233,7 @@ def test_ctrl_c_ends_a_wait_for_a_plan_that_never_comes(address: StoreAddress, n
     with RecordingStore(address, namespace) as store, through(store, RANKS[1], timeout_s=600.0) as loading:
 
         def interrupt() -> None:
-            store.waited.wait(60)
+            store.waited.wait(LIMIT_S)
             time.sleep(0.2)  # the main thread waits by now, and is not woken: as by a Ctrl-C just before its wait
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
@@ -243,7 +244,7 @@ def test_ctrl_c_ends_a_wait_for_a_plan_that_never_comes(address: StoreAddress, n
         thread.join()
         for reader in threading.enumerate():  # an interrupt during its start leaves the thread to end by itself
             if reader.name.startswith("dynapipe-loader"):
-                reader.join(60)
+                reader.join(LIMIT_S)
                 assert not reader.is_alive()
 
 

@@ -67,7 +67,7 @@ def test_a_rank_that_is_lost_while_it_prepares_is_named_by_all_long_before_the_l
             meeting.arrive("preparation of the data")
         return str(caught.value)
 
-    said = run_ranks(4, main, timeout_s=30)
+    said = run_ranks(4, main)
     assert said.pop(1) == ""
     for words in said:
         assert words.startswith("preparation of the data: rank 1 has given no sign for 3 s: its machine is lost")
@@ -94,7 +94,7 @@ def test_a_store_that_stands_still_is_not_waited_for(run_ranks, tmp_path):
         os.kill(int(keeper.read_text()), signal.SIGCONT)
         return str(caught.value)
 
-    said = run_ranks(2, main, timeout_s=30)[1]
+    said = run_ranks(2, main)[1]
     assert said.startswith("preparation of the data: the store in which all ranks meet has not answered rank 1 for 1 s")
 
 

@@ -268,9 +268,8 @@ def planned_refusals() -> list[str]:
     return said
 
 
-@pytest.mark.timeout(200)
 def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(run_ranks: Any) -> None:
-    ranks = run_ranks(4, run_loops, timeout_s=180)
+    ranks = run_ranks(4, run_loops)
     for name, loop in LOOPS.items():
         for rank, (loops, *_) in enumerate(ranks):
             found = loops[name]
@@ -340,10 +339,10 @@ def recomputed(env: Any, **settings: Any) -> tuple[list[str], Counter[str], dict
 
 
 def test_each_micro_batch_recomputes_what_its_plan_says(run_ranks: Any) -> None:
-    ((plain, ran, expected),) = run_ranks(1, recomputed, timeout_s=60)
+    ((plain, ran, expected),) = run_ranks(1, recomputed)
     assert set(plain) == {"none"}
     assert ran == {"layer": 4 * len(plain)}
-    ((kinds, ran, gradients),) = run_ranks(1, lambda env: recomputed(env, memory_limit_gb=0.0021), timeout_s=60)
+    ((kinds, ran, gradients),) = run_ranks(1, lambda env: recomputed(env, memory_limit_gb=0.0021))
     assert len(set(kinds)) > 1
     assert ran["layer"] == 4 * (len(kinds) + kinds.count("full"))
     assert ran["attention"] == 4 * kinds.count("selective")
@@ -356,9 +355,9 @@ def test_plans_come_from_a_planner_process_where_a_store_is_given(
     run_ranks: Any, redis_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, theirs = {"memory_limit_gb": 0.0021}, {"memory_limit_gb": 0.0021, "store": redis_server.address}
-    ((kinds, _, expected),) = run_ranks(1, lambda env: recomputed(env, **own), timeout_s=60)
+    ((kinds, _, expected),) = run_ranks(1, lambda env: recomputed(env, **own))
     monkeypatch.setattr(loader, "prove_step", None)  # no rank plans
-    ((others, _, gradients),) = run_ranks(1, lambda env: recomputed(env, **theirs), timeout_s=60)
+    ((others, _, gradients),) = run_ranks(1, lambda env: recomputed(env, **theirs))
     assert others == kinds
     assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
 
@@ -381,7 +380,6 @@ def test_what_is_installed_stands_wherever_the_name_was_imported_and_is_undone()
     assert get_forward_backward_func is schedules.get_forward_backward_func is before
 
 
-@pytest.mark.timeout(200)
 def test_the_script_on_megatron_core_alone_trains_alike_on_padded_and_packed_rows(
     run_ranks: Any, tmp_path: Path
 ) -> None:
@@ -393,8 +391,8 @@ def test_the_script_on_megatron_core_alone_trains_alike_on_padded_and_packed_row
         env.export()
         return megatron_core.main([*arguments, *more])
 
-    padded = run_ranks(4, train, timeout_s=90)[-1]
-    packed = run_ranks(4, lambda env: train(env, "--layout", "packed", "--split-backward"), timeout_s=90)[-1]
+    padded = run_ranks(4, train)[-1]
+    packed = run_ranks(4, lambda env: train(env, "--layout", "packed", "--split-backward"))[-1]
     assert packed == pytest.approx(padded, abs=2e-5)
     assert len(padded) == 3
     assert padded[-1] < padded[0]

@@ -86,7 +86,6 @@ def ran(data: Path, folder: Path) -> dict[str, Ran]:
     return megatron_lm_runs(runs(str(data), folder), folder, timeout_s=560)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", STOCK)
 def test_each_line_of_the_log_agrees_with_megatrons_own_schedule(ran: dict[str, Ran], name: str) -> None:
     ours, theirs = ran[name], ran[STOCK[name]]

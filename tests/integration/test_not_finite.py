@@ -23,6 +23,7 @@ from dynapipe_ext.executor.training_loop import ExecutedStep, Refused
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.settings.tables import OptimizerSettings
+from tests.support.limits import LIMIT_S
 from tests.support.megatron_ranks import Case, build, join, samples_of, step_plan_of, tensors_of
 from tests.support.rank_jobs import in_turn
 
@@ -38,7 +39,9 @@ class Rank:
         self.case, self.me = Case(ALL, distributed_optimizer=settings.distributed), ALL.coordinates(env.rank)
         self.model, self.ddp, _ = build(self.case, ALL, env.rank)
         self.optimizer = MegatronOptimizer([self.ddp], self.ddp.config, settings, num_steps=20)
-        self.transport = StrictTransport(ALL, env.rank, make_pipeline_groups(ALL, env.rank, timeout_s=60), timeout_s=30)
+        self.transport = StrictTransport(
+            ALL, env.rank, make_pipeline_groups(ALL, env.rank, timeout_s=LIMIT_S), timeout_s=LIMIT_S
+        )
         self.stage = MegatronStage([self.ddp])
         self.executor = PipelineExecutor(self.stage, self.transport)
 

@@ -33,6 +33,7 @@ from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.schedules.planner import Planner
+from tests.support.limits import LIMIT_S
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (
     NUM_SAMPLES,
@@ -164,8 +165,8 @@ def copied(gradients: Any) -> dict[str, np.ndarray]:
 @contextmanager
 def executor_of(case: Case, env, stage: MegatronStage, recorder=None) -> Iterator[PipelineExecutor]:
     """This rank's executor over the strict transport; leaves the job afterwards."""
-    groups = make_pipeline_groups(case.topology, env.rank, timeout_s=60)
-    transport = StrictTransport(case.topology, env.rank, groups, timeout_s=30)
+    groups = make_pipeline_groups(case.topology, env.rank, timeout_s=LIMIT_S)
+    transport = StrictTransport(case.topology, env.rank, groups, timeout_s=LIMIT_S)
     yield PipelineExecutor(stage, transport, recorder=recorder)
     transport.close()
     dist.barrier()

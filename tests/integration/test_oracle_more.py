@@ -30,6 +30,7 @@ from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.settings.tables import OptimizerSettings
 from dynapipe_ext.splits.rules import fixed_rows
+from tests.support.limits import LIMIT_S
 from tests.support.megatron_ranks import CPU, costs_of, join, main_grads, planned, tensors_of, worst_error
 from tests.support.rank_jobs import in_turn
 
@@ -164,8 +165,8 @@ def rank_main(case: Case, expected: dict[str, np.ndarray]):
         join(env)
         topology, me = case.topology, case.topology.coordinates(env.rank)
         model, ddp, optimizer = build(case, topology, env.rank)
-        groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
-        transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
+        groups = make_pipeline_groups(topology, env.rank, timeout_s=LIMIT_S)
+        transport = StrictTransport(topology, env.rank, groups, timeout_s=LIMIT_S)
         executor = PipelineExecutor(MegatronStage([ddp]), transport)
         form = ActivationFormat(case.shape.hidden_size, dtype=case.dtype)
         losses, error, start = [], 0.0, values_of(model)

@@ -30,6 +30,7 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.models.architecture import Architecture
 from tests.support.checkpoints import tiny_variant
+from tests.support.limits import LIMIT_S
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import CPU, join
 from tests.support.rank_jobs import in_turn
@@ -88,8 +89,8 @@ def in_job(case: PairCase, env: Any) -> Iterator[tuple[list[Any], PipelineExecut
     one = published(case.variant, case.loss_norm)
     ddps = build_pair_ddps(case, one.architecture, one.weights, env.rank)
     topology, me = case.topology, case.topology.coordinates(env.rank)
-    groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
-    transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
+    groups = make_pipeline_groups(topology, env.rank, timeout_s=LIMIT_S)
+    transport = StrictTransport(topology, env.rank, groups, timeout_s=LIMIT_S)
     plans = lower(pair_step_plan(case), pair_format(case, one.architecture))
     for replica in plans:
         verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))

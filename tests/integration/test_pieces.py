@@ -42,6 +42,7 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.show.timeline import read_trace_file
 from tests.support.given_costs import write_costs
+from tests.support.limits import LIMIT_S
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (
     CPU,
@@ -142,8 +143,8 @@ def one_at_a_time(ddp: Any) -> tuple[float, dict[str, np.ndarray]]:
 def in_job(case: Case, env) -> Iterator[tuple[list[Any], MegatronStage, StrictTransport]]:
     """This rank's chunks, stage and transport; the model's groups are left afterwards, not the job."""
     ddps = build_ddps(case, case.topology, env.rank)
-    groups = make_pipeline_groups(case.topology, env.rank, timeout_s=60)
-    transport = StrictTransport(case.topology, env.rank, groups, timeout_s=30)
+    groups = make_pipeline_groups(case.topology, env.rank, timeout_s=LIMIT_S)
+    transport = StrictTransport(case.topology, env.rank, groups, timeout_s=LIMIT_S)
     yield ddps, MegatronStage(ddps, dropout=case.dropout > 0), transport
     transport.close()
     dist.barrier()

@@ -36,7 +36,7 @@ from tests.support.planned_steps import (
     until,
 )
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("forked_planners")]
+pytestmark = pytest.mark.usefixtures("forked_planners")
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.launch.store import RedisServer
+from tests.support.limits import LIMIT_S
 from tests.support.planned_steps import (
     KEY,
     KEYS,
@@ -38,8 +39,6 @@ from tests.support.planned_steps import (
     source,
     until,
 )
-
-pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +110,7 @@ def test_nothing_secret_stands_in_arguments_or_environment(store: RedisStore) ->
 def test_planning_processes_do_not_import_torch() -> None:
     modules = "dynapipe_ext.executor.plans.planner_process, dynapipe_ext.schedules.planner"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == 0
 
 
 @pytest.mark.usefixtures("forked_planners")
@@ -227,7 +226,7 @@ def test_a_planner_whose_input_ends_too_early_says_so(store: RedisStore, order_s
         [sys.executable, "-m", "dynapipe_ext.executor.plans.planner_process"],
         input=job.to_json().encode() + b"\n" + bytes(sent),
         capture_output=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 2
@@ -246,7 +245,7 @@ def test_a_planner_ends_when_its_input_closes(store: RedisStore) -> None:
         store.get(KEYS.heartbeat(0), 60.0)
         assert process.poll() is None
         process.stdin.close()
-        assert process.wait(60) == 0
+        assert process.wait(LIMIT_S) == 0
 
 
 def test_a_planner_class_of_the_main_script_is_refused_before_anything_starts() -> None:
@@ -275,7 +274,7 @@ def test_a_failure_of_a_later_step_does_not_stop_a_rank_that_waits_for_another_p
     with pytest.raises(StoreError, match="did not publish"):
         source(store, timeout_s=0.3).plan(StepPosition(0, 0, 0))
     with pytest.raises(PlanError, match="step 1 does not fit"):
-        source(store, timeout_s=30.0).plan(StepPosition(0, 1, 1))
+        source(store, timeout_s=LIMIT_S).plan(StepPosition(0, 1, 1))
 
 
 def test_the_first_failure_stays() -> None:
@@ -283,7 +282,7 @@ def test_the_first_failure_stays() -> None:
     publish_failure(store, KEYS, KEY, 0, "the cause", of_planning=True)
     publish_failure(store, KEYS, KEY, 0, "a consequence", of_planning=False)
     with pytest.raises(PlanError, match="the cause"):
-        source(store, timeout_s=30.0).plan(StepPosition())
+        source(store, timeout_s=LIMIT_S).plan(StepPosition())
 
 
 def test_plans_are_verified_before_they_are_published(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.indexed_dataset import IndexedTokens
 from dynapipe_ext.launch import cli
 from dynapipe_ext.schedules.planner import Planner
+from tests.support.limits import LIMIT_S
 
-TIMEOUT_S = 60
 RUN = f"""
 import sys
 from dynapipe_ext.launch import cli
@@ -61,7 +61,7 @@ def started(*arguments):
 
 def until_it_works(process):
     """Wait for the first line of progress."""
-    readable, _, _ = select.select([process.stderr], [], [], TIMEOUT_S)
+    readable, _, _ = select.select([process.stderr], [], [], LIMIT_S)
     assert readable, "no progress in time"
     assert b"tokens/s" in process.stderr.readline()
 
@@ -72,7 +72,7 @@ def children_of(pid):
 
 
 def wait_until_gone(pids):
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + LIMIT_S
     for pid in pids:
         try:
             pidfd = os.pidfd_open(pid)
@@ -92,14 +92,14 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_output_and_goes_on(tmp_pat
         workers = children_of(process.pid)
         assert workers
         process.send_signal(ending)
-        rest = process.communicate(timeout=TIMEOUT_S)[1].decode()
+        rest = process.communicate(timeout=LIMIT_S)[1].decode()
     assert process.returncode == status
     assert ("stopped: what is done is kept" in rest) == (ending != signal.SIGKILL)
     wait_until_gone(workers)
     assert not (tmp_path / "out").exists()
 
     with started(*arguments, "--json") as process:
-        done = json.loads(process.communicate(timeout=TIMEOUT_S)[0])
+        done = json.loads(process.communicate(timeout=LIMIT_S)[0])
     assert process.returncode == 0
     assert 0 < done["kept_samples"] < done["samples"] == 10_000
     for file in whole.iterdir():

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Preloaded
 
-LIMIT_S = 400
 SHORT = ("--steps", "1", "--tokens-per-batch", "2048", "--tp", "1", "--pp", "2", "--dp", "1")
 # What pip says when it reaches no index (its retries, its resolver, its sockets).
 NO_INDEX = (
@@ -44,7 +44,7 @@ def lend_needed(environment: Path) -> None:
     Installing torch takes longer than all that follows; tests/repo/test_setup_script.py shows what is asked for, and
     `bash tests/run.sh` installs all of it so itself.
     """
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=LIMIT_S)
     (packages,) = environment.glob("lib/python3*/site-packages")
     needed = importlib.metadata.requires("dynapipe-ext") or []
     asked = [line for line in needed if "extra" not in line or re.search("extra == .train.", line)]
@@ -70,7 +70,7 @@ def checkout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     if shutil.which("git") is None or not (root / ".git").exists():
         pytest.skip("git is missing or this is no git checkout: its files cannot be listed")
     command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "ls-files", "-z", "-co", "--exclude-standard"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S).stdout
     target = tmp_path_factory.mktemp("fresh clone") / "dynapipe ext"
     for name in sorted({name for name in listed.split("\0") if (root / name).is_file()}):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,6 @@ def report_of(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 90)
 def test_a_fresh_clone_trains_eight_ranks_with_one_command(first_run: Path) -> None:
     report = report_of(first_run / "runs/x")
     assert report["steps"] == len(report["losses"]) == 3
@@ -138,7 +137,6 @@ def test_a_fresh_clone_trains_eight_ranks_with_one_command(first_run: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 90)
 def test_the_second_command_installs_nothing(checkout: Path, first_run: Path) -> None:
     before = installed(checkout)
     assert len(before) == 4
@@ -172,7 +170,6 @@ SHOWN = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 90)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_readme_run_as_they_stand(
     command: str, checkout: Path, first_run: Path, preloaded: Preloaded

@@ -17,6 +17,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.transport.inline import InlineReductions
 from dynapipe_ext.schedules.planner import Planner
+from tests.support.limits import LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def train_once(make, modules, parts, loss_sum, planner, samples):
     import threading
 
     plans = prove_step(planner, samples, step=0).plans[0]
-    hub, losses, parallel = InlineHub(timeout_s=20), {}, InlineReductions(Topology(pp=2), timeout_s=20)
+    hub, losses, parallel = InlineHub(timeout_s=LIMIT_S), {}, InlineReductions(Topology(pp=2), timeout_s=LIMIT_S)
     everything = torch.nn.ModuleDict({str(s): m for s, m in parts.items()})
     everything.zero_grad(set_to_none=True)
 
@@ -158,5 +159,5 @@ def train_once(make, modules, parts, loss_sum, planner, samples):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     return losses[1], [p.grad.clone() for p in everything.parameters()]

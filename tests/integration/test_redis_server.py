@@ -20,6 +20,7 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch import store as module
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.store import RedisServer, find_server_binary
+from tests.support.limits import LIMIT_S
 
 
 def ask(address: StoreAddress, *commands: str) -> str:
@@ -181,7 +182,7 @@ def test_it_dies_with_a_parent_that_was_killed_and_the_next_server_clears_up(
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
-        parent.wait(10)
+        parent.wait(LIMIT_S)
         wait_until_gone(pid)
     assert len(list(tmp_path.iterdir())) == 1
     with RedisServer(directory=tmp_path) as server:
@@ -206,7 +207,7 @@ def test_a_server_that_is_killed_is_started_again_where_it_was_and_ends_with_its
             pid = server.pid
             os.kill(pid, number)
             until_served(server, other_than=pid)
-            deadline_s = time.monotonic() + 10
+            deadline_s = time.monotonic() + LIMIT_S
             while f"{how}: started again" not in said:  # else the next signal may come before the owner has seen it
                 assert time.monotonic() < deadline_s, said
                 time.sleep(0.01)
@@ -236,14 +237,14 @@ def test_a_server_that_falls_again_and_again_is_given_up(
             os.kill(pid, signal.SIGKILL)
             if num_left:
                 until_served(server, other_than=pid)
-        server._keeper.join(20)
+        server._keeper.join(LIMIT_S)
         assert not server._keeper.is_alive()
     assert "as 3 times in a row: it is given up" in capfd.readouterr().err
 
 
 def until_served(server: RedisServer, *, other_than: int) -> None:
     """Poll until another process answers at the address."""
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + LIMIT_S
     while True:
         assert time.monotonic() < deadline_s
         if server.pid != other_than:

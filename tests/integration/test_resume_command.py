@@ -13,6 +13,7 @@ from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
+from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Command, Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
@@ -34,10 +35,9 @@ tokenizer = "bytes"
 truncate = true
 tokens_per_batch = 1024
 [job]
-timeout_s = 60
+timeout_s = 480
 strict = true
 """
-LIMIT_S = 100
 
 
 def ended(start: AbstractContextManager[Command]) -> tuple[int | None, str]:

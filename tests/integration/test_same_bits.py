@@ -33,6 +33,7 @@ from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.given_costs import write_costs
+from tests.support.limits import LIMIT_S
 from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
 from tests.support.preloaded import Preloaded
 from tests.support.rank_jobs import in_turn
@@ -90,8 +91,8 @@ def train(run: Run, root: Path, env: RankEnv) -> Trained:
     case, topology, rank = run.case, run.case.topology, env.rank
     me = topology.coordinates(rank)
     chunks, optimizer = build_trained(case, topology, rank)
-    groups = make_pipeline_groups(topology, rank, timeout_s=60)
-    transport = StrictTransport(topology, rank, groups, timeout_s=30)
+    groups = make_pipeline_groups(topology, rank, timeout_s=LIMIT_S)
+    transport = StrictTransport(topology, rank, groups, timeout_s=LIMIT_S)
     stage = gpt_stage(chunks, deterministic=True, dropout=case.dropout > 0)
     executor = PipelineExecutor(stage, transport)
     form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
@@ -184,7 +185,7 @@ layout = "padded"
 rule = "batch-max"
 max_tokens = 512
 [job]
-timeout_s = 60
+timeout_s = 480
 """
 
 

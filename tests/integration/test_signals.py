@@ -9,6 +9,7 @@ import pytest
 
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.processes.signals import ending_signals_blocked, ending_signals_raise
+from tests.support.limits import LIMIT_S
 
 
 def test_after_the_first_ending_signal_the_next_ones_are_ignored() -> None:
@@ -46,4 +47,4 @@ def test_ctrl_c_whose_exception_is_lost_in_a_destructor_ends_the_ranks_all_the_s
         destroyed = Destroyed()
         del destroyed
         with pytest.raises(KeyboardInterrupt):
-            run_local(lambda env: signal.pause(), 1, timeout_s=60)
+            run_local(lambda env: signal.pause(), 1, timeout_s=LIMIT_S)

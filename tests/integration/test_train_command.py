@@ -24,6 +24,7 @@ from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events
 from dynapipe_ext.tools.show.timeline import read_trace_file
 from tests.support.given_costs import write_costs
+from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
@@ -43,10 +44,9 @@ tokenizer = "bytes"
 truncate = true
 tokens_per_batch = 1024
 [job]
-timeout_s = 60
+timeout_s = 480
 """
 BYTES_VOCABULARY = 258
-LIMIT_S = 120
 CLI = [sys.executable, "-m", "dynapipe_ext.launch.cli"]
 
 # Point 8 of the report's contract: what every report has, at the least.

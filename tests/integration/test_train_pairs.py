@@ -47,7 +47,7 @@ min_lr = 1e-4
 every = 2
 fraction = 0.25
 [job]
-timeout_s = 60
+timeout_s = 480
 strict = true
 """
 

@@ -39,7 +39,7 @@ num_workers = 0
 [plan]
 costs = "{folder}/costs.json"
 [job]
-timeout_s = 60
+timeout_s = 480
 strict = true
 """
 

@@ -30,6 +30,7 @@ from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.settings.tables import OptimizerSettings
+from tests.support.limits import LIMIT_S
 from tests.support.tiny_models import CONFIGS, one_by_one, samples_of, tiny_model
 
 SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4, 6, 11))
@@ -61,7 +62,7 @@ def tensors_of(plan: ExecutionPlan) -> list[dict[str, torch.Tensor]]:
 def steps(env: Any, topology: Topology, parts_of: Callable[[int], list[TransformersPart]], **options: Any):
     """Losses of two steps on a rank, and its weights."""
     dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size)
-    parallel = ParallelContext(topology, timeout_s=60)
+    parallel = ParallelContext(topology, timeout_s=LIMIT_S)
     parts = parts_of(parallel.coordinates.pp_rank)
     executor = PipelineExecutor(TransformersStage(parts, parallel=parallel), parallel.transport)
     optimizer = torch.optim.SGD({p for part in parts for p in part.parameters()}, lr=0.3)
@@ -80,7 +81,7 @@ def test_two_stages_and_two_replicas_out_of_a_folder_train_the_whole_model(run_r
     def main(env):
         return steps(env, GRID, lambda pp_rank: parts_of_folder(folder, GRID, pp_rank), split_backward=True)
 
-    ranks = run_ranks(4, main, timeout_s=120)
+    ranks = run_ranks(4, main)
     model = tiny_model("gpt2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     expected = []
@@ -104,7 +105,7 @@ def test_deterministic_steps_have_the_same_bits_on_every_topology(run_ranks, fol
     settings = OptimizerSettings(lr=0.1, warmup_steps=0, clip_grad=0.4, deterministic=True)
 
     def trained(topology: Topology) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
-        parallel = ParallelContext(topology, timeout_s=60)
+        parallel = ParallelContext(topology, timeout_s=LIMIT_S)
         parts = parts_of_folder(folder, topology, parallel.coordinates.pp_rank)
         stage = TransformersStage(parts, accumulator=ExactAccumulator, parallel=parallel)
         executor = PipelineExecutor(stage, parallel.transport)
@@ -124,7 +125,7 @@ def test_deterministic_steps_have_the_same_bits_on_every_topology(run_ranks, fol
         dist.destroy_process_group()
         return found
 
-    ranks = run_ranks(4, main, timeout_s=120)
+    ranks = run_ranks(4, main)
     losses, norms, whole = ranks[0][0]
     assert min(norms) > 0.4
     for found in (found for rank in ranks for found in rank):

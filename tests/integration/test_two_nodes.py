@@ -17,6 +17,7 @@ from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.given_costs import write_costs
 from tests.support.hosts import Host, NoHostsError, host_files, store_of, two_hosts
+from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Preloaded
 from tests.support.rank_processes import rank_process
 from tests.support.tiny_sizes import TINY_SIZES
@@ -39,7 +40,7 @@ tokens_per_batch = 2048
 [checkpoint]
 save_every = 4
 [job]
-timeout_s = 60.0
+timeout_s = 480
 strict = true
 """
 
@@ -77,7 +78,7 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
                     ranks = [rank_process(rank, 4, tmp_path) for rank in range(4)]
                     assert [planners_of(rank) for rank in ranks] == [1, 0, 1, 0]
                     os.kill(ranks[3], signal.SIGKILL)
-            launcher.communicate(100)
+            launcher.communicate(LIMIT_S)
         passwords = [Path(flags[-1]).read_text()] if flags else []
     log = "".join(said)
     assert launcher.returncode == 0, log[-5000:]

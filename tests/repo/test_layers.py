@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.limits import LIMIT_S
+
 LAYERS = ("dynapipe_ext", "schedules", "executor", "tools", "launch")
 
 # Facades re-export from every layer above them; nothing else may.
@@ -249,5 +251,5 @@ for module in {LIGHT!r}:  # each in a fresh process, but for numpy
         os._exit(0)
     assert os.wait()[1] == 0, module
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -15,6 +15,7 @@ import torch
 
 from dynapipe_ext.launch import subcommands
 from dynapipe_ext.launch.command_parser import CommandParser
+from tests.support.limits import LIMIT_S
 
 # Where one word means a choice of another set in another subcommand: figures of a GPU, or torch's device.
 OWN_CHOICES = {"device", "dtype", "schedule", "recompute"}
@@ -106,7 +107,7 @@ for arguments in [*words, *(["convert", *one, "--to", "hf"] for one in mistaken)
 """
     (tmp_path / "here").mkdir()
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert run.returncode == 0, run.stderr
     assert [line.rpartition(": ")[2].strip() for line in run.stderr.splitlines() if "error" in line] == [

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import LIMIT_S
+
 TOP_LEVEL = {
     "pyproject.toml",
     "dynapipe_ext",
@@ -141,7 +143,7 @@ def tracked(root: Path) -> list[str]:
         pytest.skip("this is no git checkout")
     # A checkout that another user owns is refused by git unless told.
     command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "ls-files", "-z"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     return [name for name in done.stdout.split("\0") if name and (root / name).exists()]
 
 
@@ -190,7 +192,7 @@ def test_every_check_of_the_suite_is_run_by_one_command(root: Path) -> None:
 
 def test_the_scripts_are_sound(root: Path) -> None:
     for script in ("launch/quickstart.sh", "launch/setup.sh", "tests/run.sh", ".ci/run"):
-        subprocess.run(["bash", "-n", str(root / script)], check=True, timeout=60)
+        subprocess.run(["bash", "-n", str(root / script)], check=True, timeout=LIMIT_S)
         text = (root / script).read_text()
         assert script == "launch/setup.sh" or "set -euo pipefail" in text, script  # setup.sh is sourced by the others
         assert (root / script).stat().st_mode & 0o100 or script == "launch/setup.sh", script

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import LIMIT_S
+
 FAKE_PYTHON = """#!/bin/sh
 echo "$(basename "$0") $*" >> "$LOG"
 case "$*" in
@@ -58,7 +60,7 @@ def set_up(checkout: Path, extras: str, **variables: str) -> tuple[int, str, lis
     log = checkout.parent / "calls"
     log.write_text("")
     with start(checkout, extras, **variables) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=LIMIT_S)
     return process.returncode, output, log.read_text().splitlines()
 
 
@@ -76,8 +78,8 @@ def test_the_first_run_installs_and_the_second_does_nothing(checkout: Path) -> N
 @pytest.mark.skipif(shutil.which("flock") is None, reason="no flock here")
 def test_two_at_once_install_once(checkout: Path) -> None:
     with start(checkout, "train") as one, start(checkout, "train") as other:
-        assert "at " in one.communicate(timeout=60)[0]
-        assert "at " in other.communicate(timeout=60)[0]
+        assert "at " in one.communicate(timeout=LIMIT_S)[0]
+        assert "at " in other.communicate(timeout=LIMIT_S)[0]
     calls = (checkout.parent / "calls").read_text()
     assert calls.count("pip install -e") == 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.core import active_core
+from tests.support.limits import LIMIT_S
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +20,9 @@ def wheel_names(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[st
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), "-Cwheel.cmake=false"]
     if importlib.util.find_spec("scikit_build_core") is not None:
         command.append("--no-isolation")
-    done = subprocess.run([*command, str(root)], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [*command, str(root)], cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -28,6 +28,7 @@ from dynapipe_ext.launch.run.run_directory import is_in_use
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.faults import Fault
+from tests.support.limits import LIMIT_S, SOON_S
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
@@ -54,8 +55,6 @@ save_every = {SAVE_EVERY}
 [job]
 timeout_s = 10
 """
-LIMIT_S = 100.0  # of a start: what has not ended by then hangs
-GONE_S = 5.0  # for the processes of a start, once its launcher has ended
 PAUSE_S = 3.0  # for which a launcher is stopped: nobody else could go on for it
 _ROOT = f"{Path(__file__).resolve().parents[2]}/"
 _DISK = "64m"
@@ -297,7 +296,7 @@ def _wrong_with(folder: Path, start: Start) -> Iterator[str]:
     if start.said == "HANGS":
         yield f"it hangs: not ended after {LIMIT_S:g} s"
         return
-    deadline_s = time.monotonic() + GONE_S
+    deadline_s = time.monotonic() + SOON_S
     while (left := _processes(folder)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     if left:

@@ -28,11 +28,12 @@ from dynapipe_ext.executor.stages.deepspeed.engine import ask_for_devices_once, 
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.processes.cluster import run_local
 from tests.support.checkpoints import tiny
+from tests.support.limits import LIMIT_S
 
 compile_nothing()  # a killed compilation hangs every later run
 ask_for_devices_once()
 
-VOCAB, TIMEOUT_S = 101, 120
+VOCAB = 101
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ def _in_ranks(main: Callable[[RankEnv], Any], num_ranks: int) -> None:
         logger.setLevel(logging.ERROR)
         warnings.simplefilter("ignore")
         env.export()
-        limit = timedelta(seconds=TIMEOUT_S)
+        limit = timedelta(seconds=LIMIT_S)
         dist.init_process_group(
             "gloo", init_method=env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit
         )
@@ -142,7 +143,7 @@ def _in_ranks(main: Callable[[RankEnv], Any], num_ranks: int) -> None:
         dist.destroy_process_group()
         return 0
 
-    run_local(rank_main, num_ranks, timeout_s=TIMEOUT_S)
+    run_local(rank_main, num_ranks, timeout_s=LIMIT_S)
 
 
 def _engine(run: Run, *, is_new: bool = False, universal: bool = False) -> Any:

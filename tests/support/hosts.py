@@ -16,6 +16,7 @@ from pathlib import Path
 
 from dynapipe_ext.errors import StoreError
 from dynapipe_ext.launch.store import RedisServer, find_server_binary
+from tests.support.limits import LIMIT_S
 
 Host = tuple[str, str, str]  # namespace, address, device
 
@@ -28,7 +29,7 @@ exec taskset -c "$cores" ip netns exec "$name" unshare --uts sh -c 'hostname "$0
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=LIMIT_S)
 
 
 class NoHostsError(Exception):
@@ -63,7 +64,7 @@ def two_hosts() -> Iterator[list[Host]]:
         yield list(zip(names, addresses, devices, strict=True))
     finally:
         for name in made:
-            subprocess.run(["ip", "netns", "del", name], check=False, timeout=20)
+            subprocess.run(["ip", "netns", "del", name], check=False, timeout=LIMIT_S)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
@@ -93,7 +94,7 @@ def store_of(host: Host, folder: Path) -> Iterator[list[str]]:
         yield ["--store", f"redis://{address}:6399/0", "--insecure-store", "--secret-file", str(secret)]
     finally:
         server.kill()
-        server.wait(10)
+        server.wait(LIMIT_S)
 
 
 def host_files(hosts: list[Host], folder: Path, *, slots: int) -> list[str]:

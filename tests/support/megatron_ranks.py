@@ -49,6 +49,7 @@ from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import published_schedule
 from dynapipe_ext.settings.tables import OptimizerSettings
+from tests.support.limits import LIMIT_S
 
 megatron_cpu.install()
 for module in ("models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
@@ -185,7 +186,7 @@ def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
 
 
 def join(env) -> None:
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=LIMIT_S)
     dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit)
 
 

@@ -47,7 +47,7 @@ max_tokens = 2048
 split_backward = true
 [job]
 strict = true
-timeout_s = 60
+timeout_s = 480
 """
 
 

@@ -73,9 +73,11 @@ class Command:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """All of standard output, and what is left to read of standard error; at the limit the command is killed."""
-        limit = threading.Timer(timeout, self.send_signal, [signal.SIGKILL])
+        from tests.support.limits import LIMIT_S  # not at the top: as a program this file finds no other of the tests
+
+        limit = threading.Timer(timeout or LIMIT_S, self.send_signal, [signal.SIGKILL])
         limit.start()
         said = self.stderr.read()
         self.returncode = int(self._status.readline())
@@ -168,7 +170,7 @@ class Preloaded:
         self,
         arguments: Sequence[str],
         *,
-        timeout: float,
+        timeout: float | None = None,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
@@ -178,7 +180,7 @@ class Preloaded:
         assert command.returncode is not None
         return subprocess.CompletedProcess(["dynapipe", *arguments], command.returncode, stdout, stderr)
 
-    def train(self, *arguments: str, cwd: Path | None = None, timeout: float = 120) -> str:
+    def train(self, *arguments: str, cwd: Path | None = None, timeout: float | None = None) -> str:
         """What `dynapipe train ARGUMENTS` says on standard error; it must succeed."""
         done = self.run(["train", *arguments], timeout=timeout, cwd=cwd, environment={"GLOO_SOCKET_IFNAME": "lo"})
         assert done.returncode == 0, done.stdout + done.stderr

@@ -31,6 +31,7 @@ from dynapipe_ext.tools.checkpoint.megatron.names import (
 )
 from tests.support import rank_results
 from tests.support.checkpoints import VARIANTS, saved, tensors_in, tiny
+from tests.support.limits import LIMIT_S
 from tests.support.megatron_ranks import CPU, join
 
 _ROPE = {"rope_theta": 1e4, "factor": 8.0}
@@ -228,7 +229,7 @@ def ranks(world_size: int, folder: Path, function: Any) -> list[Any]:
         dist.destroy_process_group()
         return 0
 
-    run_local(main, world_size, timeout_s=90)
+    run_local(main, world_size, timeout_s=LIMIT_S)
     return [rank_results.read(folder / str(rank)) for rank in range(world_size)]
 
 

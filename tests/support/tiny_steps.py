@@ -22,6 +22,7 @@ from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.schedules.planner import Planner
+from tests.support.limits import LIMIT_S
 from tests.support.tiny_models import samples_of
 
 SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4))
@@ -73,7 +74,7 @@ def learned(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
     return [losses[number] for number in range(topology.pp)], gradients
 
 

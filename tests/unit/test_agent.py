@@ -14,6 +14,7 @@ import pytest
 
 from dynapipe_ext.launch.env import launcher
 from dynapipe_ext.launch.processes.agent import LOST_STATUS, NodeEnd, RankRecord, read_rank_records, run_agent
+from tests.support.limits import LIMIT_S
 
 # As torchrun: starts ranks, and ends with 1 as soon as one has failed, once it has ended the others.
 AGENT = """
@@ -146,7 +147,7 @@ def test_everything_ends_with_a_launcher_that_is_killed(
         ended(body)
         os._exit(70)
     ranks: tuple[RankRecord, ...] = ()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + LIMIT_S
     while len(ranks) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.02)
         ranks = tuple(rank for folder in tmp_path.glob("*/ranks") for rank in read_rank_records(folder) if rank.runs)

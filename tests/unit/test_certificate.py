@@ -24,6 +24,7 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, predicted
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.show.plan import certificate_of_file
+from tests.support.limits import LIMIT_S
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 
@@ -55,7 +56,7 @@ def test_the_batch_bound_of_measured_tables_is_the_judges(
     command = [sys.executable, SHARED / "judge_plan.py", *flags, "--plan", tmp_path / "plan.json"]
     done = subprocess.run(
         [str(word) for word in command],
-        capture_output=True, text=True, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=True, timeout=LIMIT_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     judged = json.loads(done.stdout)
     assert judged["valid"]

@@ -20,6 +20,7 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.launch import cli
 from dynapipe_ext.tools.check.plan_file import BOUNDS
+from tests.support.limits import LIMIT_S
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 PAIRS = {"gpt_6.7b": [[30, 0], [200, 0], [77, 0], [55, 0], [120, 0], [9, 0], [300, 0], [41, 0]],
@@ -126,7 +127,7 @@ def judgement(judge: Path, plan: Path, flags: list[str]) -> Raw:
     flags = [*flags[:at], "--memory-mb", str(1000 * int(flags[at + 1])), *flags[at + 2 :]]
     done = subprocess.run(
         [sys.executable, str(judge), *flags, "--plan", str(plan)],
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=False, timeout=LIMIT_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode < 2, done.stderr
     line: Raw = json.loads(done.stdout)

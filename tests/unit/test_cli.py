@@ -14,6 +14,7 @@ import pytest
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.launch import cli, subcommands
 from dynapipe_ext.launch.processes.cluster import JobError
+from tests.support.limits import LIMIT_S
 
 Define = Callable[[Callable[[], int]], None]
 
@@ -198,13 +199,13 @@ def test_help_and_version_load_no_subcommand(capsys: pytest.CaptureFixture[str])
         "except SystemExit: pass\n"
         "print({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'redis', 'rich'})"
     )
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert output.stdout.splitlines()[-1] == "set()"
 
 
 def _ended_writing_to(output: int, *words: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "dynapipe_ext.launch.cli", *words]
-    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
     return done.returncode, done.stderr
 
 
@@ -225,7 +226,7 @@ def test_what_the_encoding_of_the_output_lacks_is_spelled(encoding: str, tmp_pat
     page = os.fsencode(tmp_path) + b"/\xff\xe2\x82\xac.html"
     command = [sys.executable, "-m", "dynapipe_ext.launch.cli", *SHOWN, "--html", page]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=LIMIT_S, check=True)
     assert (
         done.stdout.splitlines()[-1]
         .rstrip()

@@ -13,6 +13,7 @@ from dynapipe_ext.data import dataset as dataset_module
 from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, prepare
 from dynapipe_ext.data.examples import Example, generate_examples
 from dynapipe_ext.errors import ConfigError, DataError
+from tests.support.limits import LIMIT_S
 
 BYTES = {"tokenizer": "bytes", "max_seq_len": 4096, "truncate": False}
 BPE = {"tokenizer": "bpe", "vocab_size": 400, "max_seq_len": 4096, "truncate": False}
@@ -188,7 +189,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole(tmp_path):
         "prepare(source, sys.argv[1], tokenizer='bytes', max_seq_len=4096, truncate=True, source_fingerprint='x')\n"
     )
     folder = tmp_path / "d"
-    killed = subprocess.run([sys.executable, "-c", program, folder], timeout=60, env={"PATH": ""}, check=False)
+    killed = subprocess.run([sys.executable, "-c", program, folder], timeout=LIMIT_S, env={"PATH": ""}, check=False)
     assert killed.returncode == -9
     assert not folder.exists()
     assert not list(tmp_path.rglob("meta.json"))

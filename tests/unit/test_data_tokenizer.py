@@ -10,6 +10,7 @@ from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.preprocessing.encoder_loading import encoder_from_json
 from dynapipe_ext.data.tokenizer import BytesTokenizer, train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
+from tests.support.limits import LIMIT_S
 
 HARD = [
     "",
@@ -76,7 +77,7 @@ def test_training_is_the_same_in_another_process_with_one_thread(bpe):
     )
     environment = {"TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "17", "PATH": ""}
     result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=True
     )
     assert json.loads(result.stdout) == json.loads(bpe.as_json())
 

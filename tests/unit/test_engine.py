@@ -20,6 +20,7 @@ from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.schedules.planner import Planner
+from tests.support.limits import LIMIT_S
 from tests.support.lowered import forwards_of
 
 HIDDEN, VOCAB = 8, 17
@@ -55,7 +56,7 @@ def loss_sum(logits: torch.Tensor, batch) -> torch.Tensor:
 
 def run(topology: Topology, plans, parts, **options) -> tuple[list[float], list[TorchStage]]:
     """Every pipeline rank as a thread; what each returned, and its stage."""
-    hub, parallel, losses = InlineHub(timeout_s=20), InlineReductions(topology, timeout_s=20), {}
+    hub, parallel, losses = InlineHub(timeout_s=LIMIT_S), InlineReductions(topology, timeout_s=LIMIT_S), {}
     stages = [
         TorchStage([parts[s] for s in topology.stages_of(rank)], loss_sum, parallel=parallel)
         for rank in range(topology.pp)
@@ -70,7 +71,7 @@ def run(topology: Topology, plans, parts, **options) -> tuple[list[float], list[
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     return [losses[p] for p in range(topology.pp)], stages
 
 

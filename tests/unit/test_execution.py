@@ -23,6 +23,7 @@ from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.schedules.planner import Planner
+from tests.support.limits import LIMIT_S
 
 HIDDEN, VOCAB = 8, 17
 LENGTHS = (3, 11, 4, 5, 9, 2, 7)
@@ -61,7 +62,11 @@ def planner_for(num_stages: int, **settings) -> Planner:
 def run_step(num_stages: int, parts, make_accumulator=PlainAccumulator, recorders=None, **settings):
     """Every pipeline rank as a thread; returns the last stage's loss and the plans."""
     plans = prove_step(planner_for(num_stages, **settings), SAMPLES, step=0).plans[0]
-    hub, losses, parallel = InlineHub(timeout_s=20), {}, InlineReductions(Topology(pp=num_stages), timeout_s=20)
+    hub, losses, parallel = (
+        InlineHub(timeout_s=LIMIT_S),
+        {},
+        InlineReductions(Topology(pp=num_stages), timeout_s=LIMIT_S),
+    )
 
     def rank(pp_rank: int) -> None:
         stage = TorchStage(parts[pp_rank], loss_sum, accumulator=make_accumulator, parallel=parallel)
@@ -73,7 +78,7 @@ def run_step(num_stages: int, parts, make_accumulator=PlainAccumulator, recorder
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     assert losses == dict.fromkeys(range(num_stages), losses[0])
     return losses[0], plans
 
@@ -239,7 +244,7 @@ def test_a_plan_that_leaves_a_buffer_behind_is_an_error():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     assert "left buffers behind" in errors[0]
     assert "activation" in errors[0]
     assert "not all 2 ranks came" in errors[1]

@@ -10,6 +10,7 @@ import dynapipe_ext
 from dynapipe_ext import megatron
 from dynapipe_ext.batching import inference, packing, sampling
 from dynapipe_ext.tools import checkpoint
+from tests.support.limits import LIMIT_S
 
 
 @pytest.mark.parametrize("facade", [checkpoint, dynapipe_ext, inference, megatron, packing, sampling])
@@ -28,5 +29,5 @@ def test_samplers_need_no_torch() -> None:
         "from dynapipe_ext.batching.sampling import StreamingTokenBatches;"
         "print(len(S(8, [3, 5, 2, 4])), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2 False\n", "")

@@ -24,6 +24,7 @@ from dynapipe_ext.executor.transport.torch_p2p import WatchedTransport, _TorchPe
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.timeline import Span
+from tests.support.limits import LIMIT_S
 
 HIDDEN, VOCAB, NUM_STAGES = 8, 17, 3
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((3, 11, 4, 5, 9, 2, 7, 12, 6, 8, 10, 1))]
@@ -75,8 +76,8 @@ def train(plans: Sequence[ExecutionPlan], arrived: Arrived | None) -> tuple[floa
     """Loss, gradients, and what each rank ran in order; ranks are threads."""
     torch.manual_seed(0)
     parts = [Part(stage) for stage in range(NUM_STAGES)]
-    hub, recorders = InlineHub(timeout_s=20), [Spans() for _ in parts]
-    parallel = InlineReductions(Topology(pp=NUM_STAGES), timeout_s=20)
+    hub, recorders = InlineHub(timeout_s=LIMIT_S), [Spans() for _ in parts]
+    parallel = InlineReductions(Topology(pp=NUM_STAGES), timeout_s=LIMIT_S)
     losses: dict[int, float] = {}
 
     def rank(pp_rank: int) -> None:
@@ -93,7 +94,7 @@ def train(plans: Sequence[ExecutionPlan], arrived: Arrived | None) -> tuple[floa
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     gradients = [p.grad.clone() for part in parts for p in part.parameters() if p.grad is not None]
     assert len(gradients) == sum(1 for part in parts for _ in part.parameters())
     return losses[NUM_STAGES - 1], gradients, [[span.label for span in spans] for spans in recorders]
@@ -159,7 +160,7 @@ def operation(kind: type[Send] | type[Recv], micro_batch: int, peer: int) -> Any
 
 
 def test_a_watched_transfer_has_arrived_once_its_other_side_was_posted_and_not_before() -> None:
-    hub = InlineHub(timeout_s=20)
+    hub = InlineHub(timeout_s=LIMIT_S)
     sender, receiver = WatchedTransport(hub.transport(0)), WatchedTransport(hub.transport(1))
     first, second = receiver.recv(operation(Recv, 0, 0)), receiver.recv(operation(Recv, 1, 0))
     assert not receiver.arrived(first)

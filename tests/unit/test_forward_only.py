@@ -34,6 +34,7 @@ from dynapipe_ext.schedules.judge.simulate import makespan_ns, validate
 from dynapipe_ext.schedules.notation import plan_json, read_plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.tables.gpipe import gpipe
+from tests.support.limits import LIMIT_S
 
 KEY = b"k" * 32
 COSTS = TokenCosts(4, bytes_per_token=100, static_bytes=900, transfer_ns_per_token=200, overhead_ns=5000)
@@ -326,7 +327,7 @@ def test_an_evaluation_on_inline_ranks_gives_the_loss_of_one_pass_over_the_data(
     data, planning = Data(), planner(2, 2, placement, layout=layout, max_tokens=104)
     num_stages = planning.topology.num_stages
     results: dict[tuple[int, int], EvalResult | Exception] = {}
-    hubs, losses = [InlineHub(timeout_s=20) for _ in range(2)], []
+    hubs, losses = [InlineHub(timeout_s=LIMIT_S) for _ in range(2)], []
 
     def rank(dp_rank: int, pp_rank: int) -> None:
         at = Coordinates(tp_rank=0, pp_rank=pp_rank, dp_rank=dp_rank)
@@ -342,7 +343,7 @@ def test_an_evaluation_on_inline_ranks_gives_the_loss_of_one_pass_over_the_data(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(LIMIT_S)
     wanted = sum(
         float((data[i].tokens[:-1] + num_stages).sum()) for i in range(len(data))
     ) / int(data.lengths[:, 2].sum())  # fmt: skip

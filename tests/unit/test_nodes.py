@@ -15,6 +15,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.processes.agent import NodeEnd
 from dynapipe_ext.launch.processes.nodes import Host, ShellNodes, read_hosts, run_on_nodes
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
+from tests.support.limits import LIMIT_S
 
 HOSTS = (Host("a"), Host("me@b"), Host("c"))
 
@@ -101,7 +102,7 @@ def test_a_signal_that_asks_to_save_is_passed_on_to_every_node(nodes: ShellNodes
 
 def test_the_slurm_script_starts_all_nodes_and_is_queued_again_once_all_have_saved(tmp_path: Path, root: Path) -> None:
     script = root / "launch" / "slurm.sh"
-    subprocess.run(["bash", "-n", script], check=True, timeout=20)
+    subprocess.run(["bash", "-n", script], check=True, timeout=LIMIT_S)
     shell(tmp_path, "scontrol", f'[ "$1" = show ] && printf "n1\\nn2\\n" || echo "$@" > {tmp_path}/queued')
     shell(
         tmp_path,
@@ -111,11 +112,11 @@ def test_the_slurm_script_starts_all_nodes_and_is_queued_again_once_all_have_sav
     )
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     job = subprocess.Popen(["bash", script, "--config", "my settings.toml"], env={**os.environ, **slurm})
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + LIMIT_S
     while not (tmp_path / "began").exists() and time.monotonic() < deadline_s:
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
-    assert job.wait(20) == 138
+    assert job.wait(LIMIT_S) == 138
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
     assert read_hosts(tmp_path / "hosts") == (Host("n1"), Host("n2"))
     said = (tmp_path / "arguments").read_text()

@@ -17,6 +17,7 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.schedules.notation import read_plan_json
+from tests.support.limits import LIMIT_S
 from tests.support.measured import measured_csv
 
 LENGTHS = [40, 300, 17, 90, 120, 64, 33, 250]
@@ -338,11 +339,10 @@ def test_planning_needs_no_torch(lengths: str) -> None:
         f"assert cli.main(['plan', '--lengths', {lengths!r}]) == 0\n"
         "print({name.partition('.')[0] for name in sys.modules} & {'torch', 'redis', 'megatron'})"
     )
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=LIMIT_S)
     assert output.stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.timeout(60)
 def test_a_plan_has_the_same_bytes_under_other_hash_seeds_and_numbers_of_threads(tmp_path: Path) -> None:
     measured_csv(tmp_path, "gpt_6.7b", decoder=False)
     sizes = [[1 + 37 * i % 311, 0] for i in range(24)]
@@ -376,7 +376,7 @@ def test_a_plan_has_the_same_bytes_under_other_hash_seeds_and_numbers_of_threads
                 stdout=subprocess.DEVNULL,
             )
         )
-    assert [run.wait(timeout=50) for run in runs] == [0, 0]
+    assert [run.wait(timeout=LIMIT_S) for run in runs] == [0, 0]
     one, other = ((tmp_path / f"{number}.json").read_bytes() for number in ("1", "2"))
     assert one == other
     assert samples(json.loads(one)) == list(range(len(sizes)))

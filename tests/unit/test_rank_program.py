@@ -17,6 +17,7 @@ from dynapipe_ext.launch.processes import cluster, network
 from dynapipe_ext.launch.rank import rank_program
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
+from tests.support.limits import LIMIT_S
 
 
 def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
@@ -113,7 +114,7 @@ def test_of_forked_ranks_that_fail_the_first_alone_is_heard(capfd: pytest.Captur
         raise DataError("it went wrong")
 
     with pytest.raises(cluster.JobError) as caught:
-        cluster.run_local(main, 4, timeout_s=60)
+        cluster.run_local(main, 4, timeout_s=LIMIT_S)
     (line,) = capfd.readouterr().err.splitlines()
     assert caught.value.cause == line
     assert str(caught.value).startswith(line.removesuffix(": it went wrong") + " ended with exit status 2")
@@ -132,7 +133,7 @@ print(shown("cmdline"), shown("comm"), sep=",", end="")
 set_process_title("x" * 100_000)  # the environment lies right behind
 print(len(shown("cmdline")) > 100, shown("environ").partition(chr(0))[0])
 """
-    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=60)
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=LIMIT_S)
     shown = run([sys.executable, "-c", script], env={"PROBE": "still here"}).stdout
     assert shown == "rank 12 of 64: dynapipe train dp1 pp2 tp0,rank 12 of 64: \nTrue PROBE=still here\n"
 

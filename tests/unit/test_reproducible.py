@@ -16,6 +16,7 @@ from scipy.optimize import nnls
 
 from dynapipe_ext.reproducible import exp, log, non_negative_least_squares, product, solve
 from tests.conftest import ROOT
+from tests.support.limits import LIMIT_S
 
 SEEDS = st.integers(0, 10_000)
 
@@ -25,7 +26,7 @@ def digests(**environment: str) -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, Path("tests/support/fits_digest.py")],
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=True,
     )  # fmt: skip
     found: dict[str, str] = json.loads(done.stdout)
     return found

@@ -24,6 +24,7 @@ from dynapipe_ext.tools.show.timeline import (
     write_trace_file,
     write_trace_html,
 )
+from tests.support.limits import LIMIT_S
 
 NAMES = {0: "dp0 pp0 tp0", 1: "dp0 pp1 tp0"}
 EVIL = "</script><script>alert(1)</script><!--<script>\u2028&"
@@ -307,7 +308,7 @@ def test_a_browser_runs_the_page_without_errors(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=LIMIT_S,
         check=True,
     )
     sample = "sample 17; piece 2 of 2; tokens 4096-8191"
@@ -331,7 +332,7 @@ def test_shades_units_and_stages_are_told_apart_as_much_as_they_differ() -> None
       [5e3, 5e8, 2e9].map((step) => tickText(3 * step, step) + " " + tickUnit(step).name)]));
     """
     )
-    done = subprocess.run([node, "-"], input=script, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([node, "-"], input=script, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     near, far, sizes, chunk, num_chunks, times, ticks = json.loads(done.stdout)
     assert near[1] - near[0] == 0  # 1 % is no difference that a colour should show
     assert far == [0, 8]

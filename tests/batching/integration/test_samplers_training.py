@@ -40,10 +40,12 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from tests.support.limits import LIMIT_S
+
 NUM_SAMPLES, MAX_TOKENS, WORDS, LR = 40, 110, 64, 0.1
 STOP = 6  # batches until a job is stopped, in its second epoch
 TOLERANCE = 2e-5  # of the largest entry of a parameter's gradient; a batch weighted by samples is off by 1e-1
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=LIMIT_S)
 
 
 def features_of() -> list[dict[str, list[int]]]:

@@ -33,6 +33,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 pytest.importorskip("sklearn")
 
 from dynapipe_ext.batching.inference.memory_training import FEWEST_RECORDS, Training, exported, train
+from tests.support.limits import LIMIT_S
 from tests.support.memory_law import LONGEST, ON, law, record, records, sizes_of
 
 
@@ -76,7 +77,7 @@ def test_a_model_read_from_its_file_predicts_the_same_bits_with_numpy_alone(
         "loaded = [name for name in ('sklearn', 'scipy', 'torch', 'joblib') if name in sys.modules]\n"
         "print(json.dumps([found.tobytes().hex(), loaded]))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     found, loaded = json.loads(done.stdout)
     assert found == model.ratio(shapes, first).tobytes().hex()
     assert loaded == []

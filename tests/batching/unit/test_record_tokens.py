@@ -17,6 +17,7 @@ import pytest
 from dynapipe_ext.batching.packing.dynamicat import INFERENCE, PRETRAINING, SUPERVISED, Field, make_record
 from dynapipe_ext.batching.packing.record_tokens import tokenize_records
 from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
+from tests.support.limits import LIMIT_S
 
 ROWS = [{"prompt": f"ask {i} " * (i % 7), "response": "x" * (i % 11 + 1)} for i in range(103)]
 FIELDS = (Field("prompt", loss=False, max_length=9, cut="left"), Field("response", max_length=5))
@@ -163,7 +164,7 @@ def test_workers_of_a_killed_process_end_too(wait_until_gone: Callable[[int], No
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         process.kill()
-        process.wait(30)
+        process.wait(LIMIT_S)
     assert len(pids) == 2
     for pid in pids:
         wait_until_gone(pid)

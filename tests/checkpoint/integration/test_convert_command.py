@@ -25,6 +25,7 @@ from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognition import TARGETS
 from tests.support.checkpoints import saved, tensors_in, tiny
 from tests.support.conversion_peak import large_model, largest_group_bytes, measured, total_bytes
+from tests.support.limits import LIMIT_S
 
 SHARD_BYTES = 200_000  # three shards of the tiny model
 MB = 1_000_000
@@ -206,7 +207,7 @@ def test_help_has_examples_and_needs_no_torch() -> None:
     script = "import sys; from dynapipe_ext.launch.commands import convert; assert 'torch' not in sys.modules\n"
     script += "import argparse; parser = argparse.ArgumentParser(); convert.add_arguments(parser)\n"
     script += "parser.print_help(); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert "dynapipe convert llama-3-8b-hf" in done.stdout
     assert all(name in done.stdout for name in TARGETS)
 

@@ -41,8 +41,6 @@ from tests.support.deepspeed_ranks import (
     untied,
 )
 
-pytestmark = pytest.mark.timeout(280)
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:

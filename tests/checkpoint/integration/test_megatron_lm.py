@@ -12,7 +12,6 @@ from tests.support.megatron_lm import MEGATRON_LM, NEEDS, checkout, train_conver
 
 
 @pytest.mark.skipif(not MEGATRON_LM.is_file(), reason="no copy of Megatron-LM beside this checkout")
-@pytest.mark.timeout(300)
 def test_megatron_lm_starts_from_a_converted_checkpoint_and_its_own_converts_back(tmp_path: Path) -> None:
     for module in NEEDS:
         pytest.importorskip(module)

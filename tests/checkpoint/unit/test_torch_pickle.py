@@ -15,6 +15,7 @@ import torch
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.tools.checkpoint.deepspeed.file import read_deepspeed_tree as read_split_tree
 from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord, read_pickle, read_torch_file, read_tree
+from tests.support.limits import LIMIT_S
 
 MEMO_BOMB = b"\x80\x02Nr\xff\xff\xff\x7f."
 BYTES_BOMB = b"\x80\x05\x96\x00\x00\x00\x00\x10\x00\x00\x00."
@@ -105,7 +106,9 @@ def test_a_name_in_torch_is_not_imported(tmp_path: Path) -> None:
         "found = read_tree(ArchiveRecord(pathlib.Path(sys.argv[1])));"
         "print(found.qualified, 'torch._dynamo' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
     assert run.stdout.split() == ["torch._dynamo", "False"]
 
 
