@@ -1,19 +1,36 @@
-"""What one pipeline rank does in one step: a flat list of instructions, and the plan that carries it.
+"""What one pipeline rank does in one step: a flat list of instructions, the plan that holds it, and how it is made.
+
+schedules ─► lower ─► ExecutionPlan of each rank
 
 The rank's order is the whole program. Send and Recv only start a transfer; Wait ends it. Forward and Backward take the
 buffers named after them: a Forward of stage s takes the "activation" that stage s - 1 produced, a Backward of stage s
 the "gradient" that stage s + 1 produced, and each leaves its own output in a buffer until it is sent or taken.
 Printed, a computation is its action in a schedule ("2F0"), everything else says what it does.
+
+All transfers of a replica have one order, that of their predicted sends. Each rank posts its own in that order, sends
+and receives over all its communicators (one for each direction between two ranks), so that they end even on devices
+that run posted transfers one at a time. A receive is posted before the first action whose predicted end is after the
+send. A send is waited for before the first action whose predicted start is after its arrival. `verify_step` proves the
+order again for every plan.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import heapq
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
+from typing import Literal, NamedTuple, assert_never
 
-from dynapipe_ext.batch.micro_batches import LossNorm, MicroBatch
-from dynapipe_ext.batch.topology import TensorSpec
-from dynapipe_ext.schedules.step_plan import Prediction
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, LossNorm, MicroBatch
+from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
+from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 
 Payload = Literal["activation", "gradient"]
 
@@ -179,3 +196,212 @@ class ExecutionPlan:
     def stages(self) -> tuple[int, ...]:
         """Stages of this rank, in their order."""
         return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.pp_rank)
+
+
+Times = Sequence[Sequence[tuple[int, int]]]  # per rank, per action: (start_ns, end_ns)
+RankPrograms = tuple[tuple[Instruction, ...], ...]  # of each pipeline rank
+
+
+class _Message(NamedTuple):
+    """A buffer that changes ranks; positions are indices into the two ranks' action lists."""
+
+    buffer: Buffer
+    sender: int
+    sent_after: int
+    receiver: int
+    used_by: int
+
+
+def channel_of(sender: int, receiver: int) -> int:
+    """Communicator of a direction within the pair of ranks: 0 upwards, 1 downwards."""
+    return 0 if sender < receiver else 1
+
+
+def lower_schedule(
+    schedule: PipelineSchedule,
+    times: Times,
+    micro_batches: Sequence[MicroBatch],
+    activation_format: ActivationFormat,
+    transfer_ns: Sequence[Sequence[int]] | None = None,
+    *,
+    order_times: Times | None = None,
+) -> RankPrograms:
+    """Instructions of each pipeline rank. `transfer_ns[boundary][micro_batch]` defaults to 0.
+
+    `order_times` are those by which transfers are ordered (default: `times`).
+    """
+    starts = [[start for start, _ in rank] for rank in times]
+    before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
+    after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
+    decoded = activation_format.first_decoder_stage  # all boundaries before it are alike, and all from it on
+    specs_of = cache(lambda micro_batch, boundary: activation_format.specs(micro_batches[micro_batch], boundary))
+    for message, post in _in_one_order(order_times or times, _messages(schedule)):
+        buffer, sender, sent_after, receiver, used_by = message
+        channel = channel_of(sender, receiver)
+        boundary = buffer.stage - (buffer.payload == "gradient")
+        specs = specs_of(buffer.micro_batch, 0 if decoded is None or boundary < decoded else decoded)
+        after[sender][sent_after].append(Send(buffer, receiver, channel, specs))
+        before[receiver][post].append(Recv(buffer, sender, channel, specs))
+        arrival_ns = times[sender][sent_after][1]
+        if transfer_ns is not None:
+            arrival_ns += transfer_ns[boundary][buffer.micro_batch]
+        wait = max(bisect_right(starts[sender], arrival_ns), sent_after + 1)
+        before[sender][wait].append(WaitSend(buffer))
+        before[receiver][used_by].append(WaitRecv(buffer))
+    return tuple(
+        tuple(_rank_instructions(actions, before[rank], after[rank])) for rank, actions in enumerate(schedule.ranks)
+    )
+
+
+def _in_one_order(times: Times, messages: Sequence[_Message]) -> list[tuple[_Message, int]]:
+    """The messages by when they are predicted to be sent, each with the action of its receiver that follows.
+
+    Of actions that end at one time, what another needs comes first.
+    """
+    sent = {(message.sender, message.sent_after): message for message in messages}
+    sources = {(message.receiver, message.used_by): message for message in messages}
+    num_done = [0] * len(times)
+
+    def is_ready(rank: int) -> bool:
+        if num_done[rank] == len(times[rank]):
+            return False
+        needed = sources.get((rank, num_done[rank]))
+        return needed is None or num_done[needed.sender] > needed.sent_after
+
+    ordered = []
+    ready = [(spans[0][1], rank) for rank, spans in enumerate(times) if is_ready(rank)]
+    heapq.heapify(ready)
+    while ready:
+        _, rank = heapq.heappop(ready)
+        message = sent.get((rank, num_done[rank]))
+        num_done[rank] += 1
+        following = [rank]
+        if message is not None:
+            ordered.append((message, num_done[message.receiver]))
+            if num_done[message.receiver] == message.used_by:
+                following.append(message.receiver)
+        for one in following:
+            if is_ready(one):
+                heapq.heappush(ready, (times[one][num_done[one]][1], one))
+    return ordered
+
+
+def _messages(schedule: PipelineSchedule) -> list[_Message]:
+    takers: dict[tuple[bool, int, int], tuple[int, int]] = {}  # whether it goes up, stage, micro-batch -> its place
+    for rank, actions in enumerate(schedule.ranks):
+        for i, action in enumerate(actions):
+            if action.kind is not Kind.BACKWARD_WEIGHT:
+                takers[action.kind is Kind.FORWARD, action.stage, action.micro_batch] = rank, i
+    last, messages = schedule.num_stages - 1, []
+    for (up, stage, micro_batch), (rank, i) in takers.items():
+        if stage == (last if up else 0):
+            continue
+        receiver, used_by = takers[up, stage + 1 if up else stage - 1, micro_batch]
+        if receiver != rank:
+            buffer = Buffer("activation" if up else "gradient", stage, micro_batch)
+            messages.append(_Message(buffer, rank, i, receiver, used_by))
+    return messages
+
+
+def _rank_instructions(
+    actions: Sequence[Action], before: dict[int, list[Instruction]], after: dict[int, list[Instruction]]
+) -> list[Instruction]:
+    """Receives are posted first, then finished sends give up their memory, then the action's input is awaited."""
+    order = {Recv: 0, WaitSend: 1, WaitRecv: 2}
+    none: list[Instruction] = []
+    loaded: set[int] = set()
+    instructions: list[Instruction] = []
+    for i, action in enumerate(actions):
+        first = before.get(i, none)
+        instructions += sorted(first, key=lambda one: order[type(one)]) if len(first) > 1 else first
+        if action.micro_batch not in loaded:
+            loaded.add(action.micro_batch)
+            instructions.append(Load(action.micro_batch))
+        instructions.append(_compute(action))
+        instructions += after.get(i, none)
+    for i in sorted(before):
+        if i >= len(actions):
+            instructions += before[i]
+    return instructions
+
+
+def _compute(action: Action) -> Instruction:
+    match action.kind:
+        case Kind.FORWARD:
+            return Forward(action.stage, action.micro_batch)
+        case Kind.BACKWARD:
+            return Backward(action.stage, action.micro_batch)
+        case Kind.BACKWARD_INPUT:
+            return BackwardInput(action.stage, action.micro_batch)
+        case Kind.BACKWARD_WEIGHT:
+            return BackwardWeight(action.stage, action.micro_batch)
+        case _:
+            assert_never(action.kind)
+
+
+def lower(
+    step_plan: StepPlan,
+    activation_format: ActivationFormat,
+    *,
+    fill_waits: bool = False,
+    replicas_meet: bool = False,
+    known: Mapping[int, RankPrograms] = MappingProxyType({}),
+) -> tuple[tuple[ExecutionPlan, ...], ...]:
+    """Execution plans indexed [dp_rank][pp_rank]; replicas whose instructions are `known` keep them.
+
+    `replicas_meet` inside micro-batches, in collectives: transfers of all replicas are then ordered by the times of the
+    first, so that they have one order with the collectives.
+
+    `fill_waits` makes plans for executors that run weight gradients while they wait (see `filling`): the makespan that
+    they promise is that of filling ranks, the peaks are those of the schedule. Where ranks share cores, which a filled
+    wait does not free, the makespan is the schedule's, too.
+    """
+    batch = step_plan.batch
+    counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
+    divisor, real_tokens, padded_tokens = loss_divisor(batch), batch.real_tokens, batch.padded_tokens
+    plans = []
+    for replica, schedule, prediction, replica_costs in zip(
+        batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.costs, strict=True
+    ):
+        if fill_waits and schedule.is_split:
+            schedule = with_room_to_fill(schedule, replica_costs)
+            if step_plan.cores is None:
+                filling_ns = filling_makespan_ns(schedule, replica_costs)
+                bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
+                prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
+        same_order = replicas_meet and counts[0] == len(replica.micro_batches)  # of others the proof says what is wrong
+        instructions = known.get(replica.dp_rank) or lower_schedule(
+            schedule,
+            simulate_ns(schedule, replica_costs),
+            replica.micro_batches,
+            activation_format,
+            replica_costs.transfer_ns.tolist(),
+            order_times=simulate_ns(schedule, step_plan.costs[0]) if same_order else None,
+        )
+        plans.append(
+            tuple(
+                ExecutionPlan(
+                    step=batch.step,
+                    dp_rank=replica.dp_rank,
+                    pp_rank=pp_rank,
+                    stage_ranks=schedule.stage_ranks,
+                    micro_batches=replica.micro_batches,
+                    instructions=rank_instructions,
+                    prediction=prediction,
+                    loss_norm=batch.loss_norm,
+                    loss_divisor=divisor,
+                    real_tokens=real_tokens,
+                    padded_tokens=padded_tokens,
+                    num_micro_batches=counts,
+                    seed=batch.seed,
+                    forward_only=schedule.forward_only,
+                )
+                for pp_rank, rank_instructions in enumerate(instructions)
+            )
+        )
+    return tuple(plans)
+
+
+def loss_divisor(batch: GlobalBatchPlan) -> int:
+    """What the weighted loss sum of a step is divided by (at least 1: a batch without targets has loss 0)."""
+    return max(1, batch.target_tokens if batch.loss_norm == "tokens" else batch.num_samples)

@@ -33,7 +33,6 @@ from dynapipe_ext.data.pairs import collate_pairs, pair_borders
 from dynapipe_ext.errors import ConfigError, DataError, check_timeout
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.plans.channel import PlanChannel
-from dynapipe_ext.executor.plans.source import InlinePlanSource, PlanSource, timed
 from dynapipe_ext.executor.protocols import Batch, Store
 from dynapipe_ext.executor.proven_step import ProvenStep, StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -49,6 +48,31 @@ class ReadStep:
     plan: ExecutionPlan
     plan_asked_s: float
     planned_s: float
+
+
+class PlanSource(Protocol):
+    """Gives one rank its plans, in the order of the run."""
+
+    def plan(self, place: StepPosition) -> ExecutionPlan:
+        """This rank's plan. Raises PlanError where planning failed, StoreError where the plan does not come."""
+        ...
+
+    def close(self) -> None:
+        """End a `plan` that waits in another thread."""
+        ...
+
+
+class InlinePlanSource:
+    """Plans here and now; `proven` gives the step of a place, of all ranks."""
+
+    def __init__(self, proven: Callable[[StepPosition], ProvenStep], *, dp_rank: int, pp_rank: int) -> None:
+        self._proven = proven
+        self._dp_rank, self._pp_rank = dp_rank, pp_rank
+
+    def plan(self, place: StepPosition) -> ExecutionPlan:
+        return self._proven(place).plans[self._dp_rank][self._pp_rank]
+
+    def close(self) -> None: ...
 
 
 def read_ahead(
@@ -355,8 +379,9 @@ class DynaPipeDataLoader:
                 yield item.micro_batches, item.plan
 
     def _read(self, place: StepPosition, batches: GlobalBatches, source: PlanSource) -> ReadStep:
-        taken = timed(source, place)
-        plan, own = taken.plan, set(batches[place.step])
+        plan_asked_s = time.monotonic()
+        plan = source.plan(place)
+        planned_s, own = time.monotonic(), set(batches[place.step])
         for sample in (sample for micro_batch in plan.micro_batches for sample in micro_batch.samples):
             if sample.index not in own:
                 raise DataError(
@@ -364,7 +389,7 @@ class DynaPipeDataLoader:
                     " this rank's global batch: all ranks must use the same data, sampler order and settings"
                 )
         micro_batches = [self._tensors(micro_batch, plan) for micro_batch in plan.micro_batches]
-        return ReadStep(micro_batches, plan, taken.asked_s, taken.got_s)
+        return ReadStep(micro_batches, plan, plan_asked_s, planned_s)
 
     def _tensors(self, micro_batch: MicroBatch, plan: ExecutionPlan) -> Batch:
         arrays: Mapping[str, Any]

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 from dynapipe_ext.batch.micro_batches import SampleLength, sample_pieces
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import RankPrograms, lower
+from dynapipe_ext.executor.instructions import ExecutionPlan, RankPrograms, lower
 from dynapipe_ext.executor.proof import verify_step, with_collectives
 from dynapipe_ext.schedules.step_plan import StepPlan
 

@@ -69,7 +69,7 @@ class ForwardStepStage:
             len(step.chunks),
             gradients,
             parameters=parameters,
-            splittable=parameters,
+            make_splittable=lambda: parameters,
             device=device,
             measure_bytes=False,
             replay=replay_megatron,

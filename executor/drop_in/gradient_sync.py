@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
+from dynapipe_ext.executor.stages.chunk_runner import GradientAccumulator
 
 
 class StepGradients(GradientAccumulator):

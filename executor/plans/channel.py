@@ -22,7 +22,8 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import LengthArray
 from dynapipe_ext.batch.topology import Coordinates
 from dynapipe_ext.data.batches import GlobalBatchRule, SampleOrder, StepPosition, array_digest
-from dynapipe_ext.errors import ConfigError, StoreError
+from dynapipe_ext.errors import ConfigError, PlanError, StoreError
+from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.parent_death import ends_within
 from dynapipe_ext.executor.plans.planner_process import (
     ARRAY_TYPE,
@@ -31,17 +32,24 @@ from dynapipe_ext.executor.plans.planner_process import (
     SLACK,
     PlannerJob,
     describe_planner,
+    publish_failure,
 )
-from dynapipe_ext.executor.plans.source import SILENT_AFTER_S, StorePlanSource, publish_failure
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import StepPlanner
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.keys import Keys
+from dynapipe_ext.executor.store.memory import StoreTimeoutError
 from dynapipe_ext.executor.store.opening import open_store
+from dynapipe_ext.executor.wire import decode, unseal
 
 _STOP_S = 1.0
 _MOST_STARTS = 4  # of one planner: what kills it more often is not chance
 _PIECE = 1 << 20
+_LOOK_S = 0.25  # how often a rank that waits for its plan looks for a failed or silent planner
+_MISSED_AFTER_S = 1.0  # then it says which plan it misses: the store may have lost it
+SILENT_AFTER_S = 15.0  # planner processes give a sign every second; on a crowded machine some come late
+_GIVEN_UP_AFTER_S = 3 * SILENT_AFTER_S  # by ranks: the planner's owner has started another one by then, if it lives
+_MOST_REFUSALS = 5  # of one plan; another key than the planners' would refuse them for ever
 
 
 class PlannerProcesses:
@@ -375,3 +383,139 @@ def _derived_key(address: StoreAddress | None) -> bytes:
     if address is None or not address.password:
         raise ConfigError("the store has no password to derive a plan key from: pass plan_key, 32 random bytes")
     return hmac.new(address.password.encode(), b"dynapipe plan key", hashlib.sha256).digest()
+
+
+class StorePlanSource:
+    """Takes the plans of one rank, and no others, from a store.
+
+    `num_planners` planner processes publish them, process k those of steps k modulo their number. A plan that the store
+    has lost, or that does not carry the job's signature, is asked for again. A wait ends at once with PlanError if the
+    planner in charge has published a failure of planning, with StoreError if it is dead for good, has been silent for
+    `silent_after_s`, or after `timeout_s`. Plans that other planners have published are still taken, so all ranks end
+    at the same step. With `marks_taken` (global rank 0) each plan taken lets planners go on.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        plan_key: bytes,
+        *,
+        dp_rank: int,
+        pp_rank: int,
+        num_planners: int,
+        timeout_s: float,
+        marks_taken: bool = False,
+        silent_after_s: float = _GIVEN_UP_AFTER_S,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._plan_key = plan_key
+        self._dp_rank, self._pp_rank = dp_rank, pp_rank
+        self._num_planners = num_planners
+        self._timeout_s = timeout_s
+        self._marks_taken = marks_taken
+        self._silent_after_s = silent_after_s
+        self._signs: dict[int, tuple[bytes, float]] = {}  # planner -> last heartbeat and when it was first seen
+        self._closed = threading.Event()
+        self.exposed_planning_s = 0.0
+
+    def plan(self, place: StepPosition) -> ExecutionPlan:
+        key = self._keys.plan(epoch=place.epoch, step=place.step, dp_rank=self._dp_rank, pp_rank=self._pp_rank)
+        asked_s = time.monotonic()
+        try:
+            plan = self._genuine(key, place, asked_s)
+        finally:
+            self.exposed_planning_s += time.monotonic() - asked_s
+        if self._marks_taken:
+            self._store.put(self._keys.taken(epoch=place.epoch, step=place.step), b"1")
+        found, wanted = (
+            (plan.step, plan.dp_rank, plan.pp_rank),
+            (place.global_step, self._dp_rank, self._pp_rank),
+        )
+        if found != wanted:
+            raise StoreError(
+                f"the plan at {key!r} is for (step, dp_rank, pp_rank) {found} but this rank is at {wanted}:"
+                " ranks and planners must start from the same checkpoint"
+            )
+        return plan
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _genuine(self, key: str, place: StepPosition, asked_s: float) -> ExecutionPlan:
+        """The plan with the job's signature; what has none is refused, taken out, and asked for again."""
+        refusals: list[StoreError] = []
+        while True:
+            data = self._wait(key, place, asked_s, refusals)
+            try:
+                return decode(data, self._plan_key, context=key.encode())
+            except StoreError as error:
+                refusals.append(error)
+                if len(refusals) == _MOST_REFUSALS:
+                    raise
+                print(f"dynapipe: refused, and asked for again: {error}", file=sys.stderr)
+                self._store.delete(key)
+                self._ask_again(key, place)
+
+    def _wait(self, key: str, place: StepPosition, asked_s: float, refusals: Sequence[StoreError]) -> bytes:
+        deadline_s = asked_s + self._timeout_s
+        while True:
+            try:
+                return self._store.get(key, max(0.0, min(_LOOK_S, deadline_s - time.monotonic())))
+            except StoreTimeoutError:
+                pass
+            planner = place.step % self._num_planners
+            if self._closed.is_set():
+                self._store.delete(self._keys.wanted(planner))  # its planner may be closed, too, and not look any more
+                raise StoreError(f"the data loader was closed while it waited for {_named(place)}")
+            _raise_failure(self._store, self._keys, self._plan_key, planner, place)
+            self._check_alive(planner, place)
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                refused = f" (what was there was refused: {refusals[-1]})" if refusals else ""
+                raise StoreError(
+                    f"planner process {planner} did not publish {_named(place)} for dp_rank"
+                    f" {self._dp_rank}, pp_rank {self._pp_rank} within {self._timeout_s:.1f} s{refused}: is it running,"
+                    " with the same data and settings? If planning takes longer, raise timeout_s or num_workers"
+                )
+            if now_s - asked_s > _MISSED_AFTER_S:
+                self._ask_again(key, place)
+
+    def _ask_again(self, key: str, place: StepPosition) -> None:
+        self._store.put(self._keys.wanted(place.step % self._num_planners), key.encode())
+
+    def _check_alive(self, planner: int, place: StepPosition) -> None:
+        """A planner that has not given its first sign is still starting: `timeout_s` bounds that."""
+        sign = self._store.try_get(self._keys.heartbeat(planner))
+        if sign is None:
+            return
+        now_s = time.monotonic()
+        last, since_s = self._signs.get(planner, (b"", now_s))
+        if sign != last:
+            self._signs[planner] = (sign, now_s)
+        elif now_s - since_s > self._silent_after_s:
+            raise StoreError(
+                f"planner process {planner} has given no sign for {now_s - since_s:.1f} s while this rank waits for"
+                f" {_named(place)}: it was killed or its machine is gone; start the job again from its last checkpoint"
+            )
+
+
+def _raise_failure(store: Store, keys: Keys, plan_key: bytes, worker: int, place: StepPosition) -> None:
+    key = keys.failure(worker)
+    data = store.try_get(key)
+    if data is None:
+        return
+    try:
+        failure = json.loads(unseal(data, plan_key, context=key.encode()))
+    except StoreError as error:
+        print(f"dynapipe: not believed: {error}", file=sys.stderr)
+        store.delete(key)
+        return
+    if failure["of_planning"]:
+        raise PlanError(failure["message"])
+    raise StoreError(f"{failure['message']} (this rank waits for {_named(place)})")
+
+
+def _named(place: StepPosition) -> str:
+    return f"the plan of step {place.step} of epoch {place.epoch}"

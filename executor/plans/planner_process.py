@@ -24,14 +24,13 @@ from dynapipe_ext.batch.micro_batches import LengthArray, sample_lengths
 from dynapipe_ext.data.batches import GlobalBatchRule, SampleOrder, StepPosition, step_positions
 from dynapipe_ext.errors import ConfigError, DynaPipeError, StoreError
 from dynapipe_ext.executor.parent_death import end_with_parent
-from dynapipe_ext.executor.plans.source import publish_failure
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import StoreTimeoutError
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.executor.wire import encode_all
+from dynapipe_ext.executor.wire import encode_all, sealed
 
 LOOK_S = 0.5  # how often a planner that waits looks for plans that are missed
 SLACK = 4  # a tensor parallel peer of rank 0 may still have to read a plan that rank 0 has taken
@@ -320,6 +319,17 @@ def _end_with_input() -> None:
 def _close(number: int, frame: FrameType | None) -> None:
     signal.signal(CLOSE_SIGNAL, signal.SIG_IGN)
     raise Closed
+
+
+def publish_failure(store: Store, keys: Keys, plan_key: bytes, worker: int, message: str, *, of_planning: bool) -> None:
+    """Tell every rank that this planner's next plan will not come: as PlanError if planning failed, else StoreError.
+
+    The planner's first message stays: what its owner says of its end is a consequence.
+    """
+    key = keys.failure(worker)
+    if store.try_get(key) is None:
+        body = json.dumps({"of_planning": of_planning, "message": message}).encode()
+        store.put(key, sealed(body, plan_key, context=key.encode()))
 
 
 def main() -> int:

@@ -1,17 +1,21 @@
-"""Where gradients are summed, plainly or exactly, and the names of collectives in errors."""
+"""Sums of gradients that lose nothing on the way: in float32, and exact in fixed point."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-
-Sum = Callable[[torch.Tensor], None]  # over ranks, in place
+from dynapipe_ext.executor.stages.chunk_runner import (
+    NO_COPIES,
+    Copies,
+    GradientAccumulator,
+    Sum,
+    gradient_of,
+    sum_over_copies,
+)
 
 _SCALE_BITS = 44
 _SCALE, _LIMIT = float(2**_SCALE_BITS), float(2 ** (62 - _SCALE_BITS))
@@ -78,76 +82,6 @@ class ExactSums:
         return torch.where(bound.isfinite(), value, torch.nan)
 
 
-# Weights that another rank has a copy of, each with the sum over the ranks that have one.
-Copies = Mapping[torch.nn.Parameter, Sum]
-NO_COPIES: Copies = MappingProxyType({})
-
-
-class GradientAccumulator(Protocol):
-    """Sums gradients over micro-batches and replicas; after `reduce` the sums are where the optimizer expects them.
-
-    That is `parameter.grad`, in the parameter's dtype, as torch wants it, or Megatron's `main_grad`; what an
-    implementation adds up in is its own choice. One that sums `by_use` takes each gradient of a linear layer by
-    `add_weight`, whole backwards or split ones; else autograd adds up what one backward has of a weight.
-    """
-
-    by_use: bool = False
-
-    def begin(self, plan: ExecutionPlan) -> None:
-        """Start a step: no gradient is held."""
-
-    def backward(self, outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor] | None) -> None:
-        """Run the backward of `outputs`; where they are a loss, `output_grads` is None."""
-        torch.autograd.backward(outputs, output_grads)
-
-    def add(self) -> None:
-        """Take in what the backward that just ran has produced."""
-
-    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take in a gradient that does not come by autograd; `add` follows."""
-
-    def reduce(self) -> None:
-        """Sum over replicas, once a step."""
-
-
-class PlainAccumulator(GradientAccumulator):
-    """Floating-point sums in arrival order, replicas in one flat sum.
-
-    Micro-batches add up in the parameter's dtype, replicas in float32: with bfloat16 weights and many micro-batches
-    a step, small gradients are lost in the first sum.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        sum_over_replicas: Sum | None = None,
-        *,
-        copies: Copies = NO_COPIES,
-    ) -> None:
-        self._parameters, self._copies = list(parameters), copies
-        self._sum_over_replicas = sum_over_replicas
-
-    def begin(self, plan: ExecutionPlan) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def add(self) -> None:
-        """Autograd has already added into `parameter.grad`."""
-
-    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        _add_to_grad(weight, gradient)
-
-    def reduce(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if self._sum_over_replicas is not None and self._parameters:
-            flat = torch.cat([_grad(parameter).reshape(-1).float() for parameter in self._parameters])
-            self._sum_over_replicas(flat)
-            _scatter(flat, self._parameters)
-        _sum_copies(self._copies)
-
-
 class Float32Accumulator(GradientAccumulator):
     """Sums in float32, in arrival order, left in `parameter.main_grad`: for weights of 16 bits."""
 
@@ -183,7 +117,7 @@ class Float32Accumulator(GradientAccumulator):
     def reduce(self) -> None:
         if self._sum_over_replicas is not None and self._parameters:
             self._sum_over_replicas(self._sums)
-        _sum_copies(self._copies)
+        sum_over_copies(self._copies)
 
 
 class ExactAccumulator(GradientAccumulator):
@@ -232,33 +166,3 @@ class ExactAccumulator(GradientAccumulator):
                 parameter.main_grad = self._sums.value(parameter).float()  # type: ignore[attr-defined]
             else:
                 parameter.grad = self._sums.value(parameter).to(parameter.dtype)
-
-
-def gradient_of(weight: torch.Tensor) -> torch.Tensor:
-    """The sum that an accumulator left, whichever it is."""
-    gradient = getattr(weight, "main_grad", None)
-    found = weight.grad if gradient is None else gradient
-    assert found is not None
-    return found
-
-
-def _sum_copies(copies: Copies) -> None:
-    for weight, over_copies in copies.items():
-        over_copies(gradient_of(weight))
-
-
-def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    weight.grad = gradient if weight.grad is None else weight.grad + gradient
-
-
-def _grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def _scatter(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-    offset = 0
-    for parameter in parameters:
-        size = parameter.numel()
-        parameter.grad = flat[offset : offset + size].view_as(parameter).to(parameter.dtype)
-        offset += size

@@ -1,21 +1,22 @@
-"""What all stages of tensors share: a micro-batch from F to B and from I to W, its random numbers, its loss."""
+"""What all stages of tensors share: a micro-batch from F to B and from I to W, its random numbers, its loss, and the
+plain sum of its gradients."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.instructions import BackwardInput, ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
 from dynapipe_ext.executor.stages.carried_keys import CarriedKeys, CarriedPiece
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.split_linear import DeferredGradients, DeferredWork, deferred_bytes
@@ -84,6 +85,107 @@ def seed_of(key: str, layer: str) -> int:
     return int.from_bytes(digest[:4], "little") >> 1
 
 
+Sum = Callable[[torch.Tensor], None]  # over ranks, in place
+# Weights that another rank has a copy of, each with the sum over the ranks that have one.
+Copies = Mapping[torch.nn.Parameter, Sum]
+NO_COPIES: Copies = MappingProxyType({})
+
+
+class GradientAccumulator(Protocol):
+    """Sums gradients over micro-batches and replicas. After `reduce` the sums are where the optimizer expects them:
+    in `parameter.grad`, in the parameter's dtype, or in Megatron's `main_grad`.
+
+    An accumulator that sums `by_use` takes each gradient of a linear layer by `add_weight`, in whole and in split
+    backwards. Without, autograd adds up the uses of a weight within one backward.
+    """
+
+    by_use: bool = False
+
+    def begin(self, plan: ExecutionPlan) -> None:
+        """Start a step: no gradient is held."""
+
+    def backward(self, outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor] | None) -> None:
+        """Run the backward of `outputs`; where they are a loss, `output_grads` is None."""
+        torch.autograd.backward(outputs, output_grads)
+
+    def add(self) -> None:
+        """Take in what the backward that just ran has produced."""
+
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take in a gradient that does not come by autograd; `add` follows."""
+
+    def reduce(self) -> None:
+        """Sum over replicas, once a step."""
+
+
+class PlainAccumulator(GradientAccumulator):
+    """Floating-point sums in arrival order, replicas in one flat sum.
+
+    Micro-batches add up in the parameter's dtype, replicas in float32: with bfloat16 weights and many micro-batches
+    a step, small gradients are lost in the first sum.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        sum_over_replicas: Sum | None = None,
+        *,
+        copies: Copies = NO_COPIES,
+    ) -> None:
+        self._parameters, self._copies = list(parameters), copies
+        self._sum_over_replicas = sum_over_replicas
+
+    def begin(self, plan: ExecutionPlan) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def add(self) -> None:
+        """Autograd has already added into `parameter.grad`."""
+
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        _add_to_grad(weight, gradient)
+
+    def reduce(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self._sum_over_replicas is not None and self._parameters:
+            flat = torch.cat([_grad(parameter).reshape(-1).float() for parameter in self._parameters])
+            self._sum_over_replicas(flat)
+            _scatter(flat, self._parameters)
+        sum_over_copies(self._copies)
+
+
+def gradient_of(weight: torch.Tensor) -> torch.Tensor:
+    """The sum that an accumulator of any kind left."""
+    gradient = getattr(weight, "main_grad", None)
+    gradient = weight.grad if gradient is None else gradient
+    assert gradient is not None
+    return gradient
+
+
+def sum_over_copies(copies: Copies) -> None:
+    for weight, over_copies in copies.items():
+        over_copies(gradient_of(weight))
+
+
+def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def _grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _scatter(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
+    offset = 0
+    for parameter in parameters:
+        size = parameter.numel()
+        parameter.grad = flat[offset : offset + size].view_as(parameter).to(parameter.dtype)
+        offset += size
+
+
 Outputs = tuple[torch.Tensor, ...]
 
 
@@ -98,10 +200,12 @@ class _Live:
 
 
 class ChunkRunner:
-    """`num_chunks` model chunks, one a stage of this rank; `splittable` weights are those whose gradients W computes.
+    """`num_chunks` model chunks, one a stage of this rank.
 
-    With `measure_bytes`, what autograd stores beside `parameters` is counted by saved-tensor hooks; without, inputs and
-    outputs are. `replay` is of all generators that chunks draw from.
+    `make_splittable()` has linear layers hand over their weight gradients, and returns those weights, of which W
+    computes the gradients. It is called once: before the first plan with split backwards, or at once where `gradients`
+    sums by use. With `measure_bytes`, saved-tensor hooks count what autograd stores beside `parameters`; without, only
+    inputs and outputs count. `replay` is of all generators that chunks draw from.
     """
 
     def __init__(
@@ -110,18 +214,23 @@ class ChunkRunner:
         gradients: GradientAccumulator,
         *,
         parameters: Iterable[torch.Tensor],
-        splittable: Iterable[torch.Tensor],
+        make_splittable: Callable[[], Iterable[torch.Tensor]],
         device: torch.device,
         measure_bytes: bool,
         replay: Callable[[torch.device], Replay] = replay_torch,
     ) -> None:
         self._num_chunks, self._gradients, self._device, self._replay = num_chunks, gradients, device, replay
-        self._deferred = DeferredGradients(splittable, gradients.add_weight, takes_all=gradients.by_use)
+        self._make_splittable = make_splittable
+        self._deferred = self._made_splittable() if gradients.by_use else None
         own = list(parameters)
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in own}
         self._trains = any(parameter.requires_grad for parameter in own)
         self._only_infers = any(parameter.is_inference() for parameter in own)
         self.measure_bytes = measure_bytes
+
+    def _made_splittable(self) -> DeferredGradients:
+        weights, gradients = self._make_splittable(), self._gradients
+        return DeferredGradients(weights, gradients.add_weight, takes_all=gradients.by_use)
 
     def start_step(self, plan: ExecutionPlan) -> None:
         """Errors: ConfigError where the plan gives this rank another number of stages than it has chunks, and where
@@ -141,7 +250,10 @@ class ChunkRunner:
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._put_off: dict[tuple[int, int], DeferredWork] = {}
-        self._carried = CarriedKeys(plan)
+        has_pieces = any(micro_batch.attention == "carried" for micro_batch in plan.micro_batches)
+        self._carried = CarriedKeys(plan) if has_pieces else None
+        if self._deferred is None and any(isinstance(one, BackwardInput) for one in plan.instructions):
+            self._deferred = self._made_splittable()
         if not plan.forward_only:
             self._gradients.begin(plan)
 
@@ -164,9 +276,10 @@ class ChunkRunner:
         own_inputs = tuple(x.detach().requires_grad_(learns) for x in inputs)
         run = partial(self._outputs, stage, micro_batch, own_inputs, call)
         replay = self._replay(self._device) if comes_again else nullcontext
-        stored = StoredBytes(self._weights, self._carried.storages)
+        carried = self._carried
+        stored = StoredBytes(self._weights, carried.storages if carried else set())
         with (
-            self._carried.forward(stage, micro_batch) as piece,
+            carried.forward(stage, micro_batch) if carried else nullcontext() as piece,
             named_collectives(f"step {plan.step}, {stage}F{micro_batch}"),
             torch.set_grad_enabled(learns and not comes_again),
             stored.counting() if self.measure_bytes else nullcontext(),
@@ -208,7 +321,7 @@ class ChunkRunner:
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         plan = self._plan
         with (
-            self._carried.backward(stage, micro_batch) as piece,
+            self._carried.backward(stage, micro_batch) if self._carried else nullcontext() as piece,
             named_collectives(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
         ):
             live = self._live.pop((stage, micro_batch))
@@ -224,7 +337,8 @@ class ChunkRunner:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs)
 
     def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
-        """Where layers or stages are recomputed I does the work of W: what comes back would stay until W."""
+        """Where layers or stages are recomputed, I does the work of W: else what it recomputed would stay until W."""
+        assert self._deferred is not None, "start_step makes it for plans with split backwards"
         if self._plan.micro_batches[micro_batch].recompute in ("full", "stage"):
             self._put_off[stage, micro_batch] = []
             return self.backward(stage, micro_batch, output_grads)
@@ -234,6 +348,7 @@ class ChunkRunner:
         return input_grads
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
+        assert self._deferred is not None
         self._deferred.run(self._put_off.pop((stage, micro_batch)))
         self._gradients.add()
 
@@ -262,7 +377,8 @@ class ChunkRunner:
 
     def held_bytes(self) -> int:
         put_off = sum(deferred_bytes(work) for work in self._put_off.values())
-        return put_off + sum(live.num_bytes for live in self._live.values()) + self._carried.num_bytes()
+        carried = self._carried.num_bytes() if self._carried else 0
+        return put_off + sum(live.num_bytes for live in self._live.values()) + carried
 
 
 def _replayed(replay: Replay, run: Callable[[CarriedPiece | None], Outputs], piece: CarriedPiece | None) -> Outputs:
@@ -274,9 +390,9 @@ def checked_loss_sum(loss: Any) -> torch.Tensor:
     """`loss`, if it is what a last stage returns; else a ConfigError that says what that is."""
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return loss
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     raise ConfigError(
-        f"the last stage's loss is {found} but must be a scalar tensor, the weighted sum over the micro-batch's"
+        f"the last stage's loss is {kind} but must be a scalar tensor, the weighted sum over the micro-batch's"
         ' positions: return (losses * batch["loss_weights"]).sum()'
     )
 

@@ -14,8 +14,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator
-from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
+from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner, GradientAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
 
 Module = Callable[..., Any]
@@ -77,7 +76,7 @@ class TorchStage:
             len(chunks),
             accumulator(trained, parallel.sum_over_replicas if parallel else None),
             parameters=own,
-            splittable=[weight for owner in owners for weight in make_linears_splittable(owner)],
+            make_splittable=lambda: [weight for owner in owners for weight in make_linears_splittable(owner)],
             device=own[0].device if own else torch.device("cpu"),
             # Saved-tensor hooks would hide from autograd that a module changed in place what it needs again.
             measure_bytes=False,

@@ -10,7 +10,8 @@ import torch
 
 from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.executor.checkpoints.transformers_checkpoint import load_parts, parts_saver
-from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, Float32Accumulator, PlainAccumulator
+from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, Float32Accumulator
+from dynapipe_ext.executor.stages.chunk_runner import PlainAccumulator
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart

@@ -29,8 +29,7 @@ from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer

@@ -45,7 +45,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, To
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import StepPosition
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.plans.source import StorePlanSource
+from dynapipe_ext.executor.plans.channel import StorePlanSource
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.redis import RedisStore

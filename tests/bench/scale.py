@@ -35,8 +35,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.plans.planner_process import collect_seldom
 from dynapipe_ext.executor.proven_step import Plans, prove, prove_step
 from dynapipe_ext.executor.wire import encode_all

@@ -29,7 +29,7 @@ from noise import Noise, measure_slack, noisy_costs, readiness_first
 from dynapipe_ext.batch.topology import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import DynaPipeError
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan

@@ -16,8 +16,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.executor.instructions import Instruction
-from dynapipe_ext.executor.lowering import lower_schedule
+from dynapipe_ext.executor.instructions import Instruction, lower_schedule
 from dynapipe_ext.executor.proof import verify, verify_step, with_collectives
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import simulate_ns

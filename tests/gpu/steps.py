@@ -23,8 +23,7 @@ from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.device import process_group_backend, rank_device
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.megatron.exact import gpt_stage
 from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config

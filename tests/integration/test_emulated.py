@@ -22,8 +22,7 @@ from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward, lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import Plans, prove_step
 from dynapipe_ext.launch.store import RedisServer

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused

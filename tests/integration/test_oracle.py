@@ -19,8 +19,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.megatron.stage import (

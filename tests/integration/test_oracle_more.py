@@ -17,7 +17,7 @@ from dynapipe_ext.batch.micro_batches import LossNorm, MicroBatch, SampleLength,
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer

@@ -19,8 +19,7 @@ from dynapipe_ext.batch.micro_batches import LossNorm
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config

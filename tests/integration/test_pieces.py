@@ -31,8 +31,7 @@ from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients
 from dynapipe_ext.executor.drop_in.samples import megatron_arrays
 from dynapipe_ext.executor.drop_in.shapes import MicroBatchShapes
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, unwrapped
 from dynapipe_ext.executor.transport.strict import StrictTransport

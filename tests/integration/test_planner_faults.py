@@ -14,9 +14,8 @@ from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.data.batches import StepPosition
 from dynapipe_ext.errors import StoreError
 from dynapipe_ext.executor.plans import channel as planner_pool
-from dynapipe_ext.executor.plans.channel import PlannerProcesses
-from dynapipe_ext.executor.plans.planner_process import recent_places
-from dynapipe_ext.executor.plans.source import StorePlanSource, publish_failure
+from dynapipe_ext.executor.plans.channel import PlannerProcesses, StorePlanSource
+from dynapipe_ext.executor.plans.planner_process import publish_failure, recent_places
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.memory import MemoryStore

@@ -17,8 +17,7 @@ from dynapipe_ext.data.batches import StepPosition, step_positions
 from dynapipe_ext.errors import ConfigError, PlanError, StoreError
 from dynapipe_ext.executor import proven_step
 from dynapipe_ext.executor.plans.channel import PlannerProcesses
-from dynapipe_ext.executor.plans.planner_process import describe_planner
-from dynapipe_ext.executor.plans.source import publish_failure
+from dynapipe_ext.executor.plans.planner_process import describe_planner, publish_failure
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.memory import MemoryStore

@@ -23,7 +23,7 @@ from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.proof import verify_step, with_collectives
 from dynapipe_ext.executor.stages.megatron.exact import gpt_stage
 from dynapipe_ext.executor.stages.megatron.model import held_weights

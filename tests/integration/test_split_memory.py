@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.measuring.rate import measure_rate
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from tests.support.megatron_ranks import (

@@ -14,7 +14,7 @@ from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.batch.topology import ActivationFormat, Topology, placement_of
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model

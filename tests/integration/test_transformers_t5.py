@@ -22,7 +22,7 @@ from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.data.sample_selection import hold_out
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder, parts_of_model
 from dynapipe_ext.executor.stages.transformers.saving import save_parts

@@ -27,8 +27,8 @@ from dynapipe_ext.executor.instructions import (
     Send,
     WaitRecv,
     WaitSend,
+    lower_schedule,
 )
-from dynapipe_ext.executor.lowering import lower_schedule
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule

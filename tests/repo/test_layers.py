@@ -91,7 +91,7 @@ LIGHT = (
     "dynapipe_ext.batch.micro_batches",
     "dynapipe_ext.schedules.planner",
     "dynapipe_ext.schedules.search.optimizer",
-    "dynapipe_ext.executor.lowering",
+    "dynapipe_ext.executor.instructions",
     "dynapipe_ext.executor.proof",
     "dynapipe_ext.executor.wire",
     "dynapipe_ext.executor.engine",

@@ -10,8 +10,14 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, ExecutionPlan, Instruction
-from dynapipe_ext.executor.lowering import lower_schedule
+from dynapipe_ext.executor.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    ExecutionPlan,
+    Instruction,
+    lower_schedule,
+)
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
 

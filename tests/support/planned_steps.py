@@ -11,8 +11,8 @@ from dynapipe_ext.batch.micro_batches import LengthArray, as_length_array
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatchRule, StepPosition, step_positions
+from dynapipe_ext.executor.plans.channel import StorePlanSource
 from dynapipe_ext.executor.plans.planner_process import PlannerJob, PlanPublisher, describe_planner
-from dynapipe_ext.executor.plans.source import StorePlanSource
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.redis import RedisStore

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import collate
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.accumulator import PlainAccumulator
+from dynapipe_ext.executor.stages.chunk_runner import PlainAccumulator
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage

@@ -14,8 +14,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import BackwardWeight, Buffer, ExecutionPlan, Recv, Send
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import BackwardWeight, Buffer, ExecutionPlan, Recv, Send, lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages.torch_stage import TorchStage

@@ -14,7 +14,7 @@ from dynapipe_ext.batch.micro_batches import sample_lengths, sample_pieces
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError, VerificationError
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.wire import decode, encode

@@ -14,7 +14,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.executor.lowering import loss_divisor, lower
+from dynapipe_ext.executor.instructions import loss_divisor, lower
 from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.judge.bounds import certify

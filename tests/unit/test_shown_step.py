@@ -20,8 +20,8 @@ from dynapipe_ext.data.batches import GlobalBatchRule, StepPosition
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.plans.channel import StorePlanSource
 from dynapipe_ext.executor.plans.planner_process import PlanPublisher, describe_planner, planner_of
-from dynapipe_ext.executor.plans.source import StorePlanSource
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore

@@ -8,7 +8,8 @@ import torch
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.stages.accumulator import Float32Accumulator, PlainAccumulator
+from dynapipe_ext.executor.stages.accumulator import Float32Accumulator
+from dynapipe_ext.executor.stages.chunk_runner import PlainAccumulator
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model

@@ -22,8 +22,8 @@ from dynapipe_ext.executor.instructions import (
     Send,
     WaitRecv,
     WaitSend,
+    channel_of,
 )
-from dynapipe_ext.executor.lowering import channel_of
 from dynapipe_ext.executor.proof import verify
 
 SEQ_LENS = (5, 9, 3, 8, 6, 7, 4, 2)  # of the micro-batches

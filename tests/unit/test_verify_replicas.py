@@ -17,8 +17,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import StepPosition
 from dynapipe_ext.errors import ConfigError, VerificationError
-from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward, lower
 from dynapipe_ext.executor.plans.planner_process import PlanPublisher
 from dynapipe_ext.executor.proof import Collective, verify_step, with_collectives
 from dynapipe_ext.executor.proven_step import prove_step

@@ -24,8 +24,8 @@ from dynapipe_ext.executor.instructions import (
     Send,
     WaitRecv,
     WaitSend,
+    lower_schedule,
 )
-from dynapipe_ext.executor.lowering import lower_schedule
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns

@@ -11,7 +11,7 @@ import torch
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, ExecutionPlan, Forward
 from dynapipe_ext.executor.protocols import Reductions
-from dynapipe_ext.executor.stages.accumulator import NO_COPIES, Copies, GradientAccumulator, Sum
+from dynapipe_ext.executor.stages.chunk_runner import NO_COPIES, Copies, GradientAccumulator, Sum
 from dynapipe_ext.executor.stages.deepspeed.engine import is_other_stages, leave_to_other_stage
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, TorchStage, with_batch
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.stages.accumulator import ExactSums, GradientAccumulator, Sum
+from dynapipe_ext.executor.stages.accumulator import ExactSums
+from dynapipe_ext.executor.stages.chunk_runner import GradientAccumulator, Sum
 from dynapipe_ext.executor.stages.megatron.stage import Chunks, MegatronStage, unwrapped
 
 _EPSILON = 1e-6  # of Megatron's clipping

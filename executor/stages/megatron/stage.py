@@ -16,10 +16,16 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import on_device
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
 from dynapipe_ext.executor.stages.attention import CarriedRow
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
-from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner, Replay, random_key, replay_torch, seed_of
+from dynapipe_ext.executor.stages.chunk_runner import (
+    ChunkRunner,
+    GradientAccumulator,
+    Replay,
+    random_key,
+    replay_torch,
+    seed_of,
+)
 from dynapipe_ext.executor.stages.megatron.layers import rotate_without_waiting, with_lengths
 from dynapipe_ext.executor.stages.split_linear import deferred_of
 
@@ -284,7 +290,7 @@ class MegatronStage:
             len(self._chunks),
             gradients or MegatronGradients(self._chunks),
             parameters=parameters,
-            splittable=parameters,
+            make_splittable=lambda: parameters,
             device=self._device,
             measure_bytes=measure_bytes,
             replay=replay_megatron,

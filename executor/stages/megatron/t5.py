@@ -27,7 +27,8 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
-from dynapipe_ext.executor.stages.accumulator import ExactSums, GradientAccumulator
+from dynapipe_ext.executor.stages.accumulator import ExactSums
+from dynapipe_ext.executor.stages.chunk_runner import GradientAccumulator
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients, over
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm
 from dynapipe_ext.executor.stages.megatron.placement import PlacedLayout, virtual_stage

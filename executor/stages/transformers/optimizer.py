@@ -12,7 +12,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Reductions
-from dynapipe_ext.executor.stages.accumulator import gradient_of
+from dynapipe_ext.executor.stages.chunk_runner import gradient_of
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights

@@ -12,8 +12,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import on_device
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions
-from dynapipe_ext.executor.stages.accumulator import Copies, PlainAccumulator
-from dynapipe_ext.executor.stages.chunk_runner import random_key
+from dynapipe_ext.executor.stages.chunk_runner import Copies, PlainAccumulator, random_key
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage, check_rows
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 
