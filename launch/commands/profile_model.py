@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     import dynapipe_ext.executor.measuring.profiling  # noqa: F401  # once, before ranks are forked
-    from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+    from dynapipe_ext.executor.stages import megatron_cpu
 
     megatron_cpu.install()  # imports megatron, once too
     torch.set_num_threads(limit_threads())  # more would count as CPU seconds of one

@@ -244,7 +244,7 @@ def _rank(job: TrainingJob, env: RankEnv) -> int:
 def _import_once(config: TrainConfig) -> None:
     """What the ranks need, imported before they are forked: once instead of once a rank."""
     say_loading("torch", "megatron-core")
-    from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+    from dynapipe_ext.executor.stages import megatron_cpu
 
     megatron_cpu.install()
     needed = ["launch.rank.variant_run", "executor.store.redis"]

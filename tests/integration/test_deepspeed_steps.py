@@ -21,9 +21,9 @@ from dynapipe_ext.data.batches import collate
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, make_engine
 from dynapipe_ext.executor.stages.deepspeed.stage import DeepSpeedStage, EngineGradients, engine_model, engine_stage
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import token_loss_sum
 from dynapipe_ext.executor.training_loop import ExecutedStep

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dynapipe_ext.executor.protocols import Pending
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.transport.torch_p2p import WatchedTransport
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job.job import Variant, analytic_costs, architecture_of, make_planner, variants

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
 from megatron.core import parallel_state  # noqa: E402

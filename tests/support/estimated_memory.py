@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
+from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.chunk_runner import StoredBytes
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
     initialize_parallel,

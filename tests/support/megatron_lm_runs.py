@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages import megatron_cpu
 from tests.support.megatron_lm_record import Record, Recorder
 
 _BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]]

@@ -30,7 +30,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenSample
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
     global_name,

@@ -336,7 +336,7 @@ if __name__ == "__main__":
         _interpret(sys.argv[2], sys.argv[3:])
 
     from dynapipe_ext.executor.parent_death import end_with_parent
-    from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+    from dynapipe_ext.executor.stages import megatron_cpu
 
     end_with_parent(int(sys.argv[2]))
     megatron_cpu.install()  # before anything of megatron is imported

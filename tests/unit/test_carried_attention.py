@@ -18,9 +18,9 @@ from dynapipe_ext.batch.packed_attention import VarlenKernel
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.stages import attention as attention_of_stages
+from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.attention import DocumentAttention
 from dynapipe_ext.executor.stages.carried_keys import CarriedKeys, PieceOrder
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.actions import Kind
 from tests.support.pieces import pieced_replicas, random_legal_schedule

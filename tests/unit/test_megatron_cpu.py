@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.launch.env import RankEnv
 from tests.conftest import RunRanks
 

@@ -7,7 +7,7 @@ import torch
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.model import transformer_config
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.models.architecture import Architecture

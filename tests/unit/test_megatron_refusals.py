@@ -32,7 +32,7 @@ from dynapipe_ext.executor.drop_in.refusals import (
     check_shapes,
 )
 from dynapipe_ext.executor.drop_in.reports import check_collects, sent_to_last_rank
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages import megatron_cpu
 
 CONFIG: dict[str, Any] = {
     "context_parallel_size": 2,

@@ -18,8 +18,8 @@ from dynapipe_ext.errors import ConfigError, in_one_line
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.collectives import named_collectives
-from dynapipe_ext.executor.stages.megatron.cpu import uncompiled
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
+from dynapipe_ext.executor.stages.megatron_cpu import uncompiled
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.settings.tables import OptimizerSettings

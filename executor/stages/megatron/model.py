@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.stages.megatron import cpu as megatron_cpu
+from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers, rotary_frequencies
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.family_configs import router_fault
