@@ -121,24 +121,3 @@ def degrees(args: argparse.Namespace, *, of_file: bool) -> dict[str, int]:
     """The degrees of parallelism that flags give; one that is not given is 1 as soon as another is, or the file's."""
     given = {name: value for name in ("tp", "pp", "dp") if (value := getattr(args, name)) is not None}
     return given if of_file or not given else {"tp": 1, "pp": 1, "dp": 1} | given
-
-
-def dtype(text: str) -> str:
-    """A type of weights by torch's name or the short one.
-
-    >>> dtype("bf16"), dtype("float16")
-    ('bfloat16', 'float16')
-    """
-    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(text, text)
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """A type of arguments: whole numbers of at least 1 with commas.
-
-    >>> numbers("9,8, 8,7")
-    (9, 8, 8, 7)
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers of at least 1, like 3,5")
-    return tuple(map(int, parts))

@@ -13,21 +13,12 @@ from dynapipe_ext.launch.command_parser import (
     MAX_TARGET_HELP,
     PIECES_HELP,
     TASKS_HELP,
-    dtype,
-    numbers,
     pieces_flag,
 )
 from dynapipe_ext.models.named_models import Backend
+from dynapipe_ext.settings.flag_values import betas, dtype, numbers
 from dynapipe_ext.settings.tables import LrSchedule, PlacementChoice, SaveFormat, TemplateChoice
 from dynapipe_ext.settings.train_config import TrainConfig
-
-
-def _betas(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be two numbers of 0 to below 1, like 0.9,0.999") from None
-
 
 # flag -> (table, name, keyword arguments of argparse); a flag left out keeps the setting of the file.
 _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -139,7 +130,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "--weight-decay": ("optimizer", "weight_decay", {"type": float, "metavar": "W", "help": "not of norms and biases"}),
     "--clip-grad": ("optimizer", "clip_grad", {"type": float, "metavar": "NORM", "help": "of all gradients; 0: off"}),
-    "--betas": ("optimizer", "betas", {"type": _betas, "metavar": "B1,B2", "help": "of Adam"}),
+    "--betas": ("optimizer", "betas", {"type": betas, "metavar": "B1,B2", "help": "of Adam"}),
     "--deterministic": (
         "optimizer",
         "deterministic",

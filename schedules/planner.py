@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,7 @@ from dynapipe_ext.batch.micro_batches import (
     LAYER_RECOMPUTES,
     RECOMPUTES,
     GlobalBatchPlan,
-    Layout,
     LengthArray,
-    LossNorm,
     Pieces,
     Recompute,
     ReplicaPlan,
@@ -27,16 +25,14 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.batch.topology import (
     ActivationFormat,
     ReplicaCollectives,
-    ScheduleName,
     Topology,
-    check_fill_waits,
     check_placed,
 )
 from dynapipe_ext.costs.abilities import prices_forwards_alone, prices_pieces, replica_collectives_of
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean, short
+from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import batch_floor_ns, certify
 from dynapipe_ext.schedules.judge.simulate import SharedCores
@@ -45,62 +41,27 @@ from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import ReplicaCosts, StepPlan, predicted, replica_costs, shared_by_twins
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
-from dynapipe_ext.settings.tables import SplitRule
+from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_sizes
 from dynapipe_ext.splits.rules import check_enough
 
-_BOUNDS = {"pad_multiple": (1, 1 << 24), "max_tokens": (0, 1 << 40), "effort": (0, 10**9)}
-_MOST_PIECE = 1 << 31
 _MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "layout": get_args(Layout),
-    "schedule": get_args(ScheduleName),
-    "rule": get_args(SplitRule),
-    "loss_norm": get_args(LossNorm),
-    "recompute": (*RECOMPUTES, None),
-}
-_SWITCHES = ("split_backward", "fill_waits", "equal_counts")
 
 
 def check_forward_only(planner: Planner) -> None:
     """Refuse what concerns backwards. Errors: ConfigError."""
-    given = {
+    concerns_backwards = {
         "schedule": planner.schedule != "adaptive",
         "split_backward": planner.split_backward,
         "fill_waits": planner.fill_waits,
-        "recompute": planner.recompute not in (None, "none"),
+        "recompute": planner.recompute not in ("auto", "none"),
     }
-    for name, is_given in given.items():
-        if is_given:
+    for name, is_set in concerns_backwards.items():
+        if is_set:
             raise ConfigError(
                 f"{name} is {getattr(planner, name)!r} but steps of forwards alone have no backward:"
                 " leave it out, or take Planner.for_forwards(), which does"
             )
-
-
-def check_pieces(planner: Planner) -> None:
-    """Refuse pieces where they cannot be. Errors: ConfigError naming the setting beside which they do not go."""
-    pieces = planner.pieces
-    if pieces != "auto" and (type(pieces) is not int or not planner.pad_multiple <= pieces <= _MOST_PIECE):
-        raise ConfigError(
-            f"pieces is {short(pieces)} but must be off, auto or the tokens of a piece, {planner.pad_multiple}"
-            f" (pad_multiple) to {_MOST_PIECE:,}"
-        )
-    beside = {
-        "layout": (planner.layout == "packed", 'pieces share packed rows with short documents: layout "packed"'),
-        "schedule": (planner.schedule == "adaptive", "published schedules know no pieces: the adaptive schedule"),
-        "rule": (planner.rule == "dynapipe-ext", "peers' rules cut in their own way: rule dynapipe-ext"),
-        "equal_counts": (not planner.equal_counts, "all pieces of a sample run on one replica: let counts differ"),
-    }
-    for name, (goes, why) in beside.items():
-        if not goes:
-            raise ConfigError(f"pieces is {pieces!r} with {name} {getattr(planner, name)!r}: {why}, or pieces off")
-    if not prices_pieces(planner.costs):
-        raise ConfigError(
-            f"pieces is {pieces!r} but these {type(planner.costs).__name__} have no price for pieces of long samples:"
-            " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts, without windows"
-            " and experts of a capacity), or pieces off"
-        )
 
 
 def check_types(planner: Planner) -> None:
@@ -109,7 +70,6 @@ def check_types(planner: Planner) -> None:
         "topology": (Topology,),
         "format": (ActivationFormat, type(None)),
         "collectives": (ReplicaCollectives, type(None)),
-        **dict.fromkeys(_SWITCHES, (bool,)),
     }
     for name, choices in kinds.items():
         value = getattr(planner, name)
@@ -121,7 +81,7 @@ def check_types(planner: Planner) -> None:
 
 
 def check_bounds(planner: Planner) -> None:
-    """Refuse values of another type or out of bounds. Errors: ConfigError naming value, bound and next move."""
+    """Refuse a memory limit, seed or number of cores that cannot be. Errors: ConfigError naming value and bound."""
     limit = planner.memory_limit_bytes
     if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= _MOST_BYTES:
         raise ConfigError(
@@ -130,22 +90,21 @@ def check_bounds(planner: Planner) -> None:
         )
     if type(planner.seed) is not int:
         raise ConfigError(f"seed is {short(planner.seed)} but must be an integer: give one such as 0")
-    for name, (least, most) in _BOUNDS.items():
-        value = getattr(planner, name)
-        if type(value) is not int or not least <= value <= most:
-            raise ConfigError(
-                f"{name} is {short(value)} but must be an integer of {least} to {most:,}: give one within these bounds"
-            )
     if planner.num_cores is not None and (type(planner.num_cores) is not int or planner.num_cores < 1):
         raise ConfigError(
             f"num_cores is {short(planner.num_cores)} but must be a number of at least 1, or None: give the cores that"
             " all ranks share"
         )
-    for name, choices in _CHOICES.items():
-        value = getattr(planner, name)
-        if not isinstance(value, str | None) or value not in choices:
-            near = did_you_mean(str(value), map(str, choices))
-            raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(map(str, choices))}{near}")
+
+
+def check_priced_pieces(pieces: Pieces, costs: CostModel) -> None:
+    """Refuse pieces of samples where the costs have no price for them. Errors: ConfigError."""
+    if pieces != "off" and not prices_pieces(costs):
+        raise ConfigError(
+            f"pieces is {pieces!r} but these {type(costs).__name__} have no price for pieces of long samples:"
+            " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts, without windows"
+            " and experts of a capacity), or pieces off"
+        )
 
 
 def check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:
@@ -197,43 +156,27 @@ _PLACES = 8  # moves of effort for which one micro-batch of theirs tries all pla
 
 
 @dataclass(frozen=True, slots=True)
-class Planner:
-    """Plans steps. A plan is a pure function of these settings, the samples' lengths and the step.
+class Planner(PlanRules):
+    """Plans steps. A plan is a pure function of the planner, the samples' lengths and the step.
 
-    `costs` price micro-batches on every stage of `topology`; no pipeline rank exceeds `memory_limit_bytes`. `effort`
-    counts the moves that the search tries (where the batch is cut, recomputation, replica, order, dispatch rule), in
-    proportion more from 8 replicas on. `split_backward` runs backwards as I and W under the adaptive schedule.
-    `fill_waits` does not change a plan: its instructions are then for executors that run W while they wait (see
-    `filling`). `max_tokens` caps the positions (of padded rows: of both sides; of packed ones: of either) of
-    one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
-    `recompute` None lets the planner choose per micro-batch, recomputation of whole stages for samples in pieces alone:
-    one that does not fit as it is would not fit so. `format` and `collectives` are needed to lower plans to
-    instructions and to prove these, not to make them; `collectives` only with replicas whose costs do not say them.
-    `num_cores`: how many cores all ranks have together, where these are fewer: a step then takes at least its work over
-    the cores, so the least work comes first, and predictions are those of shared cores. None: one (or a device) a rank.
-    `pieces` cuts samples of more than so many tokens, which then run piece after piece ("carried" attention); "auto"
-    chooses, whole samples included, what is predicted to end first. `for_forwards` gives the planner of evaluation.
+    The rules of its plans are those of `PlanRules`, each a keyword: `Planner(topology, costs, 64e9, layout="packed")`.
+    `costs` price micro-batches on every stage of `topology`. No pipeline rank exceeds `memory_limit_bytes`.
+
+    `format` and `collectives` describe what ranks send and what replicas issue together. Plans are made without them;
+    they are needed to lower plans to instructions and to prove these. `collectives` may stay out for one replica, and
+    where the costs know them. `num_cores` is for ranks that share CPU cores: how many all ranks have together. A step
+    then takes at least its work over the cores, so the search looks for the least work first, and predictions are
+    those of shared cores. None: each rank has a core or a device of its own. `for_forwards` gives the planner of
+    evaluation.
     """
 
     topology: Topology
     costs: CostModel
     memory_limit_bytes: float
     seed: int = 0
-    layout: Layout = field(default="padded", kw_only=True)
-    schedule: ScheduleName = field(default="adaptive", kw_only=True)
-    rule: SplitRule = field(default="dynapipe-ext", kw_only=True)
-    pad_multiple: int = field(default=8, kw_only=True)
-    max_tokens: int = field(default=0, kw_only=True)
-    effort: int = field(default=8000, kw_only=True)
-    split_backward: bool = field(default=False, kw_only=True)
-    fill_waits: bool = field(default=False, kw_only=True)
-    loss_norm: LossNorm = field(default="tokens", kw_only=True)
-    recompute: Recompute | None = field(default=None, kw_only=True)
-    equal_counts: bool = field(default=False, kw_only=True)
     format: ActivationFormat | None = field(default=None, kw_only=True)
     collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
     num_cores: int | None = field(default=None, kw_only=True)
-    pieces: Pieces = field(default="off", kw_only=True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -243,19 +186,12 @@ class Planner:
                 " make both from the same topology"
             )
         check_bounds(self)
+        check_rules(self)
         check_collectives(self.collectives, self.costs)
-        if self.split_backward and self.schedule != "adaptive":
-            raise ConfigError(
-                f"split_backward goes with the adaptive schedule, not with {self.schedule!r}: choose one of them"
-            )
         check_placed(self.schedule, self.topology)
-        check_fill_waits(self.fill_waits, self.schedule, self.split_backward)
         if self.forward_only:
             check_forward_only(self)
-        if self.pieces != "off":
-            check_pieces(self)
-        if self.max_tokens and self.max_tokens < self.pad_multiple:
-            raise ConfigError(f"max_tokens {self.max_tokens} is below pad_multiple {self.pad_multiple}")
+        check_priced_pieces(self.pieces, self.costs)
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -289,7 +225,7 @@ class Planner:
             schedule="adaptive",
             split_backward=False,
             fill_waits=False,
-            recompute=None,
+            recompute="auto",
             pieces="off",
         )
 
@@ -317,13 +253,16 @@ class Planner:
         reserve_bytes: int = 0,
         unreserved: StepPlan | None = None,
     ) -> StepPlan:
-        """The best plan found for one global batch that leaves `reserve_bytes` of every rank free.
+        """The best plan found for one global batch; it leaves `reserve_bytes` of every rank free.
 
-        A reserve is some room for buffers, so an adaptive plan of training without one, of whole samples, is made to
-        fit where that goes: the micro-batches of replicas that fill more are recomputed, ordered and dealt out among
-        these anew, with a small part of the effort; others are planned anew. `unreserved` is that plan, where it is
-        known already: it changes nothing but saves making it again. Bounds are those under the whole limit. Raises
-        PlanError, naming the sample or micro-batch, where nothing fits; DataError for what are no lengths of samples.
+        Reserve bytes where buffers of messages turn out to need room beside a plan. The adaptive planner then keeps
+        the micro-batches of the plan without a reserve. It searches only those replicas again that no longer fit,
+        over recomputation, order and dispatch, with a part of the effort. It plans the batch anew where that fails,
+        and for published schedules, samples in pieces and forwards alone. `unreserved` is the plan without a reserve:
+        give it where it exists already, which saves time and changes nothing.
+
+        The certificate's bounds hold for the whole memory limit. Errors: PlanError with the sample or micro-batch that
+        does not fit; DataError for lengths that are none.
         """
         samples = as_samples(lengths)
         for name, value in (("step", step), ("reserve_bytes", reserve_bytes)):
@@ -396,14 +335,14 @@ class Planner:
             return self._predicted(*self._searched(proposals.fixed(proposals.pieces(samples, step, cuts))), step=step)
 
         def found_under_pressure() -> StepPlan:
-            kinds = RECOMPUTES if self.recompute is None else self._recomputes
+            kinds = RECOMPUTES if self.recompute == "auto" else self._recomputes
             return found(kinds, list(dict.fromkeys([*cuts.promising, *cuts.smallest])))
 
         try:
             plan = found(self._recomputes, cuts.promising)
         except PlanError:
             return found_under_pressure()
-        if self.recompute is None and any(m.recompute != "none" for m in plan.batch.micro_batches):
+        if self.recompute == "auto" and any(m.recompute != "none" for m in plan.batch.micro_batches):
             with suppress(PlanError):
                 return min(plan, found_under_pressure(), key=lambda one: one.makespan_ns)
         return plan
@@ -428,12 +367,8 @@ class Planner:
             topology=self.topology,
             costs=self.costs,
             limit_bytes=int(self.memory_limit_bytes),
-            layout=self.layout,
-            rule=self.rule,
-            pad_multiple=self.pad_multiple,
-            max_tokens=self.max_tokens,
+            rules=self,
             kinds=self._recomputes,
-            equal_counts=self.equal_counts,
             forward_only=self.forward_only,
             cores_are_shared=self.shared_cores is not None,
         )
@@ -442,7 +377,7 @@ class Planner:
     def _recomputes(self) -> tuple[Recompute, ...]:
         if self.forward_only:
             return ("none",)
-        return LAYER_RECOMPUTES if self.recompute is None else (self.recompute,)
+        return LAYER_RECOMPUTES if self.recompute == "auto" else (self.recompute,)
 
     def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, ReplicaCosts | None]:
         """What the search found, and its costs where these are known already."""
@@ -499,9 +434,11 @@ class Planner:
 
     def to_json(self) -> dict[str, Any]:
         """Everything that changes a plan; `from_json` makes an equal planner in another process."""
-        raw = {name: getattr(self, name) for name in _PLAIN_FIELDS}
         return {
-            **raw,
+            **self.as_keywords(),
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "seed": self.seed,
+            "num_cores": self.num_cores,
             "topology": asdict(self.topology),
             "costs": cost_model_to_json(self.costs),
             "format": None if self.format is None else asdict(self.format),
@@ -516,10 +453,10 @@ class Planner:
         return cls(
             Topology(**topology),
             cost_model_from_json(raw["costs"]),
+            raw["memory_limit_bytes"],
+            raw["seed"],
             format=None if raw["format"] is None else ActivationFormat(**raw["format"]),
             collectives=None if raw["collectives"] is None else ReplicaCollectives.from_json(raw["collectives"]),
-            **{name: raw[name] for name in _PLAIN_FIELDS},
+            num_cores=raw["num_cores"],
+            **{f.name: raw[f.name] for f in fields(PlanRules)},
         )
-
-
-_PLAIN_FIELDS = tuple(f.name for f in fields(Planner) if f.name not in ("topology", "costs", "format", "collectives"))

@@ -22,11 +22,6 @@ def check_optimizer(optimizer: OptimizerSettings, where: str) -> None:
     """Refuse rates that no schedule of the learning rate has. Errors: ConfigError."""
     if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
         raise ConfigError(f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers of 0 to below 1")
-    if not 0 <= optimizer.warmup_fraction < 1:
-        raise ConfigError(
-            f"{where}: [optimizer] warmup_fraction is {optimizer.warmup_fraction} but must lie in 0..1:"
-            " warmup_steps counts steps"
-        )
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(
             f"{where}: [optimizer] min_lr is {optimizer.min_lr:g} but must be at most lr, which is {optimizer.lr:g}:"
@@ -84,8 +79,6 @@ def check_data_settings(data: DataSettings, where: str) -> None:
 def check_evaluation(settings: EvalSettings, where: str) -> None:
     """Refuse an evaluation without data, with two kinds of them, or data that no evaluation reads."""
     table, given = f"{where}: [eval]", {"path": settings.path, "fraction": settings.fraction, "steps": settings.steps}
-    if not 0 <= settings.fraction < 1:
-        raise ConfigError(f"{table} fraction is {settings.fraction} but must be at least 0 and below 1")
     if settings.path and settings.fraction:
         raise ConfigError(
             f"{table} path is {settings.path} and fraction is {settings.fraction}: evaluate on data of their own or on"

@@ -65,11 +65,6 @@ def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> Lo
         if replace(settings, described=None) != LoraSettings():
             raise ConfigError(f"{said} describes adapters but enabled is false: add --lora, or leave the others out")
         return settings
-    if settings.r < 1 or not settings.lora_alpha > 0 or not 0 <= settings.lora_dropout < 1:
-        raise ConfigError(
-            f"{said} r is {settings.r}, lora_alpha {settings.lora_alpha:g} and lora_dropout {settings.lora_dropout:g}:"
-            " r must be at least 1, lora_alpha above 0 and lora_dropout in 0..1"
-        )
     if model.described is not None and model.described.num_decoder_layers:
         raise ConfigError(
             f"{said} adapts models that are decoders only, but {model.architecture} has an encoder too: train all of"

@@ -1,4 +1,4 @@
-"""The tables of a run's settings, as plain values: one class a table of the TOML file."""
+"""The tables of a run's settings, as plain values: one class a table of the TOML file, one declaration a key."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dynapipe_ext.batch.micro_batches import Layout, LossNorm, Pieces
-from dynapipe_ext.batch.topology import PlacementName, ScheduleName
+from dynapipe_ext.batch.micro_batches import Layout
+from dynapipe_ext.batch.topology import PlacementName
 from dynapipe_ext.costs.states import Offload, ZeroStage
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import Backend
+from dynapipe_ext.settings.declared import setting, with_default
+from dynapipe_ext.settings.flag_values import betas, dtype, numbers
+from dynapipe_ext.settings.plan_rules import PlanRules
 
 PlacementChoice = Literal[PlacementName, "auto"]
 SaveFormat = Literal["hf", "megatron", "deepspeed"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 TemplateChoice = Literal["auto", "chat", "prompt", "text"]
-SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
 
 
@@ -26,14 +28,14 @@ class RunSettings:
     `log_every` steps, and at the last `traced_steps`, whose timelines go into trace.html. `epochs` above 0 is how often
     the data are gone through, and takes the place of `steps`. `wandb` names a project of Weights & Biases to log to."""
 
-    steps: int = 40
-    epochs: float = 0.0
-    seed: int = 0
-    run_dir: str = ""
-    log_every: int = 1
-    traced_steps: int = 3
-    tensorboard: bool = False
-    wandb: str = ""
+    steps: int = setting(40, "--steps", "optimizer steps", at_least=1)
+    epochs: float = setting(0.0, "--epochs", "passes over the data, instead of steps", "N", at_least=0, at_most=10_000)
+    seed: int = setting(0, "--seed", "of data order, weights and dropout", at_least=0)
+    run_dir: str = setting("", "--run-dir", "report, traces, events (default: runs/ and the time)", "DIR")
+    log_every: int = setting(1, "--log-every", "steps between lines of the log", at_least=1)
+    traced_steps: int = setting(3, at_least=0)
+    tensorboard: bool = setting(False)
+    wandb: str = setting("", "--wandb", "log to Weights & Biases", "PROJECT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +44,19 @@ class TopologySettings:
     takes the best, with its `layers_per_stage`, before the model is built. `stages_per_rank` 0 is the placement's own
     number."""
 
-    tp: int = 2
-    pp: int = 2
-    dp: int = 2
-    placement: Literal[PlacementChoice, ""] = ""
-    stages_per_rank: int = 0
-    layers_per_stage: tuple[int, ...] = ()
-    sequence_parallel: bool = False
+    tp: int = setting(2, "--tp", "tensor parallel ranks", at_least=1, at_most=1 << 16)
+    pp: int = setting(2, "--pp", "pipeline ranks", at_least=1, at_most=1 << 16)
+    dp: int = setting(2, "--dp", "data parallel replicas", at_least=1, at_most=1 << 20)
+    placement: Literal[PlacementChoice, ""] = setting(
+        "", "--placement", "of stages on ranks (default: the schedule's); auto: tried"
+    )
+    stages_per_rank: int = setting(
+        0, "--stages-per-rank", "under interleaved, v (default: 2)", at_least=0, at_most=1 << 10
+    )
+    layers_per_stage: tuple[int, ...] = setting(
+        (), "--layers-per-stage", "of each stage (default: even)", "N,N,…", parse=numbers
+    )
+    sequence_parallel: bool = setting(False, "--sequence-parallel", "over the tp ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +71,27 @@ class ModelSettings:
     bounds input and target together, and may be above what a published T5 was trained on: its positions are relative.
     """
 
-    architecture: str = ""
-    backend: Backend = "auto"
-    init_from: str = ""
-    num_layers: int = 4
-    num_decoder_layers: int = 0
-    hidden_size: int = 128
-    num_heads: int = 4
-    num_query_groups: int = 4
-    ffn_hidden_size: int = 512
-    gated_mlp: bool = False
-    max_seq_len: int = 1024
-    tied_embeddings: bool = True
-    position: Literal["learned", "rope", "relative"] = "rope"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    bias: bool = True
-    dropout: float = 0.0
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    architecture: str = setting(
+        "", "--architecture", "config.json or its folder, or a preset: a published model instead of own sizes", "MODEL"
+    )
+    backend: Backend = setting("auto", "--backend", "what computes the model")
+    init_from: str = setting("", "--init-from", "start from the weights of a checkpoint", "DIR")
+    num_layers: int = setting(4, at_least=1)
+    num_decoder_layers: int = setting(0, at_least=0)
+    hidden_size: int = setting(128, at_least=1)
+    num_heads: int = setting(4, at_least=1)
+    num_query_groups: int = setting(4, at_least=1)
+    ffn_hidden_size: int = setting(512, at_least=1)
+    gated_mlp: bool = setting(False)
+    max_seq_len: int = setting(1024, "--max-seq-len", "longest sample in tokens", at_least=1)
+    tied_embeddings: bool = setting(True)
+    position: Literal["learned", "rope", "relative"] = setting("rope")
+    norm: Literal["layernorm", "rmsnorm"] = setting("layernorm")
+    bias: bool = setting(True)
+    dropout: float = setting(0.0, at_least=0, below=1)
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "--dtype", "of weights (fp32, bf16 for short); their masters are fp32", parse=dtype
+    )
     described: Architecture | None = None
 
     @property
@@ -114,11 +126,13 @@ class LoraSettings:
     block ("all-linear": all; empty: those that peft takes for the family). `described` is read, not given: the adapted
     layers."""
 
-    enabled: bool = False
-    r: int = 8
-    lora_alpha: float = 8.0
-    lora_dropout: float = 0.0
-    target_modules: tuple[str, ...] = ()
+    enabled: bool = setting(False, "--lora", "train adapters of peft, not the model's weights")
+    r: int = setting(8, "--lora-r", "rank of the adapters", "R", at_least=1)
+    lora_alpha: float = setting(8.0, "--lora-alpha", "over the rank: their scale", "A", above=0)
+    lora_dropout: float = setting(0.0, "--lora-dropout", "before the adapters", "P", at_least=0, below=1)
+    target_modules: tuple[str, ...] = setting(
+        (), "--lora-target-modules", "adapted layers, or all-linear (default: peft's of the family)", "NAME"
+    )
     described: tuple[LinearLayer, ...] | None = None
 
     @property
@@ -138,24 +152,30 @@ class DataSettings:
     and `max_target_len` bound the sides of samples beside their whole (0: not), and `tasks` is a file that gives tasks
     other bounds, and weights. Exactly one of `tokens_per_batch` and `batch_size` is above 0."""
 
-    path: str = ""
-    mixture: tuple[str, ...] = ()
-    num_samples: int = 4000
-    tokenizer: str = "bpe"
-    vocab_size: int = 1024
-    template: TemplateChoice = "auto"
-    input_key: str = ""
-    target_key: str = ""
-    text_key: str = ""
-    truncate: bool = False
-    max_input_len: int = 0
-    max_target_len: int = 0
-    tasks: str = ""
-    tokens_per_batch: int = 8192
-    batch_size: int = 0
-    drop_last: bool = False
-    num_workers: int = 1
-    prefetch_steps: int = 2
+    path: str = setting(
+        "",
+        "--data",
+        "JSONL (also compressed), several as FILE=WEIGHT; or a folder of dynapipe preprocess",
+        "FILE",
+        nargs="+",
+    )
+    mixture: tuple[str, ...] = setting(())
+    num_samples: int = setting(4000, at_least=1)
+    tokenizer: str = setting("bpe", "--tokenizer", "bpe, bytes, or as dynapipe preprocess takes it", "NAME")
+    vocab_size: int = setting(1024, at_least=1)
+    template: TemplateChoice = setting("auto", "--template", "what records are; auto: as the first one")
+    input_key: str = setting("", "--input-key", "field of the prompt (input, prompt)", "KEY")
+    target_key: str = setting("", "--target-key", "field of the response (target, response)", "KEY")
+    text_key: str = setting("", "--text-key", "field of plain text (text), read though pairs are there", "KEY")
+    truncate: bool = setting(False)
+    max_input_len: int = setting(0, "--max-input-len", "most tokens of an input; 0: only of a sample", at_least=0)
+    max_target_len: int = setting(0, "--max-target-len", "most tokens of a target; 0: only of a sample", at_least=0)
+    tasks: str = setting("", "--tasks", "TOML or JSON of tasks with other such lengths, and weights", "FILE")
+    tokens_per_batch: int = setting(8192, "--tokens-per-batch", "real tokens of a step", at_least=0)
+    batch_size: int = setting(0, "--batch-size", "samples of a step, instead", at_least=0)
+    drop_last: bool = setting(False)
+    num_workers: int = setting(1, "--num-workers", "planner processes; 0: in line", at_least=0, at_most=1 << 12)
+    prefetch_steps: int = setting(2, at_least=1, at_most=1 << 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,34 +184,21 @@ class EvalSettings:
     batches of a fixed order (0: all). The data are those in `path`, text or tokens, by the training data's tokenizer;
     or the `fraction` of the training data's samples that is drawn by the seed and never trained on."""
 
-    every: int = 0
-    steps: int = 0
-    path: str = ""
-    fraction: float = 0.0
+    every: int = setting(0, "--eval-every", "between validation losses; 0: none", "STEPS", at_least=0)
+    steps: int = setting(0, "--eval-steps", "global batches of each; 0: all", at_least=0)
+    path: str = setting("", "--eval-data", "held-out data, as --data takes it", "FILE")
+    fraction: float = setting(0.0, "--eval-fraction", "of the data held out instead", "F", at_least=0, below=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSettings:
-    """`costs` names a cost file; empty means: measure this machine before the run. `max_tokens` caps the positions of
-    one micro-batch (0: only memory does). `pieces` cuts samples of more than so many tokens; "auto": where steps then
-    end earlier. `fill_waits` lets ranks run weight gradients of split backwards while they wait for a transfer.
-    `adapt_costs` fits the costs anew to what the run's actions take, where these are far off."""
+class PlanSettings(PlanRules):
+    """The rules of the run's plans, and what plans are made for. `costs` names a cost file; empty: measure this machine
+    before the run. `adapt_costs` fits the costs anew to the times of the run's actions, where these are far off."""
 
-    layout: Layout = "packed"
-    schedule: ScheduleName = "adaptive"
-    rule: SplitRule = "dynapipe-ext"
-    costs: str = ""
-    memory_limit_gb: float = 1.0
-    pad_multiple: int = 8
-    max_tokens: int = 0
-    effort: int = 8000
-    split_backward: bool = False
-    fill_waits: bool = False
-    loss_norm: LossNorm = "tokens"
-    recompute: Literal["auto", "none", "selective", "full", "stage"] = "auto"
-    replica_counts: Literal["free", "equal"] = "free"
-    pieces: Pieces = "off"
-    adapt_costs: bool = False
+    layout: Layout = with_default(PlanRules, "layout", "packed")
+    costs: str = setting("", "--costs", "cost model as JSON (default: measure this machine)", "FILE")
+    memory_limit_gb: float = setting(1.0, "--memory-limit-gb", "of a rank, 10^9 bytes", "GB", above=0)
+    adapt_costs: bool = setting(False, "--adapt-costs", "fit costs in the run where far off")
 
     @property
     def memory_limit_bytes(self) -> int:
@@ -209,18 +216,20 @@ class OptimizerSettings:
     exact, so that for the same micro-batches they have the same bits under every plan, PP and DP degree; that takes 8
     bytes a parameter more, which plans count."""
 
-    lr: float = 2e-3
-    min_lr: float = 2e-4
-    lr_schedule: LrSchedule = "cosine"
-    warmup_steps: int = 5
-    warmup_fraction: float = 0.0
-    betas: tuple[float, ...] = (0.9, 0.999)
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
-    distributed: bool = False
-    nan_policy: Literal["stop", "skip"] = "stop"
-    max_skips: int = 3
-    deterministic: bool = False
+    lr: float = setting(2e-3, "--lr", "highest learning rate", "LR", above=0, at_most=1e6)
+    min_lr: float = setting(2e-4, "--min-lr", "at the end (in proportion to --lr)", "LR", at_least=0)
+    lr_schedule: LrSchedule = setting("cosine", "--lr-schedule", "after the warm-up")
+    warmup_steps: int = setting(5, at_least=0)
+    warmup_fraction: float = setting(0.0, at_least=0, below=1, hint="warmup_steps counts steps")
+    betas: tuple[float, ...] = setting((0.9, 0.999), "--betas", "of Adam", "B1,B2", parse=betas)
+    weight_decay: float = setting(0.01, "--weight-decay", "not of norms and biases", "W", at_least=0, at_most=1e6)
+    clip_grad: float = setting(1.0, "--clip-grad", "of all gradients; 0: off", "NORM", at_least=0)
+    distributed: bool = setting(False)
+    nan_policy: Literal["stop", "skip"] = setting("stop")
+    max_skips: int = setting(3, at_least=1)
+    deterministic: bool = setting(
+        False, "--deterministic", "same bits under every plan, pp and dp of the same micro-batches"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,14 +240,14 @@ class CheckpointSettings:
     within `grace_s`. One that ends well leaves its model in the folder `output`, if named, as `save_format`: that of
     the checkpoint `keep_best` has kept, else the last one's."""
 
-    output: str = ""
-    save_format: SaveFormat = "hf"
-    save_every: int = 0
-    save_minutes: float = 0.0
-    keep_last: int = 2
-    keep_best: bool = False
-    background: bool = False
-    grace_s: float = 60.0
+    output: str = setting("", "--output", "folder to make of the trained model", "DIR")
+    save_format: SaveFormat = setting("hf", "--save-format", "of --output")
+    save_every: int = setting(0, "--save-every", "between checkpoints", "STEPS", at_least=0)
+    save_minutes: float = setting(0.0, "--save-minutes", "between checkpoints", "M", at_least=0)
+    keep_last: int = setting(2, "--keep-last", "checkpoints that stay; 0: all", at_least=0)
+    keep_best: bool = setting(False, "--keep-best", "by validation; --output is then it")
+    background: bool = setting(False)
+    grace_s: float = setting(60.0, "--grace", "to save in after a signal", "SECONDS", above=0, at_most=1e7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +255,7 @@ class DeepSpeedSettings:
     """`config` names the configuration of a DeepSpeed engine that trains the model (empty: none does); what it decides
     are settings of other tables. `described` is read, not given: what the file says."""
 
-    config: str = ""
+    config: str = setting("", "--deepspeed", "ds_config.json of an engine that trains", "FILE")
     described: Mapping[str, Any] | None = None
 
     @property
@@ -288,9 +297,9 @@ class DeepSpeedSettings:
 class JobSettings:
     """`strict` enforces NCCL's ordering rules over gloo. `redis_server` is the embedded store's server binary."""
 
-    timeout_s: float = 120.0
-    strict: bool = False
-    redis_server: str = ""
+    timeout_s: float = setting(120.0, above=0, at_most=1e7)
+    strict: bool = setting(False, "--strict", "enforce NCCL's ordering rules over gloo")
+    redis_server: str = setting("", "--redis-server", "server binary of the embedded store", "PATH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +307,6 @@ class DebugSettings:
     """Each rank keeps a log in `log_dir`; at level "debug" of every action as it ends, for which accelerators are
     synchronised. The plan of every step is written into `plan_dir`, for `dynapipe replay`. Empty: not."""
 
-    log_dir: str = ""
-    log_level: Literal["info", "debug"] = "info"
-    plan_dir: str = ""
+    log_dir: str = setting("", "--log-dir", "keep a log of each rank there", "DIR")
+    log_level: Literal["info", "debug"] = setting("info", "--log-level", "debug: with every action")
+    plan_dir: str = setting("", "--plan-dir", "keep every step's plan there, for replay", "DIR")

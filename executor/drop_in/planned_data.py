@@ -149,8 +149,8 @@ def data_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_on
         schedule=schedule,
         pad_multiple=math.lcm(_PAD_MULTIPLE, pipeline.pad_multiple),
         split_backward=choices.split_backward and schedule == "adaptive",
-        equal_counts=schedule != "adaptive",
-        recompute=pipeline.recompute,
+        replica_counts="free" if schedule == "adaptive" else "equal",
+        recompute=pipeline.recompute or "auto",
         format=pipeline.activation_format,
         collectives=pipeline.replica_collectives,
     )

@@ -11,7 +11,8 @@ from rich.table import Table
 from dynapipe_ext.batching.inference.memory_records import MemoryRecord, RecordFile
 from dynapipe_ext.batching.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch.command_parser import add_json, dtype, ending
+from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.settings.flag_values import dtype
 from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.tools.wording import counted

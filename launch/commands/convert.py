@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import add_json, ending, numbers
+from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.models.tensors import num_parameters
+from dynapipe_ext.settings.flag_values import numbers
 from dynapipe_ext.tools.checkpoint import FORMATS, TARGETS, WriterOptions
 from dynapipe_ext.tools.console import deliver
 from dynapipe_ext.tools.progress import WorkProgress

@@ -195,7 +195,7 @@ def _show(made: _Made, args: argparse.Namespace, console: Console) -> None:
         console.print(f"ranks that fill their waits with weight gradients (fill_waits) take {promised_s:.6g} s")
     console.print(certificate_table(made.certificate))
     if planner.equal_counts and not any(planner.replica_collectives.of_micro_batches):  # which free ones cannot meet
-        free = prove_step(replace(planner, equal_counts=False), made.samples, step=args.step or 0).step_plan
+        free = prove_step(replace(planner, replica_counts="free"), made.samples, step=args.step or 0).step_plan
         cost = plan.makespan_s / free.makespan_s - 1
         console.print(
             f"equal counts cost {percent(cost)}: {plan.makespan_s:.6g} s against {free.makespan_s:.6g} s with free"

@@ -26,7 +26,7 @@ from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.launch.command_parser import add_json, dtype, ending
+from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import RankEnv, limit_threads
 from dynapipe_ext.launch.job.job import architecture_of
 from dynapipe_ext.launch.processes.cluster import run_local
@@ -34,6 +34,7 @@ from dynapipe_ext.launch.run.outcome import versions
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.reproducible import exp, log
+from dynapipe_ext.settings.flag_values import dtype
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.profile_errors import errors_of_pieces, errors_table, held_out_errors
 from dynapipe_ext.tools.console import deliver, say_loading

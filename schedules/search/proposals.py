@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength, round_up, sample_pieces
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up, sample_pieces
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.abilities import shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -19,7 +19,7 @@ from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, Price
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.search.optimizer import Start
 from dynapipe_ext.schedules.search.regrouping import exchanged
-from dynapipe_ext.settings.tables import SplitRule
+from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_cuts
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
@@ -59,7 +59,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposals:
-    """Makes splits under the settings of a `Planner`; `kinds` of recomputation may be chosen from.
+    """Makes splits under the rules of a `Planner`; `kinds` of recomputation may be chosen from.
 
     Where `cores_are_shared` a bubble costs nothing, so cuts are judged by their work alone, as of a pipeline of one.
     A batch of fewer samples than replicas leaves the last of them empty, unless counts must be equal. All methods raise
@@ -69,12 +69,8 @@ class Proposals:
     topology: Topology
     costs: CostModel
     limit_bytes: int
-    layout: Layout
-    rule: SplitRule
-    pad_multiple: int
-    max_tokens: int
+    rules: PlanRules
     kinds: tuple[Recompute, ...]
-    equal_counts: bool
     forward_only: bool = False
     cores_are_shared: bool = False
 
@@ -95,7 +91,7 @@ class Proposals:
             with suppress(PlanError):  # shapes that the law did not know may be refused
                 made = _possible(partial(exchanged, priced, cuts) for cuts in firsts)
                 proposed += self.fixed([self._with_replicas(parts, samples, step) for parts in made])
-        if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not self.equal_counts:
+        if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not self.rules.equal_counts:
             proposed += self.fixed(self._few(samples, step))
         return proposed
 
@@ -106,16 +102,16 @@ class Proposals:
         splits = good_partitions(costs.tolist(), (0, busy, busy * (self._depth - 1)), _MOST_FEW)
         made = []
         for masks in splits:
-            parts = [MicroBatch(members_of(order, mask), pad_multiple=self.pad_multiple) for mask in masks]
+            parts = [MicroBatch(members_of(order, mask), pad_multiple=self.rules.pad_multiple) for mask in masks]
             made.append(self._with_replicas(under_fastest(parts, choices, self.limit_bytes), samples, step))
         return made
 
     def splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""
         stages = self.topology.num_stages
-        if self.rule != "dynapipe-ext":
+        if self.rules.rule != "dynapipe-ext":
             return _possible(self._peer_rules(samples))
-        if self.layout == "padded":
+        if self.rules.layout == "padded":
             held = self._in_flight(stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
             priced, firsts = self._first_cuts(samples, held)
             micro_batches = [[priced.micro_batch(cut) for cut in cuts] for cuts in firsts]
@@ -138,7 +134,7 @@ class Proposals:
     def pieces(self, samples: list[SampleLength], step: int, cuts: Sequence[PieceCut]) -> list[Replicas]:
         """Long samples in pieces, with short documents in packed rows of that room; a sample's on one replica."""
         price = micro_batch_evaluate(self.costs)
-        rule = RowRule(max_tokens=0, pad_multiple=self.pad_multiple, recompute=self.kinds[0])
+        rule = RowRule(max_tokens=0, pad_multiple=self.rules.pad_multiple, recompute=self.kinds[0])
         made = _possible(partial(cut.rows, samples, price, replace(rule, max_tokens=cut.tokens)) for cut in cuts)
         return [self._on_replicas(one, step) for one in dict.fromkeys(map(tuple, made))]
 
@@ -172,7 +168,9 @@ class Proposals:
         for replicas in splits:
             micro_batches = [m for replica in replicas for m in replica]
             ends = np.cumsum([0] + [len(replica) for replica in replicas]).tolist()
-            kinds = self.kinds if self.rule == "dynapipe-ext" else tuple({m.recompute: None for m in micro_batches})
+            kinds = (
+                self.kinds if self.rules.rule == "dynapipe-ext" else tuple({m.recompute: None for m in micro_batches})
+            )
             like = self.costs.evaluate(micro_batches)
             start = Start.of_micro_batches(
                 [self._under(kind, micro_batches, like) for kind in kinds],
@@ -185,7 +183,9 @@ class Proposals:
 
     @property
     def _caps(self) -> Caps:
-        return Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
+        return Caps(
+            max_bytes=self.limit_bytes, max_tokens=self.rules.max_tokens or None, pad_multiple=self.rules.pad_multiple
+        )
 
     def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[PricedCuts, list[list[Cut]]]:
         """Prices of the ordered samples' cuts, and first cuts for pipelines that hold so many in flight (or one, where
@@ -200,13 +200,15 @@ class Proposals:
             self.kinds,
             self._caps,
             weight=weight,
-            equal_counts=self.equal_counts,
+            equal_counts=self.rules.equal_counts,
             least_work=self.cores_are_shared,
             stage_ranks=self.topology.stage_ranks,
         )
 
         def cut(min_in_flight: int) -> list[Cut]:
-            return priced.first_cuts(pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
+            return priced.first_cuts(
+                pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.rules.equal_counts
+            )
 
         try:
             firsts = _possible(partial(cut, held) for held in in_flight)
@@ -218,7 +220,7 @@ class Proposals:
         """Indices of the micro-batches of each replica; as many replicas as there are parts (samples) have some."""
         busy = min(self.topology.dp, len(parts))
         idle: list[list[int]] = [[] for _ in range(self.topology.dp - busy)]
-        return assign_replicas(times_ns, busy, equal_counts=self.equal_counts, seed=step) + idle
+        return assign_replicas(times_ns, busy, equal_counts=self.rules.equal_counts, seed=step) + idle
 
     def _under(self, kind: Recompute, micro_batches: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
         """Costs of all micro-batches under one kind of recomputation; INFEASIBLE where one cannot be priced."""
@@ -249,16 +251,18 @@ class Proposals:
         rows: they pay on devices whose actions have large overheads.
         """
         longest = max(max(s.encoder, s.decoder) for s in samples)
-        room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
+        room = self.rules.max_tokens or max(4096, round_up(longest, self.rules.pad_multiple))
         yield room
-        while not (self.max_tokens or self.cores_are_shared) and room < sum(s.encoder + s.decoder for s in samples):
+        while not (self.rules.max_tokens or self.cores_are_shared) and room < sum(
+            s.encoder + s.decoder for s in samples
+        ):
             room *= 2
             yield room
 
     def _packed_rows(
         self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute, room: int
     ) -> RowPackings:
-        rule = RowRule(max_tokens=room, pad_multiple=self.pad_multiple, recompute=kind)
+        rule = RowRule(max_tokens=room, pad_multiple=self.rules.pad_multiple, recompute=kind)
         return RowPackings.of(samples, lambda rows: self._bottleneck(price(rows)), rule)
 
     def _packed(
@@ -276,7 +280,7 @@ class Proposals:
 
         def fitted(kind: Recompute, room: int) -> tuple[int, list[MicroBatch]]:
             parts = rows(kind, room).best(
-                evaluate, pp=self._depth, dp=dp, max_bytes=self.limit_bytes, equal_counts=self.equal_counts
+                evaluate, pp=self._depth, dp=dp, max_bytes=self.limit_bytes, equal_counts=self.rules.equal_counts
             )
             time_ns, _ = evaluate(parts)
             return int(time_ns.sum()) + dp * (self._depth - 1) * int(time_ns.max()), parts
@@ -302,24 +306,28 @@ class Proposals:
 
     def _peer_rules(self, samples: list[SampleLength]) -> Iterator[Callable[[], Replicas]]:
         """A peer's splits; where its rule leaves a size open, several are judged, so that the peer is at its best."""
-        dp, multiple, limit = self.topology.dp, self.pad_multiple, self.limit_bytes
+        dp, multiple, limit = self.topology.dp, self.rules.pad_multiple, self.limit_bytes
         longest = round_up(max(s.encoder for s in samples), multiple)
-        room = max(round_up(self.max_tokens, multiple), round_up(max(s.decoder for s in samples), multiple), longest)
-        match self.rule:
+        room = max(
+            round_up(self.rules.max_tokens, multiple), round_up(max(s.decoder for s in samples), multiple), longest
+        )
+        match self.rules.rule:
             case "batch-max":
-                most = (self.max_tokens or limit) // longest
-                make = partial(pad_to_batch_max, samples, dp=dp, pad_multiple=multiple, equal_counts=self.equal_counts)
+                most = (self.rules.max_tokens or limit) // longest
+                make = partial(
+                    pad_to_batch_max, samples, dp=dp, pad_multiple=multiple, equal_counts=self.rules.equal_counts
+                )
                 for rows in (1, 2, 4, 8, 16, 32):
                     for kind in self.kinds if rows == 1 or rows <= most else ():
                         yield partial(make, rows_per_micro_batch=rows, recompute=kind)
             case "fixed-rows":
-                cut = partial(fixed_rows, samples, dp=dp, pad_multiple=multiple, equal_counts=self.equal_counts)
+                cut = partial(fixed_rows, samples, dp=dp, pad_multiple=multiple, equal_counts=self.rules.equal_counts)
                 for kind in self.kinds:
                     yield partial(cut, row_len=room, recompute=kind)
             case "packed-balanced":
                 pack = partial(packed_documents, samples, micro_batch_evaluate(self.costs), max_tokens=room, dp=dp)
                 for kind in self.kinds:
-                    yield partial(pack, pad_multiple=multiple, recompute=kind, equal_counts=self.equal_counts)
+                    yield partial(pack, pad_multiple=multiple, recompute=kind, equal_counts=self.rules.equal_counts)
             case _:
                 stages = self.topology.num_stages
                 rule = partial(
@@ -330,7 +338,7 @@ class Proposals:
                     dp=dp,
                     max_bytes=limit,
                 )
-                yield partial(rule, pad_multiple=multiple, equal_counts=self.equal_counts)
+                yield partial(rule, pad_multiple=multiple, equal_counts=self.rules.equal_counts)
 
 
 def _later_pieces(one: MicroBatch, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

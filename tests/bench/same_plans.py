@@ -117,7 +117,7 @@ def rules(shared: Path) -> Iterator[tuple[str, Callable[[], str]]]:
                     {"split_backward": True},
                     {"split_backward": True, "fill_waits": True},
                     {"max_tokens": 4096},
-                    {"equal_counts": True},
+                    {"replica_counts": "equal"},
                     {"num_cores": 2},
                     {"recompute": "full"},
                     {"seed": 7, "effort": 500, "loss_norm": "samples"},

@@ -112,7 +112,7 @@ def plan_of(
     lengths = [SampleLength(s.index, s.positions, target=s.target) for s in samples]
     costs, form = TokenCosts(topology.num_stages, overhead_ns=10**5), ActivationFormat(16, dtype, order="bsh")
     collectives = ReplicaCollectives.of_zero(zero_stage)
-    options = {"equal_counts": zero_stage >= 2, "max_tokens": 24, **options}
+    options = {"replica_counts": "equal" if zero_stage >= 2 else "free", "max_tokens": 24, **options}
     planner = Planner(topology, costs, 10**9, format=form, collectives=collectives, **options)
     place = topology.coordinates(rank)
     return prove_step(planner, lengths, step=step).plans[place.dp_rank][place.pp_rank]
@@ -176,7 +176,8 @@ def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
     ds = make_engine(layers, ENGINES["zero2"].config, parallel)
     stage = DeepSpeedStage(ds, token_loss_sum, parallel=parallel)
     unequal = plan_of(SAMPLES[:1], rank, 1)
-    in_flight = plan_of(SAMPLES, rank, 1, schedule="gpipe", rule="packed-balanced", equal_counts=True, layout="packed")
+    balanced = {"rule": "packed-balanced", "replica_counts": "equal", "layout": "packed"}
+    in_flight = plan_of(SAMPLES, rank, 1, schedule="gpipe", **balanced)
     note("unequal", lambda: stage.start_step(unequal))
     of_stages = plan_of(SAMPLES, rank, 2, layout="padded", recompute="stage")
     note("stages", lambda: stage.start_step(of_stages))
@@ -275,7 +276,7 @@ def test_bfloat16_engines_come_as_close_as_bfloat16_does(ran, plain, name):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("unequal", r"ZeRO 2 .* has \(1, 0\) micro-batches: plan with equal_counts=True"),
+        ("unequal", r"ZeRO 2 .* has \(1, 0\) micro-batches: plan with replica_counts='equal'"),
         ("stages", r"ZeRO 2 .* recomputes whole stages, .*: recompute layers"),
         ("parts", "ZeRO 2 .* but the model is in 2 stages: take one, or ZeRO 0 or 1"),
         ("in flight", r"ZeRO 2 .* runs 0F0 0F1 .*: take a schedule of whole backwards"),

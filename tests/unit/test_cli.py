@@ -143,7 +143,7 @@ def test_a_mistake_shows_the_usage_of_its_subcommand_and_what_may_be_meant(
         (["train", "--epochs", "2", "--steps", "9"], "--epochs 2 and --steps 9 both say how long to train: give one"),
         (["train", "--epochs", "0"], "--epochs is 0, no pass over the data: give more, or --steps"),
         (["train", "--betas", "0.9,1"], "betas is (0.9, 1.0) but must be two numbers of 0 to below 1"),
-        (["train", "--pp", "9" * 20], "pp is " + "9" * 20 + " but must be at most 65,536"),
+        (["train", "--pp", "9" * 20], "pp is " + "9" * 20 + " but must be at least 1 and at most 65,536"),
         (["plan", "--lengths", "x", "--layers", "0"], "--model and --layers go with a folder of measured CSV files"),
         (["estimate", "--model", "llama-2-7b", "--gpu-memory-gb", "1e99"], "gpu_memory_gb is 1e+99 but must be above"),
         (["estimate", "--model", "llama-2-7b", "--lengths", "x", "--truncate", "9" * 20], "--truncate is 999"),

@@ -268,7 +268,7 @@ def test_forwards_gather_sharded_weights_over_replicas_and_end_without_a_reducti
             continue
         with pytest.raises(VerificationError, match="weight gather in a forward"):
             prove_step(planning, samples, step=0)
-        prove_step(replace(planning, equal_counts=True), [*samples, SampleLength(3, 60, target=60)], step=0)
+        prove_step(replace(planning, replica_counts="equal"), [*samples, SampleLength(3, 60, target=60)], step=0)
 
 
 class Data:

@@ -208,8 +208,8 @@ def test_what_an_engine_offloads_is_not_counted_on_accelerators_and_is_on_cpus(
     [
         ({"lora": {"target_modules": ("q_prj",)}}, "'q_prj', which no block of .* has: choose from .* mean 'q_proj'"),
         ({"lora": {"target_modules": ("lm_head",)}}, "'lm_head', which no block of"),
-        ({"lora": {"r": 0}}, "r is 0, lora_alpha 8 and lora_dropout 0: r must be at least 1"),
-        ({"lora": {"lora_dropout": 1.0}}, "lora_dropout in 0..1"),
+        ({"lora": {"r": 0}}, "r is 0 but must be at least 1"),
+        ({"lora": {"lora_dropout": 1.0}}, "lora_dropout is 1.0 but must be at least 0 and below 1"),
         ({"lora": {"enabled": False, "r": 4}}, "describes adapters but enabled is false"),
         ({"model": {"backend": "megatron"}}, "is computed by megatron-core: name a decoder's folder by --model, with"),
         ({"model": {"architecture": ""}}, "a model in sizes of its own is computed by megatron-core"),

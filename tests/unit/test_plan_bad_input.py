@@ -64,9 +64,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--memory-limit-gb", "1e27"], "memory_limit_gb is 1e+27 but must be at most 1,000,000,000"),
         (["--memory-limit-gb", "1e-12"], "the memory limit is 1e-12 GB"),
         (["--memory-limit-gb", "1e300"], "memory_limit_gb is 1e+300"),
-        (["--effort", "9" * 23], "effort is " + "9" * 23 + " but must be at most 1,000,000,000"),
+        (["--effort", "9" * 23], "effort is " + "9" * 23 + " but must be at least 0 and at most 1,000,000,000"),
         (["--pad-multiple", "9" * 23], "pad_multiple is 999"),
-        (["--dp", "1000000000"], "dp is 1000000000 but must be at most 1,048,576"),
+        (["--dp", "1000000000"], "dp is 1000000000 but must be at least 1 and at most 1,048,576"),
         (["--json", "/proc/plan.json"], "/proc/plan.json cannot be written"),
     ],
 )

@@ -279,10 +279,10 @@ def test_what_has_no_price_for_pieces_refuses_them_by_name() -> None:
         ({"layout": "padded"}, 'layout "packed"'),
         ({"schedule": "1f1b"}, "adaptive schedule"),
         ({"rule": "packed-balanced"}, "rule dynapipe-ext"),
-        ({"equal_counts": True}, "let counts differ"),
+        ({"replica_counts": "equal"}, 'replica_counts "free"'),
         ({"pieces": 4}, "8 .pad_multiple. to"),
-        ({"pieces": True}, "must be off, auto or"),
-        ({"pieces": "some"}, "must be off, auto or"),
+        ({"pieces": True}, "choose from off, auto, or a number"),
+        ({"pieces": "some"}, "choose from off, auto, or a number"),
     ],
 )
 def test_settings_that_do_not_go_with_pieces_are_refused(wrong, said) -> None:

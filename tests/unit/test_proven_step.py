@@ -144,7 +144,7 @@ def test_replicas_that_leave_the_reserve_as_they_are_stay_so_with_their_bounds_a
 
 def test_one_replica_s_new_costs_change_its_instructions_and_where_replicas_meet_in_micro_batches_all() -> None:
     """There all order their transfers by the times of the first: those of before would not be proven with its own."""
-    two = replace(WHOLE, topology=Topology(pp=3, dp=2), equal_counts=True).plan(SAMPLES)
+    two = replace(WHOLE, topology=Topology(pp=3, dp=2), replica_counts="equal").plan(SAMPLES)
     costs, work_ns = two.costs[0], sum(int((c.forward_ns + c.backward_ns).sum()) for c in two.costs)
     assert two.bubble_ratio == pytest.approx(1 - work_ns / (6 * 1e9 * two.makespan_s))
     slower = replace(two, costs=(replace(costs, forward_ns=3 * costs.forward_ns[::-1, ::-1]), two.costs[1]))
@@ -211,7 +211,7 @@ SHARDED = AnalyticCosts(
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_waits_are_not_filled_where_weight_gradients_meet_over_replicas(zero_stage: int) -> None:
     costs = replace(SHARDED, zero_stage=zero_stage, split_backward=True)
-    sharded = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", equal_counts=True)
+    sharded = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", replica_counts="equal")
     prove_step(sharded, SAMPLES, step=0)
     with pytest.raises(ConfigError, match=r"joins a gradient scatter over replicas .*leave fill_waits out"):
         prove_step(replace(sharded, fill_waits=True), SAMPLES, step=0)
@@ -220,7 +220,7 @@ def test_waits_are_not_filled_where_weight_gradients_meet_over_replicas(zero_sta
 @pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"ep": 2}], ids=str)
 def test_waits_are_filled_where_no_weight_gradient_meets_another_replica_s(settings: dict[str, int]) -> None:
     costs = replace(SHARDED, split_backward=True, **settings)
-    filling = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", equal_counts=True, fill_waits=True)
+    filling = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", replica_counts="equal", fill_waits=True)
     assert prove_step(filling, SAMPLES, step=0).plans
 
 

@@ -117,12 +117,12 @@ def test_unequal_counts_are_published_only_where_nothing_inside_micro_batches_cr
 
 def test_equal_counts_in_one_order_are_proven_with_all_collectives() -> None:
     costs = replace(SHARDED, zero_stage=3, ep=2)
-    plans = prove_step(planner(costs, equal_counts=True), [*samples(), SampleLength(3, 60)], step=0).plans
+    plans = prove_step(planner(costs, replica_counts="equal"), [*samples(), SampleLength(3, 60)], step=0).plans
     assert [len(replica[0].micro_batches) for replica in plans] == [2, 2]
 
 
 def test_equal_counts_in_two_orders_are_refused_where_collectives_cross() -> None:
-    settings: dict[str, Any] = {"equal_counts": True, "max_tokens": 24}
+    settings: dict[str, Any] = {"replica_counts": "equal", "max_tokens": 24}
     lengths = [SampleLength(i, 20) for i in range(6)]
     prove_step(OneReplicaOtherwise(planner(replace(SHARDED, zero_stage=1), **settings)), lengths, step=0)
     with pytest.raises(
@@ -186,7 +186,7 @@ def test_a_split_backward_scatters_gradients_once_they_are_there() -> None:
 def test_replicas_that_meet_inside_micro_batches_transfer_in_one_order_whatever_each_would_take(schedule: str) -> None:
     """By times of their own, ranks of two replicas would wait for each other in a circle."""
     collectives, form = ReplicaCollectives.of_zero(3), ActivationFormat(8)
-    options: dict[str, Any] = {"schedule": schedule, "equal_counts": True, "max_tokens": 16, "format": form}
+    options: dict[str, Any] = {"schedule": schedule, "replica_counts": "equal", "max_tokens": 16, "format": form}
     uneven = Planner(Topology(pp=4, dp=2), TokenCosts(4), 1e12, collectives=collectives, **options)
     for seed in (2, 4):
         lengths = np.random.default_rng(seed).integers(1, 16, 20).tolist()

@@ -346,7 +346,6 @@ def batch_tokens(question: Question, search: Search, candidate: Candidate) -> in
 def planned(question: Question, candidate: Candidate, tokens: int, effort: int, num_batches: int = 1) -> Option:
     """Global batches of so many tokens, as the planner would run them. Errors: PlanError where one does not fit."""
     costs, strategy = candidate.costs, candidate.strategy
-    recompute = None if candidate.recompute == "auto" else candidate.recompute
     planner = Planner(
         costs.topology,
         costs,
@@ -355,8 +354,8 @@ def planned(question: Question, candidate: Candidate, tokens: int, effort: int, 
         layout=candidate.layout,
         pad_multiple=pad_multiple(strategy),
         effort=effort,
-        recompute=recompute,
-        equal_counts=candidate.equal_counts,
+        recompute=candidate.recompute,
+        replica_counts="equal" if candidate.equal_counts else "free",
         pieces=candidate.pieces(question.limits.pieces),
     )
     plans = [

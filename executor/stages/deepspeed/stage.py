@@ -199,7 +199,7 @@ def _refuse_plan(plan: ExecutionPlan, zero_stage: int) -> None:
         raise ConfigError(f"{said} has {plan.num_stages} stages: take pp 1, or ZeRO 0 or 1")
     if len(set(plan.num_micro_batches)) > 1:
         raise ConfigError(
-            f"{said} has {plan.num_micro_batches} micro-batches: plan with equal_counts=True and"
+            f"{said} has {plan.num_micro_batches} micro-batches: plan with replica_counts='equal' and"
             f" collectives=ReplicaCollectives.of_zero({zero_stage})"
         )
     if any(m.recompute == "stage" for m in plan.micro_batches):

@@ -1,0 +1,145 @@
+"""Settings, each declared once, where its field is: from there come its TOML key, type, bounds, flag and errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dynapipe_ext.errors import ConfigError, did_you_mean, short
+
+Value = TypeVar("Value")
+_MOST = 10**15  # of any number whose declaration names no bound
+_MEMBERS: dict[object, tuple[str, Any]] = {
+    str: ("strings", str),
+    int: ("integers", int),
+    float: ("numbers", int | float),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A declared field: `kind` is its type, `flag` its name on command lines (empty: it has none). `nargs` and `parse`
+    are argparse's, where the kind does not say them."""
+
+    name: str
+    kind: Any
+    default: Any
+    flag: str = ""
+    help: str = ""
+    metavar: str = ""
+    nargs: str = ""
+    parse: Callable[[str], object] | None = None
+    at_least: float = -_MOST
+    above: float = -math.inf
+    at_most: float = _MOST
+    below: float = math.inf
+    hint: str = ""  # the next move, where a value breaks its bounds
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that are allowed, beside or instead of numbers; none where any is."""
+        kinds = get_args(self.kind) if _origin(self.kind) in (UnionType, Union) else (self.kind,)
+        return tuple(word for kind in kinds if _origin(kind) is Literal for word in get_args(kind))
+
+    @property
+    def bounds(self) -> str:
+        """
+        >>> Setting(name="steps", kind=int, default=1, at_least=1, at_most=65536).bounds
+        'at least 1 and at most 65,536'
+        """
+        least = f"at least {self.at_least:,.15g}" if self.at_least > -_MOST else ""
+        above = f"above {self.above:g}" if self.above > -math.inf else ""
+        most = f"at most {self.at_most:,.15g}" if self.at_most < _MOST else ""
+        below = f"below {self.below:g}" if self.below < math.inf else ""
+        return " and ".join(filter(None, (least, above, most, below)))
+
+    def checked(self, value: Any, where: str = "") -> Any:
+        """The value, of the declared type: integers pass for floats, lists for tuples.
+
+        Errors: ConfigError with `where`, name, value, and the type, choices or bounds that it breaks.
+        """
+        said = f"{where}{self.name} is {short(value)}"
+        if self.choices:
+            return self._chosen(value, said)
+        if _origin(self.kind) is tuple:
+            return self._listed(value, said)
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.kind:
+            bounds = f", {self.bounds}" if self.bounds else ""
+            raise ConfigError(f"{said} but must be of type {self.kind.__name__}{bounds}")
+        if self.kind in (int, float):
+            self._refuse_out_of_bounds(value, said)
+        return value
+
+    def _refuse_out_of_bounds(self, value: float, said: str) -> None:
+        if not math.isfinite(value):
+            raise ConfigError(f"{said} but must be a finite number")
+        if not (self.at_least <= value <= self.at_most and self.above < value < self.below):
+            bounds = f"at most {_MOST:,}" if value > self.at_most == _MOST or not self.bounds else self.bounds
+            raise ConfigError(f"{said} but must be {bounds}" + (f": {self.hint}" if self.hint else ""))
+
+    def _chosen(self, value: Any, said: str) -> Any:
+        takes_numbers = int in get_args(self.kind)
+        if value in self.choices or (takes_numbers and type(value) is int):
+            return value
+        known = ", ".join(word or '""' for word in self.choices) + ", or a number" * takes_numbers
+        raise ConfigError(f"{said}: choose from {known}{did_you_mean(str(value), self.choices)}")
+
+    def _listed(self, value: Any, said: str) -> tuple[Any, ...]:
+        kind = get_args(self.kind)[0]
+        members, allowed = _MEMBERS[kind]
+        listed = value if isinstance(value, list | tuple) else [None]
+        if any(not isinstance(member, allowed) or isinstance(member, bool) for member in listed):
+            raise ConfigError(f"{said} but must be a list of {members}")
+        return tuple(kind(member) for member in listed)
+
+    @property
+    def flag_options(self) -> dict[str, Any]:
+        """What argparse's `add_argument` takes for the flag; one that is left out leaves None."""
+        if self.kind is bool:
+            return {"action": "store_true", "default": None}
+        options: dict[str, Any] = {"default": None}
+        if self.metavar or self.kind is int:
+            options["metavar"] = self.metavar or "N"
+        if self.parse or self.kind in (int, float):
+            options["type"] = self.parse or self.kind
+        if _origin(self.kind) is Literal:
+            options["choices"] = tuple(filter(None, self.choices))
+        if self.nargs or self.kind == tuple[str, ...]:
+            options["nargs"] = self.nargs or "+"
+        return options
+
+
+def _origin(kind: object) -> object:
+    """`Literal` of `Literal["a", "b"]`, `tuple` of `tuple[int, ...]`; None of a class."""
+    return get_origin(kind)
+
+
+def setting(default: Value, flag: str = "", help: str = "", metavar: str = "", **declared: Any) -> Value:
+    """Declares a field of a dataclass as a setting; `declared` are other fields of `Setting`."""
+    return field(default=default, metadata={"flag": flag, "help": help, "metavar": metavar, **declared})
+
+
+def with_default(owner: type, name: str, default: Value) -> Value:
+    """Declares an inherited setting again, with another default alone."""
+    return field(default=default, metadata=next(f for f in fields(owner) if f.name == name).metadata)
+
+
+@cache
+def declared(owner: type) -> Mapping[str, Setting]:
+    """The settings of a dataclass by name; its other fields are none."""
+    kinds = get_type_hints(owner)
+    found = [f for f in fields(owner) if f.metadata]
+    assert all(f.default is not MISSING for f in found)
+    return {f.name: Setting(name=f.name, kind=kinds[f.name], default=f.default, **f.metadata) for f in found}
+
+
+def check_declared(values: Any, where: str = "") -> None:
+    """Refuse a dataclass with a setting of another type or out of bounds. Errors: ConfigError."""
+    for name, one in declared(values.__class__).items():
+        one.checked(getattr(values, name), where)

@@ -1,0 +1,33 @@
+"""Values of flags that stand for settings, from the words of a command line."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def dtype(text: str) -> str:
+    """A type of weights by torch's name or the short one.
+
+    >>> dtype("bf16"), dtype("float16")
+    ('bfloat16', 'float16')
+    """
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(text, text)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1 with commas.
+
+    >>> numbers("9,8, 8,7")
+    (9, 8, 8, 7)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers of at least 1, like 3,5")
+    return tuple(map(int, parts))
+
+
+def betas(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be two numbers of 0 to below 1, like 0.9,0.999") from None

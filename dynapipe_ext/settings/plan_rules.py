@@ -1,0 +1,96 @@
+"""The rules of a plan: all that decides how a batch is cut and scheduled, beside topology, costs, memory and seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from dynapipe_ext.batch.micro_batches import Layout, LossNorm, Pieces, Recompute, pieces_of
+from dynapipe_ext.batch.topology import ScheduleName, check_fill_waits
+from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.settings.declared import check_declared, setting
+
+SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
+_MOST_PIECE = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRules:
+    """The one declaration of these rules. A `Planner`, the [plan] table of a run and the drop-in's settings are plan
+    rules with fields of their own beside them.
+
+    `layout`: samples of a micro-batch are rows padded to the longest, or documents end to end in one row. A `rule`
+    other than "dynapipe-ext" splits batches as a peer does, for comparisons. `max_tokens` caps the positions of one
+    micro-batch, of padded rows over both sides, of a packed row of either side; 0: memory alone limits it. `effort`
+    counts the moves that the search tries: where the batch is cut, recomputation, replica, order, dispatch rule. From
+    8 replicas on it tries more, in proportion.
+
+    `split_backward` runs backwards as I and W under the adaptive schedule. `fill_waits` lets ranks run W while they
+    wait for a transfer; it does not change the plan. `recompute` "auto" chooses for each micro-batch, and "stage" for
+    samples in pieces alone: others that do not fit with "full" do not fit with "stage" either. `replica_counts`
+    "equal" gives every replica as many micro-batches. `pieces` cuts samples of more tokens than that, and runs their
+    pieces one after another ("carried" attention); "auto" does so where the step is predicted to end earlier.
+    """
+
+    layout: Layout = setting("padded", "--layout", "of micro-batches")
+    schedule: ScheduleName = setting("adaptive", "--schedule", "of the pipeline")
+    rule: SplitRule = setting("dynapipe-ext")
+    pad_multiple: int = setting(8, "--pad-multiple", "rows are rounded up to it", at_least=1, at_most=1 << 24)
+    max_tokens: int = setting(0, at_least=0, at_most=1 << 40)
+    effort: int = setting(8000, "--effort", "moves tried by the search", at_least=0, at_most=10**9)
+    split_backward: bool = setting(False, "--split-backward", "run B as I and W")
+    fill_waits: bool = setting(False, "--fill-waits", "run W while a transfer is waited for")
+    loss_norm: LossNorm = setting("tokens", "--loss-norm", "divide by target tokens or samples")
+    recompute: Literal["auto", Recompute] = setting("auto")
+    replica_counts: Literal["free", "equal"] = setting("free", "--replica-counts", "of micro-batches")
+    pieces: Pieces = setting(
+        "off",
+        "--pieces",
+        "run samples of more than N tokens in pieces; auto: where that is faster",
+        "auto|off|N",
+        parse=pieces_of,
+    )
+
+    @property
+    def equal_counts(self) -> bool:
+        return self.replica_counts == "equal"
+
+    def as_keywords(self) -> dict[str, Any]:
+        """The rules alone, to hold them whole in another class: `Planner(topology, costs, limit, **...)`."""
+        return {f.name: getattr(self, f.name) for f in fields(PlanRules)}
+
+
+def check_rules(rules: PlanRules, where: str = "") -> None:
+    """Refuse rules of another type, out of bounds, or that do not go together. Errors: ConfigError."""
+    check_declared(rules, where)
+    if rules.split_backward and rules.schedule != "adaptive":
+        raise ConfigError(
+            f"{where}split_backward goes with the adaptive schedule, not with {rules.schedule!r}: choose one of them"
+        )
+    check_fill_waits(rules.fill_waits, rules.schedule, rules.split_backward, where)
+    if rules.pieces != "off":
+        _check_pieces(rules, where)
+    if rules.max_tokens and rules.max_tokens < rules.pad_multiple:
+        raise ConfigError(
+            f"{where}max_tokens is {rules.max_tokens} but must be at least pad_multiple, which is"
+            f" {rules.pad_multiple}, or 0"
+        )
+
+
+def _check_pieces(rules: PlanRules, where: str) -> None:
+    """Refuse pieces beside rules that have none."""
+    pieces = rules.pieces
+    if pieces != "auto" and not rules.pad_multiple <= int(pieces) <= _MOST_PIECE:
+        raise ConfigError(
+            f"{where}pieces is {short(pieces)} but must be off, auto or the tokens of a piece, {rules.pad_multiple}"
+            f" (pad_multiple) to {_MOST_PIECE:,}"
+        )
+    beside = {
+        "layout": (rules.layout == "packed", 'pieces share packed rows with short documents: layout "packed"'),
+        "schedule": (rules.schedule == "adaptive", "published schedules know no pieces: the adaptive schedule"),
+        "rule": (rules.rule == "dynapipe-ext", "peers' rules cut in their own way: rule dynapipe-ext"),
+        "replica_counts": (not rules.equal_counts, 'all pieces of a sample run on one replica: replica_counts "free"'),
+    }
+    for name, (goes, why) in beside.items():
+        if not goes:
+            raise ConfigError(f"{where}pieces is {pieces!r} with {name} {getattr(rules, name)!r}: {why}, or pieces off")
