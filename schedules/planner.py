@@ -42,7 +42,7 @@ from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replica
 from dynapipe_ext.schedules.step_plan import ReplicaCosts, StepPlan, predicted, replica_costs, shared_by_twins
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
-from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_sizes
+from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.splits.rules import check_enough
 
 _MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
@@ -119,40 +119,42 @@ def check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> Non
 
 
 def whole_or_pieces(
-    cuts: PieceCuts, least_whole_ns: int, whole: Callable[[], StepPlan], in_pieces: Callable[[], StepPlan]
+    choices: PieceChoices, least_whole_ns: int, whole: Callable[[], StepPlan], in_pieces: Callable[[], StepPlan]
 ) -> StepPlan:
-    """The faster of the two plans, whole samples of equals. No plan of these can take less than `least_whole_ns`: where
-    pieces are expected to, they come first, and whole samples only if they did not. Else whole samples come first, and
-    pieces only if there is hope that they are faster.
+    """The faster of two plans, of whole samples and of samples in pieces; of equals that of whole samples.
 
-    Errors: PlanError where neither fits, with what whole samples say.
+    No plan of whole samples takes less than `least_whole_ns`. If pieces are expected to take no longer than that, they
+    are planned first, and whole samples only where pieces turned out to take longer. Else whole samples are planned
+    first, and pieces only if these may still be faster.
+
+    Errors: PlanError where neither fits, with what whole samples raise.
     """
-    found: list[StepPlan] = []
-    refused: PlanError | None = None
-    pieces_first = cuts.makespan_ns <= least_whole_ns
+    plans: list[StepPlan] = []
+    refusal: PlanError | None = None
+    pieces_first = choices.makespan_ns <= least_whole_ns
     if not pieces_first:
         try:
-            found.append(whole())
+            plans.append(whole())
         except PlanError as error:
-            refused = error
-    if not found or cuts.hoped_ns < found[0].makespan_ns:
+            refusal = error
+    if not plans or choices.hoped_ns < plans[0].makespan_ns:
         with suppress(PlanError):
-            found.append(in_pieces())
-    if not found:
-        if refused:
-            raise refused
+            plans.append(in_pieces())
+    if not plans:
+        if refusal:
+            raise refusal
         return whole()
-    if pieces_first and found[0].makespan_ns > least_whole_ns:
+    if pieces_first and plans[0].makespan_ns > least_whole_ns:
         with suppress(PlanError):
-            found.insert(0, whole())
-    return min(found, key=lambda plan: plan.makespan_ns)
+            plans.insert(0, whole())
+    return min(plans, key=lambda plan: plan.makespan_ns)
 
 
 Schedules = tuple[PipelineSchedule, ...]
 
-_LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
-_AGAIN = 4  # of the effort, one part in so many to make replicas fit in less memory
-_PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
+_LESS = 4  # forwards alone leave less to choose: their cuts and replicas get one part in so many of the effort
+_AGAIN = 4  # making replicas fit in less memory gets one part in so many of the effort
+_PLACES = 8  # forwards alone: moves of effort for which one micro-batch tries all places in the order
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,82 +274,94 @@ class Planner(PlanRules):
             raise PlanError(f"step {step} has no samples to plan")
         if self.equal_counts:
             check_enough(len(samples), self.topology.dp)
-        plan = self._leaving(reserve_bytes, samples, step, unreserved) if reserve_bytes else self._found(samples, step)
+        plan = (
+            self._best_leaving(reserve_bytes, samples, step, unreserved) if reserve_bytes else self._best(samples, step)
+        )
         check_cover(plan.batch, samples)
         limit = int(self.memory_limit_bytes)
         certificate = certify(plan, self.costs, samples, memory_limit_bytes=limit, like=unreserved)
-        promised = zip(plan.predictions, certificate.replicas, strict=True)
-        predictions = tuple(replace(one, lower_bound_ns=bounds.best_ns) for one, bounds in promised)
+        predictions = tuple(
+            replace(prediction, lower_bound_ns=bounds.best_ns)
+            for prediction, bounds in zip(plan.predictions, certificate.replicas, strict=True)
+        )
         return replace(plan, predictions=predictions, certificate=certificate)
 
-    def _leaving(
+    def _best_leaving(
         self, reserve_bytes: int, samples: list[SampleLength], step: int, unreserved: StepPlan | None
     ) -> StepPlan:
-        """The best plan, without its bounds, of the same planner with that much less memory."""
+        """The best plan with that much less memory, without its bounds; see `plan`."""
         room = int(self.memory_limit_bytes) - reserve_bytes
         if room <= 0:
             raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
         less = replace(self, memory_limit_bytes=room)
         if self.schedule == "adaptive" and not self._piece_sizes(samples) and not self.forward_only:
-            before = unreserved or self._found(samples, step)
+            before = unreserved or self._best(samples, step)
             with suppress(PlanError):  # these micro-batches do not fit; others may
                 return replace(less, effort=self.effort // _AGAIN)._made_to_fit(before)
-        return less._found(samples, step)
+        return less._best(samples, step)
 
     def _made_to_fit(self, before: StepPlan) -> StepPlan:
-        """The plan with those of its replicas that exceed the limit searched again, over their micro-batches."""
+        """The plan, once the replicas that exceed the limit are searched again over their own micro-batches."""
         over = [d for d, one in enumerate(before.predictions) if max(one.peak_bytes) > self.memory_limit_bytes]
         replicas = [list(replica.micro_batches) for replica in before.batch.replicas]
         schedules, priced = list(before.schedules), list(before.costs)
         if over:
-            found, again, _ = self._searched(self._proposals.fixed([[replicas[d] for d in over]]))
-            changed = zip(over, found, again, replica_costs(self.costs, found), strict=True)
+            fitting, new_schedules, _ = self._searched(self._proposals.fixed([[replicas[d] for d in over]]))
+            changed = zip(over, fitting, new_schedules, replica_costs(self.costs, fitting), strict=True)
             for d, micro_batches, schedule, costs in changed:
                 replicas[d], schedules[d], priced[d] = micro_batches, schedule, costs
         return self._predicted(replicas, tuple(schedules), tuple(priced), step=before.batch.step, like=before)
 
-    def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
-        """The best plan, without its bounds: of long samples in pieces, where that is asked for or ends earlier."""
+    def _best(self, samples: list[SampleLength], step: int) -> StepPlan:
+        """The best plan, without its bounds: with long samples in pieces where the settings say so, or where it ends
+        earlier."""
         sizes = self._piece_sizes(samples)
         if not sizes:
-            return self._found_whole(samples, step)
+            return self._best_whole(samples, step)
         try:
-            cuts = self._proposals.piece_cuts(samples, sizes)
+            choices = self._proposals.piece_choices(samples, sizes)
         except PlanError:
             if self.pieces != "auto":
                 raise
-            return self._found_whole(samples, step)  # which has a price, or says what has none
+            return self._best_whole(samples, step)  # which has a price, or says what has none
+        in_pieces = partial(self._best_in_pieces, samples, step, choices)
         if self.pieces != "auto":
-            return self._found_cut(samples, step, cuts)
-        whole, in_pieces = partial(self._found_whole, samples, step), partial(self._found_cut, samples, step, cuts)
-        return whole_or_pieces(cuts, self._least_whole_ns(samples), whole, in_pieces)
+            return in_pieces()
+        whole = partial(self._best_whole, samples, step)
+        return whole_or_pieces(choices, self._least_whole_ns(samples), whole, in_pieces)
 
     def _piece_sizes(self, samples: Sequence[SampleLength]) -> Sequence[int]:
         """Sizes of pieces to try; none where samples stay whole."""
+        if self.pieces == "off":
+            return ()
         return piece_sizes(self.pieces, max(s.encoder for s in samples), self.max_tokens)
 
-    def _found_cut(self, samples: list[SampleLength], step: int, cuts: PieceCuts) -> StepPlan:
-        """All pieces of a sample are held at once: where memory makes any be recomputed, stages may be as a whole, and
-        the smallest pieces are tried as well."""
+    def _best_in_pieces(self, samples: list[SampleLength], step: int, choices: PieceChoices) -> StepPlan:
+        """The best plan with long samples in pieces.
 
-        def found(kinds: tuple[Recompute, ...], cuts: Sequence[PieceCut]) -> StepPlan:
+        All pieces of a sample are held at once. So where memory makes any micro-batch be recomputed, a second search
+        may also recompute whole stages, and tries the smallest pieces as well.
+        """
+
+        def best(kinds: tuple[Recompute, ...], choices: Sequence[PieceChoice]) -> StepPlan:
             proposals = replace(self._proposals, kinds=kinds)
-            return self._predicted(*self._searched(proposals.fixed(proposals.pieces(samples, step, cuts))), step=step)
+            starts = proposals.fixed(proposals.pieces(samples, step, choices))
+            return self._predicted(*self._searched(starts), step=step)
 
-        def found_under_pressure() -> StepPlan:
+        def best_of_least_memory() -> StepPlan:
             kinds = RECOMPUTES if self.recompute == "auto" else self._recomputes
-            return found(kinds, list(dict.fromkeys([*cuts.promising, *cuts.smallest])))
+            return best(kinds, list(dict.fromkeys([*choices.promising, *choices.smallest])))
 
         try:
-            plan = found(self._recomputes, cuts.promising)
+            plan = best(self._recomputes, choices.promising)
         except PlanError:
-            return found_under_pressure()
+            return best_of_least_memory()
         if self.recompute == "auto" and any(m.recompute != "none" for m in plan.batch.micro_batches):
             with suppress(PlanError):
-                return min(plan, found_under_pressure(), key=lambda one: one.makespan_ns)
+                return min(plan, best_of_least_memory(), key=lambda one: one.makespan_ns)
         return plan
 
-    def _found_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
+    def _best_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
         proposals = self._proposals
         if self.schedule != "adaptive":
             return self._best_published(proposals.splits(samples, step), step)
@@ -380,7 +394,7 @@ class Planner(PlanRules):
         return LAYER_RECOMPUTES if self.recompute == "auto" else (self.recompute,)
 
     def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, ReplicaCosts | None]:
-        """What the search found, and its costs where these are known already."""
+        """Replicas and schedules of the best search result, with their costs where these are already worked out."""
         settings = Settings(
             memory_limit_bytes=int(self.memory_limit_bytes),
             split=self.split_backward,
@@ -390,29 +404,29 @@ class Planner(PlanRules):
             equal_counts=self.equal_counts,
             cores=self.shared_cores,
         )
-        index, found = optimize_best([proposal.start for proposal in proposed], settings)
-        replicas = proposed[index].replicas(found.replicas)
-        # Forwards alone are searched with backwards that take no time: good cuts and replicas, another order to come.
+        index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
+        replicas = proposed[index].replicas(optimized.replicas)
         if not self.forward_only:
-            return replicas, found.schedules, None
+            return replicas, optimized.schedules, None
+        # Forwards alone are searched with backwards that take no time: good cuts and replicas, in another order.
         effort = self.effort // (_PLACES * self.topology.dp)
         return forwards_in_order(replicas, self.costs, self.topology.stage_ranks, effort=effort)
 
     def _best_published(self, splits: Sequence[Replicas], step: int) -> StepPlan:
-        """Of several splits under a published schedule, the first to end."""
-        found: list[StepPlan] = []
+        """Of several splits under a published schedule, the one that ends first."""
+        plans: list[StepPlan] = []
         refusal: PlanError | None = None
         named = partial(schedule_of_costs, self.schedule, self.topology.stage_ranks, int(self.memory_limit_bytes))
         for replicas in splits:
             try:
                 priced = replica_costs(self.costs, replicas)
-                found.append(self._predicted(replicas, tuple(map(named, priced)), priced, step=step))
+                plans.append(self._predicted(replicas, tuple(map(named, priced)), priced, step=step))
             except PlanError as error:  # this split cannot be priced, or holds too much at once; others may fit
                 refusal = refusal or error
-        if not found:
+        if not plans:
             assert refusal is not None
             raise refusal
-        return min(found, key=lambda plan: plan.makespan_ns)
+        return min(plans, key=lambda plan: plan.makespan_ns)
 
     def _predicted(
         self,
@@ -423,7 +437,7 @@ class Planner(PlanRules):
         step: int,
         like: StepPlan | None = None,
     ) -> StepPlan:
-        """The plan as `predicted`; its lower bounds are to come."""
+        """The plan with its predictions; `plan` adds the lower bounds."""
         priced = priced or replica_costs(self.costs, replicas)
         schedules, priced = shared_by_twins(replicas, schedules, priced)
         limit, cores = int(self.memory_limit_bytes), self.shared_cores

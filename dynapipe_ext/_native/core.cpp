@@ -20,17 +20,17 @@ namespace {
 using Records = nb::ndarray<const i64, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 using Shapes = nb::ndarray<const int, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Groups = std::vector<std::vector<int>>;
-using Runs = std::vector<std::tuple<int, int, int>>;
+using Cuts = std::vector<std::tuple<int, int, int>>;
 
-// (runs as (first item, end, kind), groups of runs in injection order, rule and makespan of each replica,
+// (cuts as (first item, end, kind), groups of cuts in injection order, rule and makespan of each replica,
 //  actions [replica][rank] as (letter x stages + stage) x count + position with letter 0 F, 1 gradient, 2 W)
-using Result = std::tuple<Runs, Groups, std::vector<int>, std::vector<i64>, std::vector<std::vector<std::vector<i64>>>>;
+using Result = std::tuple<Cuts, Groups, std::vector<int>, std::vector<i64>, std::vector<std::vector<std::vector<i64>>>>;
 
 Result search(const Records& records, const Shapes& shapes, const std::vector<int>& stage_rank,
               const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
-              const std::vector<std::tuple<int, int, int, int>>& rules, const Runs& runs,
+              const std::vector<std::tuple<int, int, int, int>>& rules, const Cuts& cuts,
               const std::vector<Groups>& starts, i64 effort, std::uint64_t seed, bool equal_counts,
-              const std::pair<i64, i64>& shared, const Groups& chains) {
+              const std::pair<i64, i64>& shared, const Groups& sample_pieces) {
   dynapipe::Costs costs;
   costs.kinds = static_cast<int>(records.shape(0));
   costs.shapes = static_cast<int>(records.shape(1));
@@ -38,12 +38,12 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   costs.width = static_cast<int>(shapes.shape(1));
   costs.records = records.data();
   costs.shape = shapes.data();
-  costs.chains = chains;
-  costs.chain_of.assign(costs.items, -1);
-  for (std::size_t chain = 0; chain < chains.size(); ++chain) {
-    for (int item : chains[chain]) {
-      if (item < 0 || item >= costs.items || costs.width != 1) throw std::invalid_argument("a chain is of items that cannot be cut");
-      costs.chain_of[item] = static_cast<int>(chain);
+  costs.sample_pieces = sample_pieces;
+  costs.sample_of.assign(costs.items, -1);
+  for (std::size_t sample = 0; sample < sample_pieces.size(); ++sample) {
+    for (int item : sample_pieces[sample]) {
+      if (item < 0 || item >= costs.items || costs.width != 1) throw std::invalid_argument("pieces are items that cannot be cut");
+      costs.sample_of[item] = static_cast<int>(sample);
     }
   }
   dynapipe::Machine machine;
@@ -65,18 +65,18 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   if (shared.first < 0 || shared.second < 1) throw std::invalid_argument("cores that ranks share must be at least one");
   dynapipe::State state;
   int item = 0;
-  for (auto [first, end, kind] : runs) {
+  for (auto [first, end, kind] : cuts) {
     if (first != item || end <= first || end > costs.items || kind < 0 || kind >= costs.kinds) {
-      throw std::invalid_argument("runs must cover the items in turn, each of a kind that the records have");
+      throw std::invalid_argument("cuts must cover the items in turn, each of a kind that the records have");
     }
-    state.runs.push_back({first, end, kind});
+    state.cuts.push_back({first, end, kind});
     item = end;
   }
   for (const auto& replica : starts) {
     if (replica.empty()) throw std::invalid_argument("a replica has no order to start from");
     for (const auto& order : replica) {
       for (int m : order) {
-        if (m < 0 || m >= static_cast<int>(runs.size())) throw std::invalid_argument("a start order names no run");
+        if (m < 0 || m >= static_cast<int>(cuts.size())) throw std::invalid_argument("a start order names no cut");
       }
     }
   }
@@ -109,9 +109,9 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
       }
     }
   }
-  Runs found;
-  for (const auto& run : state.runs) found.emplace_back(run.first, run.end, run.kind);
-  return {found, state.groups, state.rule, state.makespan, actions};
+  Cuts result;
+  for (const auto& cut : state.cuts) result.emplace_back(cut.first, cut.end, cut.kind);
+  return {result, state.groups, state.rule, state.makespan, actions};
 }
 
 using Doubles = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;

@@ -1,6 +1,7 @@
-// Micro-batches that carry one sample between them (chains): what returns when, and what they need together.
+// Pieces of one sample: the order of their gradients, and what they need together.
 //
-// Twin: schedules/search/dispatch.py, and of `ChainNeeds` `_of_chains` in schedules/search/dispatch.py.
+// Twin: `GradientOrder` and `_needs_of_pieces` in schedules/search/dispatch.py; `put_in_place` and `place_apart` in
+// schedules/search/joint.py.
 #pragma once
 
 #include <algorithm>
@@ -16,34 +17,34 @@ constexpr i64 kNever = i64{1} << 60;
 enum Field { kForward, kGradient, kWeight, kStored, kWorking, kTransfer, kFields };
 
 // The order in which gradients run on every stage, by position in the injection order.
-struct Returns {
+struct GradientOrder {
   std::vector<int> order, place;   // positions as their gradients run on every stage; each position's place there
-  std::vector<int> first, last;    // of the chain of each position; itself where it is whole
-  int longest = 1;                 // pieces of a chain
-  bool empty = true;               // no chains: the rest is not filled, and returns are in injection order
+  std::vector<int> first, last;    // pieces of the sample of each position; itself where it is whole
+  int most_pieces = 1;             // of one sample
+  bool empty = true;               // no pieces: the rest is not filled, and gradients run in injection order
 
-  // `chain_of` [position]: the number of its chain, or -1; pieces stand in order.
-  void set(const std::vector<int>& chain_of) {
-    const int count = static_cast<int>(chain_of.size());
-    longest = 1;
-    empty = std::all_of(chain_of.begin(), chain_of.end(), [](int chain) { return chain < 0; });
+  // `sample_of` [position]: the number of its cut sample, or -1; pieces stand in order.
+  void set(const std::vector<int>& sample_of) {
+    const int count = static_cast<int>(sample_of.size());
+    most_pieces = 1;
+    empty = std::all_of(sample_of.begin(), sample_of.end(), [](int sample) { return sample < 0; });
     if (empty) return;
-    const int chains = 1 + *std::max_element(chain_of.begin(), chain_of.end());
-    std::vector<int> begins(chains, -1), ends(chains, -1), pieces(chains, 0);
+    const int samples = 1 + *std::max_element(sample_of.begin(), sample_of.end());
+    std::vector<int> begins(samples, -1), ends(samples, -1), pieces(samples, 0);
     for (int m = 0; m < count; ++m) {
-      const int chain = chain_of[m];
-      if (chain < 0) continue;
-      if (begins[chain] < 0) begins[chain] = m;
-      ends[chain] = m;
-      longest = std::max(longest, ++pieces[chain]);
+      const int sample = sample_of[m];
+      if (sample < 0) continue;
+      if (begins[sample] < 0) begins[sample] = m;
+      ends[sample] = m;
+      most_pieces = std::max(most_pieces, ++pieces[sample]);
     }
     first.resize(count);
     last.resize(count);
     place.resize(count);
     order.clear();
     for (int m = 0; m < count; ++m) {
-      first[m] = chain_of[m] < 0 ? m : begins[chain_of[m]];
-      last[m] = chain_of[m] < 0 ? m : ends[chain_of[m]];
+      first[m] = sample_of[m] < 0 ? m : begins[sample_of[m]];
+      last[m] = sample_of[m] < 0 ? m : ends[sample_of[m]];
     }
     for (int m = 0; m < count; ++m) {
       if (last[m] != m) continue;
@@ -55,17 +56,17 @@ struct Returns {
   }
 };
 
-// What the forward of each position takes for good, and the working bytes to be ready for while it is inside: a chain
-// takes all at its first piece, and any of its pieces may run.
-struct ChainNeeds {
+// What the forward of each position takes until its gradient, and the working bytes to keep ready while it is inside. The
+// first piece of a sample takes the bytes of all its pieces; any of them may run while it is inside.
+struct PieceNeeds {
   std::vector<i64> taken, ready;  // [position][stage]
 
-  void set(int stages, const i64* const* records, const Returns& returns) {
-    const int count = static_cast<int>(returns.order.size());
+  void set(int stages, const i64* const* records, const GradientOrder& gradients) {
+    const int count = static_cast<int>(gradients.order.size());
     taken.resize(static_cast<std::size_t>(count) * stages);
     ready.resize(taken.size());
     for (int m = 0; m < count; ++m) {
-      const int first = returns.first[m];
+      const int first = gradients.first[m];
       for (int s = 0; s < stages; ++s) {
         const i64 stored = records[m][s * kFields + kStored], working = records[m][s * kFields + kWorking];
         taken[m * stages + s] = 0;
@@ -75,18 +76,18 @@ struct ChainNeeds {
       }
     }
     for (int m = 0; m < count; ++m) {
-      for (int s = 0; s < stages; ++s) ready[m * stages + s] = ready[returns.first[m] * stages + s];
+      for (int s = 0; s < stages; ++s) ready[m * stages + s] = ready[gradients.first[m] * stages + s];
     }
   }
 };
 
-// The largest position up to `same` that lies within no chain of either: what runs before depends on nothing from there
-// on.
-inline std::size_t unspanned(const Returns& one, const Returns& other, std::size_t same) {
+// The largest position up to `same` that lies between no two pieces of a sample in either order: nothing before it
+// depends on what comes from there on.
+inline std::size_t unspanned(const GradientOrder& one, const GradientOrder& other, std::size_t same) {
   for (std::size_t m = same; m-- > 0;) {
-    for (const Returns* returns : {&one, &other}) {
-      if (!returns->empty && returns->last[m] >= static_cast<int>(same)) {
-        same = returns->first[m];
+    for (const GradientOrder* gradients : {&one, &other}) {
+      if (!gradients->empty && gradients->last[m] >= static_cast<int>(same)) {
+        same = gradients->first[m];
         m = same;
         break;
       }
@@ -95,7 +96,7 @@ inline std::size_t unspanned(const Returns& one, const Returns& other, std::size
   return same;
 }
 
-// In place of the run at i and of all others of `old`, `fresh`, one behind the other.
+// Replaces the cut at place i, and all others of `old`, by those of `fresh`, which then stand together.
 inline void put_in_place(std::vector<int>& group, std::size_t i, const std::vector<int>& old, const std::vector<int>& fresh) {
   const auto is_old = [&](int m) { return std::find(old.begin(), old.end(), m) != old.end(); };
   const auto at = static_cast<std::ptrdiff_t>(i) - std::count_if(group.begin(), group.begin() + i, is_old);
@@ -103,12 +104,12 @@ inline void put_in_place(std::vector<int>& group, std::size_t i, const std::vect
   group.insert(group.begin() + at, fresh.begin(), fresh.end());
 }
 
-// A chain of the group at the `at`-th place among the others (counted round), with `between` of them after each piece.
-inline void place_apart(std::vector<int>& group, const std::vector<int>& chain, std::uint64_t at, std::size_t between) {
-  put_in_place(group, 0, chain, {});
+// Puts the pieces of a sample at the `at`-th place among the others (counted round), with `between` others after each.
+inline void place_apart(std::vector<int>& group, const std::vector<int>& pieces, std::uint64_t at, std::size_t between) {
+  put_in_place(group, 0, pieces, {});
   at %= group.size() + 1;
-  for (std::size_t k = 0; k < chain.size(); ++k) {
-    group.insert(group.begin() + std::min<std::size_t>(at + k * (1 + between), group.size()), chain[k]);
+  for (std::size_t k = 0; k < pieces.size(); ++k) {
+    group.insert(group.begin() + std::min<std::size_t>(at + k * (1 + between), group.size()), pieces[k]);
   }
 }
 

@@ -11,30 +11,30 @@
 
 namespace dynapipe {
 
-// Runs rules. A position is a place in the injection order; every stage runs its forwards in that order, and its
-// gradients in that of `Returns`.
+// Dispatches by a rule. A position is a place in the injection order; every stage runs its forwards in that order, and
+// its gradients in that of `GradientOrder`.
 class Dispatcher : public Admission {
  public:
   explicit Dispatcher(Machine machine)
-      : Admission(std::move(machine)), work_(machine_.ranks), tail_(machine_.ranks), chains_later_(machine_.ranks) {
+      : Admission(std::move(machine)), work_(machine_.ranks), tail_(machine_.ranks), pieces_later_(machine_.ranks) {
     linear_ = machine_.ranks == machine_.stages;
     for (int s = 0; s < machine_.stages; ++s) linear_ &= machine_.stage_rank[s] == s;
   }
 
   // Makespan, or at least `give_up` (kNever: memory blocks it) once it is known to be that. `track` holds the records
-  // and the rule, and receives the rest; `like`, if given, is a finished run. `orders`, if given, receives each rank's
+  // and the rule, and receives the rest; `like`, if given, is a finished pass. `orders`, if given, receives each rank's
   // actions (then `like` is not used).
   i64 run(Track& track, const Track* like, i64 give_up, std::vector<std::vector<Chosen>>* orders) {
     records_ = track.records.data();
     count_ = static_cast<int>(track.records.size());
     if (orders) orders->assign(machine_.ranks, {});
     if (count_ == 0) return 0;
-    track.returns.set(track.chain_of);
-    returns_ = &track.returns;
+    track.gradients.set(track.sample_of);
+    gradients_ = &track.gradients;
     if (hopeless(track, give_up)) return kNever;
-    if (!returns_->empty) needs_.set(machine_.stages, records_, *returns_);
+    if (!gradients_->empty) needs_.set(machine_.stages, records_, *gradients_);
     begin(track, orders ? nullptr : like);
-    if (!returns_->empty) {
+    if (!gradients_->empty) {
       return linear_ ? dispatch<true, true>(track, give_up, orders) : dispatch<false, true>(track, give_up, orders);
     }
     return linear_ ? dispatch<true, false>(track, give_up, orders) : dispatch<false, false>(track, give_up, orders);
@@ -62,35 +62,35 @@ class Dispatcher : public Admission {
   }
 
  private:
-  // Whether some rank's work, after the way to it of what comes first and before that of what returns last, takes that
-  // long already.
+  // Whether some rank alone takes that long already: its whole work, after the first micro-batch's way to it and before
+  // the way back of the last one.
   bool hopeless(const Track& track, i64 give_up) {
     const int ranks = machine_.ranks;
     std::fill(work_.begin(), work_.end(), 0);
     std::fill(most_working_.begin(), most_working_.end(), 0);
     std::fill(most_later_.begin(), most_later_.end(), 0);
-    std::fill(chains_later_.begin(), chains_later_.end(), 0);
+    std::fill(pieces_later_.begin(), pieces_later_.end(), 0);
     for (int m = 0; m < count_; ++m) {
       const Way* way = track.ways[m];
-      const bool is_whole = track.chain_of[m] < 0;
+      const bool is_whole = track.sample_of[m] < 0;
       for (int r = 0; r < ranks; ++r) {
         work_[r] += way[r].work;
         most_working_[r] = std::max(most_working_[r], way[r].working);
         most_later_[r] = std::max(most_later_[r], is_whole ? way[r].later : 0);
-        chains_later_[r] += is_whole ? 0 : way[r].later;
+        pieces_later_[r] += is_whole ? 0 : way[r].later;
       }
     }
-    const Way *first = track.ways.front(), *last = track.ways[returns_->empty ? count_ - 1 : returns_->order.back()];
+    const Way *first = track.ways.front(), *last = track.ways[gradients_->empty ? count_ - 1 : gradients_->order.back()];
     bool found = false;
     for (int r = 0; r < ranks; ++r) {
-      most_later_[r] += chains_later_[r];
+      most_later_[r] += pieces_later_[r];
       tail_[r] = last[r].up;
       found |= first[r].down + work_[r] + tail_[r] >= give_up;
     }
     return found;
   }
 
-  // The start, or what `like` had come to where its positions begin to differ.
+  // Begins at the start, or as far as `like` had come where its positions begin to differ.
   void begin(Track& track, const Track* like) {
     const std::size_t stages = machine_.stages, ranks = machine_.ranks;
     track.forward_at.resize(stages * count_);
@@ -102,10 +102,10 @@ class Dispatcher : public Admission {
     std::size_t same = 0;
     if (like && like->rule == track.rule) {
       const std::size_t most = std::min(track.records.size(), like->records.size());
-      while (same < most && like->records[same] == track.records[same] && like->chain_of[same] == track.chain_of[same]) ++same;
+      while (same < most && like->records[same] == track.records[same] && like->sample_of[same] == track.sample_of[same]) ++same;
       same = std::min(same, most - 1);
-      if (like->returns.longest != track.returns.longest) same = 0;
-      same = unspanned(like->returns, track.returns, same);
+      if (like->gradients.most_pieces != track.gradients.most_pieces) same = 0;
+      same = unspanned(like->gradients, track.gradients, same);
     }
     if (same == 0) {
       std::fill(track.forward_at.begin(), track.forward_at.end(), kNever);
@@ -130,14 +130,14 @@ class Dispatcher : public Admission {
     std::fill(track.gradient_at.begin() + stages * same, track.gradient_at.end(), kNever);
     for (std::size_t s = 0; s < stages; ++s) {  // what had not arrived by then
       if (s > 0) {
-        for (std::size_t m = stage_[s - 1].entered; m < same; ++m) track.forward_at[m * stages + s] = kNever;
+        for (std::size_t m = stage_[s - 1].forwards_started; m < same; ++m) track.forward_at[m * stages + s] = kNever;
       }
       if (s + 1 == stages) {
-        for (std::size_t m = stage_[s].entered; m < same; ++m) track.gradient_at[m * stages + s] = kNever;
+        for (std::size_t m = stage_[s].forwards_started; m < same; ++m) track.gradient_at[m * stages + s] = kNever;
         continue;
       }
-      const int back = stage_[s + 1].returned;
-      for (std::size_t m = returns_->empty ? back : 0; m < same; ++m) {
+      const int back = stage_[s + 1].gradients_started;
+      for (std::size_t m = gradients_->empty ? back : 0; m < same; ++m) {
         if (place_of(static_cast<int>(m)) >= back) track.gradient_at[m * stages + s] = kNever;
       }
     }
@@ -154,7 +154,7 @@ class Dispatcher : public Admission {
   }
 
   // kLinear: stage s is on rank s, which the search runs most; its one stage a rank is then known to the compiler.
-  template <bool kLinear, bool kChains>
+  template <bool kLinear, bool kPieces>
   i64 dispatch(Track& track, i64 give_up, std::vector<std::vector<Chosen>>* orders) {
     const Rule rule = *track.rule;
     const int ranks = machine_.ranks, all = machine_.stages * count_ * (machine_.split ? 3 : 2);
@@ -170,11 +170,11 @@ class Dispatcher : public Admission {
       RankState& mine = rank_[r];
       i64 next = kNever;
       Chosen chosen{};
-      if (!choose<kLinear, kChains>(track, rule, r, time, &chosen, &next)) {
+      if (!choose<kLinear, kPieces>(track, rule, r, time, &chosen, &next)) {
         mine.wake = next;
         continue;
       }
-      const i64 end = start<kLinear, kChains>(track, rule, r, time, chosen);
+      const i64 end = start<kLinear, kPieces>(track, rule, r, time, chosen);
       if (orders) (*orders)[r].push_back(chosen);
       mine.worked += end - time;
       if (end + work_[r] - mine.worked + tail_[r] >= give_up) return kNever;
@@ -187,7 +187,7 @@ class Dispatcher : public Admission {
   }
 
   // The action to start now; false with the next time to look at (`next`) where there is none.
-  template <bool kLinear, bool kChains>
+  template <bool kLinear, bool kPieces>
   bool choose(Track& track, const Rule& rule, int r, i64 time, Chosen* chosen, i64* next) {
     const int num_pending = rank_[r].weights_ready - rank_[r].weights_done;
     if (num_pending > rule.most_pending) return take_weight(track, r, chosen);
@@ -198,24 +198,24 @@ class Dispatcher : public Admission {
       const StageState& stage = stage_[mine[k]];
       if (stage.gradient_at > time) {
         *next = std::min(*next, stage.gradient_at);
-      } else if (stage.returned < gradient_back) {
+      } else if (stage.gradients_started < gradient_back) {
         gradient_stage = mine[k];
-        gradient_back = stage.returned;
+        gradient_back = stage.gradients_started;
       }
     }
     const bool has_gradient = gradient_stage >= 0;
     if (has_gradient) {
-      *chosen = {gradient_stage, returning<kChains>(gradient_back), kGradient};
+      *chosen = {gradient_stage, nth_gradient<kPieces>(gradient_back), kGradient};
       if (!rank_[r].wants_forward && rule.rhythm <= 1) return true;
     }
     int forward_stage = -1;
     bool after_weights = false, awaited = false;
     for (int k = count; k-- > 0 && forward_stage < 0;) {
-      const int s = mine[k], back = stage_[s].returned, m = stage_[s].entered;
+      const int s = mine[k], back = stage_[s].gradients_started, m = stage_[s].forwards_started;
       if (m == count_) continue;
       if (rule.extra < kNoCap) {
-        const bool has_head = back < m && returning<kChains>(back) < m;
-        const int most = std::max(1, stages - s + rule.extra) + (kChains ? returns_->longest - 1 : 0);
+        const bool has_head = back < m && nth_gradient<kPieces>(back) < m;
+        const int most = std::max(1, stages - s + rule.extra) + (kPieces ? gradients_->most_pieces - 1 : 0);
         if (has_head && m - back >= most) continue;
       }
       const i64 at = stage_[s].forward_at;
@@ -223,7 +223,7 @@ class Dispatcher : public Admission {
       if (at > time) {
         *next = std::min(*next, at);
         awaited = true;
-      } else if (admits<kLinear, kChains>(r, s, m, &blocked)) {
+      } else if (admits<kLinear, kPieces>(r, s, m, &blocked)) {
         forward_stage = s;
       } else if (blocked) {
         after_weights = true;
@@ -232,7 +232,7 @@ class Dispatcher : public Admission {
     awaited &= rule.rhythm > 1 && forward_stage < 0;
     if (has_gradient && forward_stage < 0 && !after_weights && !awaited) return true;
     if (forward_stage >= 0) {
-      *chosen = {forward_stage, stage_[forward_stage].entered, kForward};
+      *chosen = {forward_stage, stage_[forward_stage].forwards_started, kForward};
       return true;
     }
     if (after_weights) return take_weight(track, r, chosen);
@@ -249,28 +249,28 @@ class Dispatcher : public Admission {
     return true;
   }
 
-  template <bool kLinear, bool kChains>
+  template <bool kLinear, bool kPieces>
   i64 start(Track& track, const Rule& rule, int r, i64 time, const Chosen& c) {
     const int s = c.stage, m = c.position, stages = machine_.stages;
     const i64 end = time + cost(c.kind, s, m), stored = cost(kStored, s, m);
     RankState& mine = rank_[r];
     if (c.kind == kForward) {
-      mine.held += taken<kChains>(s, m);
+      mine.held += taken<kPieces>(s, m);
       StageState& stage = stage_[s];
-      ++stage.entered;
+      ++stage.forwards_started;
       stage.forward_at = s == 0 ? 0 : m + 1 < count_ ? track.forward_at[(m + 1) * stages + s] : kNever;
       if (s + 1 == stages) {
-        gradient_arrives<kChains>(track, s, m, end);
+        gradient_arrives<kPieces>(track, s, m, end);
       } else {
         const i64 at = end + hop<kLinear>(s, m);
         track.forward_at[m * stages + s + 1] = at;
-        if (stage_[s + 1].entered == m) stage_[s + 1].forward_at = at;
+        if (stage_[s + 1].forwards_started == m) stage_[s + 1].forward_at = at;
         wake(s + 1, at);
       }
       mine.wants_forward = false;
     } else if (c.kind == kGradient) {
       StageState& stage = stage_[s];
-      stage.gradient_at = ++stage.returned < count_ ? track.gradient_at[returning<kChains>(stage.returned) * stages + s] : kNever;
+      stage.gradient_at = ++stage.gradients_started < count_ ? track.gradient_at[nth_gradient<kPieces>(stage.gradients_started) * stages + s] : kNever;
       if (machine_.split) {
         track.weights[r].push_back({s, m, kWeight});
         ++mine.weights_ready;
@@ -280,7 +280,7 @@ class Dispatcher : public Admission {
       }
       if (s > 0) {
         const i64 at = end + hop<kLinear>(s - 1, m);
-        gradient_arrives<kChains>(track, s - 1, m, at);
+        gradient_arrives<kPieces>(track, s - 1, m, at);
         wake(s - 1, at);
       }
       mine.wants_forward = rule.rhythm > 0;
@@ -297,10 +297,10 @@ class Dispatcher : public Admission {
     return crosses ? cost(kTransfer, low, m) : 0;
   }
 
-  template <bool kChains>
+  template <bool kPieces>
   void gradient_arrives(Track& track, int s, int m, i64 at) {
     track.gradient_at[m * machine_.stages + s] = at;
-    if (returning<kChains>(stage_[s].returned) == m) stage_[s].gradient_at = at;
+    if (nth_gradient<kPieces>(stage_[s].gradients_started) == m) stage_[s].gradient_at = at;
   }
 
   void wake(int s, i64 at) {
@@ -311,8 +311,8 @@ class Dispatcher : public Admission {
   bool linear_ = true;
   int count_ = 0;
   Moment now_{};
-  std::vector<i64> work_, tail_;     // [rank]: of all positions; the way back from it of what returns last
-  std::vector<i64> chains_later_;    // [rank]: see `Way`, of all chains
+  std::vector<i64> work_, tail_;     // [rank]: of all positions; the way back from it of the last gradient
+  std::vector<i64> pieces_later_;    // [rank]: see `Way`, of all pieces
 };
 
 }  // namespace dynapipe

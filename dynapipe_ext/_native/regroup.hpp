@@ -1,4 +1,4 @@
-// Samples exchanged between micro-batches of two sides. Twin: schedules/search/optimizer.py.
+// Samples exchanged between micro-batches of two sides. Twin: schedules/search/regrouping.py.
 #pragma once
 
 #include <algorithm>

@@ -13,19 +13,19 @@ namespace dynapipe {
 
 constexpr i64 kInfeasible = i64{1} << 50;
 
-// Costs of every shape under every kind of recomputation, and the shape of every run of items that may be a micro-batch.
+// Costs of every shape under every kind of recomputation, and the shape of every cut of items that may be a micro-batch.
 struct Costs {
   int kinds = 0, shapes = 0, items = 0, width = 0;
   const i64* records = nullptr;  // [kind][shape][stage][field]
-  const int* shape = nullptr;    // [last item][items of the run - 1]: its shape, or -1
-  std::vector<std::vector<int>> chains;  // items that carry one sample; then run i is item i
-  std::vector<int> chain_of;             // [item]: which chain, or -1
+  const int* shape = nullptr;    // [last item][items of the cut - 1]: its shape, or -1
+  std::vector<std::vector<int>> sample_pieces;  // items that are pieces of one sample; then cut i is item i
+  std::vector<int> sample_of;                   // [item]: the sample that it is a piece of, or -1
 };
 
 constexpr i64 kMostWeight = 4;
 
-enum Move { kSwap, kInsert, kRule, kRecompute, kGive, kExchange, kShift, kCut, kChain };
-constexpr int kMostApart = 3;  // runs between two pieces where a chain is put elsewhere
+enum Move { kSwap, kInsert, kRule, kRecompute, kGive, kExchange, kShift, kDivide, kApart };
+constexpr int kMostApart = 3;  // micro-batches between two pieces of a sample that is put elsewhere
 constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2, 4};  // how often each is tried, of the sum of what there is to move
 
 class Search {
@@ -43,14 +43,14 @@ class Search {
     const std::size_t ranks = dispatcher_.machine().ranks;
     track.records.clear();
     track.ways.clear();
-    track.chain_of.clear();
+    track.sample_of.clear();
     track.rule = &rules_[state.rule[d]];
     for (int m : state.groups[d]) {
-      const i64* record = record_of(state.runs[m]);
+      const i64* record = record_of(state.cuts[m]);
       if (!record) return kNever;
       track.records.push_back(record);
       track.ways.push_back(&ways_[(record - costs_.records) / stride_ * ranks]);
-      track.chain_of.push_back(chain_of(m));
+      track.sample_of.push_back(sample_of(m));
     }
     return dispatcher_.run(track, like, give_up, orders);
   }
@@ -88,11 +88,11 @@ class Search {
     random_ = Random{seed};
     const int replicas = static_cast<int>(state_.groups.size());
     moves_.clear();
-    for (int move = kSwap; move <= kChain; ++move) {
+    for (int move = kSwap; move <= kApart; ++move) {
       if (move == kRecompute && costs_.kinds == 1) continue;
       if ((move == kGive || move == kExchange) && replicas == 1) continue;
-      if ((move == kShift || move == kCut) && costs_.width == 1) continue;
-      if (move == kChain && costs_.chains.empty()) continue;
+      if ((move == kShift || move == kDivide) && costs_.width == 1) continue;
+      if (move == kApart && costs_.sample_pieces.empty()) continue;
       moves_.insert(moves_.end(), kMoveShares[move], move);
     }
     tracks_.resize(replicas);
@@ -100,10 +100,10 @@ class Search {
     for (int d = 0; d < replicas; ++d) run(state_, d, kNever, nullptr, tracks_[d], nullptr);
     begins_at_.assign(costs_.items + 1, -1);
     ends_at_.assign(costs_.items + 1, -1);
-    owner_.assign(state_.runs.size(), -1);
-    for (int m = 0; m < static_cast<int>(state_.runs.size()); ++m) place(m);
+    owner_.assign(state_.cuts.size(), -1);
+    for (int m = 0; m < static_cast<int>(state_.cuts.size()); ++m) place(m);
     for (int d = 0; d < replicas; ++d) own(d);
-    std::vector<int> replicas_since, runs_since;  // what has changed since the best
+    std::vector<int> replicas_since, cuts_since;  // what has changed since the best
     for (i64 step = 0; step < effort; ++step) {
       forget();
       if (!move()) {
@@ -135,17 +135,17 @@ class Search {
         own(saved.replica);
         replicas_since.push_back(saved.replica);
       }
-      for (const auto& saved : runs_before_) {
+      for (const auto& saved : cuts_before_) {
         place(saved.first);
-        runs_since.push_back(saved.first);
+        cuts_since.push_back(saved.first);
       }
       const Value found{most, sum};
       record = std::min(record, energy(found, replicas));
       if (found < best_value) {
         best_value = found;
-        copy_to(best, replicas_since, runs_since);
+        copy_to(best, replicas_since, cuts_since);
         replicas_since.clear();
-        runs_since.clear();
+        cuts_since.clear();
       }
     }
     return best;
@@ -177,24 +177,24 @@ class Search {
   }
 
   // What has changed, in the best state as well.
-  void copy_to(State& best, const std::vector<int>& replicas, const std::vector<int>& runs) const {
+  void copy_to(State& best, const std::vector<int>& replicas, const std::vector<int>& cuts) const {
     for (int d : replicas) {
       best.groups[d] = state_.groups[d];
       best.rule[d] = state_.rule[d];
       best.makespan[d] = makespans_.of(d);
     }
-    best.runs.resize(state_.runs.size(), {-1, -1, 0});
-    for (int m : runs) best.runs[m] = state_.runs[m];
+    best.cuts.resize(state_.cuts.size(), {-1, -1, 0});
+    for (int m : cuts) best.cuts[m] = state_.cuts[m];
     best.floor = state_.floor;
   }
 
-  // Where a run lies among the items, and whose the runs of a replica are: to be found without looking at all.
+  // Where a cut lies among the items, and the replica of each cut: an index, for both are looked up at every move.
   void place(int m) {
-    if (state_.runs[m].first < 0) return;
-    begins_at_[state_.runs[m].first] = ends_at_[state_.runs[m].end] = m;
+    if (state_.cuts[m].first < 0) return;
+    begins_at_[state_.cuts[m].first] = ends_at_[state_.cuts[m].end] = m;
   }
   void own(int d) {
-    owner_.resize(state_.runs.size(), -1);
+    owner_.resize(state_.cuts.size(), -1);
     for (int m : state_.groups[d]) owner_[m] = d;
   }
 
@@ -203,21 +203,21 @@ class Search {
     if (!cores_.tp) return 0;
     const std::size_t ranks = dispatcher_.machine().ranks;
     i64 work = 0;
-    for (const Run& run : state.runs) {
-      if (run.first < 0) continue;
-      const Way* ways = &ways_[(record_of(run) - costs_.records) / stride_ * ranks];
+    for (const Cut& cut : state.cuts) {
+      if (cut.first < 0) continue;
+      const Way* ways = &ways_[(record_of(cut) - costs_.records) / stride_ * ranks];
       for (std::size_t r = 0; r < ranks; ++r) work += ways[r].work;
     }
     return work * cores_.tp / cores_.cores;
   }
 
-  // The costs of a run, or none where it may not be a micro-batch.
-  const i64* record_of(const Run& run) const {
-    const int items = run.end - run.first;
+  // The costs of a cut, or none where it may not be a micro-batch.
+  const i64* record_of(const Cut& cut) const {
+    const int items = cut.end - cut.first;
     if (items > costs_.width) return nullptr;
-    const int shape = costs_.shape[static_cast<std::size_t>(run.end - 1) * costs_.width + items - 1];
+    const int shape = costs_.shape[static_cast<std::size_t>(cut.end - 1) * costs_.width + items - 1];
     if (shape < 0) return nullptr;
-    const i64* record = costs_.records + (static_cast<std::size_t>(run.kind) * costs_.shapes + shape) * stride_;
+    const i64* record = costs_.records + (static_cast<std::size_t>(cut.kind) * costs_.shapes + shape) * stride_;
     return record[kForward] >= kInfeasible ? nullptr : record;
   }
 
@@ -251,12 +251,12 @@ class Search {
         state_.rule[d] = static_cast<int>(a % rules_.size());
         return state_.rule[d] != rule_before_.second;
       case kRecompute: {
-        Run& run = state_.runs[mine[i]];
+        Cut& cut = state_.cuts[mine[i]];
         const int kind = static_cast<int>(b % costs_.kinds);
-        if (run.kind == kind) return false;
-        save_run(mine[i]);
-        run.kind = kind;
-        return record_of(run) != nullptr;
+        if (cut.kind == kind) return false;
+        save_cut(mine[i]);
+        cut.kind = kind;
+        return record_of(cut) != nullptr;
       }
       case kGive:
       case kExchange: {
@@ -278,72 +278,72 @@ class Search {
         theirs.insert(theirs.begin() + b % (theirs.size() + 1), given.begin(), given.end());
         return true;
       }
-      case kChain:
-        if (chain_of(mine[i]) < 0) return false;
+      case kApart:
+        if (sample_of(mine[i]) < 0) return false;
         place_apart(mine, unit(mine[i]), b >> 2, b % (kMostApart + 1));
         return true;
       case kShift:
         return shift(mine[i], b);
       default:
-        return cut(d, mine[i], b, random_.next());
+        return divide(d, mine[i], b, random_.next());
     }
   }
 
-  int chain_of(int m) const { return costs_.chains.empty() ? -1 : costs_.chain_of[m]; }
+  int sample_of(int m) const { return costs_.sample_pieces.empty() ? -1 : costs_.sample_of[m]; }
 
-  // The runs that go with one: those of its chain.
-  std::vector<int> unit(int m) const { return chain_of(m) < 0 ? std::vector<int>{m} : costs_.chains[chain_of(m)]; }
+  // The cuts that go together with one: all pieces of its sample.
+  std::vector<int> unit(int m) const { return sample_of(m) < 0 ? std::vector<int>{m} : costs_.sample_pieces[sample_of(m)]; }
 
-  // The pieces of each chain, where they stand, in their order.
+  // Puts the pieces of each sample into their order, at the places where they stand.
   void in_piece_order(std::vector<int>& group) const {
-    if (costs_.chains.empty()) return;
-    std::vector<std::size_t> next(costs_.chains.size(), 0);
+    if (costs_.sample_pieces.empty()) return;
+    std::vector<std::size_t> next(costs_.sample_pieces.size(), 0);
     for (int& m : group) {
-      if (const int chain = chain_of(m); chain >= 0) m = costs_.chains[chain][next[chain]++];
+      if (const int sample = sample_of(m); sample >= 0) m = costs_.sample_pieces[sample][next[sample]++];
     }
   }
 
-  // The boundary between a run and a neighbour moves by some items; a run that loses all of them is gone.
+  // The boundary between a cut and a neighbour moves by some items; a cut that loses all of them is gone.
   bool shift(int m, std::uint64_t b) {
     const bool at_end = b & 1, grows = b & 2;
     b >>= 2;
-    const int boundary = at_end ? state_.runs[m].end : state_.runs[m].first;
+    const int boundary = at_end ? state_.cuts[m].end : state_.cuts[m].first;
     if (boundary == 0 || boundary == costs_.items) return false;
     const int low = ends_at_[boundary], high = begins_at_[boundary];
     const int giver = grows == at_end ? high : low;
-    const int all = state_.runs[giver].end - state_.runs[giver].first;
+    const int all = state_.cuts[giver].end - state_.cuts[giver].first;
     const int by = std::min(all, static_cast<int>(1 + (b >> 3) % (std::uint64_t{1} << b % 6)));
     const int of_low = owner_[low], of_high = owner_[high];
-    save_run(low);
-    save_run(high);
+    save_cut(low);
+    save_cut(high);
     save_group(of_low);
     save_group(of_high);
     const int moved = giver == high ? boundary + by : boundary - by;
-    state_.runs[low].end = state_.runs[high].first = moved;
-    if (by < all) return record_of(state_.runs[low]) && record_of(state_.runs[high]);
+    state_.cuts[low].end = state_.cuts[high].first = moved;
+    if (by < all) return record_of(state_.cuts[low]) && record_of(state_.cuts[high]);
     auto& group = state_.groups[giver == low ? of_low : of_high];
     if (equal_counts_ || group.size() == 1) return false;
     group.erase(std::find(group.begin(), group.end(), giver));
-    state_.runs[giver].first = state_.runs[giver].end = -1;
-    return record_of(state_.runs[giver == low ? high : low]) != nullptr;
+    state_.cuts[giver].first = state_.cuts[giver].end = -1;
+    return record_of(state_.cuts[giver == low ? high : low]) != nullptr;
   }
 
-  // A run becomes two.
-  bool cut(int d, int m, std::uint64_t b, std::uint64_t c) {
-    const Run whole = state_.runs[m];
+  // A cut becomes two.
+  bool divide(int d, int m, std::uint64_t b, std::uint64_t c) {
+    const Cut whole = state_.cuts[m];
     const int items = whole.end - whole.first;
     if (items < 2 || equal_counts_) return false;
     int fresh = 0;
-    while (fresh < static_cast<int>(state_.runs.size()) && state_.runs[fresh].first >= 0) ++fresh;
-    if (fresh == static_cast<int>(state_.runs.size())) state_.runs.push_back({-1, -1, 0});
-    save_run(m);
-    save_run(fresh);
+    while (fresh < static_cast<int>(state_.cuts.size()) && state_.cuts[fresh].first >= 0) ++fresh;
+    if (fresh == static_cast<int>(state_.cuts.size())) state_.cuts.push_back({-1, -1, 0});
+    save_cut(m);
+    save_cut(fresh);
     const int at = whole.first + 1 + static_cast<int>(b % (items - 1));
-    state_.runs[m].end = at;
-    state_.runs[fresh] = {at, whole.end, whole.kind};
+    state_.cuts[m].end = at;
+    state_.cuts[fresh] = {at, whole.end, whole.kind};
     auto& mine = state_.groups[d];
     mine.insert(mine.begin() + c % (mine.size() + 1), fresh);
-    return record_of(state_.runs[m]) && record_of(state_.runs[fresh]);
+    return record_of(state_.cuts[m]) && record_of(state_.cuts[fresh]);
   }
 
   void save_group(int d) {
@@ -353,11 +353,11 @@ class Search {
     groups_before_.push_back({d, makespans_.of(d), state_.groups[d]});
   }
 
-  void save_run(int m) { runs_before_.push_back({m, state_.runs[m]}); }
+  void save_cut(int m) { cuts_before_.push_back({m, state_.cuts[m]}); }
 
   void forget() {
     groups_before_.clear();
-    runs_before_.clear();
+    cuts_before_.clear();
     rule_before_.first = -1;
     floor_before_ = state_.floor;
   }
@@ -367,7 +367,7 @@ class Search {
       state_.groups[saved.replica] = std::move(saved.group);
       makespans_.set(saved.replica, saved.makespan);
     }
-    for (const auto& saved : runs_before_) state_.runs[saved.first] = saved.second;
+    for (const auto& saved : cuts_before_) state_.cuts[saved.first] = saved.second;
     if (rule_before_.first >= 0) state_.rule[rule_before_.first] = rule_before_.second;
     state_.floor = floor_before_;
   }
@@ -383,16 +383,16 @@ class Search {
   Makespans makespans_{{}};
   Random random_{0};
   std::vector<int> moves_;
-  std::vector<Track> tracks_, trials_;  // [replica]: the last run of its state, and of a moved one
+  std::vector<Track> tracks_, trials_;  // [replica]: the last pass over its state, and over a moved one
   struct Saved {
     int replica;
     i64 makespan;
     std::vector<int> group;
   };
-  std::vector<int> begins_at_, ends_at_;  // [item]: the run that begins there, and that ends before it
-  std::vector<int> owner_;                // [run]: its replica
+  std::vector<int> begins_at_, ends_at_;  // [item]: the cut that begins there, and that ends before it
+  std::vector<int> owner_;                // [cut]: its replica
   std::vector<Saved> groups_before_;
-  std::vector<std::pair<int, Run>> runs_before_;
+  std::vector<std::pair<int, Cut>> cuts_before_;
   std::pair<int, int> rule_before_{-1, 0};
   i64 floor_before_ = 0;
 };

@@ -1,6 +1,6 @@
-// What a search changes: runs of items, their replicas and orders, and how long those take.
+// What a search changes: cuts of items, their replicas and orders, and how long those take.
 //
-// Twin: `SearchState` and `_Random` in schedules/search/joint.py.
+// Twin: `SearchState` in schedules/search/problem.py, `_Random` in schedules/search/joint.py.
 #pragma once
 
 #include "track.hpp"
@@ -19,13 +19,13 @@ struct Random {  // splitmix64 (Steele, Lea and Flood 2014)
   int below(std::size_t n) { return static_cast<int>(next() % n); }
 };
 
-struct Run {
-  int first, end, kind;  // items first .. end - 1; first < 0: a run that was merged away
+struct Cut {
+  int first, end, kind;  // items first .. end - 1; first < 0: a cut that was merged away
 };
 
 struct State {
-  std::vector<Run> runs;
-  std::vector<std::vector<int>> groups;  // [replica]: runs in injection order
+  std::vector<Cut> cuts;
+  std::vector<std::vector<int>> groups;  // [replica]: cuts in injection order
   std::vector<int> rule;                 // [replica]
   std::vector<i64> makespan;             // [replica]
   i64 floor = 0;                         // what the step takes at least where ranks share cores

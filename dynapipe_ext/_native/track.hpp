@@ -1,12 +1,12 @@
-// What a run of a dispatch rule is given, and what it keeps.
+// What one pass of a dispatch rule is given, and what it leaves.
 #pragma once
 
 #include "pieces.hpp"
 
 namespace dynapipe {
 
-// A micro-batch's work on a rank, and the way to the rank's first stage and back from it: what no order can do without.
-// And the most working bytes that it needs there, and what it stores there on other stages than the first.
+// A micro-batch on a rank: its work there, the least time before the rank's first stage (down) and after it (up), the
+// most working bytes there, and what it stores there on other stages than the first (later).
 struct Way {
   i64 work, down, up, working, later;
 };
@@ -35,9 +35,9 @@ struct Chosen {
   Field kind;  // kForward, kGradient or kWeight
 };
 
-// What a run has come to, of each stage and of each rank.
+// How far a pass has come, on each stage and on each rank.
 struct StageState {
-  int entered, returned;        // forwards and gradients started
+  int forwards_started, gradients_started;
   i64 forward_at, gradient_at;  // when the next one's input arrives; kNever: not known yet, or there is none
 };
 struct RankState {
@@ -50,12 +50,12 @@ struct Moment {
   i64 makespan;
 };
 
-// A run of a rule, kept so that a run of a similar order can begin where the two part.
+// A pass of a rule. The pass of a similar order can begin where the two orders part.
 struct Track {
   std::vector<const i64*> records;           // [position]: costs, [stage][field]
   std::vector<const Way*> ways;              // [position]: [rank]
-  std::vector<int> chain_of;                 // [position]: which chain it is a piece of, or -1
-  Returns returns;
+  std::vector<int> sample_of;                 // [position]: the cut sample that it is a piece of, or -1
+  GradientOrder gradients;
   const Rule* rule = nullptr;
   std::vector<i64> forward_at, gradient_at;  // [position][stage]: when the input arrives; kNever: not known yet
   std::vector<std::vector<Chosen>> weights;  // [rank]: W's in the order in which they became ready

@@ -21,7 +21,6 @@ from dynapipe_ext.schedules.search.optimizer import Start
 from dynapipe_ext.schedules.search.regrouping import exchanged
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
-from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_cuts
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
 from dynapipe_ext.splits.padded import (
     Caps,
@@ -37,6 +36,7 @@ from dynapipe_ext.splits.padded import (
     subset_costs,
     under_fastest,
 )
+from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_choices
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 
 Replicas = list[list[MicroBatch]]
@@ -126,16 +126,18 @@ class Proposals:
             micro_batches = _possible(tried)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
-    def piece_cuts(self, samples: list[SampleLength], sizes: Sequence[int]) -> PieceCuts:
+    def piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> PieceChoices:
         """Ways to cut long samples into pieces of about so many tokens."""
         price = micro_batch_evaluate(self.costs)
-        return piece_cuts(samples, price, sizes, dp=self.topology.dp, depth=self._depth, recompute=self.kinds[0])
+        return piece_choices(samples, price, sizes, dp=self.topology.dp, depth=self._depth, recompute=self.kinds[0])
 
-    def pieces(self, samples: list[SampleLength], step: int, cuts: Sequence[PieceCut]) -> list[Replicas]:
+    def pieces(self, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]) -> list[Replicas]:
         """Long samples in pieces, with short documents in packed rows of that room; a sample's on one replica."""
         price = micro_batch_evaluate(self.costs)
         rule = RowRule(max_tokens=0, pad_multiple=self.rules.pad_multiple, recompute=self.kinds[0])
-        made = _possible(partial(cut.rows, samples, price, replace(rule, max_tokens=cut.tokens)) for cut in cuts)
+        made = _possible(
+            partial(choice.rows, samples, price, replace(rule, max_tokens=choice.tokens)) for choice in choices
+        )
         return [self._on_replicas(one, step) for one in dict.fromkeys(map(tuple, made))]
 
     def _on_replicas(self, rows: Sequence[MicroBatch], step: int) -> Replicas:

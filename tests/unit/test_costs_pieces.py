@@ -33,8 +33,8 @@ from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.proposals import Proposals
 from dynapipe_ext.settings.plan_rules import PlanRules
-from dynapipe_ext.splits.carried import piece_cuts
 from dynapipe_ext.splits.packing import micro_batch_evaluate
+from dynapipe_ext.splits.pieces import piece_choices
 from dynapipe_ext.tools.account.profile_errors import errors_of_pieces
 from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import read_plan_file
@@ -208,8 +208,8 @@ def test_samples_longer_than_any_measured_row_are_planned_in_pieces_and_checked(
     assert not check(read, costs, memory_limit_bytes=2 * 10**9, lengths=lengths).faults
     with pytest.raises(PlanError, match="1 x 8192"):
         replace(made, pieces=8192).plan(LONG)
-    cuts = piece_cuts(LONG, micro_batch_evaluate(costs), [512, 4096, 8192], dp=2, depth=2).cuts
-    assert [(cut.tokens, cut.cut_by) for cut in cuts] == [(512, "length"), (512, "time"), (4096, "length")]
+    choices = piece_choices(LONG, micro_batch_evaluate(costs), [512, 4096, 8192], dp=2, depth=2).choices
+    assert [(choice.tokens, choice.cut_by) for choice in choices] == [(512, "length"), (512, "time"), (4096, "length")]
     grids = {at: grid for at, grid in costs.grids.items() if "full" in at}
     full = replace(costs, grids=grids, pieces=replace(PIECES, by_recompute={"full": SURCHARGE}))
     assert {m.recompute for m in replace(made, costs=full, recompute="full").plan(LONG).batch.micro_batches} == {"full"}

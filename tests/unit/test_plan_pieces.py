@@ -26,8 +26,8 @@ from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner, whole_or_pieces
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.splits.carried import RowTime, cut, piece_cuts
 from dynapipe_ext.splits.packing import RowRule, micro_batch_evaluate
+from dynapipe_ext.splits.pieces import RowTime, in_pieces, piece_choices
 from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
@@ -126,8 +126,8 @@ def test_what_a_cut_is_expected_to_take_is_what_its_rows_take(cut_by) -> None:
     costs = AnalyticCosts(preset("llama-2-7b"), Topology(tp=8, pp=4), layer_overhead_ns=60_000)
     price = micro_batch_evaluate(costs)
     for tokens in (2048, 4096, 8192):
-        cuts = piece_cuts(samples, price, [tokens], dp=1, depth=4).cuts
-        (cut,) = (cut for cut in cuts if cut.cut_by == cut_by)
+        choices = piece_choices(samples, price, [tokens], dp=1, depth=4).choices
+        (cut,) = (choice for choice in choices if choice.cut_by == cut_by)
         times, _ = price(cut.rows(samples, price, RowRule(max_tokens=tokens, pad_multiple=8)))
         assert cut.busiest_ns == pytest.approx(int(times.sum()), rel=0.01)
         assert cut.fill_ns == pytest.approx(3 * int(times.max()), rel=0.1)
@@ -224,7 +224,7 @@ def test_a_pieces_stage_that_is_recomputed_keeps_what_it_received_and_carried_ke
 @example(6109, 85, 1, 1.3225250248416885e-18, 0)
 def test_pieces_tile_their_sample_in_equal_times(length, tokens, multiple, squared, targets) -> None:
     sample = SampleLength(3, length, target=min(length, targets))
-    pieces = cut(sample, tokens, multiple, RowTime(square_ns=squared))
+    pieces = in_pieces(sample, tokens, multiple, RowTime(square_ns=squared))
     assert [p.start for p in pieces] == [0, *np.cumsum([p.encoder for p in pieces])[:-1].tolist()]
     assert sum(p.encoder for p in pieces) == length
     assert sum(p.target for p in pieces) == sample.target

@@ -56,8 +56,8 @@ def test_a_batch_of_fewer_samples_than_replicas_leaves_replicas_empty(
 
 def test_a_plan_that_leaves_out_a_sample_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the search did wrong."""
-    found = Planner._found
-    monkeypatch.setattr(Planner, "_found", lambda planner, samples, step: found(planner, samples[1:], step))
+    best = Planner._best
+    monkeypatch.setattr(Planner, "_best", lambda planner, samples, step: best(planner, samples[1:], step))
     with pytest.raises(PlanError, match=r"leaves out samples \[0\] \(1 in all\)"):
         planned([9, 4, 7])
 

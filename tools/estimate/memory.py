@@ -13,8 +13,8 @@ from dynapipe_ext.costs.estimated import EstimatedCosts
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.splits.carried import RowTime, carried_rows
 from dynapipe_ext.splits.packing import RowRule, micro_batch_evaluate
+from dynapipe_ext.splits.pieces import RowTime, rows_with_pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def bytes_in_pieces(costs: EstimatedCosts, length: int, tokens: int, multiple: i
     Errors: PlanError for a model that cannot run them.
     """
     rule = RowRule(max_tokens=round_up(tokens, multiple), pad_multiple=multiple, recompute=recompute)
-    priced = costs.evaluate(carried_rows([SampleLength(0, length)], RowTime(), micro_batch_evaluate(costs), rule))
+    priced = costs.evaluate(rows_with_pieces([SampleLength(0, length)], RowTime(), micro_batch_evaluate(costs), rule))
     stored = costs.of_ranks(priced.stored_bytes.sum(axis=1))
     working = costs.of_ranks(priced.working_bytes, np.maximum).max(axis=1)
     return int((costs.of_ranks(priced.static_bytes) + stored + working).max())

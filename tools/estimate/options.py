@@ -23,7 +23,7 @@ from dynapipe_ext.models.cluster import Cluster, Precision
 from dynapipe_ext.models.flops import layer_weights
 from dynapipe_ext.reproducible import product
 from dynapipe_ext.settings.tables import PlacementChoice
-from dynapipe_ext.splits.carried import piece_sizes
+from dynapipe_ext.splits.pieces import piece_sizes
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
 

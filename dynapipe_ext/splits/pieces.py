@@ -40,8 +40,8 @@ class RowTime:
 
     @staticmethod
     def rows(tokens: int, longest: int, recompute: Recompute) -> list[MicroBatch]:
-        """Whose times tell it: pieces of half of so many positions and of about all at the start of a sample, and of
-        half at the longest's end."""
+        """Three rows whose times determine it: a piece of half of `tokens` and one of about all of them at the start of
+        a sample, and one of half of them at the end of the longest sample."""
         half = max(1, tokens // 2)
         pieces = (
             SampleLength(0, half),
@@ -52,7 +52,7 @@ class RowTime:
 
     @classmethod
     def of(cls, rows: Sequence[MicroBatch], times_ns: Sequence[int]) -> RowTime:
-        """By the times of `rows`."""
+        """From the times of `rows`."""
         half, whole, start = rows[0].encoder_len, rows[1].encoder_len, rows[2].samples[0].start
         short_ns, long_ns, late_ns = times_ns
         square_ns = max(0.0, (late_ns - short_ns) / (2 * half * start))
@@ -62,11 +62,11 @@ class RowTime:
         return cls(overhead_ns=overhead_ns, token_ns=token_ns, square_ns=square_ns)
 
     def work_ns(self, length: int, count: int) -> float:
-        """Of a sample in so many pieces."""
+        """Time of a sample in so many pieces."""
         return count * self.overhead_ns + length * (self.token_ns + self.square_ns * length)
 
     def position(self, share: float, length: int) -> float:
-        """How far into a sample that share of its time is, overhead aside.
+        """The position by which a share of a sample's time has passed, overhead aside.
 
         >>> round(RowTime().position(0.5, 100)), round(RowTime(square_ns=1e9).position(0.25, 100))
         (50, 50)
@@ -77,9 +77,12 @@ class RowTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceCut:
-    """A way to cut long samples: into pieces of about so many tokens, alike in length or in time; and what a step of
-    them is expected to take: its busiest replica's work, and what a pipeline waits for its longest row."""
+class PieceChoice:
+    """A way to cut long samples: into pieces of about so many tokens, alike in length or in time.
+
+    `busiest_ns` and `fill_ns`: what a step of them is expected to take, the work of its busiest replica and the time
+    that its pipeline waits for the longest row.
+    """
 
     tokens: int
     cut_by: CutBy
@@ -90,8 +93,8 @@ class PieceCut:
     @classmethod
     def of(
         cls, samples: Sequence[SampleLength], time: RowTime, tokens: int, cut_by: CutBy, *, dp: int, depth: int
-    ) -> PieceCut:
-        """By rows as `carried_rows` fills them, on `dp` replicas of `depth` ranks: a few sums over the samples."""
+    ) -> PieceChoice:
+        """A few sums over the samples, for rows as `rows_with_pieces` fills them on `dp` replicas of `depth` ranks."""
         lengths = [s.encoder for s in samples]
         long = [(length, -(-length // tokens)) for length in lengths if length > tokens]
         short = [length for length in lengths if length <= tokens]
@@ -113,47 +116,47 @@ class PieceCut:
 
     @property
     def makespan_ns(self) -> float:
-        """Expected; searches end a few percent below."""
+        """Expected makespan; searches end a few percent below it."""
         return self.busiest_ns + self.fill_ns
 
     @property
     def hoped_ns(self) -> float:
-        """What no search has got below: good orders have short rows first and last, but the long ones in between."""
+        """No search has got below this: good orders have short rows first and last, and the long ones in between."""
         return self.busiest_ns + self.fill_ns / 2
 
     def rows(self, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[MicroBatch]:
-        """`carried_rows` of it."""
-        return carried_rows(samples, self.time if self.cut_by == "time" else RowTime(), evaluate, rule)
+        """The samples cut in this way, as rows."""
+        return rows_with_pieces(samples, self.time if self.cut_by == "time" else RowTime(), evaluate, rule)
 
 
 @dataclass(frozen=True, slots=True)
-class PieceCuts:
+class PieceChoices:
     """Ways to cut the long samples of a batch; at least one."""
 
-    cuts: tuple[PieceCut, ...]
+    choices: tuple[PieceChoice, ...]
 
     @property
     def makespan_ns(self) -> float:
-        return min(cut.makespan_ns for cut in self.cuts)
+        return min(choice.makespan_ns for choice in self.choices)
 
     @property
     def hoped_ns(self) -> float:
-        return min(cut.hoped_ns for cut in self.cuts)
+        return min(choice.hoped_ns for choice in self.choices)
 
     @property
-    def promising(self) -> list[PieceCut]:
-        """The one that is expected to be fastest, and the one that a good search may make so: mostly the same."""
-        best = (min(self.cuts, key=attrgetter(by)) for by in ("makespan_ns", "hoped_ns"))
+    def promising(self) -> list[PieceChoice]:
+        """The way that is expected to be fastest, and the one that a good search may make fastest: mostly the same."""
+        best = (min(self.choices, key=attrgetter(by)) for by in ("makespan_ns", "hoped_ns"))
         return list(dict.fromkeys(best))
 
     @property
-    def smallest(self) -> list[PieceCut]:
-        """Into the smallest pieces, of which one needs least bytes."""
-        tokens = min(cut.tokens for cut in self.cuts)
-        return [cut for cut in self.cuts if cut.tokens == tokens]
+    def smallest(self) -> list[PieceChoice]:
+        """The ways that cut into the smallest pieces, one of which needs the fewest bytes."""
+        tokens = min(choice.tokens for choice in self.choices)
+        return [choice for choice in self.choices if choice.tokens == tokens]
 
 
-def piece_cuts(
+def piece_choices(
     samples: Sequence[SampleLength],
     evaluate: MicroBatchEvaluate,
     sizes: Sequence[int],
@@ -161,10 +164,10 @@ def piece_cuts(
     dp: int,
     depth: int,
     recompute: Recompute = "none",
-) -> PieceCuts:
-    """The ways to cut them into pieces of about these sizes whose longest `evaluate` can price.
+) -> PieceChoices:
+    """The ways to cut long samples into pieces of about these sizes, of those whose longest piece `evaluate` can price.
 
-    Errors: PlanError where it can price none, and for samples with a decoder side.
+    Errors: PlanError where `evaluate` can price none, and for samples with a decoder side.
     """
     if any(s.decoder for s in samples):
         raise PlanError("samples with a decoder side cannot be cut into pieces: plan whole samples (pieces off)")
@@ -173,17 +176,17 @@ def piece_cuts(
     times_ns = iter(_prices(evaluate, [row for three in rows for row in three]))
     row_times: dict[int, RowTime] = {}
     for tokens, three in zip(sizes, rows, strict=True):
-        found = [ns for ns in islice(times_ns, len(three)) if ns is not None]
-        if len(found) == len(three):
-            row_times[tokens] = RowTime.of(three, found)
+        priced_ns = [ns for ns in islice(times_ns, len(three)) if ns is not None]
+        if len(priced_ns) == len(three):
+            row_times[tokens] = RowTime.of(three, priced_ns)
     if not row_times:
-        evaluate(rows[0])  # says what has no price
+        evaluate(rows[0])  # raises, naming what has no price
     firsts = [_first_alike_in_time(samples, *one, recompute) for one in row_times.items()]
-    cuts: list[PieceCut] = []
+    choices: list[PieceChoice] = []
     for (tokens, time), first_ns in zip(row_times.items(), _prices(evaluate, firsts), strict=True):
         ways: list[CutBy] = ["length"] if first_ns is None else ["length", "time"]
-        cuts += [PieceCut.of(samples, time, tokens, by, dp=dp, depth=depth) for by in ways]
-    return PieceCuts(tuple(cuts))
+        choices += [PieceChoice.of(samples, time, tokens, by, dp=dp, depth=depth) for by in ways]
+    return PieceChoices(tuple(choices))
 
 
 def _prices(evaluate: MicroBatchEvaluate, rows: Sequence[MicroBatch]) -> list[int | None]:
@@ -197,21 +200,21 @@ def _prices(evaluate: MicroBatchEvaluate, rows: Sequence[MicroBatch]) -> list[in
 def _first_alike_in_time(
     samples: Sequence[SampleLength], tokens: int, time: RowTime, recompute: Recompute
 ) -> MicroBatch:
-    """The longest piece of those alike in time, a first one, which attends to least."""
+    """The longest piece where pieces are alike in time: a first one, as it attends to the fewest positions."""
     firsts = (time.position(1 / -(-s.encoder // tokens), s.encoder) for s in samples if s.encoder > tokens)
     return MicroBatch((SampleLength(0, math.ceil(max(firsts))),), "packed", recompute, "carried")
 
 
-def cut(sample: SampleLength, most_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
-    """Pieces of a sample, as many as pieces of `most_tokens` would be, that take equal times (of no squares:
-    have equal lengths), each but the last a multiple of `multiple`.
+def in_pieces(sample: SampleLength, most_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
+    """A sample in as few pieces as pieces of `most_tokens` would be, alike in time (where squares cost nothing, in
+    length). The length of each but the last is a multiple of `multiple`.
 
-    >>> [(p.start, p.encoder) for p in cut(SampleLength(0, 100), 40, 8, RowTime())]
+    >>> [(p.start, p.encoder) for p in in_pieces(SampleLength(0, 100), 40, 8, RowTime())]
     [(0, 40), (40, 32), (72, 28)]
     """
     count = -(-sample.encoder // most_tokens)
-    wanted = [time.position(k / count, sample.encoder) for k in range(1, count)]
-    ends = [*(round_up(math.ceil(end), multiple) for end in wanted), sample.encoder]
+    even_ends = [time.position(k / count, sample.encoder) for k in range(1, count)]
+    ends = [*(round_up(math.ceil(end), multiple) for end in even_ends), sample.encoder]
     pieces, start = [], 0
     for end in ends:
         if start < end <= sample.encoder:
@@ -220,17 +223,19 @@ def cut(sample: SampleLength, most_tokens: int, multiple: int, time: RowTime) ->
     return pieces
 
 
-def carried_rows(
+def rows_with_pieces(
     samples: Sequence[SampleLength], time: RowTime, evaluate: MicroBatchEvaluate, rule: RowRule
 ) -> list[MicroBatch]:
-    """Packed rows of about `rule.max_tokens` positions: samples above that in pieces alike in time, a piece a row; and
-    documents, the dearest first, each in the row that has cost least so far and has room, be a piece in it or not.
+    """Packed rows of about `rule.max_tokens` positions, of long samples and short documents.
+
+    Longer samples are cut into pieces alike in time, a piece a row. Documents follow, the dearest first, each in the
+    row with room that costs least so far, whether a piece is in it or not.
 
     Errors: PlanError for what `evaluate` cannot price.
     """
     long = [s for s in samples if s.encoder > rule.room]
     short = [s for s in samples if s.encoder <= rule.room]
-    heads = [_carried(rule, (p,)) for s in long for p in cut(s, rule.room, rule.pad_multiple, time)]
+    heads = [_piece_row(rule, (p,)) for s in long for p in in_pieces(s, rule.room, rule.pad_multiple, time)]
     if not short:
         return heads
     loads = evaluate(heads)[0].tolist() if heads else []
@@ -240,18 +245,18 @@ def carried_rows(
     num_rows = max(0, -(-(sum(s.encoder for s in short) - free) // rule.room))
     while (rows := _filled(short, costs, fills + [0] * num_rows, loads + [0] * num_rows, rule.room)) is None:
         num_rows += 1 + num_rows // _LOOSER
-    mixed = [_carried(rule, (*head.samples, *in_row_order(row))) for head, row in zip(heads, rows, strict=False)]
+    mixed = [_piece_row(rule, (*head.samples, *in_row_order(row))) for head, row in zip(heads, rows, strict=False)]
     return mixed + [rule.row(row) for row in rows[len(heads) :] if row]
 
 
-def _carried(rule: RowRule, samples: tuple[SampleLength, ...]) -> MicroBatch:
+def _piece_row(rule: RowRule, samples: tuple[SampleLength, ...]) -> MicroBatch:
     return MicroBatch(samples, "packed", rule.recompute, "carried", rule.pad_multiple)
 
 
 def _filled(
     samples: Sequence[SampleLength], weights: Sequence[int], fills: Sequence[int], loads: Sequence[int], room: int
 ) -> list[list[SampleLength]] | None:
-    """The documents of each row beside what fills it already; None where one finds no room."""
+    """The documents of each row, beside the `fills` positions that are taken already; None where one finds no room."""
     rows: list[list[SampleLength]] = [[] for _ in fills]
     order = sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i))
     fits = fill_lightest(samples, weights, order, rows, loads, [[fill, 0] for fill in fills], room)
