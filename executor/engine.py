@@ -1,14 +1,15 @@
 """Runs a rank's instructions: takes buffers from one stage call to the next and to the transport.
 
 In order, or, where it is told how to see arrivals, with weight gradients run while a transfer is waited for: the next W
-of the plan whose I has run. The W keep their order among each other, and no other instruction moves, so transfers,
-buffers and sums of gradients are those of the plan (`filling` has the proof that nothing else changes for the worse).
+of the plan whose I has run. The W keep their order among each other, none passes a backward that adds to the same
+weights, and no other instruction moves, so transfers, buffers and sums of gradients are those of the plan (`filling`
+has the proof that nothing else changes for the worse).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import assert_never
 
@@ -87,7 +88,7 @@ class PipelineExecutor:
         buffers: dict[Buffer, Tensors] = {}
         sends: dict[Buffer, Pending] = {}
         receives: dict[Buffer, Pending] = {}
-        weights = _WeightQueue(plan.instructions)
+        weights = _WeightQueue(plan, stage.ordered_stages())
         for instruction in plan.instructions:
             try:
                 match instruction:
@@ -204,17 +205,27 @@ class PipelineExecutor:
 class _WeightQueue:
     """The weight gradients of a plan, taken in its order, each once: in turn, or early while a transfer is late."""
 
-    def __init__(self, instructions: Sequence[Instruction]) -> None:
-        self.ready: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I has run
-        self._order = [instruction for instruction in instructions if isinstance(instruction, BackwardWeight)]
+    def __init__(self, plan: ExecutionPlan, ordered_stages: Collection[int]) -> None:
+        self.ready: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I or B has run
+        self._order: list[tuple[BackwardWeight, set[tuple[int, int]]]] = []  # each with the backwards it must not pass
         self._num_taken = self._num_passed = 0
+        last: dict[int, tuple[int, int]] = {}  # of each stage, the backward before this place that adds to its weights
+        for instruction in plan.instructions:
+            match instruction:
+                case Backward(s, m) | BackwardInput(s, m):
+                    for stage in ordered_stages:
+                        last[stage] = s, m
+                    if isinstance(instruction, Backward) or plan.micro_batches[m].adds_weights_in_input_backward:
+                        last[s] = s, m
+                case BackwardWeight(s, m):
+                    self._order.append((instruction, {(s, m), last.get(s, (s, m))}))
 
     def take_early(self) -> BackwardWeight | None:
-        """Take the next one, if its I has run."""
+        """Take the next one, if its I and all backwards that it must not pass have run."""
         if self._num_taken == len(self._order):
             return None
-        weight = self._order[self._num_taken]
-        if (weight.stage, weight.micro_batch) not in self.ready:
+        weight, backwards = self._order[self._num_taken]
+        if not backwards <= self.ready:
             return None
         self._num_taken += 1
         return weight

@@ -168,6 +168,11 @@ class MicroBatch:
         object.__setattr__(self, "decoder_len", self._row_len(decoder) if any(decoder) else 0)
 
     @property
+    def adds_weights_in_input_backward(self) -> bool:
+        """Whether its I computes weight gradients, too, and leaves none to W: what is recomputed would stay until W."""
+        return self.recompute in ("full", "stage")
+
+    @property
     def rows(self) -> int:
         return len(self.samples) if self.layout == "padded" else 1
 

@@ -339,7 +339,7 @@ class ChunkRunner:
     def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         """Where layers or stages are recomputed, I does the work of W: else what it recomputed would stay until W."""
         assert self._deferred is not None, "start_step makes it for plans with split backwards"
-        if self._plan.micro_batches[micro_batch].recompute in ("full", "stage"):
+        if self._plan.micro_batches[micro_batch].adds_weights_in_input_backward:
             self._put_off[stage, micro_batch] = []
             return self.backward(stage, micro_batch, output_grads)
         with self._deferred.deferring() as work:

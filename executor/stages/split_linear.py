@@ -7,7 +7,8 @@ those into weight gradients, with no collective. What is not a matrix product (n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -175,6 +176,14 @@ def make_linears_splittable(module: torch.nn.Module) -> list[torch.Tensor]:
             layer.forward = forward
             weights.append(layer.weight)  # type: ignore[arg-type]
     return weights
+
+
+def with_shared_weights(chunks: Sequence[object]) -> list[bool]:
+    """Of each of a rank's chunks, whether one of its linear layers has a weight that another module here has, too."""
+    modules = [list(chunk.modules()) if isinstance(chunk, torch.nn.Module) else [] for chunk in chunks]
+    uses = Counter(weight for module in {m for own in modules for m in own} for weight in module._parameters.values())
+    linear = [[m.weight for m in own if type(m) is torch.nn.Linear or _is_conv1d(m)] for own in modules]
+    return [any(uses[weight] > 1 for weight in weights) for weights in linear]  # type: ignore[index]
 
 
 def _as_computed(x: torch.Tensor) -> torch.Tensor:

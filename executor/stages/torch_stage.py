@@ -15,7 +15,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner, GradientAccumulator, PlainAccumulator
-from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
+from dynapipe_ext.executor.stages.split_linear import make_linears_splittable, with_shared_weights
 
 Module = Callable[..., Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
@@ -72,9 +72,11 @@ class TorchStage:
         self._calls = [with_batch(chunk, chunk) for chunk in chunks]
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
         self._doubts_loss = True  # in the first step, until it was seen to heed the weights of positions
+        gradients = accumulator(trained, parallel.sum_over_replicas if parallel else None)
+        self._orders = [False] * len(chunks) if gradients.by_use else with_shared_weights(chunks)
         self._runner = ChunkRunner(
             len(chunks),
-            accumulator(trained, parallel.sum_over_replicas if parallel else None),
+            gradients,
             parameters=own,
             make_splittable=lambda: [weight for owner in owners for weight in make_linears_splittable(owner)],
             device=own[0].device if own else torch.device("cpu"),
@@ -118,6 +120,9 @@ class TorchStage:
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
         self._runner.backward_weight(stage, micro_batch)
+
+    def ordered_stages(self) -> frozenset[int]:
+        return frozenset(stage for stage, orders in zip(self._plan.stages, self._orders, strict=True) if orders)
 
     def finish_step(self) -> float:
         self._doubts_loss = False

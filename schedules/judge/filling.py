@@ -11,7 +11,8 @@ filling), nothing that was proven of the schedule is lost:
   the waits between them are those of the instructions that were verified; a W only adds finite time to a gap.
 - No more bytes. A rank's stored bytes follow from the F, B and I that have run, which are a prefix of its order, less
   the W that have run, of which there are never fewer than the order has up to the same place.
-- The same gradients, bit for bit: W run in the order of the schedule, whatever the times, so every sum is the same.
+- The same gradients, bit for bit: whatever the times, W run in the order of the schedule, and none passes a backward
+  that adds to the same weights (the executor sees to that), so every sum is the same.
 
 What is not proven is a gain: a W that was started in a short wait is finished first. With GPT 6.7B on A100 costs, 64k
 tokens, PP4, 20 % noise and a stage 1.3 times as slow, searched split schedules end 0 to 2.4 % earlier than in their own

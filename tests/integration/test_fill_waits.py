@@ -92,8 +92,8 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
         place = Path(config.run.run_dir)
         job = TrainingJob(config, compare=False, run_dir=place, address=server.address, costs=costs, data=data)
         assert train_rank(env, job) == 0
-        (model,) = models
-        return Outcome(len(asked), labels, {n: p.detach().numpy().copy() for n, p in model.named_parameters()})
+        named = torch.nn.ModuleList(models).named_parameters()
+        return Outcome(len(asked), labels, {n: p.detach().numpy().copy() for n, p in named})
 
     return main
 
@@ -161,6 +161,29 @@ def test_a_training_run_that_fills_its_waits_has_the_bits_of_one_that_does_not(
         assert b.weights.keys() == a.weights.keys()
         assert all(np.array_equal(values, a.weights[name]) for name, values in b.weights.items())
     assert not late or any(empty.ranks[one].labels != filled.ranks[one].labels for one in late)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.usefixtures("forked_planners")
+def test_late_transfers_leave_the_sums_of_a_tied_embedding_as_they_are(
+    run_ranks, redis_server: RedisServer, tmp_path: Path, deterministic: bool
+) -> None:
+    """Under a V its rank adds up W of the head and backwards of the first stage."""
+    config = BASE.with_values(
+        run={"steps": 2, "traced_steps": 2},
+        topology={"placement": "v"},
+        model={"num_layers": 4, "tied_embeddings": True},
+        plan={"fill_waits": True},
+        optimizer={"deterministic": deterministic},
+    )
+    soon, late = (
+        run(config.with_values(run={"run_dir": str(tmp_path / name)}), run_ranks, redis_server, late_ranks)
+        for name, late_ranks in (("soon", frozenset[int]()), ("late", frozenset({0, 1})))
+    )
+    assert soon.losses == late.losses
+    assert not deterministic or [one.labels for one in soon.ranks] != [one.labels for one in late.ranks]
+    for a, b in zip(soon.ranks, late.ranks, strict=True):
+        assert all(np.array_equal(values, a.weights[name]) for name, values in b.weights.items())
 
 
 def test_a_rank_whose_node_has_other_data_ends_the_job(

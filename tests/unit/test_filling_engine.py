@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec, Topology
+from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec, Topology, placement_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -74,9 +75,14 @@ Arrived = Callable[[WatchedTransport], Callable[[Pending], bool]]
 def train(plans: Sequence[ExecutionPlan], arrived: Arrived | None) -> tuple[float, list[torch.Tensor], list[list[str]]]:
     """Loss, gradients, and what each rank ran in order; ranks are threads."""
     torch.manual_seed(0)
-    parts = [Part(stage) for stage in range(NUM_STAGES)]
+    return run_ranks([[Part(stage)] for stage in range(NUM_STAGES)], plans, arrived)
+
+
+def run_ranks(
+    parts: Sequence[Sequence[torch.nn.Module]], plans: Sequence[ExecutionPlan], arrived: Arrived | None
+) -> tuple[float, list[torch.Tensor], list[list[str]]]:
     hub, recorders = InlineHub(timeout_s=LIMIT_S), [Spans() for _ in parts]
-    parallel = InlineReductions(Topology(pp=NUM_STAGES), timeout_s=LIMIT_S)
+    parallel = InlineReductions(Topology(pp=len(parts)), timeout_s=LIMIT_S)
     losses: dict[int, float] = {}
 
     def rank(pp_rank: int) -> None:
@@ -89,14 +95,15 @@ def train(plans: Sequence[ExecutionPlan], arrived: Arrived | None) -> tuple[floa
         losses[pp_rank] = executor.execute(plan, [batch_of(m) for m in plan.micro_batches])
         transport.close()
 
-    threads = [threading.Thread(target=rank, args=(p,)) for p in range(NUM_STAGES)]
+    threads = [threading.Thread(target=rank, args=(p,)) for p in range(len(parts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
-    gradients = [p.grad.clone() for part in parts for p in part.parameters() if p.grad is not None]
-    assert len(gradients) == sum(1 for part in parts for _ in part.parameters())
-    return losses[NUM_STAGES - 1], gradients, [[span.label for span in spans] for spans in recorders]
+    weights = [weight for own in parts for part in own for weight in part.parameters()]
+    gradients = [weight.grad.clone() for weight in weights if weight.grad is not None]
+    assert len(gradients) == len(weights)
+    return losses[0], gradients, [[span.label for span in spans] for spans in recorders]
 
 
 def in_plan_order(plans: Sequence[ExecutionPlan]) -> list[list[str]]:
@@ -120,6 +127,50 @@ def test_filled_waits_give_the_bits_of_the_plan_s_own_order(fill_waits: bool, wa
     for mine, theirs in zip(ran, planned, strict=True):
         assert [label for label in mine if "W" in label] == [label for label in theirs if "W" in label]
         assert [label for label in mine if "W" not in label] == [label for label in theirs if "W" not in label]
+
+
+class TiedPart(torch.nn.Module):
+    """A stage of a V whose first and last have one weight."""
+
+    def __init__(self, stage: int, ends: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(HIDDEN, HIDDEN)
+        if stage == 0:
+            self.embedding = torch.nn.Embedding(VOCAB, HIDDEN)
+            self.embedding.weight = ends
+        elif stage == 3:
+            self.head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+            self.head.weight = ends
+
+    def forward(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
+        x = torch.tanh(self.inner(self.embedding(x) if "embedding" in self._modules else x))
+        return self.head(x) if "head" in self._modules else x
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_sums_of_weights_that_backwards_add_to_do_not_depend_on_when_transfers_end(tied: bool) -> None:
+    """A tied embedding takes I of the first stage beside W of the last; without ties every other micro-batch is
+    recomputed, so that its I does the work of W."""
+    topology = Topology(pp=2, placement=placement_of("v", 2))
+    planner = replace(PLANNER, topology=topology, costs=TokenCosts(4, overhead_ns=2000, bytes_per_token=100))
+    plans = lower(planner.plan(SAMPLES), planner.activation_format, fill_waits=True)[0]
+    if not tied:
+        mixed = tuple(replace(m, recompute="none" if i % 2 else "stage") for i, m in enumerate(plans[0].micro_batches))
+        plans = tuple(replace(plan, micro_batches=mixed) for plan in plans)
+
+    def gradients(way: Arrived | None) -> tuple[list[torch.Tensor], list[list[str]]]:
+        torch.manual_seed(0)
+        ends = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN))
+        other = ends if tied else torch.nn.Parameter(ends.detach().clone())
+        parts = [TiedPart(stage, (ends, ends, ends, other)[stage]) for stage in range(4)]
+        _, _, ran = run_ranks([[parts[0], parts[3]], parts[1:3]], plans, way)
+        return [weight.grad for part in parts for weight in part.parameters()], ran
+
+    planned, order = gradients(None)
+    for way in WAYS.values():
+        found, ran = gradients(way)
+        assert all(torch.equal(a, b) for a, b in zip(found, planned, strict=True))
+        assert way is not WAYS["everything looks late"] or ran != order
 
 
 def test_a_wait_runs_every_weight_gradient_that_may_run_and_none_where_nothing_is_late() -> None:

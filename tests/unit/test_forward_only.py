@@ -315,6 +315,9 @@ class Adding:
         self.total.append(self.sum / self.plan.loss_divisor)
         return self.sum / self.plan.loss_divisor
 
+    def ordered_stages(self) -> frozenset[int]:
+        return frozenset()
+
     def held_bytes(self) -> int:
         return 0
 
