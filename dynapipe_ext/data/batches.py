@@ -22,11 +22,11 @@ _MASK = (1 << 64) - 1
 
 
 def permutation(num_samples: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The indices 0 to num_samples - 1 in the order of a key that each draws alone; the same on every machine.
+    """The indices 0 to num_samples - 1, sorted by a pseudo-random key of each; the same on every machine.
 
     key(i) = mix(base + (i + 1) * WEYL) with base = mix(mix(seed + WEYL) + (epoch + 1) * WEYL), where mix is the output
     function of SplitMix64 (Steele, Lea and Flood 2014, fig. 17) and all sums are modulo 2**64; equal keys keep the
-    order of the indices. No library's generator is involved, so no library's version can change it.
+    order of the indices. The order uses no library's generator, so no library's version can change it.
 
     >>> permutation(8, seed=0, epoch=0).tolist()
     [0, 7, 2, 5, 4, 6, 3, 1]
@@ -45,7 +45,7 @@ def _ascending(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     packed = np.sort((keys >> bits << bits) | np.arange(len(keys), dtype=np.uint64))
     order = (packed & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
     same = packed[1:] >> bits == packed[:-1] >> bits
-    if same.any():  # order those runs by the whole key
+    if same.any():  # sort runs of equal upper bits by the whole key
         at = np.flatnonzero(np.append(same, False) | np.append(False, same))
         order[at] = order[at][np.argsort(keys[order[at]], kind="stable")]
     return order
@@ -67,12 +67,12 @@ class GlobalBatches:
 
     Samples are taken in shuffled order (`permutation`), in index order without `shuffle`, or in a given `order` (a
     sampler's; then `shuffle` and `seed` have no effect). A batch ends after `batch_size` samples, or before the sample
-    that would take it over `tokens_per_batch` real tokens (encoder plus decoder). The batch that the end of the data
-    cut short is the last one; `drop_last` leaves it out.
+    that would take it over `tokens_per_batch` real tokens (encoder plus decoder). `drop_last` leaves out the last batch
+    where the data end before it is full.
 
     lengths: (N,), (N, 2) or (N, 3) as in `lengths.py`. Errors: ConfigError unless exactly one of the two sizes is given
-    and positive; DataError for a sample over `tokens_per_batch`, or an `order` that names a sample which does not exist
-    or one sample twice in a batch.
+    and positive; DataError for a sample over `tokens_per_batch`, and for an `order` that names an unknown sample, or
+    one sample twice in a batch.
 
     >>> list(GlobalBatches(np.array([5, 9, 4, 7]), tokens_per_batch=14, seed=0, shuffle=False))
     [(0, 1), (2, 3)]
@@ -110,26 +110,8 @@ class GlobalBatches:
             self._order = permutation(len(table), seed=seed, epoch=epoch)
         else:
             self._order = np.arange(len(table), dtype=np.int64)
-
         tokens = (table[:, 0] + table[:, 1])[self._order]
-        if tokens_per_batch is None:
-            assert batch_size is not None
-            starts = list(range(0, len(self._order), batch_size))
-            last_is_full = len(self._order) % batch_size == 0
-        else:
-            _refuse_too_long(tokens, self._order, tokens_per_batch)
-            starts = _budget_starts(tokens, tokens_per_batch)
-            last_is_full = int(tokens[starts[-1] :].sum()) == tokens_per_batch
-        bounds = [*starts, len(self._order)]
-        if drop_last and not last_is_full:
-            bounds.pop()
-        if len(bounds) < 2:
-            size = f"batch_size {batch_size}" if tokens_per_batch is None else f"tokens_per_batch {tokens_per_batch}"
-            raise ConfigError(
-                f"drop_last leaves no global batch: {len(self._order)} samples of {int(tokens.sum())} tokens do not "
-                f"fill {size}: lower it or keep the last batch"
-            )
-        self._starts = np.array(bounds, dtype=np.int64)
+        self._starts = _borders(tokens, self._order, batch_size, tokens_per_batch, drop_last=drop_last)
         self.num_samples = int(self._starts[-1])
         if order is not None:
             self._refuse_repeats(len(table))
@@ -151,6 +133,35 @@ class GlobalBatches:
             raise DataError(
                 f"order puts sample {sample} twice into global batch {step}: a sampler must not repeat within one"
             )
+
+
+def _borders(
+    tokens: npt.NDArray[np.int64],
+    order: npt.NDArray[np.int64],
+    batch_size: int | None,
+    tokens_per_batch: int | None,
+    *,
+    drop_last: bool,
+) -> npt.NDArray[np.int64]:
+    """The first place of every batch in `order`, and the end of the last batch."""
+    if tokens_per_batch is None:
+        assert batch_size is not None
+        starts = list(range(0, len(order), batch_size))
+        last_is_full = len(order) % batch_size == 0
+    else:
+        _refuse_too_long(tokens, order, tokens_per_batch)
+        starts = _budget_starts(tokens, tokens_per_batch)
+        last_is_full = int(tokens[starts[-1] :].sum()) == tokens_per_batch
+    borders = [*starts, len(order)]
+    if drop_last and not last_is_full:
+        borders.pop()
+    if len(borders) < 2:
+        size = f"batch_size {batch_size}" if tokens_per_batch is None else f"tokens_per_batch {tokens_per_batch}"
+        raise ConfigError(
+            f"drop_last leaves no global batch: {len(order)} samples of {int(tokens.sum())} tokens do not fill {size}:"
+            " lower it or keep the last batch"
+        )
+    return np.array(borders, dtype=np.int64)
 
 
 def _checked_order(order: Sequence[int] | npt.NDArray[np.int64], num_indices: int) -> npt.NDArray[np.int64]:
@@ -177,9 +188,8 @@ def _refuse_too_long(tokens: npt.NDArray[np.int64], order: npt.NDArray[np.int64]
 
 def _budget_starts(tokens: npt.NDArray[np.int64], tokens_per_batch: int) -> list[int]:
     """First places of the batches; each takes samples until the next one would exceed the budget."""
-    ends: list[int] = np.cumsum(
-        tokens
-    ).tolist()  # a list: bisect on it is ten times faster than searchsorted by scalars
+    # A list, since bisect on it is ten times faster than searchsorted by scalars.
+    ends: list[int] = np.cumsum(tokens).tolist()
     starts, start, before = [], 0, 0
     while start < len(ends):
         starts.append(start)
@@ -196,12 +206,11 @@ def collate(
 ) -> dict[str, npt.NDArray[np.generic]]:
     """tokens, labels, position_ids (int64) and loss_weights (float32), each (rows, S), S = `micro_batch.encoder_len`.
 
-    `samples` are those of `micro_batch.samples`, in the same order; a piece takes positions start to start + encoder.
+    `samples` must have the order of `micro_batch.samples`. A piece takes the positions start to start + encoder.
     loss_weights: 1 on target labels, or 1 / (target labels of the whole sample) under loss_norm "samples"; 0 elsewhere.
-    position_ids: those of `document_positions`.
-    Packed layout only: cu_seqlens, int32, the borders of `document_lengths`.
+    position_ids: `document_positions`. Packed layout only: cu_seqlens, int32, the borders of `document_lengths`.
 
-    Errors: DataError where samples and micro-batch do not belong together, or a sample has a decoder side.
+    Errors: DataError where samples and micro-batch do not match, or a sample has a decoder side.
     """
     if loss_norm not in get_args(LossNorm):
         raise ConfigError(f"loss_norm is {loss_norm!r}: choose from {', '.join(map(repr, get_args(LossNorm)))}")
@@ -233,11 +242,10 @@ def collate(
 
 
 def document_lengths(micro_batch: MicroBatch) -> tuple[int, ...]:
-    """Positions of each document that attention is confined to, row by row, from the plan alone.
+    """Lengths of the documents to which attention is confined, row by row, from the plan alone. They sum to rows x S.
 
-    padded: every row is one document of S positions (its padding lies behind it, out of sight of causal attention).
-    packed: the samples, then the trailing padding as one more document if there is any; attention "row": the row.
-    They sum to rows x S.
+    padded: every row is one document of S positions; causal attention does not see the padding at its end.
+    packed: the samples, then any trailing padding as one more document. With attention "row" the row is one document.
 
     >>> document_lengths(MicroBatch((SampleLength(0, 5), SampleLength(1, 9)), layout="packed", pad_multiple=8))
     (5, 9, 2)
@@ -265,9 +273,9 @@ def document_lengths(micro_batch: MicroBatch) -> tuple[int, ...]:
 def document_positions(micro_batch: MicroBatch) -> npt.NDArray[np.int64]:
     """The place of every position in its document, int64, (rows, S), from the plan alone.
 
-    0 to S - 1 in every padded row and in a packed row with attention "row" (padding counts on); else they restart at 0
-    in each document and in the trailing padding. A piece starts at 0 too, but with attention "carried", where it
-    attends to the earlier ones, at its place in the sample.
+    0 to S - 1 in every padded row, and in a packed row with attention "row". Otherwise positions restart at 0 in each
+    document and in the trailing padding. With attention "carried" a piece attends to the earlier pieces, so its
+    positions start at its place in the sample.
 
     >>> piece, whole = SampleLength(0, 3, start=5), SampleLength(1, 2)
     >>> document_positions(MicroBatch((piece, whole), "packed", attention="carried")).tolist()
@@ -304,7 +312,7 @@ def _check_sample(planned: SampleLength, sample: TokenSample) -> None:
         )
 
 
-SampleOrder = npt.NDArray[np.int64]  # shape (num_samples,): the sample indices of an epoch as a sampler gave them
+SampleOrder = npt.NDArray[np.int64]  # shape (num_samples,): the sample indices of an epoch, in a sampler's order
 
 STATE_FORMAT = "dynapipe-loader/1"
 _STATE_TYPES: Mapping[str, type | UnionType] = {
@@ -320,7 +328,8 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepPosition:
-    """A global batch: `step` counts within its epoch, `global_step` the optimizer steps of the whole run before it."""
+    """The place of a global batch: `step` counts within its epoch, `global_step` the run's optimizer steps before
+    it."""
 
     epoch: int = 0
     step: int = 0
@@ -329,7 +338,7 @@ class StepPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatchRule:
-    """How an epoch becomes global batches; exactly one of the two sizes is given. See `GlobalBatches`."""
+    """How an epoch is cut into global batches; exactly one of the two sizes is set. See `GlobalBatches`."""
 
     batch_size: int | None = None
     tokens_per_batch: int | None = None
@@ -356,7 +365,7 @@ class GlobalBatchRule:
 def step_positions(
     rule: GlobalBatchRule, lengths: LengthArray, start: StepPosition, order: SampleOrder | None = None
 ) -> Iterator[tuple[StepPosition, tuple[int, ...]]]:
-    """Every place from `start` on with its sample indices: epoch after epoch without end, or the one epoch of `order`.
+    """Every place from `start` on, with its sample indices: endless epochs, or the one epoch of `order`.
 
     >>> start = StepPosition(epoch=4, step=1, global_step=9)
     >>> steps = step_positions(GlobalBatchRule(batch_size=2), np.array([[5, 0, 5]] * 3), start)
@@ -374,12 +383,12 @@ def step_positions(
 
 
 def following_epoch(place: StepPosition, num_steps: int) -> StepPosition:
-    """The first place after the epoch of `place`, whose epoch has `num_steps` steps."""
+    """The first place of the next epoch, where the epoch of `place` has `num_steps` steps."""
     return StepPosition(place.epoch + 1, 0, place.global_step + num_steps - place.step)
 
 
 def order_of(sampler: Iterable[int], epoch: int) -> SampleOrder:
-    """All indices that a sampler gives for an epoch; it is told the epoch if it has torch's `set_epoch`."""
+    """All indices that a sampler yields in an epoch. Its `set_epoch`, as torch's samplers have it, is called first."""
     set_epoch = getattr(sampler, "set_epoch", None)
     if set_epoch is not None:
         set_epoch(epoch)
@@ -396,15 +405,15 @@ def array_digest(array: npt.NDArray[np.int64]) -> str:
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Errors: DataError for what is no state of a loader, naming the key that is missing or of another type."""
-    told = state.get("format") if isinstance(state, Mapping) else state
-    if told != STATE_FORMAT:
-        raise DataError(f"loader state has format {short(told)} but {STATE_FORMAT!r} is read here")
+    """Errors: DataError for anything but a loader's state, naming the key that is missing or of another type."""
+    state_format = state.get("format") if isinstance(state, Mapping) else state
+    if state_format != STATE_FORMAT:
+        raise DataError(f"loader state has format {short(state_format)} but {STATE_FORMAT!r} is read here")
     for name, kind in _STATE_TYPES.items():
         value = state.get(name, _MISSING)
         if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
-            found = "missing" if value is _MISSING else short(value)
+            shown = "missing" if value is _MISSING else short(value)
             raise DataError(
-                f"{name} of the loader's state is {found}: it is not as state_dict() gave it, so load another"
-                " checkpoint, or start the loader anew without its state"
+                f"{name} of the loader's state is {shown}: state_dict() never returns that, so load another"
+                " checkpoint, or start the loader without a state"
             )

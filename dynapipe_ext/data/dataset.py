@@ -1,4 +1,4 @@
-"""Prepared tokens on disk: how they are written, and how a run reads them."""
+"""Prepared tokens on disk: a folder of samples, written whole or not at all, and read as memory maps."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def seal(
     vocab_size: int,
     facts: Mapping[str, object],
 ) -> None:
-    """Write all files of a dataset beside its tokens.bin: arrays, tokenizer.json if given, and meta.json, with `facts`.
+    """Write all files of a dataset beside its tokens.bin: arrays, tokenizer.json if given, and meta.json with `facts`.
 
-    `sizes` are tokens of each sample. Beside tokens.bin may lie targets.bin, a byte a token: 1 where it is a target;
-    else all tokens from `first_target` on are. The fingerprint is the sha256 of tokens, arrays and
-    tokenizer, that of samples without the tokenizer.
+    `sizes` counts the tokens of each sample. targets.bin, if present, has a byte for each token: 1 for a target.
+    Without it all tokens from `first_target` on are targets. The fingerprint is the sha256 of tokens, arrays and
+    tokenizer; the fingerprint of samples leaves out the tokenizer.
 
     Errors: DataError where the disk has no room.
     """
@@ -59,29 +59,7 @@ def seal(
         with (folder / name).open("rb") as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
-    is_target = np.memmap(folder / TARGETS_FILE, np.uint8, "r") if has_mask else None
-    num_samples = len(sizes)
-    starts = range(0, num_samples, _CHUNK_SAMPLES)
-
-    offsets = new_array(folder / "offsets.npy", np.int64, (num_samples + 1,))
-    lengths = new_array(folder / "lengths.npy", np.int64, (num_samples, 3))
-    copies = {"first_target": first_target, "task_ids": task_ids}
-    copied = {name: new_array(folder / f"{name}.npy", np.int32, (num_samples,)) for name in copies}
-    end = 0
-    for start in starts:
-        part = slice(start, min(start + _CHUNK_SAMPLES, num_samples))
-        size = np.asarray(sizes[part], np.int64)
-        ends = end + np.cumsum(size)
-        offsets[part.start + 1 : part.stop + 1] = ends
-        if is_target is None:
-            num_targets = size - first_target[part]
-        else:
-            num_targets = np.add.reduceat(is_target[end : ends[-1]], ends - size - end, dtype=np.int64)
-        end = int(ends[-1])
-        lengths[part] = np.stack([size - 1, np.zeros_like(size), num_targets], axis=1)
-        for name, source in copies.items():
-            copied[name][part] = source[part]
-    for name, array in {"offsets": offsets, **copied, "lengths": lengths}.items():
+    for name, array in _write_arrays(folder, sizes, first_target, task_ids).items():
         for start in range(0, len(array), _CHUNK_SAMPLES):
             digest.update(array[start : start + _CHUNK_SAMPLES].tobytes())
         array.flush()
@@ -94,8 +72,8 @@ def seal(
         "format": FORMAT,
         "fingerprint": digest.hexdigest(),
         "samples_fingerprint": samples,
-        "num_samples": num_samples,
-        "num_tokens": end,
+        "num_samples": len(sizes),
+        "num_tokens": int(np.sum(sizes, dtype=np.int64)),
         "dtype": dtype.str,
         "vocab_size": vocab_size,
         "tasks": list(tasks),
@@ -104,10 +82,41 @@ def seal(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
-def new_array(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np.memmap[Any, Any]:
-    """A new .npy file, mapped for writing, whose room on disk is taken. Errors: DataError where there is none.
+def _write_arrays(
+    folder: Path,
+    sizes: npt.NDArray[np.int64],
+    first_target: npt.NDArray[np.int32],
+    task_ids: npt.NDArray[np.int32],
+) -> dict[str, np.memmap[Any, Any]]:
+    """The arrays of a dataset as memory maps, filled in chunks, in the order in which the fingerprint takes them."""
+    has_mask = (folder / TARGETS_FILE).is_file()
+    is_target = np.memmap(folder / TARGETS_FILE, np.uint8, "r") if has_mask else None
+    num_samples = len(sizes)
+    offsets = new_array(folder / "offsets.npy", np.int64, (num_samples + 1,))
+    lengths = new_array(folder / "lengths.npy", np.int64, (num_samples, 3))
+    copies = {"first_target": first_target, "task_ids": task_ids}
+    copied = {name: new_array(folder / f"{name}.npy", np.int32, (num_samples,)) for name in copies}
+    end = 0
+    for start in range(0, num_samples, _CHUNK_SAMPLES):
+        part = slice(start, min(start + _CHUNK_SAMPLES, num_samples))
+        size = np.asarray(sizes[part], np.int64)
+        ends = end + np.cumsum(size)
+        offsets[part.start + 1 : part.stop + 1] = ends
+        if is_target is None:
+            num_targets = size - first_target[part]
+        else:
+            num_targets = np.add.reduceat(is_target[end : ends[-1]], ends - size - end, dtype=np.int64)
+        end = int(ends[-1])
+        lengths[part] = np.stack([size - 1, np.zeros_like(size), num_targets], axis=1)
+        for name, source in copies.items():
+            copied[name][part] = source[part]
+    return {"offsets": offsets, **copied, "lengths": lengths}
 
-    Without the room a full disk would end the process by SIGBUS at some later write.
+
+def new_array(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np.memmap[Any, Any]:
+    """A new .npy file, mapped for writing, with its room on disk allocated. Errors: DataError where there is none.
+
+    Without this allocation a full disk would end the process by SIGBUS at a later write.
     """
     try:
         array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
@@ -126,9 +135,9 @@ _BATCH_CHARACTERS = 4 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSample:
-    """One sample: int64 `tokens`, and the place among them of the first target token.
+    """One sample: int64 `tokens`, and the index of the first target token.
 
-    `targets` says of each token whether it is a target; None: all are, from the first one on.
+    `targets` marks the target tokens; with None all tokens from the first target on are targets.
     """
 
     index: int
@@ -138,17 +147,17 @@ class TokenSample:
 
     @property
     def positions(self) -> int:
-        """Model input positions: each token but the last is read, each but the first is a label."""
+        """Model input positions. Every token but the last is an input, every token but the first a label."""
         return len(self.tokens) - 1
 
     @property
     def target(self) -> int:
-        """Labels that carry loss."""
+        """Number of labels that carry loss."""
         return int(np.count_nonzero(self.is_target))
 
     @property
     def is_target(self) -> npt.NDArray[np.bool_]:
-        """Of each token, whether it carries loss as a label."""
+        """Whether each token carries loss as a label."""
         return np.arange(len(self.tokens)) >= self.first_target if self.targets is None else self.targets
 
 
@@ -195,7 +204,7 @@ class TokenDataset:
         return TokenDataset(directory=folder, meta=meta, tokens=tokens, targets=targets, **arrays)
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenDataset], tuple[Path]]:
-        return TokenDataset.open, (self.directory,)  # a pickled memmap would carry its whole file to each worker
+        return TokenDataset.open, (self.directory,)  # a pickled memmap would take its whole file to each worker
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -209,25 +218,25 @@ class TokenDataset:
 
     @property
     def whole(self) -> TokenDataset:
-        """Itself; of a `SampleSubset`, what it is a part of."""
+        """This dataset; a `SampleSubset` returns the dataset that it is a part of."""
         return self
 
     @property
     def indices(self) -> npt.NDArray[np.int64]:
-        """Of its samples, within `whole`."""
+        """The indices of its samples within `whole`."""
         return np.arange(len(self))
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all that training reads: tokens, their borders, the tokenizer."""
+        """sha256 of everything that training reads: tokens, their borders, the tokenizer."""
         return str(self.meta["fingerprint"])
 
     @property
     def samples_fingerprint(self) -> str | None:
-        """The same without the tokenizer, whose files may change and yet make the same tokens; None where nobody wrote
-        it down."""
-        said = self.meta.get("samples_fingerprint")
-        return said if isinstance(said, str) else None
+        """The fingerprint without the tokenizer, whose files may change while it makes the same tokens. None in older
+        folders."""
+        fingerprint = self.meta.get("samples_fingerprint")
+        return fingerprint if isinstance(fingerprint, str) else None
 
     @property
     def vocab_size(self) -> int:
@@ -235,8 +244,8 @@ class TokenDataset:
         return int(str(self.meta["vocab_size"]))
 
     def sample_beyond(self, vocab_size: int) -> tuple[int, int] | None:
-        """The first sample with an id of at least `vocab_size`, and that id; None without one. Reads all tokens, unless
-        the tokenizer has no such id."""
+        """The first sample with an id of at least `vocab_size`, and that id; None if there is none. Reads all tokens,
+        unless the tokenizer has no such id."""
         if self.vocab_size <= vocab_size:
             return None
         for start in range(0, len(self.tokens), _BLOCK_TOKENS):
@@ -252,19 +261,20 @@ class TokenDataset:
 
     @property
     def file_sizes(self) -> tuple[int, ...]:
-        """Numbers of samples of the files that it was made from, in order; empty where nobody wrote them down."""
+        """How many samples came from each source file, in order; empty where the folder does not record it."""
         sizes = self.meta.get("file_sizes")
         return tuple(sizes) if isinstance(sizes, list) else ()
 
     @property
     def template(self) -> str | None:
-        """By which a model's own tokenizer read the records, None where none did; "unknown" where nobody wrote it."""
+        """The template by which a model's own tokenizer read the records, None without one, "unknown" if not
+        recorded."""
         records = self.meta.get("records")
         return str(records["template"] or "") or None if isinstance(records, dict) else "unknown"
 
     @property
     def record_fields(self) -> tuple[tuple[str, ...], str] | None:
-        """The fields that records were read from, pairs' and texts'; None where nobody wrote them down."""
+        """The names of the fields of pairs and of texts in the records; None where the folder does not record them."""
         records = self.meta.get("records")
         return (tuple(records["pair"]), str(records["text"])) if isinstance(records, dict) else None
 
@@ -276,7 +286,7 @@ class TokenDataset:
         return tuple(names)
 
     def tokenizer(self) -> Encoder:
-        """The tokenizer that the data was made with. Errors: DataError where the data came without one."""
+        """The tokenizer that made the data. Errors: DataError where the folder has none."""
         from dynapipe_ext.data.preprocessing.encoder_loading import encoder_from_json
 
         path = self.directory / FILE_NAME
@@ -288,14 +298,13 @@ class TokenDataset:
 
 
 def is_prepared(path: str | Path) -> bool:
-    """Whether a path is a folder of tokens, rather than a file to tokenize."""
+    """Whether a path is a folder of prepared tokens."""
     return (Path(path) / "meta.json").is_file()
 
 
 def refuse_other_content(folder: Path) -> None:
-    """Errors: DataError for a place that holds something else than prepared data: that is never replaced.
-
-    ConfigError for one that is no name of a folder.
+    """Errors: DataError for a place that holds anything but prepared data, which is never replaced; ConfigError for a
+    path that does not name a folder.
     """
     if folder.name in ("", ".."):
         raise ConfigError(f"{str(folder)!r} names no new folder: give one to be made")
@@ -304,9 +313,9 @@ def refuse_other_content(folder: Path) -> None:
 
 
 def open_prepared(directory: str | Path, *, max_seq_len: int) -> TokenDataset:
-    """The dataset in a folder that was prepared before, for a model of rows up to `max_seq_len`.
+    """The dataset in a prepared folder, for a model with rows of up to `max_seq_len` positions.
 
-    Errors: DataError as those of `TokenDataset.open`, and for a sample that is longer.
+    Errors: DataError as for `TokenDataset.open`, and for a longer sample.
     """
     dataset = TokenDataset.open(directory)
     longest = int(dataset.lengths[:, 0].argmax())
@@ -319,7 +328,7 @@ def open_prepared(directory: str | Path, *, max_seq_len: int) -> TokenDataset:
 
 
 def fingerprint_of_source(source: str | Path | Mapping[str, object]) -> str:
-    """sha256 that changes with the source: a file's path, size and modification time, or a generator's settings."""
+    """sha256 of a source: of a file's path, size and modification time, or of a generator's settings."""
     if isinstance(source, Mapping):
         described: Mapping[str, object] = source
     else:
@@ -344,12 +353,12 @@ def prepare(
     source_fingerprint: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> TokenDataset:
-    """Tokenize `examples` into `directory`, or open what an earlier call with the same source and settings left there.
+    """Tokenize `examples` into `directory`, or open the data that an earlier call with equal source and settings wrote.
 
-    `examples` returns a fresh iterator at each call; BPE reads them twice (to train, to encode). `progress` gets the
-    number of samples done, after each batch. The folder appears whole or not at all: it is written beside its place and
-    renamed, over an older dataset too. With `truncate` a sample over `max_seq_len` positions loses the left end of its
-    input, then the right end of its target (and its eos with it); `tasks` bound each side, too.
+    `examples` returns a fresh iterator at each call; BPE reads them twice, to train and to encode. `progress` receives
+    the number of finished samples after each batch. The folder appears whole or not at all, also in the place of an
+    older dataset. With `truncate` a sample over `max_seq_len` positions loses the left end of its input, then the right
+    end of its target with its eos. `tasks` bounds each side as well.
 
     Errors: DataError for a sample over `max_seq_len` without `truncate`, for no samples, or where `directory` holds
     something else; ConfigError for settings that cannot work.
@@ -358,8 +367,8 @@ def prepare(
     bounds = LengthBounds(max_seq_len, truncate, tasks or TaskBounds())
     settings = _settings(tokenizer, vocab_size, bounds)
     refuse_other_content(folder)
-    if source_fingerprint is not None and (found := _reusable(folder, settings, source_fingerprint)):
-        return found
+    if source_fingerprint is not None and (dataset := _reusable(folder, settings, source_fingerprint)):
+        return dataset
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
@@ -457,7 +466,7 @@ def _write(
 
 
 def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    """Runs of examples that bound the memory of one encoding, however long the texts."""
+    """Batches of examples, small enough to encode in bounded memory."""
     batch: list[Example] = []
     characters = 0
     for example in examples:
@@ -471,7 +480,7 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
 
 
 def move_into_place(partial: Path, folder: Path) -> None:
-    """Rename `partial` to `folder`; an older dataset there is moved aside first (open maps of it stay valid)."""
+    """Rename `partial` to `folder`. An older dataset is moved aside first; open maps of it stay valid."""
     aside = partial.with_name(partial.name + ".old")
     try:
         if folder.exists():

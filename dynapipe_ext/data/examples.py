@@ -17,7 +17,7 @@ from typing import IO, TypeVar
 from dynapipe_ext.errors import ConfigError, DataError
 
 _READ_BYTES = 1 << 20
-_ZSTANDARD_READ_BYTES = 1 << 10  # its decoder returns all that these unfold to, which can be 10,000 times as much
+_ZSTANDARD_READ_BYTES = 1 << 10  # its decoder returns everything these bytes expand to, up to 10,000 times as much
 COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 DAMAGE = (EOFError, lzma.LZMAError, zlib.error, OSError)  # what `decompressed` raises
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -26,8 +26,8 @@ _FIELDS = 'give {"input", "target"} or {"text"}'
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training text: `input` is the prompt, loss falls on `target` alone; plain text has an empty input. `file` and
-    `line` say where it was read, if it was."""
+    """One training text: `input` is the prompt, and only `target` carries loss. Plain text has an empty input. `file`
+    and `line` are its place in a file, if it came from one."""
 
     task: str
     input: str
@@ -37,7 +37,7 @@ class Example:
 
     @property
     def where(self) -> str:
-        """As messages name it, before its number among all samples."""
+        """Its place in the words of messages, or nothing."""
         return f"{self.file}, line {self.line}: " if self.file else ""
 
 
@@ -46,24 +46,23 @@ def read_examples(
 ) -> Iterator[Example]:
     """The records of a JSON Lines file in order, in constant memory (one line at a time).
 
-    `.gz`, `.xz`, `.zst` and `.bz2` are decompressed; any other name is plain text. A record is an object with "input"
-    and "target", or with "text" (then everything is target), or with the fields named instead; "task" is an optional
-    name, other fields are ignored, as are blank lines and a byte order mark. A record with all three of them is an
-    input and a target, or a text where `pair` is None.
+    Names ending in `.gz`, `.xz`, `.zst` and `.bz2` are decompressed; other files are plain text. A record is an object
+    with the two fields of `pair`, else with the field `text`, all of which is target. With `pair` None every record is
+    a text. "task" is an optional name. Other fields, blank lines and a byte order mark are ignored.
 
-    Errors: DataError with file and line number, at the call for a missing file, else when the line is reached.
+    Errors: DataError with file and line number: at once for a missing file, else when the line is reached.
     """
     file = Path(path)
     if file.is_dir():
         raise DataError(f"{file} is a folder: name one .jsonl file (.gz, .xz, .zst or .bz2 if compressed)")
     check_readable(file)
     if file.is_file() and file.stat().st_size == 0:
-        raise _empty(file)  # no stream at all: lzma would call it cut short
+        raise _empty(file)  # lzma would call it cut short
     return _examples(file, pair, text)
 
 
 def check_readable(file: Path) -> None:
-    """Errors: DataError for a path that is missing, or that this user may not read."""
+    """Errors: DataError for a path that is missing or that this user may not read."""
     if not file.exists():
         raise DataError(f"{file} does not exist: check the path given for the data")
     if not (file.is_file() or file.is_dir()):
@@ -73,13 +72,13 @@ def check_readable(file: Path) -> None:
 
 
 def _examples(file: Path, pair: tuple[str, str] | None, text: str) -> Iterator[Example]:
-    found = False
+    has_records = False
     for number, line in _numbered_lines(file):
         if line.strip():
-            found = True
+            has_records = True
             example = parse_record(line, where=f"{file}, line {number}", pair=pair, text=text)
             yield replace(example, file=str(file), line=number)
-    if not found:
+    if not has_records:
         raise _empty(file)
 
 
@@ -95,7 +94,8 @@ def parse_record(
 
 
 def parse_object(line: bytes, *, where: str, fields: str = "write one object a line") -> dict[str, object]:
-    """The object in one line of JSON. Errors: DataError, opening with `where`, ending in `fields` for no object."""
+    """The object in one line of JSON. Errors: DataError that begins with `where`; for other values it ends with
+    `fields`."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -128,24 +128,24 @@ def example_of(
     elif text in record:
         prompt, target = "", string_field(record, text, where=where)
     elif pair is None:
-        raise lacking(record, [text], where=where, fields="all records must have the field that is named for texts")
+        raise lacking(record, [text], where=where, fields="all records must have the field named by --text-key")
     else:
         missing = [name for name in pair if name not in record]
-        given = f'{{"{pair[0]}", "{pair[1]}"}} or {{"{text}"}}'
-        raise lacking(record, missing, where=where, fields=f"give {given}")
+        fields = f'give {{"{pair[0]}", "{pair[1]}"}} or {{"{text}"}}'
+        raise lacking(record, missing, where=where, fields=fields)
     if not prompt and not target and not may_be_empty:
         raise DataError(f"{where}: the record is empty (no characters to train on): remove it or fill it")
     return Example(string_field(record, "task", where=where) if "task" in record else "unnamed", prompt, target)
 
 
 def lacking(record: Mapping[str, object], missing: Sequence[str], *, where: str, fields: str) -> DataError:
-    """What to tell about a record without the fields `missing`."""
-    has = ", ".join(map(repr, list(record)[:9])) or "no fields"
-    return DataError(f"{where}: the record lacks {' and '.join(map(repr, missing))} (it has {has}): {fields}")
+    """The error for a record without the fields `missing`; it ends with the advice `fields`."""
+    present = ", ".join(map(repr, list(record)[:9])) or "no fields"
+    return DataError(f"{where}: the record lacks {' and '.join(map(repr, missing))} (it has {present}): {fields}")
 
 
 def string_field(record: Mapping[str, object], field: str, *, where: str) -> str:
-    """The text in a field. Errors: DataError for another type, or for half of a surrogate pair."""
+    """The text in a field. Errors: DataError for another type and for half of a surrogate pair."""
     value = record[field]
     if not isinstance(value, str):
         raise DataError(f"{where}: field {field!r} is {_json_type(value)} but must be a string")
@@ -167,7 +167,7 @@ def _json_type(value: object) -> str:
 
 
 def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, the line without its end) of the decompressed file."""
+    """The lines of the decompressed file, each with its number from 1 and without its end."""
     number, rest = 0, bytearray()
     with file.open("rb") as raw:
         blocks = decompressed(raw, file.suffix)
@@ -194,14 +194,14 @@ def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def damaged(file: Path, error: BaseException, *, line: int) -> DataError:
-    """What to tell about a file whose stream raised one of `DAMAGE` after `line` whole lines."""
+    """The error for a file whose stream raised one of `DAMAGE` after `line` whole lines."""
     reason = "ends too early" if isinstance(error, EOFError) else f"cannot be read ({error})"
     place = f" after line {line}" if line else ""
     return DataError(f"{file} {reason}{place}: copy or compress it again")
 
 
 def decompressed(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
-    """Blocks of what a file of this suffix holds; a truncated or damaged one raises one of `DAMAGE`."""
+    """The decompressed blocks of a file with this suffix. A truncated or damaged one raises one of `DAMAGE`."""
     match suffix.lower():
         case ".gz":
             with gzip.open(raw, "rb") as stream:
@@ -219,7 +219,7 @@ def decompressed(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
 
 
 def _zstandard_blocks(raw: IO[bytes]) -> Iterator[bytes]:
-    """Frame by frame, because zstandard's own stream reader takes a truncated file for a whole one."""
+    """Decompress frame by frame, since zstandard's own stream reader does not notice a truncated file."""
     try:
         import zstandard
     except ImportError:
@@ -240,7 +240,7 @@ def _zstandard_blocks(raw: IO[bytes]) -> Iterator[bytes]:
         raise EOFError
 
 
-GENERATOR_VERSION = 1  # raise it with every change of the text, so that prepared data is not reused
+GENERATOR_VERSION = 1  # raise it with every change of the text, so that prepared data are not reused
 
 _T = TypeVar("_T")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -252,7 +252,7 @@ _NAMES = ("anna", "ben", "carla", "david", "emma", "frank", "gina", "hugo")
 
 
 class Draw:
-    """Choices that come out the same under every Python version: only `Random.random` is promised to be stable."""
+    """Random choices that are equal under every Python version: Python promises that only for `Random.random`."""
 
     def __init__(self, key: str) -> None:
         self._random = random.Random(key).random
@@ -262,7 +262,8 @@ class Draw:
         return low + int(self._random() * (high - low + 1))
 
     def skewed(self, low: int, high: int) -> int:
-        """An integer from low to high, short ones far more often (density falls as one over the square root)."""
+        """An integer from low to high. Small ones are far more frequent: the density falls as one over the square
+        root."""
         share = self._random()
         return low + int(share * share * (high - low + 1))
 
@@ -357,7 +358,7 @@ def _first_sentence(draw: Draw) -> tuple[str, str]:
 
 
 def _extract(draw: Draw) -> tuple[str, str]:
-    """A long target as well: every colour of a document, in order."""
+    """A long input with a long target: every colour of a document, in order."""
     sentences = _document(draw, draw.skewed(60, 500))
     colours = [word for sentence in sentences for word in sentence.split() if word in _COLOURS]
     return f"list the colours\n{' '.join(sentences)}", " ".join(colours)
@@ -372,7 +373,7 @@ def _document(draw: Draw, num_words: int) -> list[str]:
     ]
 
 
-_SHORT, _LONG = 8, 4  # weights: eight short or middling examples of a family for four long ones
+_SHORT, _LONG = 8, 4  # weights of families: those with short or middling examples are twice as frequent
 _FAMILIES: dict[str, tuple[int, Callable[[Draw], tuple[str, str]]]] = {
     "copy": (_SHORT, _copy),
     "reverse": (_SHORT, _reverse),
@@ -395,7 +396,10 @@ FAMILY_NAMES: tuple[str, ...] = tuple(_FAMILIES)
 def generate_examples(*, num_samples: int, seed: int, families: Sequence[str] | None = None) -> Iterator[Example]:
     """`num_samples` examples of a mixture of `families` (all by default), the same on every machine.
 
-    Example i depends on the seed, the families and i alone, so a longer run starts with the shorter one.
+    Lengths vary by more than a factor of a hundred. Each family has a short prefix and a target that follows from its
+    input by a fixed rule, so that a tiny model learns the form of answers within a few dozen steps. One example in
+    eight is a long document; these hold about half of all tokens. Example i depends on the seed, the families and i
+    alone, so a longer run starts with the shorter one.
 
     Errors: ConfigError for an unknown family or fewer than one sample.
 
@@ -407,7 +411,7 @@ def generate_examples(*, num_samples: int, seed: int, families: Sequence[str] | 
 
 
 def generator_settings(*, num_samples: int, seed: int, families: Sequence[str] | None = None) -> dict[str, object]:
-    """All that the text of `generate_examples` depends on, for a fingerprint."""
+    """The settings that determine the text of `generate_examples`, for a fingerprint."""
     chosen = _checked(num_samples, families)
     return {"generator": GENERATOR_VERSION, "num_samples": num_samples, "seed": seed, "families": list(chosen)}
 

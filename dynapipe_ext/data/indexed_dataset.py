@@ -45,7 +45,8 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceIndex:
-    """What an `.idx` says: `lengths` in tokens, `offsets` in bytes, and `documents`, the first sequence of each."""
+    """The content of an `.idx`: `lengths` in tokens, `offsets` in bytes, and `documents`, the first sequence of
+    each."""
 
     prefix: Path
     dtype: np.dtype[Any]
@@ -83,8 +84,8 @@ def is_indexed(path: str | Path) -> bool:
 def read_index(prefix: str | Path) -> SequenceIndex:
     """The index of a data set, memory-mapped; `prefix` with or without suffix.
 
-    Errors: DataError for a file that is missing, of another format, cut short, multimodal, or whose numbers cannot be
-    those of a data set.
+    Errors: DataError for a file that is missing, of another format, cut short or multimodal, and for impossible
+    numbers.
     """
     path = idx_path(prefix)
     try:
@@ -102,14 +103,14 @@ def read_index(prefix: str | Path) -> SequenceIndex:
         raise DataError(f"{path} has version {version} but only version {_VERSION} is known")
     if code not in _DTYPES:
         kind = _FLOATS.get(code, f"code {code}")
-        raise DataError(f"{path} says that tokens are of {kind}, which are no ids: give a data set of text")
-    wanted = _HEADER.size + 12 * num_sequences + 8 * num_documents
-    if size == wanted + num_sequences and num_sequences:
+        raise DataError(f"{path} says that tokens are of {kind}, which cannot be ids: give a data set of text")
+    expected_size = _HEADER.size + 12 * num_sequences + 8 * num_documents
+    if size == expected_size + num_sequences and num_sequences:
         raise DataError(
             f"{path} is multimodal ({num_sequences} sequence modes): only text can be read; take the text's data set"
         )
-    if size != wanted:
-        raise DataError(f"{path} holds {size} bytes but its header says {wanted}: copy it again")
+    if size != expected_size:
+        raise DataError(f"{path} holds {size} bytes but its header says {expected_size}: copy it again")
     if num_sequences == 0 or num_documents == 0:
         raise DataError(f"{path} has {num_sequences} sequences: give a data set with at least one")
     raw = np.memmap(path, dtype=np.uint8, mode="r")
@@ -132,9 +133,9 @@ def write_index(
     lengths: npt.NDArray[np.integer[Any]],
     documents: npt.NDArray[np.integer[Any]] | None = None,
 ) -> None:
-    """The `.idx` of sequences that lie end to end; without `documents` each is a document of its own.
+    """Write the `.idx` of sequences that lie end to end; without `documents` each sequence is a document.
 
-    Works through `lengths` in pieces, so that a memory map stays one. Errors: DataError for a sequence of 2^31 tokens.
+    Reads `lengths` in pieces, so a memory map is never loaded whole. Errors: DataError for a sequence of 2^31 tokens.
     """
     num_sequences = len(lengths)
     if documents is None:
@@ -159,14 +160,14 @@ def write_index(
 def index_lengths(index: SequenceIndex, *, skip_empty: bool = False) -> LengthArray:
     """(N, 3) lengths of the sequences, from the index alone: n tokens are n - 1 positions, all with a target.
 
-    Errors: DataError for a sequence of fewer than 2 tokens, which teaches nothing; with `skip_empty` it has no row.
+    Errors: DataError for a sequence of fewer than 2 tokens, which has no label; `skip_empty` leaves it out.
     """
     positions = index.lengths[usable_sequences(index, skip_empty=skip_empty)].astype(np.int64) - 1
     return np.stack([positions, np.zeros_like(positions), positions], axis=1)
 
 
 def write_lengths(path: str | Path, lengths: npt.NDArray[np.integer[Any]]) -> int:
-    """Write the lengths that `index_lengths` gives with `skip_empty`, in pieces; returns how many sequences have none.
+    """Write the lengths of `index_lengths` with `skip_empty`, in pieces; returns how many sequences it left out.
 
     `path` appears whole or not at all.
     """
@@ -191,17 +192,17 @@ def write_lengths(path: str | Path, lengths: npt.NDArray[np.integer[Any]]) -> in
 
 
 def usable_sequences(index: SequenceIndex, *, skip_empty: bool) -> npt.NDArray[np.int64]:
-    """The sequences of at least 2 tokens. Errors: as those of `index_lengths`."""
+    """The sequences of at least 2 tokens. Errors: as for `index_lengths`."""
     usable = np.flatnonzero(index.lengths >= 2)
     if not skip_empty and len(usable) < len(index.lengths):
         first = int(np.flatnonzero(index.lengths < 2)[0])
         raise DataError(
-            f"{idx_path(index.prefix)}: sequence {first} has {index.lengths[first]} tokens, and so have"
-            f" {len(index.lengths) - len(usable)} in all fewer than the 2 that one label needs: leave them out with"
-            " --skip-empty"
+            f"{idx_path(index.prefix)}: sequence {first} has {index.lengths[first]} tokens;"
+            f" {len(index.lengths) - len(usable)} sequences in all have fewer than the 2 that one label needs: leave"
+            " them out with --skip-empty"
         )
     if not len(usable):
-        raise DataError(f"{idx_path(index.prefix)} has no sequence of 2 tokens: nothing can be learned from it")
+        raise DataError(f"{idx_path(index.prefix)} has no sequence of 2 tokens, and so no label: give other data")
     return usable
 
 
@@ -289,12 +290,13 @@ def import_indexed(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> TokenDataset:
-    """Write the folder `output`: a Megatron data set with its sequences as samples, every token but the first a target.
+    """Copy a Megatron data set into the dataset folder `output`: a sample for each sequence, all but the first token
+    targets.
 
-    `progress` gets tokens done and in all. The folder appears whole or not at all.
+    `progress` receives the tokens done and in all. The folder appears whole or not at all.
 
-    Errors: DataError for a data set that is damaged or has ids of `vocab_size` or above, or sequences of fewer than 2
-    tokens without `skip_empty`; ConfigError for an output that exists, without `overwrite`.
+    Errors: DataError for a data set that is damaged or has ids of `vocab_size` or above, and without `skip_empty` for
+    sequences of fewer than 2 tokens; ConfigError for an existing output without `overwrite`.
     """
     data, place = IndexedTokens(prefix, skip_empty=skip_empty), Path(output)
     refuse_other_content(place)
@@ -307,21 +309,13 @@ def import_indexed(
     partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
     try:
         partial.chmod(0o755)
-        done = 0
+        num_done = 0
         with (partial / TOKENS_FILE).open("wb") as file:
-            for start, stop in _runs(data, sizes):
-                for begin in range(start, stop, _CHUNK_TOKENS):
-                    piece = data.tokens[begin : min(stop, begin + _CHUNK_TOKENS)]
-                    low, high = int(piece.min()), int(piece.max())
-                    if low < 0 or high >= vocab_size:
-                        raise DataError(
-                            f"{bin_path(prefix)} has the id {low if low < 0 else high} but the vocabulary has"
-                            f" {vocab_size}: give --vocab-size, or the tokenizer, that the data was made with"
-                        )
-                    file.write(piece.astype(dtype).tobytes())
-                    done += len(piece)
-                    if progress is not None:
-                        progress(done, total)
+            for piece in _checked_pieces(data, sizes, vocab_size):
+                file.write(piece.astype(dtype).tobytes())
+                num_done += len(piece)
+                if progress is not None:
+                    progress(num_done, total)
         seal(
             partial,
             dtype=dtype,
@@ -342,6 +336,20 @@ def import_indexed(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return TokenDataset.open(place)
+
+
+def _checked_pieces(data: IndexedTokens, sizes: npt.NDArray[np.int64], vocab_size: int) -> Iterator[npt.NDArray[Any]]:
+    """All tokens of the samples in pieces of bounded size. Errors: DataError for an id outside the vocabulary."""
+    for start, stop in _runs(data, sizes):
+        for begin in range(start, stop, _CHUNK_TOKENS):
+            piece = data.tokens[begin : min(stop, begin + _CHUNK_TOKENS)]
+            low, high = int(piece.min()), int(piece.max())
+            if low < 0 or high >= vocab_size:
+                raise DataError(
+                    f"{bin_path(data.index.prefix)} has the id {low if low < 0 else high} but the vocabulary has"
+                    f" {vocab_size}: give --vocab-size, or the tokenizer, that the data was made with"
+                )
+            yield piece
 
 
 def _runs(data: IndexedTokens, sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:

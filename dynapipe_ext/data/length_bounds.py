@@ -13,10 +13,10 @@ from dynapipe_ext.errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class SideBounds:
-    """The most tokens of an input, and of a target; 0: any number.
+    """The largest numbers of tokens of an input and of a target; 0: any number.
 
-    An input is all before the first target token, what the tokenizer puts before or behind it included: what the
-    encoder of an encoder-decoder reads. A target ends with the end of text.
+    An input is everything before the first target token, with the tokens that the tokenizer adds. The encoder of an
+    encoder-decoder reads it. A target ends with the end of text.
     """
 
     input: int = 0
@@ -25,7 +25,7 @@ class SideBounds:
 
 @dataclass(frozen=True, slots=True)
 class TaskBounds:
-    """The bounds of the sides of each task that is named, and of all `others`."""
+    """The bounds of both sides: for each task in `named`, and for all `others`."""
 
     others: SideBounds = SideBounds()
     named: Mapping[str, SideBounds] = field(default_factory=dict)
@@ -41,9 +41,8 @@ class TaskBounds:
 
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
-    """At most `max_seq_len` positions (a sample of n + 1 tokens has n; None: any number), and `tasks` of its sides.
-
-    A longer sample is cut with `truncate`, else refused.
+    """Bounds of a sample: `max_seq_len` positions (n + 1 tokens are n positions; None: any number), and `tasks` for its
+    sides. A longer sample is cut with `truncate`, else refused.
     """
 
     max_seq_len: int | None = None
@@ -51,34 +50,36 @@ class LengthBounds:
     tasks: TaskBounds = TaskBounds()
 
     def kept(self, task: str, *, num_beside: int, num_input: int, num_target: int, where: str) -> tuple[int, int]:
-        """(how many of the last input tokens, of the first target tokens) a sample keeps beside `num_beside` others of
-        its input, which always stay: each side is cut to its own bound, then the input, then the target to the whole's.
+        """(tokens of the input's end, tokens of the target's start) that a sample keeps.
+
+        `num_beside` other tokens of the input always stay. First each side is cut to its own bound. Then the input, and
+        after it the target, are cut until the sample has at most `max_seq_len` positions.
 
         >>> bounds = LengthBounds(6, True, TaskBounds(SideBounds(input=6, target=3)))
         >>> bounds.kept("copy", num_beside=1, num_input=9, num_target=4, where="line 1: sample 0")
         (3, 3)
 
-        Errors: DataError, opening with `where`, for what is too long without `truncate`; ConfigError for an input bound
-        that what always stays exceeds.
+        Errors: DataError that begins with `where` for a longer sample without `truncate`; ConfigError for an input
+        bound below `num_beside`.
         """
         sides = self.tasks.of(task)
         if 0 < sides.input < num_beside:
             raise ConfigError(
                 f"{where} has {num_beside} tokens beside its input but max_input_len is {sides.input}: raise it"
             )
-        kept_input = min(num_input, sides.input - num_beside) if sides.input else num_input
-        kept_target = min(num_target, sides.target) if sides.target else num_target
-        if not self.truncate and kept_input < num_input:
+        num_input_kept = min(num_input, sides.input - num_beside) if sides.input else num_input
+        num_target_kept = min(num_target, sides.target) if sides.target else num_target
+        if not self.truncate and num_input_kept < num_input:
             raise _too_long(where, num_beside + num_input, "input ", "max_input_len", sides.input)
-        if not self.truncate and kept_target < num_target:
+        if not self.truncate and num_target_kept < num_target:
             raise _too_long(where, num_target, "target ", "max_target_len", sides.target)
-        positions = num_beside + kept_input + kept_target - 1
+        positions = num_beside + num_input_kept + num_target_kept - 1
         if self.max_seq_len is None or positions <= self.max_seq_len:
-            return kept_input, kept_target
+            return num_input_kept, num_target_kept
         if not self.truncate:
             raise _too_long(where, positions, "", "max_seq_len", self.max_seq_len)
-        from_input = min(kept_input, positions - self.max_seq_len)
-        return kept_input - from_input, max(0, kept_target - (positions - self.max_seq_len - from_input))
+        from_input = min(num_input_kept, positions - self.max_seq_len)
+        return num_input_kept - from_input, max(0, num_target_kept - (positions - self.max_seq_len - from_input))
 
 
 def _too_long(where: str, num_tokens: int, side: str, bound: str, most: int) -> DataError:
@@ -88,9 +89,9 @@ def _too_long(where: str, num_tokens: int, side: str, bound: str, most: int) -> 
     )
 
 
-# Byte-level BPE first splits text by a pattern in which no piece has white space behind anything else, and which looks
-# ahead but never back. So a border before white space that follows a letter or digit is a border of pieces, and the
-# tokens on either side of it are the same as in the whole text. ASCII alone, where all engines agree on the classes.
+# Byte-level BPE first splits text by a pattern. In none of its pieces does white space follow another character, and it
+# looks ahead but never back. So white space after a letter or digit begins a piece, and cutting the text there changes
+# no token on either side. Only ASCII, since engines disagree on the classes of other characters.
 _SAFE_BORDER = re.compile(r"(?<=[A-Za-z0-9])(?=[ \n])")
 
 
@@ -105,15 +106,15 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Encodes examples within `bounds`: refuses or cuts what is longer."""
+    """Encodes examples within `bounds`; longer ones are cut or refused."""
 
     tokenizer: Tokenizer
     bounds: LengthBounds
 
     def encode(self, examples: Sequence[Example], *, first_index: int) -> list[TokenSequence]:
-        """Sequences of consecutive examples, the first of which is sample `first_index`.
+        """The sequences of consecutive examples, beginning with sample `first_index`.
 
-        Errors: DataError naming the first sample that is empty, or too long where it is not cut.
+        Errors: DataError naming the first sample that is empty, or too long and not to be cut.
         """
         for place, example in enumerate(examples):
             if not example.input and not example.target:
@@ -143,9 +144,9 @@ class Truncation:
         return TokenSequence(tokens, num_input + 1, truncated=cut)
 
     def _shorten(self, text: str, *, keep_end: bool) -> str:
-        """A text that surely exceeds the bound without the far end that would be cut anyway: a saving of time alone.
+        """A very long text without the far end that would be cut anyway, which saves time.
 
-        n characters are at least n bytes, so at least n / max_token_bytes tokens: more than max_seq_len remain.
+        n characters are at least n bytes, and so at least n / max_token_bytes tokens: more than max_seq_len remain.
         """
         if self.bounds.max_seq_len is None or not self.bounds.truncate:
             return text

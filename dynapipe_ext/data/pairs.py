@@ -1,6 +1,6 @@
-"""The arrays of one micro-batch for an encoder-decoder: inputs that the encoder reads, targets that the decoder says.
+"""Samples and micro-batches of an encoder-decoder: the encoder reads the inputs, the decoder predicts the targets.
 
-The decoder's position p reads label p - 1, the first one the start token, as T5 does.
+As in T5 the decoder's position p reads label p - 1, and its first position reads the start token.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.sample_selection import SampleSubset
 from dynapipe_ext.errors import DataError
 
-START_TOKEN = 0  # of every published T5: that of its padding
+START_TOKEN = 0  # every published T5 starts with its padding token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairSample:
-    """One sample: int64 `source`, which the encoder reads, and `labels`, all of which carry loss."""
+    """One sample: the encoder reads the int64 `source`; all `labels` carry loss."""
 
     index: int
     source: npt.NDArray[np.int64]
@@ -32,9 +32,9 @@ class PairSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairDataset:
-    """Prepared samples as an encoder-decoder reads them: an input with the separator behind it, and a target.
+    """Prepared samples as an encoder-decoder reads them: an input that ends with the separator, and a target.
 
-    `lengths` are (positions of the encoder, of the decoder, target tokens).
+    `lengths` are (encoder positions, decoder positions, target tokens).
     """
 
     data: TokenDataset | SampleSubset
@@ -42,8 +42,8 @@ class PairDataset:
 
     @classmethod
     def of(cls, data: TokenDataset | SampleSubset) -> PairDataset:
-        """Errors: DataError for data without separators, by which alone an input's end is known, and for plain text,
-        which has no inputs."""
+        """The pairs of prepared data. Errors: DataError for data without separators, since only they mark an input's
+        end, and for plain text, which has no inputs."""
         whole = data.whole
         if whole.tokenizer().separator is None:
             raise DataError(
@@ -79,7 +79,7 @@ class PairDataset:
 
 
 def pair_lengths(lengths: LengthArray) -> LengthArray:
-    """Of samples that are prepared as one sequence, (positions, 0, target tokens): both sides' and the targets.
+    """Lengths of both sides, from the lengths of samples prepared as one sequence.
 
     >>> pair_lengths(np.array([[7, 0, 3]]))  # five of input and separator, three of target and end
     array([[5, 3, 3]])
@@ -92,14 +92,14 @@ def collate_pairs(
     micro_batch: MicroBatch, samples: Sequence[PairSample], *, loss_norm: LossNorm = "tokens"
 ) -> dict[str, Any]:
     """`encoder_tokens` (rows, E); `decoder_tokens`, `labels` (int64) and `loss_weights` (float32), each (rows, D); and
-    what `pair_borders` says.
+    the entries of `pair_borders`.
 
     loss_weights: 1 on labels, or 1 / labels of the sample under loss_norm "samples"; 0 on padding.
-    Errors: DataError where samples and micro-batch do not belong together.
+    Errors: DataError where samples and micro-batch do not match.
     """
-    if strange := [type(sample).__name__ for sample in samples if not isinstance(sample, PairSample)]:
+    if other_types := [type(sample).__name__ for sample in samples if not isinstance(sample, PairSample)]:
         raise DataError(
-            f"the plan has samples with a decoder side, but the dataset gives {strange[0]}: give PairSamples, or"
+            f"the plan has samples with a decoder side, but the dataset gives {other_types[0]}: give PairSamples, or"
             " lengths with 0 decoder positions for a decoder-only model"
         )
     if [s.index for s in micro_batch.samples] != [s.index for s in samples]:
@@ -133,10 +133,10 @@ def collate_pairs(
 
 
 def pair_borders(micro_batch: MicroBatch) -> dict[str, Any]:
-    """What keeps attention within samples, from the plan alone: every stage needs it.
+    """The borders that keep attention within samples, from the plan alone, for every stage.
 
-    padded: `encoder_padding` (rows, E), True behind a row's input, where any row has some. packed: `documents`, the
-    positions of each sample among encoder and among decoder positions, with the padding of either as one more.
+    padded: `encoder_padding` (rows, E), True after a row's input; absent where no row has padding. packed: `documents`,
+    the encoder and the decoder lengths of all samples, with the padding of a side as one more document.
 
     >>> from dynapipe_ext.batch.micro_batches import SampleLength
     >>> samples = SampleLength(0, 5, 2, 2), SampleLength(1, 9, 4, 4)
@@ -158,8 +158,8 @@ def pair_borders(micro_batch: MicroBatch) -> dict[str, Any]:
         return {"encoder_padding": padding} if padding.any() else {}
     if micro_batch.attention != "document":
         raise DataError(
-            "a packed row of pairs is to be attended as a whole, which would mix its inputs: plan with document"
-            " attention, or the padded layout"
+            "attention over a whole packed row of pairs would mix their inputs: plan with document attention, or with"
+            " the padded layout"
         )
     rest = np.array(sides) - lengths.sum(axis=0)
     documents = np.concatenate([lengths, rest[None]]) if rest.any() else lengths

@@ -27,14 +27,14 @@ _INPUT, _TARGET, _WEIGHT = "max_input_len", "max_target_len", "weight"
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """The bounds of each task's sides; and where the file has weights, those of all its tasks."""
+    """The bounds of each task's sides, and the weights of all tasks where the file has weights."""
 
     bounds: TaskBounds = field(default_factory=TaskBounds)
     weights: Mapping[str, Fraction] = field(default_factory=dict)
 
 
 def read_tasks(path: str, others: SideBounds) -> Tasks:
-    """What the file says, `others` being the bounds of all tasks; without a file ("") these alone.
+    """The tasks of a file (none for ""); `others` bounds the tasks and sides that it does not name.
 
     Errors: ConfigError naming file, task and value.
     """
@@ -61,31 +61,31 @@ def read_tasks(path: str, others: SideBounds) -> Tasks:
     return Tasks(TaskBounds(others, named), weights)
 
 
-def unknown_tasks(tasks: Tasks, known: Iterable[str]) -> str:
-    """What to say of a task that the file names and the data do not have; empty where there is none."""
-    known = list(known)
-    missing = [task for task in tasks.bounds.named if task not in known]
+def unknown_tasks(tasks: Tasks, data_tasks: Iterable[str]) -> str:
+    """A message about a task of the file that the data do not have; empty where there is none."""
+    data_tasks = list(data_tasks)
+    missing = [task for task in tasks.bounds.named if task not in data_tasks]
     if not missing:
         return ""
-    has = ", ".join(map(repr, known[:9])) + (", ..." if len(known) > 9 else "")
+    shown = ", ".join(map(repr, data_tasks[:9])) + (", ..." if len(data_tasks) > 9 else "")
     return (
-        f"the tasks file names {missing[0]!r} but the data have the tasks {has}: correct it, or remove it there"
-        f"{did_you_mean(missing[0], known)}"
+        f"the tasks file names {missing[0]!r} but the data have the tasks {shown}: correct it, or remove it there"
+        f"{did_you_mean(missing[0], data_tasks)}"
     )
 
 
 def check_tasks(tasks: Tasks, data: TokenDataset) -> None:
-    """Errors: ConfigError for tasks that the data do not have, or that have no weight beside others; DataError for a
-    sample that was prepared with more tokens on a side than its task's bound, or that has no two sides."""
-    if said := unknown_tasks(tasks, data.tasks):
-        raise ConfigError(said)
+    """Errors: ConfigError for a task that the data do not have, or that lacks a weight where others have one; DataError
+    for a prepared sample that has more tokens on a side than its task's bound, and for bounds on chats."""
+    if fault := unknown_tasks(tasks, data.tasks):
+        raise ConfigError(fault)
     if without := [task for task in data.tasks if tasks.weights and task not in tasks.weights]:
-        raise ConfigError(f"the data have the task {without[0]!r}, to which the tasks file gives no {_WEIGHT}: add it")
+        raise ConfigError(f"the data have the task {without[0]!r}, but the tasks file gives it no {_WEIGHT}: add it")
     if not tasks.bounds.bind:
         return
     if data.targets is not None:
         raise DataError(
-            f"{data.directory} holds chats, whose turns are no input and target: leave out {_INPUT} and {_TARGET}"
+            f"{data.directory} holds chats, which have no input and target sides: leave out {_INPUT} and {_TARGET}"
         )
     targets = data.lengths[:, 0] + 1 - data.first_target
     sides = np.array([astuple(tasks.bounds.of(task)) for task in data.tasks], np.int64)[data.task_ids]
@@ -119,39 +119,41 @@ def _weight(value: object, where: str) -> Fraction:
     return Fraction(str(value))
 
 
-_MOST_TIMES = 10_000  # a sample in an epoch: more is a mistake in the weights
+_MOST_TIMES = 10_000  # of one sample in an epoch: more is a mistake in the weights
 _WEIGHTED = re.compile(r"(.+)=([0-9.]+(?:[eE][-+]?[0-9]+)?)")
 _Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedFile:
-    """A file and its weight among others; 0 where none is given."""
+    """A file and its weight in a mixture; 0 where it has none."""
 
     path: str
     weight: Fraction
 
     @classmethod
     def parse(cls, text: str) -> WeightedFile:
-        """A path, or PATH=WEIGHT where no file has that whole name. Errors: ConfigError for a weight that is none.
+        """Parse a path, or PATH=WEIGHT where no file has the whole text as its name. Errors: ConfigError for a bad
+        weight.
 
         >>> WeightedFile.parse("en.jsonl=0.7"), WeightedFile.parse("de.jsonl").weight
         (WeightedFile(path='en.jsonl', weight=Fraction(7, 10)), Fraction(0, 1))
         """
-        found = _WEIGHTED.fullmatch(text)
-        if found is None or Path(text).exists():
+        match = _WEIGHTED.fullmatch(text)
+        if match is None or Path(text).exists():
             return cls(text, Fraction(0))
         try:
-            weight = Fraction(found[2])
+            weight = Fraction(match[2])
         except ValueError:
             weight = Fraction(0)
         if weight <= 0:
-            raise ConfigError(f"{short(text)} gives the weight {found[2]} but it must be above 0, like 0.7")
-        return cls(found[1], weight)
+            raise ConfigError(f"{short(text)} gives the weight {match[2]} but it must be above 0, like 0.7")
+        return cls(match[1], weight)
 
 
 def weighted_files(texts: Iterable[str]) -> tuple[WeightedFile, ...]:
-    """What `--data` and [data] mixture name. Errors: ConfigError for weights on some of them, or a file named twice."""
+    """The files that `--data` and [data] mixture name. Errors: ConfigError for weights on some of them only, or a file
+    named twice."""
     files = tuple(map(WeightedFile.parse, texts))
     without = [file.path for file in files if not file.weight]
     if 0 < len(without) < len(files):
@@ -163,7 +165,7 @@ def weighted_files(texts: Iterable[str]) -> tuple[WeightedFile, ...]:
 
 
 def data_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """The settings under [data] that the words of `--data` stand for. Errors: as `weighted_files`."""
+    """The settings under [data] for the values of `--data`. Errors: as for `weighted_files`."""
     files = weighted_files(texts)
     return {"path": files[0].path, "mixture": ()} if len(files) == 1 else {"path": "", "mixture": tuple(texts)}
 
@@ -171,35 +173,35 @@ def data_settings(texts: Sequence[str]) -> dict[str, Any]:
 def samples_of_epoch(
     parts: Sequence[_Indices], weights: Sequence[Fraction], *, names: Sequence[str], seed: int
 ) -> _Indices:
-    """Indices of an epoch in which part k has its weight's share of the samples, to the nearest one.
+    """Indices of an epoch in which each part has its weight's share of the samples, to the nearest sample.
 
-    An epoch is just as long as one that leaves no sample out: the part that is largest for its weight goes in once, the
-    others as many times as that needs, with the rest of a pass drawn by `seed`.
+    The epoch is the shortest that leaves no sample out. The part that is largest for its weight occurs once. The others
+    are repeated; `seed` draws the samples of an incomplete pass.
 
     >>> parts = np.arange(4), np.arange(4, 6)
     >>> samples_of_epoch(parts, (Fraction(1, 2), Fraction(1, 2)), names="ab", seed=0).tolist()
     [0, 1, 2, 3, 4, 4, 5, 5]
 
-    Errors: ConfigError where a part would go in more than 10,000 times.
+    Errors: ConfigError where a part would be repeated more than 10,000 times.
     """
     per_weight = max(len(part) / weight for part, weight in zip(parts, weights, strict=True))
-    chosen = []
+    indices = []
     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         times, rest = divmod(max(len(part), round(per_weight * weight)), len(part))
         if times >= _MOST_TIMES:
             raise ConfigError(
                 f"{names[number]} has {len(part)} samples, of which each would be trained {times:,}"
-                f" times an epoch but at most {_MOST_TIMES:,} are taken: lower its weight, or leave the others' samples"
-                " out"
+                f" times an epoch but at most {_MOST_TIMES:,} are allowed: lower its weight, or leave out samples of"
+                " the other files"
             )
         drawn = part[permutation(len(part), seed=seed, epoch=number)[:rest]]
-        chosen.append(np.sort(np.concatenate([np.repeat(part, times), drawn])))
-    return np.concatenate(chosen)
+        indices.append(np.sort(np.concatenate([np.repeat(part, times), drawn])))
+    return np.concatenate(indices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleSubset:
-    """The samples of `whole` that `indices` name, numbered from 0; `lengths` are theirs."""
+    """The samples of `whole` that `indices` name, numbered from 0 here, with their `lengths`."""
 
     whole: TokenDataset
     indices: npt.NDArray[np.int64]
@@ -211,7 +213,7 @@ class SampleSubset:
 
     @property
     def samples_fingerprint(self) -> str | None:
-        """sha256 of the whole data's, and of which samples of them these are; None where that is not known."""
+        """sha256 of the whole data's fingerprint and of the indices; None where the whole has no fingerprint."""
         if (whole := self.whole.samples_fingerprint) is None:
             return None
         return hashlib.sha256(whole.encode() + np.ascontiguousarray(self.indices, "<i8").tobytes()).hexdigest()
@@ -226,16 +228,16 @@ class SampleSubset:
 
 
 def hold_out(whole: TokenDataset, fraction: float, *, seed: int) -> tuple[SampleSubset, SampleSubset]:
-    """(what to train on, what is held out): the latter is the given fraction of the samples, rounded, drawn by `seed`.
+    """(training part, held-out part). `seed` draws the held-out samples, a fraction of all, rounded.
 
-    Both keep the order of the data. Errors: ConfigError where one of them would be empty.
+    Both parts keep the order of the data. Errors: ConfigError where one of them would be empty.
     """
     num_samples = len(whole)
     num_held = round(fraction * num_samples)
     if not 0 < num_held < num_samples:
         raise ConfigError(
             f"a fraction of {fraction:g} of {num_samples} samples holds out {num_held}, but must leave at least one on"
-            " each side: change it, or evaluate on data of their own"
+            " each side: change it, or evaluate on other data"
         )
     order = permutation(num_samples, seed=seed, epoch=0)
     held, trained = np.sort(order[:num_held]), np.sort(order[num_held:])

@@ -1,7 +1,7 @@
 """Text to token ids and back without loss: byte-level BPE trained on the data at hand, or plain bytes.
 
-Both read UTF-8 bytes, so no text is unknown. The ids of the end of text (`eos`) and of the border between input and
-target (`separator`) lie above the vocabulary of the text and match no string: text cannot forge them.
+Both read UTF-8 bytes, so they encode every text. The ids of the end of text (`eos`) and of the border between input and
+target (`separator`) lie above the vocabulary of the text. No string encodes to them, so text cannot forge them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FILE_NAME = "tokenizer.json"
 _FORMAT = "dynapipe-tokenizer/1"
 _NUM_SPECIAL = 2
 MIN_BPE_VOCABULARY = 256 + _NUM_SPECIAL
-_MOST_BPE_VOCABULARY = 1 << 24  # the library takes room for all of them at once, and aborts where there is none
+_MOST_BPE_VOCABULARY = 1 << 24  # the library allocates all of them at once, and aborts where memory is short
 _TRAINING_BYTES = 8 << 20
-_TRAINING_TEXT_CHARACTERS = 16 << 10  # of one text, so that few long documents do not decide the merges
+_TRAINING_TEXT_CHARACTERS = 16 << 10  # of each text, so that a few long documents do not decide the merges
 
 
 class Tokenizer(Protocol):
-    """What preparing and showing text need. `vocab_size` counts the special ids, which are its last two."""
+    """What preparing and showing text needs. `vocab_size` counts the two special ids, which are its last ones."""
 
     @property
     def kind(self) -> str: ...
@@ -41,18 +41,18 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special ids. Errors: DataError for half of a surrogate pair."""
+        """The ids of each text, without special ids. Errors: DataError for half of a surrogate pair."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of ids; special ids vanish, and a character cut in half becomes U+FFFD."""
+        """The text of ids, without special ids. An incomplete character becomes U+FFFD."""
         ...
 
     def as_json(self) -> str: ...
 
 
 class BytesTokenizer:
-    """One token a byte of UTF-8; needs no library and no training.
+    """One token for each byte of UTF-8; it needs no library and no training.
 
     >>> BytesTokenizer().encode(["hé"])
     [[104, 195, 169]]
@@ -99,21 +99,21 @@ class BpeTokenizer:
         return [encoded.ids for encoded in self._library.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        known = (token for token in _in_vocabulary(tokens, self.vocab_size) if token < self.eos)
-        return b"".join(self._bytes[token] for token in known).decode("utf-8", "replace")
+        of_text = (token for token in _in_vocabulary(tokens, self.vocab_size) if token < self.eos)
+        return b"".join(self._bytes[token] for token in of_text).decode("utf-8", "replace")
 
     def as_json(self) -> str:
         return json.dumps({"format": _FORMAT, "kind": self.kind, "model": json.loads(self._library.to_str())})
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
-    """A BPE of at most `vocab_size` ids (the two special ones included), the same for the same texts.
+    """A BPE of at most `vocab_size` ids with the two special ones; equal texts give an equal BPE.
 
-    Training sees a bounded number of bytes, spread evenly over all texts: when they overflow, every second one is let
-    go and from there on only every second one taken. Small data can give fewer ids than asked for.
+    Training sees a bounded number of bytes, spread evenly over all texts: whenever they exceed the bound, every second
+    text is dropped, and from then on only every second of the following texts is taken. Small data can give fewer ids.
 
-    Errors: ConfigError where vocab_size has no room for the 256 bytes or is beyond all vocabularies, or `tokenizers` is
-    missing.
+    Errors: ConfigError where `vocab_size` has no room for the 256 bytes or is beyond all vocabularies, and where the
+    package `tokenizers` is missing.
     """
     if vocab_size < MIN_BPE_VOCABULARY:
         raise ConfigError(
@@ -142,24 +142,24 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
 
 
 def _spread(texts: Iterable[str], max_bytes: int) -> list[str]:
-    kept: list[str] = []
+    texts_taken: list[str] = []
     sizes: list[int] = []
     total_bytes, stride = 0, 1
     for number, text in enumerate(texts):
         if number % stride:
             continue
         _check_text([text])
-        kept.append(text[:_TRAINING_TEXT_CHARACTERS])
-        sizes.append(len(kept[-1].encode("utf-8")))
+        texts_taken.append(text[:_TRAINING_TEXT_CHARACTERS])
+        sizes.append(len(texts_taken[-1].encode("utf-8")))
         total_bytes += sizes[-1]
-        while total_bytes > max_bytes and len(kept) > 1:
-            kept, sizes, stride = kept[::2], sizes[::2], stride * 2
+        while total_bytes > max_bytes and len(texts_taken) > 1:
+            texts_taken, sizes, stride = texts_taken[::2], sizes[::2], stride * 2
             total_bytes = sum(sizes)
-    return kept
+    return texts_taken
 
 
 def _byte_of_character() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE uses in its vocabulary, as bytes (Radford et al. 2019, sec. 2.2)."""
+    """The byte behind each printable character of a byte-level BPE's vocabulary (Radford et al. 2019, sec. 2.2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

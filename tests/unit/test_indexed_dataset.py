@@ -92,7 +92,7 @@ def test_lengths_come_from_the_index_alone_and_agree_with_the_samples(tmp_path):
 
 def test_a_sequence_that_teaches_nothing_is_refused_or_left_out_and_counted(tmp_path):
     prefix = built(tmp_path, documents=[[[1, 2]], [[3]], [[]], [[4, 5, 6]]])
-    with pytest.raises(DataError, match=r"sequence 1 has 1 tokens, and so have 2 in all .*--skip-empty"):
+    with pytest.raises(DataError, match=r"sequence 1 has 1 tokens; 2 sequences in all .*--skip-empty"):
         IndexedTokens(prefix)
     data = IndexedTokens(prefix, skip_empty=True)
     assert [data[i].tokens.tolist() for i in range(len(data))] == [[1, 2], [4, 5, 6]]

@@ -145,7 +145,7 @@ def test_weights_of_tasks_are_their_shares_of_the_samples_as_the_file_says_at_fi
     ("tasks", "said"),
     [
         ("[copi]\nmax_input_len = 99", r"names 'copi' but the data have the tasks 'copy', 'sum': .*mean 'copy'\?"),
-        ("[copy]\nweight = 1", "the data have the task 'sum', to which the tasks file gives no weight"),
+        ("[copy]\nweight = 1", "the data have the task 'sum', but the tasks file gives it no weight"),
         ("[copy]\nmax_target_len = 7", r"sample 0 \(task 'copy'\) has 8 target tokens but max_target_len is 7: raise"),
     ],
 )
