@@ -55,7 +55,11 @@ def test_rows_without_padding_need_no_mask_and_packed_ones_no_document_of_it() -
         ),
         (MicroBatch(LENGTHS), [TokenSample(7, np.arange(5), 2)] * 2, "the dataset gives TokenSample: give PairSamples"),
         (MicroBatch((SampleLength(7, 3, 0, 2),)), [A], "planned with 0 decoder positions|but its plan has"),
-        (MicroBatch(LENGTHS, "packed", attention="row"), [A, B], "would mix their inputs: plan with document attention"),
+        (
+            MicroBatch(LENGTHS, "packed", attention="row"),
+            [A, B],
+            "would mix their inputs: plan with document",
+        ),
     ],
 )
 def test_what_is_no_pair_of_the_plan_is_refused_by_name(planned, samples, says) -> None:

@@ -1,4 +1,6 @@
-"""A block of records to token streams: a function of the block and the settings alone, so any process can do it."""
+"""A block of records to token streams. The result depends on the block and the settings alone, so any process may do
+it.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,21 @@ from dynapipe_ext.errors import ConfigError, DataError
 
 Target = Literal["dataset", "megatron"]
 TOKENS, SIZES, FIRST_TARGET, TASKS, SENTENCES = "tokens", "sizes", "first_target", "task_ids", "sentences"
-IS_TARGET = "is_target"  # of each token of a chat, a byte
-_VERSION = 4  # raise it with every change of what comes out, so that kept work is done again
+IS_TARGET = "is_target"  # a byte for each token of a chat
+_VERSION = 4  # raise it with every change of the output, so that old work is done again
 _BATCH_CHARACTERS = 1 << 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeSettings:
-    """What becomes of records. For Megatron each of `keys` is a data set of its own; else there is one.
+    """How records become samples.
 
-    dataset: input and target by `pair`, else the text of `keys[0]` as target; a separator between them where the
-    tokenizer has one; the end of text at the end. Without a `pair` all records are texts; `keys_only` reads no task,
-    either.
-    With a `template` records become what that makes of them, by a model's own tokenizer.
-    megatron: the tokens of each text, or of each sentence in a list of them, with the end of text after the last where
-    `append_eod` says so; a text without tokens is a document without a sequence, as in Megatron's preprocess_data.py.
+    dataset: a sample has the input and the target by `pair`, else the text of `keys[0]` as its target. The tokenizer's
+    separator, if any, stands between them and the end of text at the end. Without a `pair` every record is a text;
+    `keys_only` also ignores tasks. With a `template` a model's own tokenizer renders the records.
+    megatron: each of `keys` becomes a data set with the tokens of each text, or of each sentence in a list. With
+    `append_eod` the end of text follows the last one. A text without tokens is a document without a sequence, as in
+    Megatron's preprocess_data.py.
     """
 
     target: Target
@@ -68,7 +70,7 @@ class EncodeSettings:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The fields that are read of a record."""
+        """The fields of a record that are read."""
         if self.target == "megatron" or self.keys_only:
             return frozenset(self.keys)
         if self.template == "chat":
@@ -76,12 +78,12 @@ class EncodeSettings:
         return frozenset((*self.keys, *(self.pair or ()), "task"))
 
     def digest(self, encoder: Encoder) -> str:
-        """sha256 of all, beside the block, that the output of a block depends on."""
+        """sha256 of everything besides the block that determines its output."""
         described = {"version": _VERSION, "tokenizer": digest_of(encoder), **asdict(self)}
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def dtype(self, encoder: Encoder) -> np.dtype[Any]:
-        """Of the tokens on disk."""
+        """The type of the tokens on disk."""
         if self.target == "megatron":
             return token_dtype(encoder.vocab_size)
         return np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
@@ -89,7 +91,7 @@ class EncodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """What a block adds to each stream, as bytes; `task_ids` (int32) count the block's own `tasks`."""
+    """The bytes that a block adds to each stream. Its `task_ids` (int32) index the block's own `tasks`."""
 
     file: str
     upto_bytes: int
@@ -156,7 +158,7 @@ def _encode_examples(
             task_ids.append(tasks.setdefault(example.task, len(tasks)))
             num_truncated += truncated
     streams = {
-        TOKENS: b"".join(one.tobytes() for one in tokens),
+        TOKENS: b"".join(ids.tobytes() for ids in tokens),
         SIZES: np.array(sizes, "<i8").tobytes(),
         FIRST_TARGET: np.array(first_targets, "<i4").tobytes(),
         TASKS: np.array(task_ids, "<i4").tobytes(),
@@ -195,13 +197,13 @@ def _encode_rendered(
             continue
         samples.append(sample)
         task_ids.append(tasks.setdefault(task, len(tasks)))
-    sizes = [len(one.tokens) for one in samples]
+    sizes = [len(sample.tokens) for sample in samples]
     streams = {
-        TOKENS: b"".join(np.array(one.tokens, dtype).tobytes() for one in samples),
+        TOKENS: b"".join(np.array(sample.tokens, dtype).tobytes() for sample in samples),
         SIZES: np.array(sizes, "<i8").tobytes(),
-        FIRST_TARGET: np.array([first_target(one.is_target) for one in samples], "<i4").tobytes(),
+        FIRST_TARGET: np.array([first_target(sample.is_target) for sample in samples], "<i4").tobytes(),
         TASKS: np.array(task_ids, "<i4").tobytes(),
-        IS_TARGET: b"".join(bytes(one.is_target) for one in samples),
+        IS_TARGET: b"".join(bytes(sample.is_target) for sample in samples),
     }
     return EncodedBlock(
         block.file,
@@ -211,7 +213,7 @@ def _encode_rendered(
         tuple(tasks),
         len(samples),
         sum(sizes),
-        sum(one.truncated for one in samples),
+        sum(sample.truncated for sample in samples),
         num_skipped,
     )
 
@@ -258,21 +260,21 @@ def _example(where: str, record: TextRecord, settings: EncodeSettings) -> Exampl
     has_pair = settings.pair is not None and all(name in record for name in settings.pair)
     if is_chat(record) and settings.keys[0] not in record and not has_pair:
         raise DataError(
-            f"{where}: the record is a chat, which the chat template of a model's folder reads: name that folder as"
+            f"{where}: the record is a chat, which needs the chat template of a model's folder: name that folder as"
             " --tokenizer, or as --model of `dynapipe train`"
         )
     return example_of(record, where=where, pair=settings.pair, text=settings.keys[0], may_be_empty=True)
 
 
 def _texts(where: str, record: TextRecord, settings: EncodeSettings) -> list[list[str]]:
-    """The sentences of each key; a text is one."""
+    """The sentences of each key; a plain text is one sentence."""
     _refuse_lacking(where, record, settings)
-    found = []
+    texts = []
     for key in settings.keys:
         value = record[key]
-        sentences = [{key: one} for one in value] if isinstance(value, list) else [record]
-        found.append([string_field(one, key, where=where) for one in sentences])
-    return found
+        sentences = [{key: sentence} for sentence in value] if isinstance(value, list) else [record]
+        texts.append([string_field(sentence, key, where=where) for sentence in sentences])
+    return texts
 
 
 def _refuse_lacking(where: str, record: TextRecord, settings: EncodeSettings) -> None:
@@ -283,9 +285,8 @@ def _refuse_lacking(where: str, record: TextRecord, settings: EncodeSettings) ->
 def _join(
     prompt: Sequence[int], target: Sequence[int], task: str, bounds: LengthBounds, encoder: Encoder, where: str
 ) -> tuple[list[int], int, bool]:
-    """Tokens, the place of the first target, and whether some were cut: of the input's start, then of the target's end.
-
-    Without a separator the very first token cannot be a label, as nothing comes before it.
+    """(tokens, index of the first target, whether tokens were cut): first the input's start is cut, then the target's
+    end. Without a separator the very first token cannot be a label, since nothing comes before it.
     """
     assert encoder.eos is not None
     border = [] if encoder.separator is None else [encoder.separator]
@@ -322,7 +323,7 @@ def _skipped(where: str, settings: EncodeSettings) -> int:
 
 
 def _batches(rows: Iterable[tuple[str, Any]], num_characters: Any) -> Iterator[list[tuple[str, Any]]]:
-    """Runs of rows that bound the memory of one encoding, however long the texts."""
+    """Batches of rows, small enough to encode in bounded memory."""
     batch: list[tuple[str, Any]] = []
     total = 0
     for where, row in rows:

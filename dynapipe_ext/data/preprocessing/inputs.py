@@ -1,6 +1,7 @@
-"""Input files, cut into blocks of whole records: the same blocks whoever reads them, so that work on one can be kept.
+"""Input files, cut into blocks of whole records. Every reader cuts the same blocks, so that finished ones can be kept.
 
-Lines of JSON and of text are cut every MiB, paragraphs at a blank line after that, Parquet into batches of rows.
+A block of JSON lines or of text ends at the first line after a MiB, one of paragraphs at the first blank line. Parquet
+is cut into batches of rows.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class InputFile:
 class Block:
     """Consecutive whole records of one file: lines, paragraphs, a document, or an Arrow stream of rows.
 
-    `first` is the number, from 1, of its first line (of lines and paragraphs) or row; `upto_bytes` is how much of the
-    file on disk was read when it was whole.
+    `first` is the number, from 1, of its first line or row. `upto_bytes` is how much of the file on disk had been read
+    when the block was complete.
     """
 
     file: str
@@ -59,21 +60,21 @@ class Block:
     upto_bytes: int
 
     def digest(self) -> str:
-        """sha256 of all that the block's records depend on."""
+        """sha256 of everything that determines the block's records."""
         return hashlib.sha256(f"{self.form}/{self.unit}/".encode() + self.payload).hexdigest()
 
 
 def find_inputs(patterns: Iterable[str | Path], form: Form | None = None) -> tuple[InputFile, ...]:
-    """The files that paths and globs (`**` too) name: in the order given, those of one glob by name.
+    """The files that paths and globs (also `**`) name, in their order; those of one glob are sorted by name.
 
-    A suffix .gz, .xz, .zst or .bz2 is looked through; .parquet and .pq are Parquet, .txt, .text and .md text, all else
-    JSON Lines, unless `form` says it.
+    The suffix before .gz, .xz, .zst or .bz2 tells the form, unless `form` does: .parquet and .pq are Parquet; .txt,
+    .text and .md are text; all others are JSON Lines.
 
-    Errors: DataError for a path that is missing, a folder, unreadable or given twice, and for a glob that fits nothing.
+    Errors: DataError for a path that is missing, a folder, unreadable or named twice, and for a glob without a match.
     """
     if form is not None and form not in get_args(Form):
         raise ConfigError(f"the input format is {short(form)}: choose from {', '.join(get_args(Form))}")
-    found: list[InputFile] = []
+    files: list[InputFile] = []
     seen: set[Path] = set()
     for path in (path for pattern in patterns for path in _matches(str(pattern))):
         if path.is_dir():
@@ -82,18 +83,18 @@ def find_inputs(patterns: Iterable[str | Path], form: Form | None = None) -> tup
         if (real := path.resolve()) in seen:
             raise DataError(f"{path} is given twice: name every file once")
         seen.add(real)
-        found.append(InputFile(path, form or _form_of(path), path.stat().st_size))
-    if not found:
+        files.append(InputFile(path, form or _form_of(path), path.stat().st_size))
+    if not files:
         raise ConfigError("no input: name at least one file, for example data/*.jsonl.gz")
-    return tuple(found)
+    return tuple(files)
 
 
 class BlockStream:
-    """The blocks of files in order: an iterator that can also say what is left, for others to read.
+    """An iterator over the blocks of files in order. `left` tells what remains, so that others can read it.
 
-    `unit` is what one record of a text file is; of Parquet only `columns` are read.
+    `unit` is one record of a text file. Of Parquet only `columns` are read.
 
-    Errors: DataError naming the file that is empty, damaged or lacks all columns, when it is reached.
+    Errors: DataError naming a file that is empty, damaged or lacks all columns, when it is reached.
     """
 
     def __init__(
@@ -104,9 +105,9 @@ class BlockStream:
         columns: Collection[str] = (),
     ) -> None:
         self.unit: TextUnit = unit
-        self.block_bytes = BLOCK_BYTES  # that a block has at least (uncompressed), but for a file's last
+        self.block_bytes = BLOCK_BYTES  # least size of a block, uncompressed; the last of a file may be smaller
         self.columns = frozenset(columns)
-        self._left = deque((file, 0) for file in files)  # each with the number of its blocks that were taken
+        self._left = deque((file, 0) for file in files)  # each file with the number of its blocks taken so far
         self._reading: Iterator[Block] | None = None
         self._put_back: list[Block] = []
 
@@ -132,18 +133,18 @@ class BlockStream:
         return block
 
     def put_back(self, block: Block) -> None:
-        """Have the block that was taken last come next again."""
+        """Put the last block back; it comes next again."""
         file, num_taken = self._left[0]
         self._left[0] = file, num_taken - 1
         self._put_back.append(block)
 
     def left(self) -> tuple[tuple[InputFile, int], ...]:
-        """Files that are not read to their end, each with the number of its first blocks that were taken."""
+        """Files not yet read to their end, each with the number of its blocks taken so far."""
         return tuple(self._left)
 
 
 def file_blocks(file: InputFile, unit: TextUnit, columns: Collection[str], block_bytes: int) -> Iterator[Block]:
-    """The blocks of one file; there is always at least one. Errors: as those of `BlockStream`."""
+    """The blocks of one file, at least one. Errors: as for `BlockStream`."""
     if file.stored_bytes == 0:
         raise DataError(f"{file.path} is empty: leave it out")
     if file.form == "parquet":
@@ -172,23 +173,23 @@ def _form_of(path: Path) -> Form:
 
 
 def _line_blocks(file: InputFile, unit: TextUnit, block_bytes: int) -> Iterator[Block]:
-    """Blocks that end at the first border of lines, or of paragraphs, from `block_bytes` on; at least one.
+    """Blocks that end at the first border of lines, or of paragraphs, after `block_bytes`; at least one.
 
-    Where they end depends on the content alone, not on how much is read or decompressed at a time.
+    Only the content decides where they end, not how much is read or decompressed at a time.
     """
     border = _BLANK_LINE if unit == "paragraph" else _LINE_END
-    rest, first, begun = bytearray(), 1, False
+    rest, first, has_begun = bytearray(), 1, False
     searched = start = block_bytes - 1
     with file.path.open("rb") as raw:
         for piece in _pieces(file, raw):
             rest += piece
-            if not begun and len(rest) >= len(BYTE_ORDER_MARK):
-                begun = True
+            if not has_begun and len(rest) >= len(BYTE_ORDER_MARK):
+                has_begun = True
                 if rest.startswith(BYTE_ORDER_MARK):
                     del rest[: len(BYTE_ORDER_MARK)]
-            while begun and (found := border.search(rest, searched)):
-                payload = bytes(rest[: found.end()])
-                del rest[: found.end()]
+            while has_begun and (match := border.search(rest, searched)):
+                payload = bytes(rest[: match.end()])
+                del rest[: match.end()]
                 yield Block(str(file.path), file.form, unit, first, payload, raw.tell())
                 first, searched = first + payload.count(b"\n"), start
             searched = max(start, len(rest) - 2)  # a border may begin with the last two bytes
@@ -241,8 +242,8 @@ def _parquet_blocks(file: InputFile, columns: Collection[str], block_bytes: int)
                 continue
             sink = io.BytesIO()
             with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
-                for one in held:
-                    writer.write_batch(one)
+                for rows in held:
+                    writer.write_batch(rows)
             upto_bytes = file.stored_bytes * end // num_rows
             yield Block(str(file.path), "parquet", "line", first, sink.getvalue(), upto_bytes)
             first, held, held_bytes, num_held = end + 1, [], 0, 0

@@ -1,4 +1,4 @@
-"""Records become a data set on disk, and what was done is journalled so that a killed run goes on."""
+"""Records to a data set on disk. A journal keeps finished blocks, so that a killed run can go on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ _READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A block that is done: the digest of its input, what it added (bytes and their digest), and facts about it."""
+    """A finished block: the digest of its input, the bytes it added to each stream (size, digest), and facts about
+    it."""
 
     block: str
     added: dict[str, tuple[int, str]]
@@ -63,9 +64,9 @@ class Entry:
 class StreamJournal:
     """A folder of streams and their journal; a context manager that holds the folder's lock.
 
-    `key` stands for all settings: work under another one is thrown away. `entries` are the blocks that are whole.
+    `key` stands for all settings; work under another key is thrown away. `entries` are the finished blocks.
 
-    Errors: DataError where another process works in the folder, or the disk refuses.
+    Errors: DataError where another process works in the folder, or the disk refuses to write.
     """
 
     def __init__(self, folder: Path, key: str, streams: Sequence[str]) -> None:
@@ -101,11 +102,11 @@ class StreamJournal:
         self.close()
 
     def close(self) -> None:
-        """Release the folder, which stays if there is work in it."""
+        """Release the folder. It stays if it holds work."""
         if self._lock >= 0 and not self.entries:
             shutil.rmtree(self.folder, ignore_errors=True)
         for file in self._files.values():
-            with suppress(OSError):  # a full disk was told of already, by `append`
+            with suppress(OSError):  # `append` has already reported a full disk
                 file.close()
         self._files = {}
         if self._lock >= 0:
@@ -121,7 +122,7 @@ class StreamJournal:
         return self.folder / f"{stream}.bin"
 
     def append(self, block: str, added: Mapping[str, bytes], facts: dict[str, Any]) -> None:
-        """One more block is whole: its bytes first, then the line that says so."""
+        """Add a finished block: first its bytes, then its line in the journal."""
         described = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in added.items()}
         line = json.dumps({"block": block, "added": described, "facts": facts}).encode() + b"\n"
         try:
@@ -138,7 +139,7 @@ class StreamJournal:
         self.entries.append(Entry(block, described, facts))
 
     def keep(self, num_entries: int) -> None:
-        """Forget all entries but the first so many, and what they added."""
+        """Forget all entries but the first `num_entries`, and remove the bytes they added."""
         for entry in self.entries[num_entries:]:
             for name, (size, _) in entry.added.items():
                 self._files[name].seek(-size, os.SEEK_END)
@@ -148,7 +149,7 @@ class StreamJournal:
         self._files[_NAME].truncate()
 
     def finished(self) -> None:
-        """All streams are on disk: they may be moved."""
+        """Write all streams to disk, so that they may be moved."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -163,7 +164,7 @@ class StreamJournal:
         for name in (*self.streams, _NAME):
             path = self.folder / _NAME if name == _NAME else self.path(name)
             path.touch()
-            if path.stat().st_nlink > 1:  # an output has this file already: it must not change with ours
+            if path.stat().st_nlink > 1:  # an output shares this file, and must not change with it
                 copy = self.folder / "copy"
                 shutil.copyfile(path, copy)
                 copy.replace(path)
@@ -171,7 +172,7 @@ class StreamJournal:
         self._read()
 
     def _read(self) -> None:
-        """Take the entries that hold, in order up to the first that does not, and cut off the rest."""
+        """Take the valid entries up to the first damaged one, and cut off the rest."""
         journal = self._files[_NAME]
         self._ends = [len(journal.readline())]
         for line in journal:
@@ -191,7 +192,7 @@ class StreamJournal:
 
 
 def unfinished(folder: Path, key: str) -> bool:
-    """Whether a folder holds work under `key` that was not finished."""
+    """Whether a folder holds unfinished work under `key`."""
     try:
         with (folder / _NAME).open("rb") as file:
             header = json.loads(file.readline())
@@ -201,7 +202,7 @@ def unfinished(folder: Path, key: str) -> bool:
 
 
 def _parsed(line: bytes, streams: Sequence[str]) -> Entry | None:
-    """None for a line that was cut or damaged."""
+    """The entry in a line of the journal; None if the line is incomplete or damaged."""
     try:
         raw = json.loads(line)
         added = {name: (int(size), str(digest)) for name, (size, digest) in raw["added"].items()}
@@ -212,20 +213,20 @@ def _parsed(line: bytes, streams: Sequence[str]) -> Entry | None:
 
 
 def _holds(file: IO[bytes], size: int, digest: str) -> bool:
-    """Whether the next `size` bytes are those of the digest."""
-    found = hashlib.sha256()
+    """Whether the next `size` bytes have this digest."""
+    sha = hashlib.sha256()
     while size > 0:
         block = file.read(min(size, _READ_BYTES))
         if not block:
             return False
-        found.update(block)
+        sha.update(block)
         size -= len(block)
-    return found.hexdigest() == digest
+    return sha.hexdigest() == digest
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: bytes of the input files read and in all; samples and tokens written, kept ones included."""
+    """Progress of a run: input bytes read and in all; samples and tokens written, those kept from before included."""
 
     done_bytes: int
     total_bytes: int
@@ -236,7 +237,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessOutcome:
-    """What there is now. `num_kept_samples` were there from a run that was cut off; `reused`: nothing was to do."""
+    """The result of a run. `num_kept_samples` come from an interrupted run before; `reused`: there was nothing to
+    do."""
 
     outputs: tuple[Path, ...]
     num_samples: int
@@ -259,17 +261,17 @@ def preprocess(
 ) -> PreprocessOutcome:
     """Tokenize `files` into the folder `output`, or for Megatron into `OUTPUT_KEY_document.bin`, `.idx` and lengths.
 
-    The output appears whole or not at all. `workers` encode (the calling process by default); they must have been made
-    with the same settings and encoder, and are entered here. A folder that the same files (by path, size and time) and
-    settings made is left as it is.
+    The output appears whole or not at all. `workers` encode, by default the calling process; they must have the same
+    settings and encoder, and are entered here. An output of the same files (by path, size and time) and settings is
+    reused.
 
-    Errors: ConfigError for settings that cannot work, or for an output that exists, without `overwrite`; DataError for
-    input that cannot be used, naming file and line: what comes before it is kept; and for a folder that holds something
-    else than data, which is never replaced.
+    Errors: ConfigError for settings that cannot work, and for an existing output without `overwrite`; DataError naming
+    file and line of unusable input (finished blocks are kept), and for a folder that holds anything but data, which is
+    never replaced.
     """
     check_settings(settings, encoder)
     place = Path(output)
-    place = place.resolve() if place.is_symlink() else place  # what it points to is replaced, not the link
+    place = place.resolve() if place.is_symlink() else place  # replaces its target, not the link
     if settings.target == "dataset":
         refuse_other_content(place)
     elif place.name in ("", ".."):
@@ -277,36 +279,29 @@ def preprocess(
     key = settings.digest(encoder)
     source = source_digest(files)
     work = place.with_name(f".{place.name}.preparing")
-    if settings.target == "dataset" and (found := _reusable(place, key, source)):
-        if unfinished(work, key):  # cut off after its very last step
+    if settings.target == "dataset" and (outcome := _reusable(place, key, source)):
+        if unfinished(work, key):  # interrupted after its very last step
             with StreamJournal(work, key, stream_names(settings)) as journal:
                 journal.remove()
-        return found
+        return outcome
     _refuse_other(place, work, settings, key, overwrite)
     with StreamJournal(work, key, stream_names(settings)) as journal:
-        done = _Pass(files, settings, journal, progress)
-        done.encode(workers or InlineWorkers(settings, encoder))
+        encoding = _Pass(files, settings, journal, progress)
+        encoding.encode(workers or InlineWorkers(settings, encoder))
         journal.finished()
         if settings.target == "dataset":
-            outputs = _finish_dataset(place, journal, settings, encoder, done, source)
+            outputs = _finish_dataset(place, journal, settings, encoder, encoding, source)
         else:
             outputs = _finish_megatron(place, journal, settings, encoder)
         journal.remove()
-    return PreprocessOutcome(
-        outputs=outputs,
-        num_samples=done.totals["samples"],
-        num_tokens=done.totals["tokens"],
-        num_truncated=done.totals["truncated"],
-        num_skipped=done.totals["skipped"],
-        num_kept_samples=done.num_kept_samples,
-    )
+    return encoding.outcome(outputs)
 
 
 def check_settings(settings: EncodeSettings, encoder: Encoder) -> None:
-    """Errors: ConfigError for settings that do not go together."""
+    """Errors: ConfigError for settings that contradict each other."""
     if settings.target == "megatron":
         if settings.max_seq_len is not None or settings.truncate or settings.tasks.bind:
-            raise ConfigError(".bin/.idx holds whole documents: leave out --max-seq-len, --truncate and others' bounds")
+            raise ConfigError(".bin/.idx holds whole documents: leave out --max-seq-len, --truncate and other bounds")
         if not settings.keys or len(set(settings.keys)) < len(settings.keys):
             raise ConfigError(f"the keys are {list(settings.keys)}: give one or more, each once")
         for name in settings.keys:
@@ -314,36 +309,36 @@ def check_settings(settings: EncodeSettings, encoder: Encoder) -> None:
                 raise ConfigError(f"the key {name!r} cannot be part of a file's name: rename the field")
     elif len(settings.keys) != 1:
         raise ConfigError(
-            f"a dataset folder has one text a record but {len(settings.keys)} keys are given: give one, or a data set"
-            " for each with --output-prefix"
+            f"a dataset folder has one text a record but {len(settings.keys)} keys are named: give one, or write a data"
+            " set for each with --output-prefix"
         )
     if settings.append_eod and encoder.eos is None:
         raise ConfigError("the tokenizer does not say which token ends a text: name it with --eod-token")
     if settings.truncate and settings.max_seq_len is None and not settings.tasks.bind:
-        raise ConfigError("--truncate cuts at --max-seq-len: give it, too")
+        raise ConfigError("--truncate cuts at --max-seq-len: give it as well")
     if settings.max_seq_len is not None and settings.max_seq_len < 1:
         raise ConfigError(f"--max-seq-len is {settings.max_seq_len} but must be at least 1")
 
 
 def train_bpe(files: Sequence[InputFile], settings: EncodeSettings, vocab_size: int) -> BpeTokenizer:
-    """This project's own byte-level BPE, trained on all texts of the files."""
+    """This project's byte-level BPE, trained on all texts of the files."""
     blocks = BlockStream(files, unit=settings.unit, columns=settings.columns)
     return train_tokenizer((text for block in blocks for text in texts_of(block, settings)), vocab_size)
 
 
 def source_digest(files: Sequence[InputFile]) -> str:
-    """sha256 that changes with the files: their paths, sizes and modification times."""
+    """sha256 of the paths, sizes and modification times of the files."""
     described = [[str(file.path.resolve()), file.form, *_stamp(file.path)] for file in files]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
 def megatron_prefix(output: str | Path, key: str) -> Path:
-    """`OUTPUT_KEY_document`, as Megatron's own tool names what it writes."""
+    """`OUTPUT_KEY_document`, the name that Megatron's own tool gives its output."""
     return Path(f"{output}_{key}_document")
 
 
 class _Pass:
-    """One pass over the blocks: those that the journal holds are kept, the others encoded and appended."""
+    """One pass over the blocks: those in the journal are kept, the others are encoded and appended."""
 
     def __init__(
         self,
@@ -368,6 +363,16 @@ class _Pass:
     def tasks(self) -> tuple[str, ...]:
         return tuple(self._tasks)
 
+    def outcome(self, outputs: tuple[Path, ...]) -> PreprocessOutcome:
+        return PreprocessOutcome(
+            outputs=outputs,
+            num_samples=self.totals["samples"],
+            num_tokens=self.totals["tokens"],
+            num_truncated=self.totals["truncated"],
+            num_skipped=self.totals["skipped"],
+            num_kept_samples=self.num_kept_samples,
+        )
+
     def encode(self, workers: Workers) -> None:
         """Bring the journal to the end of the input."""
         if self._keep():
@@ -379,7 +384,7 @@ class _Pass:
             raise DataError("the input has no samples: give files with at least one record that is not empty")
 
     def _keep(self) -> bool:
-        """Keep the entries whose blocks are still those of the input; whether blocks are left."""
+        """Keep the entries whose blocks the input still has; returns whether blocks are left."""
         for place, entry in enumerate(self._journal.entries):
             block = next(self._blocks, None)
             if block is None or block.digest() != entry.block:
@@ -438,20 +443,20 @@ class _Pass:
 
 
 def _refuse_other(place: Path, work: Path, settings: EncodeSettings, key: str, overwrite: bool) -> None:
-    """Errors: ConfigError for an output that is there, and that neither `overwrite` nor unfinished work claims."""
+    """Errors: ConfigError for an existing output, unless `overwrite` is set or the work on it is unfinished."""
     if overwrite or unfinished(work, key):
         return
     if settings.target == "dataset":
-        there = [place] if is_prepared(place) else []
+        existing = [place] if is_prepared(place) else []
     else:
         prefixes = [megatron_prefix(place, name) for name in settings.keys]
-        there = [path for prefix in prefixes for path in (idx_path(prefix), bin_path(prefix)) if path.exists()]
-    if there:
-        raise ConfigError(f"{there[0]} exists, made from other files or settings: pass --overwrite or name another")
+        existing = [path for prefix in prefixes for path in (idx_path(prefix), bin_path(prefix)) if path.exists()]
+    if existing:
+        raise ConfigError(f"{existing[0]} exists, made from other files or settings: pass --overwrite or name another")
 
 
 def _reusable(place: Path, key: str, source: str) -> PreprocessOutcome | None:
-    """What is there, where the same files and settings made it."""
+    """The outcome of an earlier run with the same files and settings, if its dataset is there."""
     try:
         dataset = TokenDataset.open(place)
     except DataError:
@@ -470,7 +475,7 @@ def _reusable(place: Path, key: str, source: str) -> PreprocessOutcome | None:
 
 
 def _finish_dataset(
-    place: Path, journal: StreamJournal, settings: EncodeSettings, encoder: Encoder, done: _Pass, source: str
+    place: Path, journal: StreamJournal, settings: EncodeSettings, encoder: Encoder, encoding: _Pass, source: str
 ) -> tuple[Path, ...]:
     whole = journal.folder / "whole"
     shutil.rmtree(whole, ignore_errors=True)
@@ -484,13 +489,13 @@ def _finish_dataset(
         sizes=_stream(journal, SIZES, "<i8"),
         first_target=_stream(journal, FIRST_TARGET, "<i4"),
         task_ids=_stream(journal, TASKS, "<i4"),
-        tasks=done.tasks,
+        tasks=encoding.tasks,
         tokenizer_json=encoder.as_json(),
         vocab_size=encoder.vocab_size,
         facts={
-            "num_truncated": done.totals["truncated"],
-            "num_skipped": done.totals["skipped"],
-            "file_sizes": list(done.file_sizes.values()),
+            "num_truncated": encoding.totals["truncated"],
+            "num_skipped": encoding.totals["skipped"],
+            "file_sizes": list(encoding.file_sizes.values()),
             "source": source,
             "records": {"template": settings.template, "pair": list(settings.pair or ()), "text": settings.keys[0]},
             "settings": {"preprocess": journal.key},
@@ -503,9 +508,9 @@ def _finish_dataset(
 def _finish_megatron(
     place: Path, journal: StreamJournal, settings: EncodeSettings, encoder: Encoder
 ) -> tuple[Path, ...]:
-    """The index files are put in place last: a data set without its index is not one."""
+    """Put all files in place, the index files last: without its index a data set does not count."""
     prefixes = [megatron_prefix(place, key) for key in settings.keys]
-    made: list[dict[Path, Path]] = []  # for each key what is ready, and where it goes: the index last
+    made: list[dict[Path, Path]] = []  # for each key the finished files and their places, the index last
     for number, prefix in enumerate(prefixes):
         sizes = _stream(journal, f"{SIZES}-{number}", "<i8")
         index, lengths = journal.folder / f"{number}.idx", journal.folder / f"{number}.lengths.npy"
@@ -531,7 +536,7 @@ def _stream(journal: StreamJournal, name: str, dtype: str) -> npt.NDArray[Any]:
 
 
 def _same_file(old: Path, new: Path) -> None:
-    """`new` has the content of `old`, which stays: work that is cut off after this has lost nothing."""
+    """Give `new` the content of `old`, which stays, so that an interruption after this loses nothing."""
     try:
         os.link(old, new)
     except OSError:  # a file system without links

@@ -1,4 +1,4 @@
-"""Records as people have them, rendered to tokens and targets by a template."""
+"""The records of a block, and how a template renders them to tokens and targets."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TextRecord = Mapping[str, object]
 
 
 def records(block: Block, *, text_key: str) -> Iterator[tuple[str, TextRecord]]:
-    """(place, record) for every record of the block; one of a text file has the single field `text_key`.
+    """(place, record) for every record of the block. A record of a text file has the single field `text_key`.
 
-    Blank lines are no records; the paragraphs of a text are what blank lines part.
+    Blank lines are no records; they separate the paragraphs of a text.
 
-    Errors: DataError naming file and line for text that is not UTF-8, or a line that is not a JSON object.
+    Errors: DataError naming file and line for text that is not UTF-8, and for a line that is not a JSON object.
     """
     match block.form:
         case "jsonl":
@@ -92,15 +92,19 @@ def _rows(block: Block) -> Iterator[tuple[str, TextRecord]]:
 Template = Literal["chat", "prompt", "text"]
 MESSAGES, CONVERSATIONS, TOOLS, TASK = "messages", "conversations", "tools", "task"
 CHAT_FIELDS = frozenset((MESSAGES, CONVERSATIONS, TOOLS, TASK, "system"))
-# The fields of a prompt and its response, by the names that people give them.
+# The usual names of the fields of a prompt and its response.
 PAIRS = (("input", "target"), ("prompt", "response"), ("prompt", "completion"), ("inputs", "targets"))
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_LOSS_SWITCHES = ("weight", "train")  # of a message, in others' formats
-_ROLES_KEPT = ("system", "user", "tool")  # whose words no template may drop; of an assistant's it may drop reasoning
+_LOSS_SWITCHES = ("weight", "train")  # fields of a message in other formats
+_ROLES_KEPT = (
+    "system",
+    "user",
+    "tool",
+)  # a template may drop none of their words; of an assistant it may drop reasoning
 
 
 class ModelTokenizer(Protocol):
-    """A model's own tokenizer, as templates need it: `FolderEncoder`, where each is described."""
+    """What templates need of a model's own tokenizer. `FolderEncoder` describes each method."""
 
     @property
     def eos(self) -> int | None: ...
@@ -123,7 +127,7 @@ class ModelTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordFields:
-    """The names of the fields that a record is read by; without a pair it is a text, whatever else it has."""
+    """The names of the fields of a record. Without a pair every record is a text, whatever other fields it has."""
 
     pair: tuple[str, str] | None = PAIRS[0]
     text: str = "text"
@@ -131,7 +135,7 @@ class RecordFields:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The tokens of a sample, of each whether it is a target, and whether some were cut off."""
+    """The tokens of a sample, whether each is a target, and whether some were cut off."""
 
     tokens: list[int]
     is_target: list[bool]
@@ -140,7 +144,7 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Records to samples within `bounds`: cut, or refused."""
+    """Renders records to samples within `bounds`; longer ones are cut or refused."""
 
     template: Template
     fields: RecordFields
@@ -150,11 +154,11 @@ class Renderer:
 
     @classmethod
     def of(cls, template: Template, fields: RecordFields, tokenizer: ModelTokenizer, bounds: LengthBounds) -> Renderer:
-        """Errors: DataError where the tokenizer has no chat template and one is needed; ConfigError for bounds of the
-        sides of chats, which have none."""
+        """Errors: DataError for chats without a chat template; ConfigError for bounds on the sides of chats, which have
+        no sides."""
         if template == "chat" and bounds.tasks.bind:
             raise ConfigError(
-                "the records are chats, whose turns are no input and target: leave out max_input_len and"
+                "the records are chats, which have no input and target sides: leave out max_input_len and"
                 " max_target_len, and bound them by max_seq_len"
             )
         if template == "chat" and not tokenizer.has_chat_template:
@@ -165,8 +169,8 @@ class Renderer:
         return cls(template, fields, tokenizer, bounds, tuple(tokenizer.start))
 
     def render(self, record: Mapping[str, object], where: str, task: str) -> Rendered | None:
-        """None for an empty record. Errors: DataError, opening with `where`, for one that is not of the template, or is
-        too long."""
+        """The sample of a record, None for an empty one. Errors: DataError that begins with `where` for a record that
+        does not fit the template or is too long."""
         match self.template:
             case "chat":
                 return self._chat(record, where)
@@ -179,15 +183,16 @@ class Renderer:
                 assert_never(self.template)
 
     def _prompt(self, record: Mapping[str, object], where: str, task: str) -> Rendered | None:
-        """The response's tokens are those that follow the prompt's in the whole text; where the two flow into one
-        token there, those of the response alone: the prompt's are always what the model will be asked with."""
+        """The response has the tokens that follow the prompt's in the whole text. Where a token spans both, the
+        response is encoded alone: the prompt must have the tokens that the model will be prompted with."""
         assert self.fields.pair is not None
         prompt, response = _strings(record, self.fields.pair, where)
-        asked, whole, alone = (list(ids) for ids in self.tokenizer.encode([prompt, prompt + response, response]))
-        return self._ended(asked, whole[len(asked) :] if whole[: len(asked)] == asked else alone, where, task)
+        of_prompt, whole, alone = (list(ids) for ids in self.tokenizer.encode([prompt, prompt + response, response]))
+        is_prefix = whole[: len(of_prompt)] == of_prompt
+        return self._ended(of_prompt, whole[len(of_prompt) :] if is_prefix else alone, where, task)
 
     def _ended(self, prompt: list[int], target: list[int], where: str, task: str) -> Rendered | None:
-        """Between START and END, shortened at the prompt's start first, then at the target's end."""
+        """The sample between START and END. It is cut first at the prompt's start, then at the target's end."""
         prompt, target = (self._bare(prompt), target) if prompt else (prompt, self._bare(target))
         if not prompt and not target:
             return None
@@ -197,12 +202,12 @@ class Renderer:
         num_input, num_target = self._kept(len(prompt), len(target), where, task, num_beside=len(self.start))
         cut = (num_input, num_target) != (len(prompt), len(target))
         tokens = [*self.start, *prompt[len(prompt) - num_input :], *target[:num_target]]
-        # The very first token follows nothing, so it is no label.
+        # The very first token follows nothing, so it cannot be a label.
         is_target = [i >= max(1, len(tokens) - num_target) for i in range(len(tokens))]
         return _with_targets(Rendered(tokens, is_target, cut), where)
 
     def _bare(self, tokens: list[int]) -> list[int]:
-        """Without START."""
+        """The tokens without START."""
         num_start = len(self.start)
         return tokens[num_start:] if tuple(tokens[:num_start]) == self.start else tokens
 
@@ -225,15 +230,18 @@ class Renderer:
             raise DataError(
                 f"{where}: the chat template marks nothing of this chat as the assistant's: see its generation blocks"
             )
-        _, kept = self._kept(0, len(tokens), where)
-        return _with_targets(Rendered(tokens[:kept], [False, *is_target[1:kept]], kept < len(tokens)), where)
+        _, num_kept = self._kept(0, len(tokens), where)
+        return _with_targets(
+            Rendered(tokens[:num_kept], [False, *is_target[1:num_kept]], num_kept < len(tokens)), where
+        )
 
     def _assistant_turns(
         self, messages: list[Mapping[str, Any]], tools: list[Any] | None, where: str
     ) -> tuple[list[int], list[bool]]:
-        """By what the template makes of the chat up to each answer, and up to its end: parts of the whole, in order.
+        """Tokens and targets of a chat whose template does not mark answers.
 
-        A token is of the turn that its last character is of. An answer that no special token ends gets END.
+        The template renders the chat up to the start and up to the end of each answer; the difference is the answer. A
+        token belongs to the turn of its last character. An answer without a special token at its end gets END.
         """
         whole = self.tokenizer.render(messages, tools)
         self._check_kept(messages, tools, whole, where)
@@ -246,7 +254,7 @@ class Renderer:
             if not (whole.startswith(before) and whole.startswith(upto) and len(before) < len(upto)):
                 raise DataError(
                     f"{where}: the chat template writes message {number} in another way once more messages follow, so"
-                    " what the assistant says in it cannot be told: mark it in the template by {% generation %}, or"
+                    " the assistant's words in it cannot be found: mark them in the template by {% generation %}, or"
                     " give chats of one answer each"
                 )
             spans.append((len(before), len(upto)))
@@ -262,7 +270,7 @@ class Renderer:
     def _check_kept(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, whole: str, where: str
     ) -> None:
-        """Errors: DataError where the text of a chat lacks what was said in it."""
+        """Errors: DataError where the rendered text lacks words of a message, a tool or a call."""
         for number, message in enumerate(messages, 1):
             content, role = message.get("content"), message["role"]
             if role in _ROLES_KEPT and isinstance(content, str) and not _is_in(content.strip(), whole):
@@ -279,7 +287,7 @@ class Renderer:
     def _refused(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, where: str, error: DataError
     ) -> DataError:
-        """What to tell of a chat that the template refuses: its system role, if that is why."""
+        """The error for a chat that the template refuses; it names the system role where that is the reason."""
         others = [message for message in messages if message["role"] != "system"]
         advice = "change the messages, or give another tokenizer's folder"
         if others and len(others) < len(messages):
@@ -299,14 +307,14 @@ class Renderer:
 
 
 def _is_in(words: str, whole: str) -> bool:
-    """As they are, or within JSON, as which templates write what tools say."""
+    """Whether the text has these words, as they are or as JSON, which templates write for tools."""
     return words in whole or json.dumps(words, ensure_ascii=False)[1:-1] in whole
 
 
 def _function_names(described: Any) -> list[str]:
-    """Of tools or calls of them, {"function": {"name", …}} or its inside each."""
-    found = [one.get("function", one) for one in described or () if isinstance(one, dict)]
-    return [one["name"] for one in found if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    """The names of tools or of calls, each described by {"function": {"name", …}} or by the inner object."""
+    functions = [entry.get("function", entry) for entry in described or () if isinstance(entry, dict)]
+    return [entry["name"] for entry in functions if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
 
 
 _NO_ROLE = {
@@ -317,10 +325,11 @@ _NO_ROLE = {
 
 
 def template_of(record: Mapping[str, object], named: RecordFields, where: str) -> tuple[Template, RecordFields]:
-    """What a record is by what it has, and the fields that say so: a text where `named` has no pair; where it names the
-    usual one, any pair of `PAIRS` does.
+    """The template that fits a record by its fields, and these fields.
 
-    Errors: DataError for one that is nothing of all.
+    Where `named` has no pair the record is a text. Where `named` has the default pair, any pair of `PAIRS` will do.
+
+    Errors: DataError for a record that fits no template.
     """
     if named.pair is None:
         if named.text in record:
@@ -354,7 +363,7 @@ def _strings(record: Mapping[str, object], names: tuple[str, ...], where: str) -
 
 
 def _messages(record: Mapping[str, object], where: str) -> list[Mapping[str, Any]]:
-    """The chat's messages. Errors: DataError for what is none."""
+    """The messages of a chat. Errors: DataError for anything that is not a chat."""
     if not is_chat(record):
         raise lacking(record, [MESSAGES], where=where, fields="all records of the data must be of one kind")
     messages = record[MESSAGES] if MESSAGES in record else _as_messages(record, where)
@@ -381,7 +390,7 @@ def _messages(record: Mapping[str, object], where: str) -> list[Mapping[str, Any
 
 
 def _as_messages(record: Mapping[str, object], where: str) -> object:
-    """ShareGPT's turns, {"from", "value"} each, or messages under its name."""
+    """ShareGPT's turns, {"from", "value"} each, as messages; a list that is not of turns is returned unchanged."""
     if record.get("system"):
         raise DataError(f"{where}: field 'system' stands beside {CONVERSATIONS!r}: make it the first turn of these")
     turns = record[CONVERSATIONS]

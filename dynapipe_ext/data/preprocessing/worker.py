@@ -1,6 +1,7 @@
 """A process that encodes blocks: `python -m dynapipe_ext.data.preprocessing.worker FD`, for `ProcessWorkers` alone.
 
-FD is a socket; what comes from it is the job, then blocks; what goes back is one result a block."""
+FD is a socket. The process receives the job from it and then blocks, and sends back one result for each block.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def main(arguments: list[str]) -> int:
     except (EOFError, OSError):
         return 0
     waiting: queue.SimpleQueue[Block] = queue.SimpleQueue()
-    # A thread of its own takes blocks out of the socket: so the other end never waits for this process to read while
-    # this process waits for it. It also hears at once that the other end is gone.
+    # A thread takes blocks out of the socket. Otherwise both ends could wait for the other one to read. The thread also
+    # notices at once that the other end is gone.
     threading.Thread(target=_receive, args=(connection, waiting), daemon=True).start()
     try:
         encoder = encoder_from_json(tokenizer)

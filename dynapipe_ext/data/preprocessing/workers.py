@@ -30,8 +30,8 @@ from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, Execution
 
 Result = EncodedBlock | Exception
 _MODULE = "dynapipe_ext.data.preprocessing.worker"
-_ON_HAND = 2  # blocks that a worker has: one in work, one waiting
-_AHEAD = 4  # blocks a worker that may be done before the oldest is
+_ON_HAND = 2  # blocks of each worker: one in work, one waiting
+_AHEAD = 4  # blocks of each worker that may be finished before the oldest one
 _GRACE_S = 5.0
 
 
@@ -39,7 +39,7 @@ class Workers(Protocol):
     """Something that encodes blocks; a context manager."""
 
     def run(self, blocks: BlockStream) -> Iterator[EncodedBlock]:
-        """One result a block, in order. An error of a block is raised after the results of all blocks before it."""
+        """One result for each block, in order. A block's error is raised after the results of all blocks before it."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -65,7 +65,7 @@ class InlineWorkers:
 
 
 class ProcessWorkers:
-    """`num_workers` processes; `environment` is theirs whole, or None for this process's.
+    """`num_workers` processes. `environment` is their whole environment; None means that of this process.
 
     Errors: ConfigError for fewer than one; ExecutionError where one cannot start or dies.
     """
@@ -91,7 +91,7 @@ class ProcessWorkers:
         self.close()
 
     def close(self) -> None:
-        """End all workers, whatever they are at."""
+        """End all workers at once."""
         for worker in self._workers:
             worker.connection.close()
         for worker in self._workers:
@@ -100,26 +100,26 @@ class ProcessWorkers:
 
     def run(self, blocks: BlockStream) -> Iterator[EncodedBlock]:
         done: dict[int, Result] = {}
-        taken = given = 0
+        num_taken = num_yielded = 0
         more = True
-        while more or given < taken:
-            while more and taken - given < _AHEAD * self._num_workers:
+        while more or num_yielded < num_taken:
+            while more and num_taken - num_yielded < _AHEAD * self._num_workers:
                 if self._load() >= _ON_HAND:
                     break
                 try:
                     block = next(blocks, None)
-                except DynaPipeError as error:  # told in its turn, after the results of what comes before it
-                    done[taken] = error
-                    taken, more = taken + 1, False
+                except DynaPipeError as error:  # raised in its turn, after the results of earlier blocks
+                    done[num_taken] = error
+                    num_taken, more = num_taken + 1, False
                     break
                 if block is None:
                     more = False
                     break
-                self._least_loaded().give(taken, block)
-                taken += 1
-            if given in done:
-                yield _result(done.pop(given))
-                given += 1
+                self._least_loaded().give(num_taken, block)
+                num_taken += 1
+            if num_yielded in done:
+                yield _result(done.pop(num_yielded))
+                num_yielded += 1
                 continue
             busy = {worker.connection: worker for worker in self._workers if worker.on_hand}
             for connection in wait(list(busy)):
@@ -128,7 +128,7 @@ class ProcessWorkers:
                 done[index] = result
 
     def _load(self) -> int:
-        """Blocks on hand of the worker that would get the next one."""
+        """Blocks on hand of the worker that gets the next block."""
         if len(self._workers) < self._num_workers:
             return 0
         return min(len(worker.on_hand) for worker in self._workers)
@@ -152,7 +152,7 @@ class _Worker:
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     env=None if environment is None else dict(environment),
-                    process_group=0,  # Ctrl-C is this process's to hear
+                    process_group=0,  # Ctrl-C reaches this process alone
                 )
             except OSError as error:
                 raise ExecutionError(
@@ -209,7 +209,7 @@ def usable_cores() -> int:
 
 
 def guarded(block: Block, settings: EncodeSettings, encoder: Encoder) -> Result:
-    """The result of a block, or its error as a value, to be raised where the blocks come from."""
+    """The result of a block, or its error as a value, which the process that sent the block raises."""
     try:
         return encode_block(block, settings, encoder)
     except DynaPipeError as error:
@@ -218,7 +218,7 @@ def guarded(block: Block, settings: EncodeSettings, encoder: Encoder) -> Result:
         return DataError(f"{block.file}, line {block.first} and after: no memory left: ask for fewer --workers")
 
 
-# Of a CPU: an actor and a read task together take one, so that actors never keep all CPUs from the reading.
+# Shares of a CPU: an actor and a read task take one together, so that actors leave room for reading.
 _ACTOR_CPUS, _READ_CPUS = 0.9, 0.1
 # Threads of the tokenizers library would share the CPU that other actors have.
 _ENVIRONMENT = {"env_vars": {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}}
@@ -226,10 +226,10 @@ _QUIET = {"enable_progress_bars": False, "print_on_execution_start": False, "tar
 
 
 class RayWorkers:
-    """`num_workers` actors, by default as many as the cluster has CPUs, and as many tasks that read.
+    """`num_workers` actors, by default one for each CPU of the cluster, and as many tasks that read.
 
-    `address` is that of a running cluster ("auto" for the one of this machine); None starts one here, of `local_cpus`
-    where given, which ends with the context. Where Ray is connected already, that connection is used and stays.
+    `address` names a running cluster ("auto": the one of this machine). None starts one here with `local_cpus`; it ends
+    with the context. An existing connection of Ray is used and stays.
 
     Errors: ConfigError without the package, or where the address does not answer; ExecutionError where the cluster
     fails.
@@ -284,7 +284,7 @@ class RayWorkers:
         num_workers = self._num_workers or cpus
         if not 1 <= num_workers <= cpus:
             raise ConfigError(f"{num_workers} workers need a CPU each but the Ray cluster has {cpus}: ask for fewer")
-        given = {str(file.path.absolute()): str(file.path) for file, _ in blocks.left()}
+        named_paths = {str(file.path.absolute()): str(file.path) for file, _ in blocks.left()}
         rows = [
             {"file": pickle.dumps((replace(file, path=file.path.absolute()), num_taken))}
             for file, num_taken in blocks.left()
@@ -311,7 +311,7 @@ class RayWorkers:
                     result: Result = pickle.loads(row["result"])
                     if isinstance(result, Exception):
                         raise result
-                    yield replace(result, file=given[result.file])
+                    yield replace(result, file=named_paths[result.file])
             except ray.exceptions.RayError as error:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
                 raise ExecutionError(
@@ -320,7 +320,7 @@ class RayWorkers:
 
 
 class _Read:
-    """A file's blocks as rows; an error becomes the last of them, to be told in its turn."""
+    """A file's blocks as rows. An error becomes the last row and is raised in its turn."""
 
     def __init__(self, blocks: BlockStream) -> None:
         self._how = blocks.unit, blocks.columns, blocks.block_bytes
@@ -351,7 +351,7 @@ class _Encode:
 
 @contextmanager
 def _ordered_and_quiet(context: Any) -> Iterator[None]:
-    """Ray Data keeps the order of rows, gives them on as they come, and prints nothing of its own."""
+    """Inside, Ray Data keeps the order of rows, passes them on at once, and prints nothing."""
     before = {name: getattr(context, name) for name in _QUIET}
     order = context.execution_options.preserve_order
     logger = logging.getLogger("ray.data")
