@@ -69,9 +69,14 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     write_costs(TrainConfig.read(config), 258, tmp_path / "costs.json")
     words = ["launch", *host_files(hosts, tmp_path, slots=2), "--max-restarts", "1", "--config", str(config)]
     words += ["--costs", str(tmp_path / "costs.json")]
+    python = tmp_path / "python"  # of the hosts, too
+    python.write_text(f'#!/bin/sh\nexec {preloaded.interpreter} "$@"\n')
+    python.chmod(0o700)
     said: list[str] = []
     with store_of(hosts[0], tmp_path) as flags:
-        with preloaded.started([*words, "--run-dir", "killed", *flags], cwd=tmp_path) as launcher:
+        with preloaded.started(
+            [*words, "--run-dir", "killed", *flags], cwd=tmp_path, interpreter=str(python)
+        ) as launcher:
             for line in launcher.stderr:
                 said.append(line)
                 if line.startswith("step 6 ") and "restart" not in "".join(said):

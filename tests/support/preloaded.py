@@ -11,6 +11,7 @@ suite are forks of (`interpreter`).
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import json
@@ -114,7 +115,8 @@ class Preloaded:
 
     @property
     def interpreter(self) -> str:
-        """A command line that runs `-c CODE`, once appended, as Python does, but with all modules loaded."""
+        """A command line that runs `-c CODE` or `-m dynapipe_ext.launch.cli`, once appended, as Python does, but with
+        all modules loaded."""
         return shlex.join([sys.executable, "-P", __file__, "interpret", self.address])
 
     def after(self, code: str) -> Preloaded:
@@ -142,15 +144,17 @@ class Preloaded:
         environment: Mapping[str, str] | None = None,
         new_session: bool = False,
         faults: Mapping[str, Any] | None = None,
+        interpreter: str = "",
     ) -> Iterator[Command]:
         """`dynapipe ARGUMENTS` with variables on top of this process's environment; `faults` are what `faults.install`
-        is given before the command begins."""
+        is given before the command begins. `interpreter`: a program that it takes for its Python."""
         request = {
             "arguments": list(arguments),
             "cwd": str(cwd or Path.cwd()),
             "environment": {**os.environ, **(environment or {})},
             "new_session": new_session,
             "faults": faults,
+            "interpreter": interpreter,
         }
         stderr_read, stderr_write = os.pipe()
         status_read, status_write = os.pipe()
@@ -195,9 +199,11 @@ def _connected(address: str) -> socket.socket:
 
 
 def _interpret(address: str, arguments: Sequence[str]) -> NoReturn:
-    """Lends a fork of the preloaded process this one's streams, and ends as it does."""
+    """Lends a fork of the preloaded process this one's streams, namespaces and cores, and ends as it does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the fork
     request = {"arguments": arguments, "cwd": str(Path.cwd()), "environment": {**os.environ}, "is_code": True}
+    if arguments[0] == "-m":  # the command itself
+        request |= {"arguments": arguments[2:], "is_code": False, "place_of": os.getpid()}
     status_read, status_write = os.pipe()
     with _connected(address) as requests:
         socket.send_fds(requests, [json.dumps(request).encode()], [0, 1, 2, status_write])
@@ -283,6 +289,8 @@ def _become(
     faults: dict[str, Any] | None = None,
     is_code: bool = False,
     serves: bool = False,
+    interpreter: str = "",
+    place_of: int = 0,
 ) -> NoReturn:
     """What `dynapipe ARGUMENTS` does once it has been executed, or `python ARGUMENTS`, the last of which is code."""
     from dynapipe_ext.launch import cli
@@ -295,13 +303,18 @@ def _become(
         os.close(stream)
     os.write(status, f"{os.getpid()}\n".encode())
     os.close(status)
+    if place_of:
+        _enter(place_of)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # as TMPDIR says now
     sys.argv = ["dynapipe", *arguments]
+    if interpreter:
+        sys.executable = interpreter
     if not is_code:
-        importlib.import_module("forked_programs").install()
+        programs = importlib.import_module("forked_programs")
+        programs.install_for_launch() if place_of else programs.install()
     if faults is not None:
         importlib.import_module("faults").install(**faults)
     try:
@@ -318,6 +331,17 @@ def _become(
     except BaseException:  # noqa: BLE001 - it is said, as an interpreter would
         traceback.print_exc()
         _end(1)
+
+
+def _enter(pid: int) -> None:
+    """The namespaces and cores of a process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in ("net", "uts", "mnt")]
+    for namespace in namespaces:
+        if libc.setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(namespace)
+    os.sched_setaffinity(0, os.sched_getaffinity(pid))
 
 
 def _end(code: object) -> NoReturn:
