@@ -19,7 +19,6 @@ from dynapipe_ext.executor.instructions import BackwardInput, ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedKeys, CarriedPiece
 from dynapipe_ext.executor.stages.collectives import named_collectives
-from dynapipe_ext.executor.stages.split_linear import DeferredGradients, DeferredWork, deferred_bytes
 
 
 class StoredBytes:
@@ -184,6 +183,79 @@ def _scatter(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> No
         size = parameter.numel()
         parameter.grad = flat[offset : offset + size].view_as(parameter).to(parameter.dtype)
         offset += size
+
+
+# (weight, input, output gradient), two-dimensional
+DeferredWork = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+_QUEUE = "dynapipe_deferred"  # attribute of a weight: where its gradients go while they are put off
+
+
+class DeferredGradients:
+    """The weight gradients that one micro-batch's I has put off. One for each stage; holds work only between I and W.
+
+    `accumulate(weight, gradient)` adds a finished gradient where the optimizer expects it. With `takes_all` it is given
+    those of whole backwards too, as each of them is found, and autograd none.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[torch.Tensor],
+        accumulate: Callable[[torch.Tensor, torch.Tensor], None],
+        *,
+        takes_all: bool = False,
+    ) -> None:
+        self._accumulate, self._takes_all = accumulate, takes_all
+        self._work: DeferredWork | None = None
+        for weight in weights:
+            setattr(weight, _QUEUE, self)
+
+    @contextmanager
+    def deferring(self) -> Iterator[DeferredWork]:
+        """Within: weight gradients of linear layers are put off, into the list that this yields."""
+        work: DeferredWork = []
+        self._work = work
+        try:
+            yield work
+        finally:
+            self._work = None
+
+    @property
+    def takes(self) -> bool:
+        """Whether gradients come here just now, and not to autograd."""
+        return self._takes_all or self._work is not None
+
+    def take(self, weight: torch.Tensor, inputs: torch.Tensor, output_grads: torch.Tensor) -> None:
+        """A gradient by its two factors, multiplied now or in W."""
+        work = [(weight, inputs.detach(), output_grads.detach())]
+        if self._work is None:
+            self.run(work)
+        else:
+            self._work += work
+
+    def take_whole(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A gradient as it is."""
+        self._accumulate(weight, gradient)
+
+    def run(self, work: DeferredWork) -> None:
+        """Compute a micro-batch's gradients in the order in which its backward came to them, freeing as it goes."""
+        work.reverse()
+        with torch.no_grad():
+            while work:
+                weight, inputs, output_grads = work.pop()
+                self._accumulate(weight, output_grads.t().matmul(inputs).to(weight.dtype))
+
+
+def deferred_of(weight: torch.Tensor) -> DeferredGradients | None:
+    """Where this weight's gradient goes just now: None means to autograd, as usual."""
+    queue: DeferredGradients | None = getattr(weight, _QUEUE, None)
+    return queue if queue is not None and queue.takes else None
+
+
+def deferred_bytes(work: DeferredWork) -> int:
+    """What the put-off work of a micro-batch holds; storages that several layers share count once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for _, *pair in work for tensor in pair}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
 Outputs = tuple[torch.Tensor, ...]

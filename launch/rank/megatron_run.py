@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dynapipe_ext.executor.checkpoints.manifest import RunState, Saver
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
-from dynapipe_ext.executor.stages.megatron.exact import gpt_stage
-from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
+from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
+from dynapipe_ext.executor.stages.megatron.model import build_chunks, build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
-from dynapipe_ext.executor.stages.megatron.placement import build_chunks
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
 from dynapipe_ext.launch.job.job import topology_of
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
@@ -41,23 +40,21 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
     def build(stage: int) -> torch.nn.Module:
         return build_model(architecture, topology, stage, settings, seed=seed, device=device)
 
-    models = build_chunks(topology, pp_rank, build, tied_embeddings=architecture.tied_embeddings)
+    models = build_chunks(architecture, topology, pp_rank, build)
     if config.model.init_from:
         for model in models:
             load_initial_weights(model, config.model.init_from, architecture)
     chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
     optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
-    make_stage: Callable[..., MegatronStage] = gpt_stage
+    deterministic = config.optimizer.deterministic
+    options: dict[str, Any] = {"dropout": config.model.dropout > 0, "measure_bytes": device.type == "cpu"}
     if architecture.num_decoder_layers:
         from dynapipe_ext.executor.stages.megatron.t5 import t5_stage
 
-        make_stage = t5_stage
-    stage = make_stage(
-        chunks,
-        deterministic=config.optimizer.deterministic,
-        dropout=config.model.dropout > 0,
-        measure_bytes=device.type == "cpu",
-    )
+        stage = t5_stage(chunks, deterministic=deterministic, **options)
+    else:
+        exact = ExactMegatronGradients(chunks) if deterministic else None
+        stage = MegatronStage(chunks, gradients=exact, **options)
     num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
     description = asdict(architecture) | {"dtype": config.model.dtype}
 

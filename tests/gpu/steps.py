@@ -25,9 +25,9 @@ from dynapipe_ext.executor.device import process_group_backend, rank_device
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.megatron.exact import gpt_stage
+from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
-from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
@@ -133,7 +133,8 @@ def megatron_stage(dtype: str, device: torch.device, *, deterministic: bool = Fa
     """The stage of the model, and its DDP."""
     config = transformer_config(SHAPE, ALONE, dtype=dtype, deterministic=deterministic)
     ddp = wrap_ddp(build_model(SHAPE, ALONE, 0, config, seed=7, device=device), config)
-    return gpt_stage([ddp], deterministic=deterministic, measure_bytes=False), ddp
+    exact = ExactMegatronGradients([ddp]) if deterministic else None
+    return MegatronStage([ddp], gradients=exact, measure_bytes=False), ddp
 
 
 def learned(stage: Any, ddp: Any, case: Case) -> dict[str, torch.Tensor]:

@@ -18,11 +18,11 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages.megatron.layers import rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.model import (
+    build_chunks,
     build_model,
     initialize_parallel,
     transformer_config,
 )
-from dynapipe_ext.executor.stages.megatron.placement import build_chunks
 from dynapipe_ext.executor.stages.megatron.stage import finalize_grads, wrap_ddp
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
@@ -343,7 +343,7 @@ def test_a_rank_with_several_stages_exports_them_and_another_model_is_refused(
         def build(stage: int) -> Any:
             return build_model(one.architecture, topology, stage, config, seed=None, device=CPU)
 
-        chunks = build_chunks(topology, rank, build, tied_embeddings=True)
+        chunks = build_chunks(one.architecture, topology, rank, build)
         for chunk in chunks:
             load_initial_weights(chunk, str(one.folder), one.architecture)
         wrapped = [wrap_ddp(chunk, config) for chunk in chunks]

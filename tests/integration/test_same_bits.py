@@ -25,8 +25,9 @@ from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSave
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.proof import verify_step, with_collectives
-from dynapipe_ext.executor.stages.megatron.exact import gpt_stage
+from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron.model import held_weights
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
@@ -93,7 +94,7 @@ def train(run: Run, root: Path, env: RankEnv) -> Trained:
     chunks, optimizer = build_trained(case, topology, rank)
     groups = make_pipeline_groups(topology, rank, timeout_s=LIMIT_S)
     transport = StrictTransport(topology, rank, groups, timeout_s=LIMIT_S)
-    stage = gpt_stage(chunks, deterministic=True, dropout=case.dropout > 0)
+    stage = MegatronStage(chunks, gradients=ExactMegatronGradients(chunks), dropout=case.dropout > 0)
     executor = PipelineExecutor(stage, transport)
     form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
     losses, norms = [], []

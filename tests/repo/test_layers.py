@@ -40,7 +40,6 @@ RIM = {
         "executor/measuring/rate.py",  # it times the user's model
         "executor/measuring/profiling.py",  # so does this one
         "executor/measuring/profiler_ranges.py",
-        "executor/stages/attention*.py",
         "executor/stages/carried_keys.py",
         "executor/stages/deepspeed/*.py",
         "executor/stages/megatron/*.py",

@@ -13,7 +13,6 @@ FACADES = {"dynapipe_ext", "dynapipe_ext.megatron"}
 # Imports that close circles which are still to be ended: (importer, imported).
 OPEN = {
     ("dynapipe_ext.costs.table_points", "dynapipe_ext.costs.table"),
-    ("dynapipe_ext.executor.stages.megatron.t5", "dynapipe_ext.executor.stages.megatron.placement"),
 }
 
 

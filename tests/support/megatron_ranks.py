@@ -32,6 +32,7 @@ from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.model import (
+    build_chunks,
     build_model,
     global_name,
     initialize_parallel,
@@ -39,7 +40,6 @@ from dynapipe_ext.executor.stages.megatron.model import (
     transformer_config,
 )
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
-from dynapipe_ext.executor.stages.megatron.placement import build_chunks
 from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
@@ -177,10 +177,10 @@ def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
     )
     shape, pp_rank = case.model.shape, topology.coordinates(rank).pp_rank
     chunks = build_chunks(
+        shape,
         topology,
         pp_rank,
         lambda stage: build_model(shape, topology, stage, config, seed=7, device=CPU),
-        tied_embeddings=shape.tied_embeddings,
     )
     return [wrap_ddp(chunk, config, distributed_optimizer=case.distributed_optimizer) for chunk in chunks]
 

@@ -18,6 +18,7 @@ from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.pairs import PairSample, collate_pairs
 from dynapipe_ext.executor.stages.megatron.model import (
+    build_chunks,
     build_model,
     fill_weights,
     held_weights,
@@ -26,7 +27,6 @@ from dynapipe_ext.executor.stages.megatron.model import (
     transformer_config,
 )
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
-from dynapipe_ext.executor.stages.megatron.placement import build_chunks
 from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
@@ -120,10 +120,10 @@ def build_pair_ddps(
         deterministic=case.is_deterministic,
     )
     chunks = build_chunks(
+        architecture,
         topology,
         topology.coordinates(rank).pp_rank,
         lambda stage: build_model(architecture, topology, stage, config, seed=None, device=CPU),
-        tied_embeddings=architecture.tied_embeddings,
     )
     for chunk in chunks:
         fill_weights(chunk, weights.items())

@@ -16,7 +16,7 @@ megatron_cpu.install()
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
 
-from dynapipe_ext.executor.stages.megatron.placement import PlacedLayout, is_tied_by_megatron  # noqa: E402
+from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, is_tied_by_megatron  # noqa: E402
 
 SHAPE = Architecture.gpt(
     num_layers=8,

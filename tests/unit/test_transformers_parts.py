@@ -11,7 +11,8 @@ import transformers
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.batching.packing import PackingCollator, check_packing
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.stages.split_linear import DeferredGradients, make_linears_splittable
+from dynapipe_ext.executor.stages.chunk_runner import DeferredGradients
+from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineReductions

@@ -18,7 +18,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.accumulator import ExactSums
 from dynapipe_ext.executor.stages.chunk_runner import GradientAccumulator, Sum
-from dynapipe_ext.executor.stages.megatron.stage import Chunks, MegatronStage, unwrapped
+from dynapipe_ext.executor.stages.megatron.stage import Chunks, unwrapped
 
 _EPSILON = 1e-6  # of Megatron's clipping
 
@@ -84,11 +84,6 @@ class ExactMegatronGradients(GradientAccumulator):
         sums.check()
         for parameter in sums.parameters:
             parameter.main_grad.copy_(sums.value(parameter))  # type: ignore[attr-defined]
-
-
-def gpt_stage(chunks: Chunks, *, deterministic: bool = False, **options: Any) -> MegatronStage:
-    """The stage of a rank's chunks of a GPT; `options` are MegatronStage's."""
-    return MegatronStage(chunks, gradients=ExactMegatronGradients(chunks) if deterministic else None, **options)
 
 
 def over(group: Any) -> Sum:

@@ -16,6 +16,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers, rotary_frequencies
+from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, is_tied_by_megatron, virtual_stage
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.family_configs import router_fault
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
@@ -248,8 +249,6 @@ def _parallel_arguments(
     """
     layout = None
     if topology.pp > 1:
-        from dynapipe_ext.executor.stages.megatron.placement import PlacedLayout
-
         layout = PlacedLayout(topology, num_layers)
     elif topology.num_stages > 1:
         raise ConfigError(f"{topology.num_stages} stages on one pipeline rank: give pp of at least 2, or one stage")
@@ -272,6 +271,37 @@ def _parallel_arguments(
         "apply_rope_fusion": False,
         "use_cpu_initialization": not torch.cuda.is_available(),
     }
+
+
+def build_chunks(
+    architecture: Architecture, topology: Topology, pp_rank: int, build: Callable[[int], torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """What `build(stage)` gives for each stage of a pipeline rank, in their order.
+
+    Where a rank holds both ends of a tied model (a V), the head uses the embedding's weight and has none of its own:
+    one parameter, one gradient, one optimizer state, saved once. Stages of an encoder-decoder likewise (`lend_copies`).
+    """
+    stages = topology.stages_of(pp_rank)
+    chunks: list[Any] = [build(stage) for stage in stages]
+    if architecture.num_decoder_layers:
+        from dynapipe_ext.executor.stages.megatron.t5 import lend_copies
+
+        lend_copies(chunks)
+    elif architecture.tied_embeddings and not is_tied_by_megatron(topology) and stages[0] == 0:
+        head, embedding = chunks[-1].output_layer, chunks[0].embedding
+        del head.weight
+        head.__dict__["weight"] = embedding.word_embeddings.weight  # used, not owned: parameters() leaves it out
+        chunks[-1].__dict__["sharded_state_dict"] = partial(_state_without_head, chunks[-1])
+    return chunks
+
+
+def _state_without_head(model: Any, *arguments: Any, **options: Any) -> Any:
+    """Megatron's sharded state of a model whose head has no weight of its own; Megatron would look for one."""
+    model.post_process = False
+    try:
+        return type(model).sharded_state_dict(model, *arguments, **options)
+    finally:
+        model.post_process = True
 
 
 def build_model(
@@ -341,8 +371,6 @@ def _check(a: Architecture, topology: Topology) -> None:
 def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from dynapipe_ext.executor.stages.megatron.placement import is_tied_by_megatron, virtual_stage
 
     layers = topology.with_layers(a.num_layers).layers_per_stage
     first = sum(layers[:stage])

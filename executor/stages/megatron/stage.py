@@ -1,4 +1,4 @@
-"""The stage of Megatron's model chunks: steps, split backwards, pieces, recomputation."""
+"""The stage of Megatron's model chunks: where their layers are, steps, split backwards, pieces, recomputation."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from dynapipe_ext.batch.micro_batches import Recompute
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import on_device
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
-from dynapipe_ext.executor.stages.attention import CarriedRow
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.chunk_runner import (
     ChunkRunner,
     GradientAccumulator,
     Replay,
+    deferred_of,
     random_key,
     replay_torch,
     seed_of,
 )
-from dynapipe_ext.executor.stages.megatron.layers import rotate_without_waiting, with_lengths
-from dynapipe_ext.executor.stages.split_linear import deferred_of
+from dynapipe_ext.executor.stages.megatron.layers import CarriedRow, rotate_without_waiting, with_lengths
 
 
 class RecomputeSwitch:
@@ -263,6 +266,60 @@ def _head_is_embedding(model: Any) -> bool:
     return bool(in_stage or "weight" in vars(model.output_layer))  # lent: used, not owned
 
 
+class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc] # megatron has no types
+    """Megatron's pipeline layout with stage s on rank `placement[s]`, of which it is the next virtual stage.
+
+    Megatron's own puts stage s on rank s mod pp. Layer numbers are global; ranks may hold unequal numbers of stages.
+    """
+
+    def __init__(self, topology: Topology, num_layers: int) -> None:
+        layers = topology.with_layers(num_layers).layers_per_stage
+        stages = [[LayerType.decoder] * count for count in layers]
+        stages[0].insert(0, LayerType.embedding)
+        stages[-1].append(LayerType.loss)
+        self._topology, self._layers = topology, layers
+        self.input_data: Any = stages
+        self.pipeline_model_parallel_size = topology.pp
+        self.virtual_pipeline_model_parallel_size = max(len(topology.stages_of(rank)) for rank in range(topology.pp))
+        self.layout = [[list(stages[stage]) for stage in topology.stages_of(rank)] for rank in range(topology.pp)]
+        for held in self.layout:  # Megatron reads as many virtual stages of every rank
+            held += [[]] * (self.virtual_pipeline_model_parallel_size - len(held))
+        self.flatten_layout = [layer for stage in stages for layer in stage]
+
+    def get_layer_offset(
+        self, layer_type: Any = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """Decoder layers before a virtual stage of a rank (default: this one)."""
+        assert layer_type == LayerType.decoder
+        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        return sum(self._layers[: self._topology.stages_of(rank)[vp_stage or 0]])
+
+
+def virtual_stage(topology: Topology, stage: int, config: Any) -> int | None:
+    """Which of its rank's chunks a stage is, as Megatron wants it: None where ranks hold one."""
+    if config.virtual_pipeline_model_parallel_size is None:
+        return None
+    return topology.stages_of(topology.stage_ranks[stage]).index(stage)
+
+
+def is_tied_by_megatron(topology: Topology) -> bool:
+    """Whether Megatron keeps a tied embedding and head equal: in one stage, or as copies on the first and last rank.
+
+    Else one rank holds both ends, and `build_chunks` makes them one weight. Errors: ConfigError where neither is so.
+    """
+    first, last = topology.stage_ranks[0], topology.stage_ranks[-1]
+    num_chunks = {len(topology.stages_of(rank)) for rank in range(topology.pp)}
+    if topology.num_stages == 1 or ((first, last) == (0, topology.pp - 1) and len(num_chunks) == 1):
+        return True
+    if first == last:
+        return False
+    raise ConfigError(
+        f"tied embeddings under placement {topology.stage_ranks}: Megatron sums the gradients of two copies between the"
+        " first stage of rank 0 and the last stage of the last rank, of as many stages each: place them so, or both on"
+        " one rank, or untie them (tied_embeddings false)"
+    )
+
+
 class MegatronStage:
     """The model chunks of one pipeline rank, each wrapped in megatron-core's DistributedDataParallel.
 
@@ -286,7 +343,6 @@ class MegatronStage:
         dropout: bool = False,
         measure_bytes: bool = True,
     ) -> None:
-        from megatron.core import parallel_state
         from megatron.core.transformer.transformer_layer import TransformerLayer
 
         self._chunks, self._call = _checked(chunks), call

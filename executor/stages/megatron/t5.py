@@ -31,13 +31,14 @@ from dynapipe_ext.executor.stages.accumulator import ExactSums
 from dynapipe_ext.executor.stages.chunk_runner import GradientAccumulator
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients, over
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm
-from dynapipe_ext.executor.stages.megatron.placement import PlacedLayout, virtual_stage
 from dynapipe_ext.executor.stages.megatron.stage import (
     Chunks,
     MegatronGradients,
     MegatronStage,
+    PlacedLayout,
     finalize_grads,
     unwrapped,
+    virtual_stage,
 )
 from dynapipe_ext.executor.stages.megatron.t5_attention import PairAttention, RelativePositions
 from dynapipe_ext.executor.stages.split_linear import hand_over_each_use
