@@ -14,12 +14,13 @@ from dynapipe_ext.lazy import lazy_names
 if TYPE_CHECKING:
     from dynapipe_ext.executor.drop_in.arguments import add_arguments
     from dynapipe_ext.executor.drop_in.datasets import datasets_provider
-    from dynapipe_ext.executor.drop_in.drop_in import DropInSettings, ForwardBackward, forward_backward_func
+    from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward, forward_backward_func
     from dynapipe_ext.executor.drop_in.installed import installed
     from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
+    from dynapipe_ext.executor.drop_in.settings import DropInSettings
 
 _HOMES = {
-    "DropInSettings": "dynapipe_ext.executor.drop_in.drop_in",
+    "DropInSettings": "dynapipe_ext.executor.drop_in.settings",
     "ForwardBackward": "dynapipe_ext.executor.drop_in.drop_in",
     "PlannedSteps": "dynapipe_ext.executor.drop_in.planned_data",
     "add_arguments": "dynapipe_ext.executor.drop_in.arguments",

@@ -10,10 +10,6 @@ from typing import Any, NoReturn
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 
 _MOST_POSITIONS = 1 << 40  # of a sample
-PIECES_HELP = "run samples of more than N tokens in pieces; auto: where that is faster"
-MAX_INPUT_HELP = "most tokens of an input; 0: only of a sample"
-MAX_TARGET_HELP = "most tokens of a target; 0: only of a sample"
-TASKS_HELP = "TOML or JSON of tasks with other such lengths"
 _STATUSES = {
     0: "done",
     1: "a defect of dynapipe, after its traceback",
@@ -85,17 +81,6 @@ def add_json(parser: argparse._ActionsContainer, what: str) -> None:
     )
 
 
-def add_pieces(parser: argparse._ActionsContainer, default: object) -> None:
-    parser.add_argument("--pieces", type=pieces_flag, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
-
-
-def pieces_flag(text: str) -> object:
-    """The value of `--pieces`. Errors: ConfigError."""
-    from dynapipe_ext.batch.micro_batches import pieces_of  # with numpy, which no help needs
-
-    return pieces_of(text)
-
-
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:
     """`--truncate [N]`, which `cut_at` reads; `longest` is what holds without N."""
     parser.add_argument(
@@ -115,9 +100,3 @@ def cut_at(truncate: int | bool | None, longest: int | None) -> int | None:
     if longest is None:
         raise ConfigError("--truncate cuts samples, but nothing says where: give --truncate N, or --max-seq-len N")
     return longest
-
-
-def degrees(args: argparse.Namespace, *, of_file: bool) -> dict[str, int]:
-    """The degrees of parallelism that flags give; one that is not given is 1 as soon as another is, or the file's."""
-    given = {name: value for name in ("tp", "pp", "dp") if (value := getattr(args, name)) is not None}
-    return given if of_file or not given else {"tp": 1, "pp": 1, "dp": 1} | given

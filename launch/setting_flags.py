@@ -1,175 +1,66 @@
-"""The flags of `dynapipe train` that stand for settings, one each."""
+"""Flags that stand for settings: their form, choices, words and defaults are those that the setting declares."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
-from dynapipe_ext.batch.micro_batches import Layout, LossNorm
-from dynapipe_ext.batch.topology import ScheduleName
-from dynapipe_ext.launch.command_parser import (
-    MAX_INPUT_HELP,
-    MAX_TARGET_HELP,
-    PIECES_HELP,
-    TASKS_HELP,
-    pieces_flag,
-)
-from dynapipe_ext.models.named_models import Backend
-from dynapipe_ext.settings.flag_values import betas, dtype, numbers
-from dynapipe_ext.settings.tables import LrSchedule, PlacementChoice, SaveFormat, TemplateChoice
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.declared import Setting
+from dynapipe_ext.settings.train_config import declared_tables
 
-# flag -> (table, name, keyword arguments of argparse); a flag left out keeps the setting of the file.
-_FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "--data": (
-        "data",
-        "path",
-        {
-            "nargs": "+",
-            "metavar": "FILE",
-            "help": "JSONL (also compressed), several as FILE=WEIGHT; or a folder of dynapipe preprocess",
-        },
-    ),
-    "--tokens-per-batch": (
-        "data",
-        "tokens_per_batch",
-        {"type": int, "metavar": "N", "help": "real tokens of a step"},
-    ),
-    "--batch-size": (
-        "data",
-        "batch_size",
-        {"type": int, "metavar": "N", "help": "samples of a step, instead"},
-    ),
-    "--template": (
-        "data",
-        "template",
-        {"choices": get_args(TemplateChoice), "help": "what records are; auto: as the first one"},
-    ),
-    "--input-key": ("data", "input_key", {"metavar": "KEY", "help": "field of the prompt (input, prompt)"}),
-    "--target-key": ("data", "target_key", {"metavar": "KEY", "help": "field of the response (target, response)"}),
-    "--text-key": (
-        "data",
-        "text_key",
-        {"metavar": "KEY", "help": "field of plain text (text), read though pairs are there"},
-    ),
-    "--max-input-len": ("data", "max_input_len", {"type": int, "metavar": "N", "help": MAX_INPUT_HELP}),
-    "--max-target-len": ("data", "max_target_len", {"type": int, "metavar": "N", "help": MAX_TARGET_HELP}),
-    "--tasks": ("data", "tasks", {"metavar": "FILE", "help": f"{TASKS_HELP}, and weights"}),
-    "--num-workers": ("data", "num_workers", {"type": int, "metavar": "N", "help": "planner processes; 0: in line"}),
-    "--steps": ("run", "steps", {"type": int, "metavar": "N", "help": "optimizer steps"}),
-    "--epochs": ("run", "epochs", {"type": float, "metavar": "N", "help": "passes over the data, instead of steps"}),
-    "--seed": ("run", "seed", {"type": int, "metavar": "N", "help": "of data order, weights and dropout"}),
-    "--run-dir": ("run", "run_dir", {"metavar": "DIR", "help": "report, traces, events (default: runs/ and the time)"}),
-    "--log-every": ("run", "log_every", {"type": int, "metavar": "N", "help": "steps between lines of the log"}),
-    "--wandb": ("run", "wandb", {"metavar": "PROJECT", "help": "log to Weights & Biases"}),
-    "--tp": ("topology", "tp", {"type": int, "metavar": "N", "help": "tensor parallel ranks"}),
-    "--pp": ("topology", "pp", {"type": int, "metavar": "N", "help": "pipeline ranks"}),
-    "--dp": ("topology", "dp", {"type": int, "metavar": "N", "help": "data parallel replicas"}),
-    "--placement": (
-        "topology",
-        "placement",
-        {
-            "choices": get_args(PlacementChoice),
-            "help": "of stages on ranks (default: the schedule's); auto: tried",
-        },
-    ),
-    "--stages-per-rank": (
-        "topology",
-        "stages_per_rank",
-        {"type": int, "metavar": "N", "help": "under interleaved, v (default: 2)"},
-    ),
-    "--layers-per-stage": (
-        "topology",
-        "layers_per_stage",
-        {"type": numbers, "metavar": "N,N,…", "help": "of each stage (default: even)"},
-    ),
-    "--sequence-parallel": ("topology", "sequence_parallel", {"action": "store_true", "help": "over the tp ranks"}),
-    "--architecture": (
-        "model",
-        "architecture",
-        {"metavar": "MODEL", "help": "config.json or its folder, or a preset: a published model instead of own sizes"},
-    ),
-    "--backend": ("model", "backend", {"choices": get_args(Backend), "help": "what computes the model"}),
-    "--lora": ("lora", "enabled", {"action": "store_true", "help": "train adapters of peft, not the model's weights"}),
-    "--lora-r": ("lora", "r", {"type": int, "metavar": "R", "help": "rank of the adapters"}),
-    "--lora-alpha": ("lora", "lora_alpha", {"type": float, "metavar": "A", "help": "over the rank: their scale"}),
-    "--lora-dropout": ("lora", "lora_dropout", {"type": float, "metavar": "P", "help": "before the adapters"}),
-    "--lora-target-modules": (
-        "lora",
-        "target_modules",
-        {"nargs": "+", "metavar": "NAME", "help": "adapted layers, or all-linear (default: peft's of the family)"},
-    ),
-    "--init-from": ("model", "init_from", {"metavar": "DIR", "help": "start from the weights of a checkpoint"}),
-    "--tokenizer": ("data", "tokenizer", {"metavar": "NAME", "help": "bpe, bytes, or as dynapipe preprocess takes it"}),
-    "--max-seq-len": ("model", "max_seq_len", {"type": int, "metavar": "N", "help": "longest sample in tokens"}),
-    "--dtype": (
-        "model",
-        "dtype",
-        {
-            "type": dtype,
-            "choices": ("float32", "bfloat16"),
-            "help": "of weights (fp32, bf16 for short); their masters are fp32",
-        },
-    ),
-    "--layout": ("plan", "layout", {"choices": get_args(Layout), "help": "of micro-batches"}),
-    "--schedule": ("plan", "schedule", {"choices": get_args(ScheduleName), "help": "of the pipeline"}),
-    "--split-backward": ("plan", "split_backward", {"action": "store_true", "help": "run B as I and W"}),
-    "--fill-waits": ("plan", "fill_waits", {"action": "store_true", "help": "run W while a transfer is waited for"}),
-    "--pieces": ("plan", "pieces", {"type": pieces_flag, "metavar": "auto|off|N", "help": PIECES_HELP}),
-    "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost model as JSON (default: measure this machine)"}),
-    "--adapt-costs": ("plan", "adapt_costs", {"action": "store_true", "help": "fit costs in the run where far off"}),
-    "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "of a rank, 10^9 bytes"}),
-    "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),
-    "--lr": ("optimizer", "lr", {"type": float, "metavar": "LR", "help": "highest learning rate"}),
-    "--min-lr": ("optimizer", "min_lr", {"type": float, "metavar": "LR", "help": "at the end (in proportion to --lr)"}),
-    "--lr-schedule": (
-        "optimizer",
-        "lr_schedule",
-        {"choices": get_args(LrSchedule), "help": "after the warm-up"},
-    ),
-    "--weight-decay": ("optimizer", "weight_decay", {"type": float, "metavar": "W", "help": "not of norms and biases"}),
-    "--clip-grad": ("optimizer", "clip_grad", {"type": float, "metavar": "NORM", "help": "of all gradients; 0: off"}),
-    "--betas": ("optimizer", "betas", {"type": betas, "metavar": "B1,B2", "help": "of Adam"}),
-    "--deterministic": (
-        "optimizer",
-        "deterministic",
-        {"action": "store_true", "help": "same bits under every plan, pp and dp of the same micro-batches"},
-    ),
-    "--output": ("checkpoint", "output", {"metavar": "DIR", "help": "folder to make of the trained model"}),
-    "--save-format": ("checkpoint", "save_format", {"choices": get_args(SaveFormat), "help": "of --output"}),
-    "--keep-best": ("checkpoint", "keep_best", {"action": "store_true", "help": "by validation; --output is then it"}),
-    "--save-every": ("checkpoint", "save_every", {"type": int, "metavar": "STEPS", "help": "between checkpoints"}),
-    "--save-minutes": ("checkpoint", "save_minutes", {"type": float, "metavar": "M", "help": "between checkpoints"}),
-    "--keep-last": ("checkpoint", "keep_last", {"type": int, "metavar": "N", "help": "checkpoints that stay; 0: all"}),
-    "--grace": ("checkpoint", "grace_s", {"type": float, "metavar": "SECONDS", "help": "to save in after a signal"}),
-    "--eval-every": ("eval", "every", {"type": int, "metavar": "STEPS", "help": "between validation losses; 0: none"}),
-    "--eval-steps": ("eval", "steps", {"type": int, "metavar": "N", "help": "global batches of each; 0: all"}),
-    "--eval-data": ("eval", "path", {"metavar": "FILE", "help": "held-out data, as --data takes it"}),
-    "--eval-fraction": ("eval", "fraction", {"type": float, "metavar": "F", "help": "of the data held out instead"}),
-    "--deepspeed": ("deepspeed", "config", {"metavar": "FILE", "help": "ds_config.json of an engine that trains"}),
-    "--strict": ("job", "strict", {"action": "store_true", "help": "enforce NCCL's ordering rules over gloo"}),
-    "--log-dir": ("debug", "log_dir", {"metavar": "DIR", "help": "keep a log of each rank there"}),
-    "--log-level": ("debug", "log_level", {"choices": ("info", "debug"), "help": "debug: with every action"}),
-    "--plan-dir": ("debug", "plan_dir", {"metavar": "DIR", "help": "keep every step's plan there, for replay"}),
-    "--redis-server": ("job", "redis_server", {"metavar": "PATH", "help": "server binary of the embedded store"}),
-}
+Tables = dict[str, dict[str, Any]]
+_DEGREES = ("tp", "pp", "dp")
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
-    """Each with the default of its setting; one that is left out is None."""
-    for flag, (table, name, options) in _FLAGS.items():
-        default = getattr(getattr(TrainConfig(), table), name)
-        known = "default" in options["help"] or default in ("", False, ())
-        said = options["help"] if known else f"{options['help']} (default: {default})"
-        parser.add_argument(flag, default=None, **options | {"help": said})
+    """Those of all settings, in groups by their table in the file."""
+    for table, settings in declared_tables().items():
+        group = parser.add_argument_group(f"[{table}]")
+        for one in settings.values():
+            if one.flag:
+                _add(group, one)
 
 
-def given_settings(args: argparse.Namespace, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The settings in `tables`, with those of the flags that are given on top."""
-    found = {table: dict(values) for table, values in tables.items()}
-    for flag, (table, name, _) in _FLAGS.items():
-        value = getattr(args, flag.lstrip("-").replace("-", "_"))
-        if value is not None:
-            found.setdefault(table, {})[name] = tuple(value) if isinstance(value, list) else value
-    return found
+def add_flags(parser: argparse._ActionsContainer, *names: str) -> None:
+    """Those of the settings that are named, as "plan.layout"."""
+    for name in names:
+        _add(parser, _named(name))
+
+
+def add_flag(parser: argparse._ActionsContainer, name: str, help: str, **options: Any) -> None:
+    """That of one setting, with help of its own, and other `options` of argparse."""
+    one = _named(name)
+    parser.add_argument(one.flag, **one.flag_options | options, help=help)
+
+
+def _named(name: str) -> Setting:
+    table, _, key = name.partition(".")
+    return declared_tables()[table][key]
+
+
+def _add(parser: argparse._ActionsContainer, one: Setting) -> None:
+    says_default = "default" in one.help or one.default in ("", False, ())
+    default = "" if says_default else f" (default: {one.default})"
+    parser.add_argument(one.flag, **one.flag_options, help=one.help + default)
+
+
+def settings_of_flags(args: argparse.Namespace, tables: Mapping[str, Mapping[str, Any]], *, of_file: bool) -> Tables:
+    """The settings in `tables`, with those of the flags that were given on top; flags that take another setting's place
+    reset it. `of_file`: degrees of parallelism without a flag are the file's, else 1 where one of them has a flag."""
+    settings: Tables = {table: dict(tables.get(table, {})) for table in declared_tables()}
+    for table, declared in declared_tables().items():
+        for name, one in declared.items():
+            value = getattr(args, one.flag.lstrip("-").replace("-", "_"), None) if one.flag else None
+            if value is not None:
+                settings[table][name] = tuple(value) if isinstance(value, list) else value
+    run, topology, data = settings["run"], settings["topology"], settings["data"]
+    if "steps" in run:
+        run["epochs"] = 0.0
+    if "placement" in topology:  # another one's stages and layers are not for it
+        settings["topology"] = topology = {"stages_per_rank": 0, "layers_per_stage": ()} | topology
+    if not of_file and topology.keys() & {*_DEGREES}:
+        settings["topology"] = dict.fromkeys(_DEGREES, 1) | topology
+    if "batch_size" in data or "tokens_per_batch" in data:
+        settings["data"] = {"batch_size": 0, "tokens_per_batch": 0} | data
+    return {table: values for table, values in settings.items() if values}

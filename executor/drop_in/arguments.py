@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from dynapipe_ext.batch.micro_batches import Layout, Pieces, pieces_of
+from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.drop_in.drop_in import DropInSettings
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
+from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.settings.declared import declared
+from dynapipe_ext.settings.tables import PlanSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +38,17 @@ class Wishes:
     def settings(self, args: Any) -> DropInSettings:
         """With `args`, Megatron-LM's, or None for a script without. Errors: DataError for costs that cannot be read."""
 
-        wish = partial(self.wish, args)
-        costs = wish("costs")
+        costs = self.wish(args, "costs")
+        names = ("memory_limit_gb", "split_backward", "layout", "placement", "pieces")
+        wishes = {name: value for name in names if (value := self.wish(args, name)) is not None}
         minutes = getattr(args, "distributed_timeout_minutes", None)
-        settings = DropInSettings(
+        if minutes is not None:
+            wishes["timeout_s"] = 60.0 * minutes
+        return DropInSettings(
             costs=read_cost_file(costs) if isinstance(costs, str | Path) else costs,
-            memory_limit_gb=wish("memory_limit_gb"),
-            split_backward=bool(wish("split_backward")),
-            layout=wish("layout") or "padded",
-            placement=wish("placement") or "interleaved",
-            pieces=wish("pieces") or "off",
             store=StoreAddress.parse(self.store) if isinstance(self.store, str) else self.store,
+            **wishes,
         )
-        return settings if minutes is None else replace(settings, timeout_s=60.0 * minutes)
 
     def check_unplanned(self, args: Any) -> None:
         """Refuse what data of one length would silently ignore. Errors: ConfigError."""
@@ -67,23 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --dynapipe-*, once; an `extra_args_provider` of Megatron-LM."""
     if "--dynapipe-costs" in parser._option_string_actions:
         return parser
-    group = parser.add_argument_group(title="dynapipe-ext")
-    group.add_argument(
-        "--dynapipe-costs",
-        metavar="FILE",
-        help="costs of the model (`dynapipe profile`); counted from its description without",
-    )
-    group.add_argument(
-        "--dynapipe-memory-limit-gb",
-        type=float,
-        metavar="X",
-        help="most 1e9 bytes of a rank; without, what Megatron's own schedule would hold",
-    )
-    group.add_argument(
-        "--dynapipe-split-backward",
-        action="store_true",
-        default=None,
-        help="run backwards in two parts: input gradients first, weight gradients where a rank would wait",
+    plan, group = declared(PlanSettings), parser.add_argument_group(title="dynapipe-ext")
+
+    def add_rule(name: str, help: str) -> None:
+        group.add_argument(f"--dynapipe-{name.replace('_', '-')}", **plan[name].flag_options, help=help)
+
+    add_rule("costs", "costs of the model (`dynapipe profile`); counted from its description without")
+    add_rule("memory_limit_gb", "most 1e9 bytes of a rank; without, what Megatron's own schedule would hold")
+    add_rule(
+        "split_backward",
+        "run backwards in two parts: input gradients first, weight gradients where a rank would wait",
     )
     group.add_argument(
         "--dynapipe-data",
@@ -91,10 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="samples of uneven length, cut into planned micro-batches: a folder that `dynapipe preprocess` wrote,"
         " Megatron's .bin/.idx (a sample a document), or with --sft JSON lines of messages; divided by --split",
     )
-    group.add_argument(
-        "--dynapipe-layout",
-        choices=get_args(Layout),
-        help="of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
+    add_rule(
+        "layout",
+        "of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
     )
     group.add_argument(
         "--dynapipe-placement",
@@ -102,10 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="of the stages where ranks hold several: interleaved as in Megatron-LM (default), or v, down the ranks and"
         " back up, for two a rank whose layers --pipeline-model-parallel-layout says",
     )
-    group.add_argument(
-        "--dynapipe-pieces",
-        type=pieces_of,
-        metavar="auto|off|N",
-        help="run packed samples of more than N tokens in pieces; auto: where that is faster (default: off)",
+    add_rule(
+        "pieces",
+        "run packed samples of more than N tokens in pieces; auto: where that is faster (default: off)",
     )
     return parser

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Pieces
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.forward_step import Around, BatchIterator, ForwardStepStage, LoopStep
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients, check_sync
 from dynapipe_ext.executor.drop_in.megatron_lm import parsed_arguments, rescale_router_losses
-from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline, MegatronPlacement, megatron_pipeline
+from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline, megatron_pipeline
 from dynapipe_ext.executor.drop_in.planned_data import (
-    PlanChoices,
     PlannedSteps,
     apart_from_replicas,
     batch_once,
@@ -32,6 +29,7 @@ from dynapipe_ext.executor.drop_in.reports import (
     of_global_batch,
     sent_to_last_rank,
 )
+from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.drop_in.shapes import MicroBatchShapes
 from dynapipe_ext.executor.drop_in.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -39,50 +37,6 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.megatron.stage import RecomputeSwitch, split_megatron_linears
-from dynapipe_ext.executor.store.address import StoreAddress
-
-_TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropInSettings:
-    """How steps are planned: `costs` (counted from the model without), the limit of a rank's memory, split backwards.
-
-    Without `memory_limit_gb` (1e9 bytes) steps of equal micro-batches hold no more than under Megatron's schedules, and
-    planned data fill the device, as all steps do in a V. `placement` is that of the chunks of ranks with several.
-    `layout` and `pieces` (of long samples) are those of planned data; their plans come from a planner process through
-    `store`, or without one from each rank itself.
-    """
-
-    costs: CostModel | None = None
-    memory_limit_gb: float | None = None
-    split_backward: bool = False
-    layout: Layout = "padded"
-    placement: MegatronPlacement = "interleaved"
-    pieces: Pieces = "off"
-    store: StoreAddress | None = None
-    timeout_s: float = _TIMEOUT_S
-
-    def __post_init__(self) -> None:
-        limit = self.memory_limit_gb
-        if limit is not None and not 0 < limit < math.inf:
-            raise ConfigError(f"memory_limit_gb is {limit} but must be above 0: give the gigabytes of a rank's device")
-
-        for name, kinds in {"layout": get_args(Layout), "placement": get_args(MegatronPlacement)}.items():
-            if (value := getattr(self, name)) not in kinds:
-                raise ConfigError(f"{name} is {value!r}: choose from {', '.join(kinds)}")
-
-    @property
-    def choices(self) -> PlanChoices:
-        limit_bytes = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9)
-        return PlanChoices(
-            layout=self.layout,
-            pieces=self.pieces,
-            split_backward=self.split_backward,
-            limit_bytes=limit_bytes,
-            store=self.store,
-            timeout_s=self.timeout_s,
-        )
 
 
 @dataclass(slots=True)
@@ -181,12 +135,12 @@ class ForwardBackward:
                 " evaluate on validation data, train on training data"
             )
         check_collects_planned(step.collect_non_loss_data)
-        choices, args = self.settings.choices, parsed_arguments()
+        settings, args = self.settings, parsed_arguments()
         if model.around is None:
             check_planned_experts(step.config)
-            model.around = _as_planned(step.chunks, model.pipeline, choices.layout)
-            _say_planned(step.config, choices)
-        if (told := steps.bind(model.pipeline, choices)) is not None:
+            model.around = _as_planned(step.chunks, model.pipeline, settings.layout)
+            _say_planned(step.config, settings.layout)
+        if (told := steps.bind(model.pipeline, settings)) is not None:
             check_same_on_all_ranks(told, model.pipeline.device, what="steps of these data")
         if model.pipeline.topology.dp > 1 and not any(model.pipeline.replica_collectives.of_micro_batches):
             step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
@@ -221,7 +175,7 @@ class ForwardBackward:
                     pipeline=planned.pipeline,
                     shape=shape,
                     split_backward=self.settings.split_backward,
-                    limit_bytes=self.settings.choices.limit_bytes,
+                    limit_bytes=self.settings.limit_bytes,
                 ),
                 compare=compare,
             )
@@ -241,11 +195,11 @@ def _say(plan: ExecutionPlan, shape: UniformShape) -> None:
         )
 
 
-def _say_planned(config: Any, choices: PlanChoices) -> None:
+def _say_planned(config: Any, layout: Layout) -> None:
     """On the first rank: that data are planned, and what a loss of the older kinds then comes to."""
     if dist.get_rank() != 0:
         return
-    print(f"dynapipe: samples are cut into planned micro-batches, rows {choices.layout}", flush=True)
+    print(f"dynapipe: samples are cut into planned micro-batches, rows {layout}", flush=True)
     if not config.calculate_per_token_loss:
         print(
             "dynapipe: without --calculate-per-token-loss every micro-batch weighs the same, however few tokens it has,"

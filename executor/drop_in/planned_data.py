@@ -6,38 +6,23 @@ import math
 import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from dynapipe_ext.batch.micro_batches import Layout, Pieces, as_length_array
+from dynapipe_ext.batch.micro_batches import as_length_array
 from dynapipe_ext.batch.topology import ScheduleName
 from dynapipe_ext.data.batches import GlobalBatches, array_digest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.drop_in.samples import SampleSource, megatron_arrays
+from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.collectives import gather_json
-from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.schedules.planner import Planner
-
-_PAD_MULTIPLE = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanChoices:
-    """What a Planner is told beside costs and topology, and where plans of training come from: a planner process, by
-    the `store`, or without one this process, before each step."""
-
-    layout: Layout = "padded"
-    split_backward: bool = False
-    limit_bytes: int | None = None
-    pieces: Pieces = "off"
-    store: StoreAddress | None = None
-    timeout_s: float = 60.0
 
 
 class PlannedSteps:
@@ -64,7 +49,7 @@ class PlannedSteps:
         self.forward_only = forward_only
         self._steps: Generator[LoadedStep, None, None] | None = None
 
-    def bind(self, pipeline: MegatronPipeline, choices: PlanChoices) -> str | None:
+    def bind(self, pipeline: MegatronPipeline, settings: DropInSettings) -> str | None:
         """Plan for this model; once. The first time, what must be the same on all ranks for their plans to be; with a
         store, a collective call.
 
@@ -72,11 +57,11 @@ class PlannedSteps:
         """
         if self._steps is not None:
             return None
-        planner = data_planner(pipeline, choices, forward_only=self.forward_only)
-        self._steps = self._loaded(planner, pipeline, self._planner_processes(pipeline, choices))
+        planner = data_planner(pipeline, settings, forward_only=self.forward_only)
+        self._steps = self._loaded(planner, pipeline, self._planner_processes(pipeline, settings))
         data = (array_digest(self._lengths), self._batch_size, self._seed, self._next_step)
-        limit = (planner.memory_limit_bytes, planner.pad_multiple, planner.recompute)
-        return repr((data, planner.topology, planner.costs.fingerprint(), limit, choices))
+        rules = (planner.memory_limit_bytes, planner.as_keywords(), settings.store, settings.timeout_s)
+        return repr((data, planner.topology, planner.costs.fingerprint(), rules))
 
     def close(self) -> None:
         """End the planner process, if there is one; no step comes after."""
@@ -101,12 +86,12 @@ class PlannedSteps:
         lengths: list[int] = self._lengths[np.array(batches[step]), 0].tolist()
         return lengths
 
-    def _planner_processes(self, pipeline: MegatronPipeline, choices: PlanChoices) -> dict[str, Any]:
+    def _planner_processes(self, pipeline: MegatronPipeline, settings: DropInSettings) -> dict[str, Any]:
         """What a loader needs to know of them. Evaluation plans in line: its steps are few, and far between."""
-        if choices.store is None or self.forward_only:
+        if settings.store is None or self.forward_only:
             return {}
         namespace = gather_json(secrets.token_hex(8), pipeline.device)[0]  # the first rank's, on all
-        return {"num_workers": 1, "store": choices.store, "namespace": namespace, "timeout_s": choices.timeout_s}
+        return {"num_workers": 1, "store": settings.store, "namespace": namespace, "timeout_s": settings.timeout_s}
 
     def _loaded(
         self, planner: Planner, pipeline: MegatronPipeline, processes: dict[str, Any]
@@ -132,32 +117,33 @@ class PlannedSteps:
                     yield loaded
 
 
-def data_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_only: bool) -> Planner:
+def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forward_only: bool) -> Planner:
     """The same on every rank. Errors: ConfigError for a model whose bytes nobody has said."""
     if not pipeline.counts_memory:
         raise ConfigError(
             "micro-batches can only be cut for a model whose costs are known, which are counted for GPTModel alone:"
             " give costs (--dynapipe-costs, from `dynapipe profile`)"
         )
-    schedule = _schedule(pipeline, choices)
+    schedule = _schedule(pipeline, settings)
+    of_model = {
+        "schedule": schedule,
+        "pad_multiple": math.lcm(settings.pad_multiple, pipeline.pad_multiple),
+        "split_backward": settings.split_backward and schedule == "adaptive",
+        "replica_counts": "free" if schedule == "adaptive" else "equal",
+        "recompute": pipeline.recompute or "auto",
+    }
     planner = Planner(
         pipeline.topology,
         pipeline.costs,
-        choices.limit_bytes if choices.limit_bytes is not None else pipeline.device_bytes,
-        layout=choices.layout,
-        pieces=choices.pieces,
-        schedule=schedule,
-        pad_multiple=math.lcm(_PAD_MULTIPLE, pipeline.pad_multiple),
-        split_backward=choices.split_backward and schedule == "adaptive",
-        replica_counts="free" if schedule == "adaptive" else "equal",
-        recompute=pipeline.recompute or "auto",
+        settings.limit_bytes if settings.limit_bytes is not None else pipeline.device_bytes,
+        **settings.as_keywords() | of_model,
         format=pipeline.activation_format,
         collectives=pipeline.replica_collectives,
     )
-    return replace(planner.for_forwards(), layout=choices.layout) if forward_only else planner
+    return replace(planner.for_forwards(), layout=settings.layout) if forward_only else planner
 
 
-def _schedule(pipeline: MegatronPipeline, choices: PlanChoices) -> ScheduleName:
+def _schedule(pipeline: MegatronPipeline, settings: DropInSettings) -> ScheduleName:
     """Where replicas meet inside micro-batches a published one, whose order is the same on all of them.
 
     Errors: ConfigError for what has no such order.
@@ -165,8 +151,8 @@ def _schedule(pipeline: MegatronPipeline, choices: PlanChoices) -> ScheduleName:
     if not any(pipeline.replica_collectives.of_micro_batches):
         return "adaptive"
     if not pipeline.topology.placement:
-        return "zb-h1" if choices.split_backward else "1f1b"
-    if choices.split_backward:
+        return "zb-h1" if settings.split_backward else "1f1b"
+    if settings.split_backward:
         raise ConfigError(
             f"experts lie over replicas, which then need one order of micro-batches, but with virtual stages"
             f" ({pipeline.topology.placement_name}) split backwards have none: leave --dynapipe-split-backward out, or"

@@ -12,7 +12,7 @@ from dynapipe_ext.batching.inference.memory_records import MemoryRecord, RecordF
 from dynapipe_ext.batching.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.command_parser import add_json, ending
-from dynapipe_ext.settings.flag_values import dtype
+from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.tools.wording import counted
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="records, one a line; appended to if they exist")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="to measure on (default: cuda where there is one)")
-    parser.add_argument("--dtype", type=dtype, choices=DTYPES, help="of weights (default: the model's own)")
+    add_flag(parser, "model.dtype", "of weights (default: the model's own)", choices=DTYPES)
     parser.add_argument(
         "--generate", type=int, default=32, metavar="N", help="new tokens of each text; 0: one forward pass"
     )
@@ -55,13 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-rows", type=int, default=1024, metavar="N", help="texts of a batch")
     parser.add_argument("--max-tokens", type=int, default=16384, metavar="N", help="padded tokens of a batch")
-    parser.add_argument(
-        "--memory-limit-gb",
-        type=float,
-        metavar="GB",
-        help="of 10^9 bytes; a batch whose measured peak above the weights is higher counts as out of memory",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths, tokens and drawn shapes")
+    of_memory = "of 10^9 bytes; a batch whose measured peak above the weights is higher counts as out of memory"
+    add_flag(parser, "plan.memory_limit_gb", of_memory)
+    add_flag(parser, "run.seed", "of lengths, tokens and drawn shapes", default=0)
     add_json(parser, "the outcome")
 
 

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.launch.setting_flags import add_flag, add_flags
 from dynapipe_ext.models.tensors import num_parameters
-from dynapipe_ext.settings.flag_values import numbers
 from dynapipe_ext.tools.checkpoint import FORMATS, TARGETS, WriterOptions
 from dynapipe_ext.tools.console import deliver
 from dynapipe_ext.tools.progress import WorkProgress
@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=_SOURCES,
         help="that of SRC, where it could be several",
     )
-    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks (default: 1)")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: 1)")
-    parser.add_argument("--layers-per-stage", type=numbers, metavar="N,N,…", help="of each stage (default: even)")
+    add_flag(parser, "topology.tp", "tensor parallel ranks (default: 1)")
+    add_flag(parser, "topology.pp", "pipeline ranks (default: 1)")
+    add_flags(parser, "topology.layers_per_stage")
     parser.add_argument(
         "--vocab-divisible-by",
         type=int,

@@ -25,6 +25,7 @@ from dynapipe_ext.executor.drop_in.clone import clone_version, misfits
 from dynapipe_ext.executor.proven_step import PROVEN_RULE
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import limit_threads
+from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.launch.store import RedisServer, find_server_binary
 from dynapipe_ext.tools.console import deliver, say_loading
 
@@ -51,7 +52,7 @@ class Check:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(_EPILOG, {1: "a run cannot start here"})
-    parser.add_argument("--redis-server", metavar="PATH", help="server program of the store (default: the one found)")
+    add_flag(parser, "job.redis_server", "server program of the store (default: the one found)")
     parser.add_argument(
         "--megatron", type=Path, metavar="DIR", help="a clone of Megatron-LM that is to train by planned schedules"
     )

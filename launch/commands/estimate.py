@@ -14,14 +14,14 @@ from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.states import RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.launch.command_parser import add_json, add_pieces, add_truncate, cut_at, ending
+from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job.job import topology_of
 from dynapipe_ext.launch.job.model_folder import prediction_line
+from dynapipe_ext.launch.setting_flags import add_flag, add_flags
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.models.named_models import PRESETS, read_model
-from dynapipe_ext.settings.tables import PlacementChoice
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.estimate.answer import (
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--tokens", type=float, metavar="N", help="real tokens of the whole run, for days and cost")
     data.add_argument("--tokens-per-batch", metavar="N|LOW:HIGH", help="real tokens of a step; searched within a range")
     data.add_argument("--max-samples", type=int, default=1024, metavar="N", help="of a global batch")
-    data.add_argument("--data", nargs="+", default=(), metavar="FILE", help="training data that --write names")
+    add_flag(data, "data.path", "training data that --write names", default=())
     ways = parser.add_argument_group("ways to train, to keep the search to some: one, or several with commas")
     ways.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
     ways.add_argument("--states", choices=_STATES, default="megatron", help="who keeps what for a 16-bit parameter")
@@ -99,19 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         default = "2" if flag == "--stages-per-rank" else "all that fit"
         ways.add_argument(flag, metavar=metavar, help=f"{what} (default: {default})")
-    add_pieces(ways, "off")
+    add_flags(ways, "plan.pieces")
     ways.add_argument(
         "--cp", metavar="N,…", help="context parallel ranks, which dynapipe train does not have (default: 1)"
     )
-    ways.add_argument(
-        "--placement",
-        choices=get_args(PlacementChoice),
-        help="of stages on ranks; auto tries all (default: linear)",
-    )
+    add_flag(ways, "topology.placement", "of stages on ranks; auto tries all (default: linear)")
     search = parser.add_argument_group("search and output")
     search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned")
-    search.add_argument("--effort", type=int, default=2000, metavar="N", help="moves tried in the last plans")
-    search.add_argument("--seed", type=int, default=0, metavar="N", help="of the data order and the search")
+    add_flag(search, "plan.effort", "moves tried in the last plans", default=2000)
+    add_flag(search, "run.seed", "of the data order and the search", default=0)
     search.add_argument("--top", type=int, default=12, metavar="N", help="options in the table")
     search.add_argument("--price-per-gpu-hour", type=float, default=0.0, metavar="X", help="with --tokens: the cost")
     add_json(search, "everything")

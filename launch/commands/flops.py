@@ -10,6 +10,7 @@ from dynapipe_ext.batch.micro_batches import RECOMPUTES
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
+from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS
 from dynapipe_ext.models.flops import Positions, Work
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", metavar="FILE", help="lengths of one step's samples (.npy or text), unpadded")
     parser.add_argument("--seq-len", type=int, metavar="N", help="positions of every sample instead")
     parser.add_argument("--decoder-len", type=int, metavar="N", help="decoder positions of every sample")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="samples of a step, with --seq-len")
+    add_flag(parser, "data.batch_size", "samples of a step, with --seq-len")
     parser.add_argument("--padded-tokens", type=int, metavar="N", help="rows x length that a step really executed")
     parser.add_argument("--recompute", choices=RECOMPUTES, help="what every micro-batch recomputed")
     parser.add_argument("--seconds-per-step", type=float, metavar="SECONDS", help="what one step took")

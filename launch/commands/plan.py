@@ -7,17 +7,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
-from dynapipe_ext.batch.micro_batches import Layout, SampleLength
-from dynapipe_ext.batch.topology import ScheduleName
+from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.abilities import has_decoder
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import PROVEN_RULE, ProvenStep, prove_step
-from dynapipe_ext.launch.command_parser import add_json, add_pieces, degrees, ending
+from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.commands.plan_inputs import (
     add_cost_arguments,
     add_length_arguments,
@@ -27,11 +26,11 @@ from dynapipe_ext.launch.commands.plan_inputs import (
 )
 from dynapipe_ext.launch.job.placement import followed_placement, trials_table
 from dynapipe_ext.launch.job.settled import placed_planning
+from dynapipe_ext.launch.setting_flags import add_flag, add_flags, settings_of_flags
 from dynapipe_ext.schedules.judge.bounds import Certificate, certify, free_batch_ns, with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, predicted
-from dynapipe_ext.settings.tables import PlacementChoice
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.console import deliver, output
@@ -67,35 +66,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--batch", metavar="FILE", help='JSON list of {"lengths": [[encoder, decoder], ...]}')
     source.add_argument("--show", metavar="FILE", help="show a plan that --json wrote")
     parser.add_argument("--step", type=int, metavar="N", help="which global batch of the lengths file (default: 0)")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tokens-per-batch", type=int, metavar="N", help="real tokens of a step")
-    size.add_argument("--batch-size", type=int, metavar="N", help="samples of a step, instead")
+    add_flags(parser.add_mutually_exclusive_group(), "data.tokens_per_batch", "data.batch_size")
     add_length_arguments(parser)
     add_cost_arguments(parser)
     for name, what in (("tp", "tensor parallel ranks"), ("pp", "pipeline ranks"), ("dp", "data parallel replicas")):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: 1; with --config the file's)")
-    p = TrainConfig().plan
-    parser.add_argument(
-        "--placement", choices=get_args(PlacementChoice), help="of stages on ranks (default: as the schedule needs)"
-    )
-    parser.add_argument("--stages-per-rank", type=int, metavar="N", help="under interleaved, v (default: 2)")
-    parser.add_argument("--layout", choices=get_args(Layout), help=f"of micro-batches (default: {p.layout})")
-    parser.add_argument("--schedule", choices=get_args(ScheduleName), help=f"of the pipeline (default: {p.schedule})")
-    parser.add_argument(
-        "--pad-multiple", type=int, metavar="N", help=f"rows are rounded up to it (default: {p.pad_multiple}; CSV: 1)"
-    )
-    parser.add_argument("--effort", type=int, metavar="N", help=f"moves tried by the search (default: {p.effort})")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the data order and the search (default: 0)")
+        add_flag(parser, f"topology.{name}", f"{what} (default: 1; with --config the file's)")
+    add_flags(parser, "topology.placement", "topology.stages_per_rank", "plan.layout", "plan.schedule")
+    add_flag(parser, "plan.pad_multiple", "rows are rounded up to it (default: 8; CSV: 1)")
+    add_flags(parser, "plan.effort")
+    add_flag(parser, "run.seed", "of the data order and the search (default: 0)")
     parser.add_argument(
         "--time-limit",
         type=float,
         metavar="SECONDS",
         help="search again with the next seeds until the time is over and keep the best: not reproducible",
     )
-    add_pieces(parser, p.pieces)
-    parser.add_argument("--split-backward", action="store_true", default=None, help="run B as I and W")
+    add_flags(parser, "plan.pieces", "plan.split_backward")
     parser.add_argument("--forward-only", action="store_true", help="a step of evaluation: forwards alone")
-    parser.add_argument("--replica-counts", choices=("free", "equal"), help="of micro-batches (default: free)")
+    add_flags(parser, "plan.replica_counts")
     add_json(parser, "the plan (dynapipe-plan/1)")
 
 
@@ -298,32 +286,7 @@ def best_in_time(
 def _config(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or the defaults, with the flags on top."""
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
-    names = {
-        "topology": ("placement", "stages_per_rank"),
-        "plan": (
-            "layout",
-            "schedule",
-            "effort",
-            "pad_multiple",
-            "memory_limit_gb",
-            "split_backward",
-            "replica_counts",
-            "pieces",
-        ),
-        "data": ("tokens_per_batch", "batch_size"),
-        "run": ("seed",),
-    }
-    tables: dict[str, dict[str, Any]] = {
-        table: {name: getattr(args, name) for name in fields if getattr(args, name) is not None}
-        for table, fields in names.items()
-    }
-    tables["topology"] |= degrees(args, of_file=bool(args.config))
-    if args.batch_size is not None:
-        tables["data"]["tokens_per_batch"] = 0
-    if args.tokens_per_batch is not None:
-        tables["data"]["batch_size"] = 0
-    if args.placement is not None:  # another one's stages and layers are not for it
-        tables["topology"] = {"stages_per_rank": 0, "layers_per_stage": ()} | tables["topology"]
+    tables = settings_of_flags(args, {}, of_file=bool(args.config))
     if config.topology.layers_per_stage and args.pp not in (None, config.topology.pp):
         tables["topology"]["layers_per_stage"] = ()
     return config.with_values(**tables)

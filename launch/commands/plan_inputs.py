@@ -22,6 +22,7 @@ from dynapipe_ext.launch.command_parser import add_truncate, cut_at
 from dynapipe_ext.launch.job.job import analytic_costs, architecture_of, global_batches, placed_stages, topology_of
 from dynapipe_ext.launch.job.run_costs import costs_of_settings, refuse_table_of_other_model
 from dynapipe_ext.launch.job.settled import SettledPlanning
+from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import parse_json
 from dynapipe_ext.tools.wording import counted
@@ -48,15 +49,11 @@ class Priced:
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     """Which cost model, and how much memory a rank has."""
     parser.add_argument("--config", metavar="FILE", help="settings of a training run in TOML; flags override them")
-    parser.add_argument(
-        "--costs", metavar="FILE", help="cost model as JSON, or folder of measured CSV with --model (default: counted)"
-    )
+    add_flag(parser, "plan.costs", "cost model as JSON, or folder of measured CSV with --model (default: counted)")
     parser.add_argument("--model", metavar="MODEL", help=f"model of the CSV folder ({', '.join(A100_HIDDEN_SIZE)})")
     parser.add_argument("--layers", type=int, metavar="N", help="layers (of each kind) for the CSV folder's model")
     parser.add_argument("--hidden-size", type=int, metavar="N", help="of messages, where config and costs do not say")
-    parser.add_argument(
-        "--memory-limit-gb", type=float, metavar="GB", help="of a rank, 10^9 bytes (default: the settings')"
-    )
+    add_flag(parser, "plan.memory_limit_gb", "of a rank, 10^9 bytes (default: the settings')")
 
 
 def add_length_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,9 +37,6 @@ from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, RayWorkers, 
 from dynapipe_ext.data.sample_selection import Tasks, read_tasks, unknown_tasks
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import (
-    MAX_INPUT_HELP,
-    MAX_TARGET_HELP,
-    TASKS_HELP,
     add_json,
     add_truncate,
     cut_at,
@@ -53,8 +50,9 @@ from dynapipe_ext.launch.job.data_form import (
     is_model_folder,
     tokenizer_to_train_with,
 )
+from dynapipe_ext.launch.setting_flags import add_flag, add_flags
 from dynapipe_ext.settings.agreement import check_data_settings
-from dynapipe_ext.settings.tables import DataSettings, TemplateChoice
+from dynapipe_ext.settings.tables import DataSettings
 from dynapipe_ext.tools.console import deliver
 
 _OF_TEXT = (  # options that an .idx cannot follow
@@ -107,21 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx; a folder, whose tree the output mirrors",
     )
     reading.add_argument("--input-format", choices=get_args(Form), help="where a file's name does not say it")
-    reading.add_argument(
-        "--template", choices=get_args(TemplateChoice), help="what records are; auto, the default: as the first one"
-    )
-    reading.add_argument("--input-key", metavar="KEY", help="field of the prompt (input, prompt)")
-    reading.add_argument("--target-key", metavar="KEY", help="field of the response (target, response)")
-    reading.add_argument("--text-key", metavar="KEY", help="field of plain text (text), read though pairs are there")
+    add_flags(reading, "data.template", "data.input_key", "data.target_key", "data.text_key")
     reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="--input-key and --target-key")
     reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields with text, whatever others there are")
     reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")
     reading.add_argument("--skip-empty", action="store_true", help="leave out, and count, what has nothing to train on")
 
     tokens = parser.add_argument_group("tokenizer")
-    tokens.add_argument(
-        "--tokenizer", metavar="NAME", help="tokenizer.json, folder of transformers, tiktoken's name, bytes, or bpe"
-    )
+    add_flag(tokens, "data.tokenizer", "tokenizer.json, folder of transformers, tiktoken's name, bytes, or bpe")
     tokens.add_argument("--tokenizer-type", metavar="TYPE", help="Megatron's GPT2BPETokenizer or HuggingFaceTokenizer")
     tokens.add_argument("--tokenizer-model", metavar="NAME", help="Megatron's name for --tokenizer")
     tokens.add_argument("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
@@ -141,14 +132,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     writing = parser.add_argument_group("output")
     where = writing.add_mutually_exclusive_group(required=True)
-    where.add_argument("--output", metavar="DIR", help="a dataset folder")
+    add_flag(where, "checkpoint.output", "a dataset folder")
     where.add_argument("--output-prefix", metavar="PREFIX", help="Megatron's PREFIX_KEY_document.bin and .idx")
     where.add_argument("--lengths-only", action="store_true", help="lengths of an existing .idx, beside it")
     writing.add_argument("--dataset-impl", choices=["mmap"], help="Megatron's: the one kind of .bin/.idx there is")
-    writing.add_argument("--max-seq-len", type=int, metavar="N", help="longest sample in tokens (default: no bound)")
-    writing.add_argument("--max-input-len", type=int, metavar="N", default=0, help=MAX_INPUT_HELP)
-    writing.add_argument("--max-target-len", type=int, metavar="N", default=0, help=MAX_TARGET_HELP)
-    writing.add_argument("--tasks", metavar="FILE", help=TASKS_HELP)
+    add_flag(writing, "model.max_seq_len", "longest sample in tokens (default: no bound)")
+    add_flag(writing, "data.max_input_len", "most tokens of an input; 0: only of a sample", default=0)
+    add_flag(writing, "data.max_target_len", "most tokens of a target; 0: only of a sample", default=0)
+    add_flag(writing, "data.tasks", "TOML or JSON of tasks with other such lengths")
     add_truncate(writing, "--max-seq-len; without --truncate longer ones are refused")
     writing.add_argument("--overwrite", action="store_true", help="replace an output that exists")
     add_json(writing, "the result")

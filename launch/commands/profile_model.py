@@ -31,10 +31,10 @@ from dynapipe_ext.launch.env import RankEnv, limit_threads
 from dynapipe_ext.launch.job.job import architecture_of
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.run.outcome import versions
+from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.reproducible import exp, log
-from dynapipe_ext.settings.flag_values import dtype
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.profile_errors import errors_of_pieces, errors_table, held_out_errors
 from dynapipe_ext.tools.console import deliver, say_loading
@@ -61,10 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--config", metavar="FILE", help="settings of a training run in TOML; here its model counts")
     model.add_argument("--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name")
     parser.add_argument("--out", metavar="FILE", required=True, help="the cost table to write (JSON)")
-    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks (default: the settings', or 1)")
-    parser.add_argument(
-        "--dtype", type=dtype, choices=("float32", "bfloat16"), help="of weights (default: the model's)"
-    )
+    add_flag(parser, "topology.tp", "tensor parallel ranks (default: the settings', or 1)")
+    add_flag(parser, "model.dtype", "of weights (default: the model's)")
     parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (default: 16)")
     parser.add_argument("--max-len", type=int, metavar="N", help=f"longest row (default: its model's, to {_MOST_LEN})")
     parser.add_argument(
@@ -79,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-seconds", type=float, default=600.0, metavar="SECONDS", help="stop choosing shapes then")
     parser.add_argument("--held-out", type=int, default=6, metavar="N", help="shapes that tell the error")
     parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer states divided over replicas")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the held-out shapes")
+    add_flag(parser, "run.seed", "of the held-out shapes", default=0)
     add_json(parser, "the errors")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean
 from dynapipe_ext.launch.command_parser import ending
+from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.notation import to_csv
@@ -57,24 +58,19 @@ are in proportion to times: a micro-batch of mean size holds {MEAN_BYTES / 1e6:g
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(_EPILOG)
     parser.add_argument("schedule", metavar="NAME|FILE", help="a schedule's name, or a file .csv, .txt or .json")
-    parser.add_argument("--pp", type=int, metavar="N", help=f"pipeline ranks (default: {DEFAULT_RANKS})")
+    add_flag(parser, "topology.pp", f"pipeline ranks (default: {DEFAULT_RANKS})")
     parser.add_argument("--micro-batches", type=int, metavar="N", help=f"of a step (default: {DEFAULT_MICRO_BATCHES})")
-    parser.add_argument(
-        "--stages-per-rank", type=int, metavar="N", help="of interleaved-1f1b, adaptive (default: 2, 1)"
-    )
+    add_flag(parser, "topology.stages_per_rank", "of interleaved-1f1b, adaptive (default: 2, 1)")
     parser.add_argument("--times", default="1,1,1", metavar="F,I,W", help="ms of a micro-batch on a rank, B = I + W")
     parser.add_argument(
         "--costs-cv", type=float, metavar="CV", help="uneven micro-batches: lognormal factors of mean 1"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="of --costs-cv (default: 0)")
-    parser.add_argument(
-        "--memory-limit-gb",
-        type=float,
-        metavar="GB",
-        help="of a rank, 10^9 bytes (default: none; cyclic, adaptive: the peak of 1f1b)",
+    add_flag(parser, "run.seed", "of --costs-cv (default: 0)")
+    add_flag(
+        parser, "plan.memory_limit_gb", "of a rank, 10^9 bytes (default: none; cyclic, adaptive: the peak of 1f1b)"
     )
-    parser.add_argument("--effort", type=int, metavar="N", help=f"of adaptive's search (default: {DEFAULT_EFFORT})")
-    parser.add_argument("--split-backward", action="store_true", help="run B as I and W (adaptive)")
+    add_flag(parser, "plan.effort", f"of adaptive's search (default: {DEFAULT_EFFORT})")
+    add_flag(parser, "plan.split_backward", "run B as I and W (adaptive)", default=False)
     parser.add_argument("--replica", type=int, metavar="N", help="which replica of a plan (default: 0)")
     parser.add_argument("--html", metavar="FILE", help="also write a page that needs no network")
     parser.add_argument("--csv", metavar="FILE", help="also write the schedule as torch.distributed.pipelining's CSV")

@@ -17,7 +17,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.sample_selection import data_settings
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, ending
+from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
 from dynapipe_ext.launch.env import RankEnv, debug_settings, limit_threads, num_cores
 from dynapipe_ext.launch.job.job import check_batches, check_fits, settled_steps, topology_of, variants
 from dynapipe_ext.launch.job.model_folder import (
@@ -53,7 +53,7 @@ from dynapipe_ext.launch.rank.train_rank import (
 from dynapipe_ext.launch.run.outcome import keeping_what_ran
 from dynapipe_ext.launch.run.run_directory import RunDirectory, place_of_resumed, run_to_resume
 from dynapipe_ext.launch.run.trained_model import refuse_output
-from dynapipe_ext.launch.setting_flags import add_setting_flags, given_settings
+from dynapipe_ext.launch.setting_flags import add_setting_flags, settings_of_flags
 from dynapipe_ext.launch.store import RedisServer, asked_store, greet_store
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import say_loading
@@ -107,23 +107,16 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         config = config.with_values(run={"run_dir": place})
     if args.model:
         config = _with_model(config, args)
-    tables: dict[str, dict[str, Any]] = given_settings(args, {"debug": debug_settings()})
+    tables: dict[str, dict[str, Any]] = settings_of_flags(
+        args, {"debug": debug_settings()}, of_file=bool(args.config or args.resume)
+    )
     optimizer = tables.setdefault("optimizer", {})
     if "lr" in optimizer and "min_lr" not in optimizer:
         optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
     if args.warmup is not None:
         optimizer |= _warmup(args.warmup)
-    if args.steps is not None:
-        tables["run"]["epochs"] = 0.0
-    if args.placement is not None:  # another one's stages and layers are not for it
-        tables["topology"] = {"stages_per_rank": 0, "layers_per_stage": ()} | tables["topology"]
-    if args.batch_size is not None and args.tokens_per_batch is None:
-        tables["data"]["tokens_per_batch"] = 0
-    if args.tokens_per_batch is not None and args.batch_size is None:
-        tables["data"]["batch_size"] = 0
     if args.data is not None:
         tables["data"] |= data_settings(args.data)
-    tables["topology"] = tables.get("topology", {}) | degrees(args, of_file=bool(args.config or args.resume))
     if args.truncate is not None:
         tables.setdefault("data", {})["truncate"] = True
     if args.truncate not in (None, True):

@@ -12,6 +12,7 @@ from rich.table import Table
 from dynapipe_ext.batching.inference.memory_records import read_records
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(_EPILOG)
     parser.add_argument("records", metavar="RECORDS.jsonl", help="what collect-memory wrote")
     parser.add_argument("--out", required=True, metavar="FILE", help="the memory model, as JSON")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the folds")
+    add_flag(parser, "run.seed", "of the folds", default=0)
     add_json(parser, "the held-out errors")
 
 

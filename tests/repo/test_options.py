@@ -1,27 +1,38 @@
-"""The options of all subcommands, as one table: what is called the same has the same form."""
+"""The options of all subcommands and the keys of the settings file, read off the one declaration of each setting."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import re
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
 
+from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.launch import subcommands
 from dynapipe_ext.launch.command_parser import CommandParser
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.declared import declared
+from dynapipe_ext.settings.plan_rules import PlanRules
+from dynapipe_ext.settings.tables import PlanSettings
+from dynapipe_ext.settings.train_config import TrainConfig, declared_tables
 from tests.support.limits import LIMIT_S
 
 # Where one word means a choice of another set in another subcommand: figures of a GPU, or torch's device.
 OWN_CHOICES = {"device", "dtype", "schedule", "recompute"}
-# `estimate` searches: it takes several, with commas, of what others take one of.
+# `estimate` searches: it takes several, with commas, of what others take one of; and a range of tokens.
 SEARCHED = {("estimate", name) for name in ("tp", "pp", "layout", "recompute", "tokens_per_batch", "stages_per_rank")}
 SEARCHED.add(("profile", "recompute"))
+DECLARED = {one.flag: one for settings in declared_tables().values() for one in settings.values() if one.flag}
+HOUSE = Path(__file__).parents[2]
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
@@ -59,6 +70,50 @@ def test_an_option_of_several_subcommands_has_one_form() -> None:
         if (command, action.dest) not in SEARCHED:
             forms[action.option_strings[0]][form(action)].append(command)
     assert {flag: dict(found) for flag, found in forms.items() if len(found) > 1} == {}
+
+
+def test_every_option_that_stands_for_a_setting_has_the_declared_form() -> None:
+    parser = argparse.ArgumentParser()
+    forms = {flag: form(parser.add_argument(flag, **one.flag_options)) for flag, one in DECLARED.items()}
+    assert {flag: options for flag, options in DECLARED.items() if flag not in parser._option_string_actions} == {}
+    options = [option for option in OPTIONS if option[1].option_strings[0] in DECLARED]
+    others = {(command, action.dest) for command, action in options if form(action) != forms[action.option_strings[0]]}
+    assert others == SEARCHED - {("profile", "recompute"), ("estimate", "recompute")}
+    assert {action.option_strings[0] for command, action in options if command == "train"} == DECLARED.keys()
+
+
+def test_no_flag_of_a_setting_is_declared_by_hand() -> None:
+    """Those of `estimate` that take several values are; and `--split-backward` cannot have a default but its own."""
+    sources = [*(HOUSE / "launch" / "commands").glob("*.py"), HOUSE / "launch" / "setting_flags.py"]
+    by_hand = {
+        (source.stem, call.args[0].value)
+        for source in sources
+        for call in ast.walk(ast.parse(source.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
+        if call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value in DECLARED
+    }
+    assert by_hand == {("estimate", "--tokens-per-batch")}
+
+
+def test_every_key_of_the_settings_file_has_a_declared_type_and_default_within_its_bounds() -> None:
+    tables = get_type_hints(TrainConfig)
+    fields_of = {table: {field.name for field in fields(owner)} for table, owner in tables.items()}
+    undeclared = {table: names - declared_tables()[table].keys() for table, names in fields_of.items()}
+    assert {table: names for table, names in undeclared.items() if names} == {
+        table: {"described"}
+        for table in ("model", "lora", "deepspeed")  # read from what the settings name
+    }
+    for table, settings in declared_tables().items():
+        for one in settings.values():
+            assert one.checked(one.default, f"[{table}] ") == getattr(getattr(TrainConfig(), table), one.name)
+
+
+@pytest.mark.parametrize("owner", [PlanSettings, Planner, DropInSettings])
+def test_plan_rules_are_declared_once_and_held_whole(owner: type) -> None:
+    """By a run's settings, the planner and the drop-in; another default is all that they may say themselves."""
+    assert issubclass(owner, PlanRules)
+    same = {name: replace(one, default=None) for name, one in declared(PlanRules).items()}
+    assert {name: replace(declared(owner)[name], default=None) for name in same} == same
 
 
 def test_an_option_has_one_name() -> None:

@@ -26,8 +26,9 @@ from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.drop_in.datasets import PlannedDatasets, planned_iterators, real_flops
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward, _say_planned
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
-from dynapipe_ext.executor.drop_in.planned_data import PlanChoices, PlannedSteps, batch_once, data_planner
+from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, batch_once, data_planner
 from dynapipe_ext.executor.drop_in.samples import Conversations, megatron_arrays, open_samples, split_source
+from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.drop_in.uniform import UniformPlanner, UniformShape
 from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.executor.transport.inline import InlineHub
@@ -72,7 +73,7 @@ def samples_of_steps(topology: Topology, count: int, consumed: int = 0, *, seed:
     for dp_rank in range(topology.dp):
         rank = topology.rank(tp_rank=0, pp_rank=0, dp_rank=dp_rank)
         steps = PlannedSteps(Source(), batch_size=8, seed=seed, consumed_samples=consumed)
-        steps.bind(pipeline(topology, rank), PlanChoices())
+        steps.bind(pipeline(topology, rank), DropInSettings())
         for number, (micro_batches, plan) in enumerate(islice(steps, count)):
             own = [s.index for m in plan.micro_batches for s in m.samples]
             assert not found[number] & set(own)
@@ -99,13 +100,13 @@ def test_replicas_that_share_experts_run_as_many_micro_batches_in_one_order(
 ) -> None:
     """Their proof is of tokens that are exchanged inside every micro-batch."""
     topology = Topology(pp=2, dp=2, placement=() if placement == "linear" else placement_of(placement, 2, 2))
-    choices = PlanChoices(split_backward=split_backward, limit_bytes=20_000)
+    settings = DropInSettings(split_backward=split_backward, memory_limit_gb=20e-6)
     sharing = pipeline(topology, ep=2)
     if split_backward and placement != "linear":
         with pytest.raises(ConfigError, match="give one stage a rank"):
-            data_planner(sharing, choices, forward_only=forward_only)
+            data_planner(sharing, settings, forward_only=forward_only)
         return
-    planner = data_planner(sharing, choices, forward_only=forward_only)
+    planner = data_planner(sharing, settings, forward_only=forward_only)
     lengths = [4] * 9 + [60] * 5 + [31]
     samples = [SampleLength(i, length, 0, length) for i, length in enumerate(lengths)]
     first, second = prove_step(planner, samples, step=0).plans[0][0].num_micro_batches
@@ -123,7 +124,7 @@ def test_steps_that_cannot_be_are_refused() -> None:
     unknown = pipeline(Topology())
     object.__setattr__(unknown, "counts_memory", False)
     with pytest.raises(ConfigError, match="give costs"):
-        steps.bind(unknown, PlanChoices())
+        steps.bind(unknown, DropInSettings())
 
 
 def arguments(**changes: Any) -> Namespace:
@@ -151,7 +152,7 @@ def test_every_stage_reads_its_data_and_each_micro_batch_once() -> None:
     topology = Topology(pp=3)
     for rank in range(3):
         steps = PlannedSteps(Source(), batch_size=8, seed=0)
-        steps.bind(pipeline(topology, rank), PlanChoices(layout="packed"))
+        steps.bind(pipeline(topology, rank), DropInSettings(layout="packed"))
         micro_batches, _ = next(steps)
         assert {"tokens", "labels", "loss_mask", "position_ids"} <= set(micro_batches[0])
     read = batch_once(micro_batches[0])
@@ -165,7 +166,7 @@ def test_what_a_loss_of_the_older_kind_weighs_is_said(
     per_token: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    _say_planned(Namespace(calculate_per_token_loss=per_token), PlanChoices(layout="packed"))
+    _say_planned(Namespace(calculate_per_token_loss=per_token), "packed")
     said = capsys.readouterr().out
     assert "planned micro-batches, rows packed" in said
     assert ("every micro-batch weighs the same" in said) == (not per_token)
@@ -224,7 +225,7 @@ def test_a_checkpoint_that_says_no_samples_goes_on_by_its_steps_and_evaluation_a
 
 def steps_of(steps: PlannedSteps) -> list[int]:
     """The samples of the next step."""
-    steps.bind(pipeline(Topology()), PlanChoices())
+    steps.bind(pipeline(Topology()), DropInSettings())
     _, plan = next(steps)
     return sorted(s.index for m in plan.micro_batches for s in m.samples)
 
@@ -258,7 +259,7 @@ def _iterators(provider: PlannedDatasets, args: Namespace) -> Any:
 
 def test_flops_are_those_of_samples_at_their_own_lengths() -> None:
     steps = PlannedSteps(Source(8), batch_size=8, seed=0)
-    steps.bind(pipeline(Topology()), PlanChoices())
+    steps.bind(pipeline(Topology()), DropInSettings())
     next(steps)
     args = Namespace(seq_length=99)
     squares = real_flops(lambda own, count: count * own.seq_length**2, steps, args, 16)
@@ -354,6 +355,6 @@ def test_pieces_are_asked_for_by_the_command_line_or_by_the_script() -> None:
     args = add_arguments(ArgumentParser()).parse_args(["--dynapipe-layout", "packed", "--dynapipe-pieces", "64"])
     asked, said = Wishes().settings(args), Wishes(pieces="auto").settings(args)
     assert (asked.pieces, said.pieces, Wishes().settings(None).pieces) == (64, "auto", "off")
-    planner = data_planner(pipeline(Topology()), asked.choices, forward_only=False)
+    planner = data_planner(pipeline(Topology()), asked, forward_only=False)
     assert planner.pieces == 64
-    assert data_planner(pipeline(Topology()), asked.choices, forward_only=True).pieces == "off"
+    assert data_planner(pipeline(Topology()), asked, forward_only=True).pieces == "off"

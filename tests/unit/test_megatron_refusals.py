@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import Coordinates, Topology
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.drop_in.drop_in import DropInSettings
 from dynapipe_ext.executor.drop_in.gradient_sync import check_sync
 from dynapipe_ext.executor.drop_in.pipeline import rank_topology
 from dynapipe_ext.executor.drop_in.placement import check_placement
@@ -32,6 +31,7 @@ from dynapipe_ext.executor.drop_in.refusals import (
     check_shapes,
 )
 from dynapipe_ext.executor.drop_in.reports import check_collects, sent_to_last_rank
+from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.stages import megatron_cpu
 
 CONFIG: dict[str, Any] = {
@@ -217,6 +217,8 @@ def test_a_limit_is_a_number_of_gigabytes(limit: float) -> None:
     for name in ("layout", "placement"):
         with pytest.raises(ConfigError, match=f"{name} is 'rows': choose from"):
             DropInSettings(**{name: "rows"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="schedule is '1f1b', but Megatron's arguments decide it: leave it out"):
+        DropInSettings(schedule="1f1b")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""How the drop-in plans steps: what `dynapipe_ext.megatron.DropInSettings` is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import get_args
+
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
+
+_TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
+_OF_MEGATRON = ("schedule", "fill_waits", "loss_norm", "recompute", "replica_counts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropInSettings(PlanRules):
+    """The rules of plans, with what else the drop-in needs; `layout` and `pieces` are those of planned data. Megatron's
+    own arguments decide the schedule, recomputation, the loss and whether counts are equal.
+
+    `costs` are counted from the model where none are given. Without `memory_limit_gb` (1e9 bytes) steps of equal
+    micro-batches hold no more than under Megatron's schedules, and planned data fill the device, as all steps do in a
+    V. `placement` is that of the chunks of ranks with several. With a `store` a planner process makes the plans of
+    training, without one each rank makes them itself. No rank waits longer than `timeout_s` for another.
+    """
+
+    costs: CostModel | None = None
+    memory_limit_gb: float | None = None
+    placement: MegatronPlacement = "interleaved"
+    store: StoreAddress | None = None
+    timeout_s: float = _TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        limit = self.memory_limit_gb
+        if limit is not None and not 0 < limit < math.inf:
+            raise ConfigError(f"memory_limit_gb is {limit} but must be above 0: give the gigabytes of a rank's device")
+        if self.placement not in get_args(MegatronPlacement):
+            known = ", ".join(get_args(MegatronPlacement))
+            raise ConfigError(f"placement is {self.placement!r}: choose from {known}")
+        check_rules(self)
+        for rule in fields(PlanRules):
+            if rule.name in _OF_MEGATRON and getattr(self, rule.name) != rule.default:
+                raise ConfigError(
+                    f"{rule.name} is {getattr(self, rule.name)!r}, but Megatron's arguments decide it: leave it out"
+                )
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9)
