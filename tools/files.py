@@ -15,37 +15,40 @@ from dynapipe_ext.errors import DataError, short
 
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
-_MOST_INT = 1 << 63  # what other programs and float() take
+_MOST_INT = 1 << 63  # integers beyond it break other programs and float()
 
 
-def read_json(path: str | Path, wanted: str, what: str) -> dict[str, Any]:
-    """The object in a JSON file whose "format" is `wanted`; DataError otherwise, naming the line where JSON breaks."""
+def read_json(path: str | Path, file_format: str, what: str) -> dict[str, Any]:
+    """The object in a JSON file of this "format". Errors: DataError for other files, naming the line where JSON
+    breaks."""
     try:
         data = parse_json(Path(path).read_text(encoding="utf-8"), str(path), f"{what} that a run wrote")
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): give {what} that a run wrote") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}): give {what} that a run wrote") from error
-    found = data.get("format") if isinstance(data, dict) else None
-    if found != wanted:
-        raise DataError(f"{path} has format {short(found)} but {wanted!r} is needed: give {what}, or write it again")
+    actual = data.get("format") if isinstance(data, dict) else None
+    if actual != file_format:
+        raise DataError(
+            f"{path} has format {short(actual)} but {file_format!r} is needed: give {what}, or write it again"
+        )
     return dict(data)
 
 
-def parse_json(text: str, where: str, wanted: str) -> Any:
-    """The value in a JSON text. Errors: DataError naming `where` and what is wrong, and asking to give `wanted`."""
+def parse_json(text: str, where: str, expected: str) -> Any:
+    """The value in a JSON text. Errors: DataError that names `where` and the mistake, and asks for `expected`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON (line {error.lineno}: {error.msg}): give {wanted}") from error
+        raise DataError(f"{where} is not JSON (line {error.lineno}: {error.msg}): give {expected}") from error
     except RecursionError as error:
-        raise DataError(f"{where} nests lists or objects too deep to be read: give {wanted}") from error
+        raise DataError(f"{where} nests lists or objects too deep to be read: give {expected}") from error
     except ValueError as error:  # an integer of more digits than Python converts
-        raise DataError(f"{where} has a number too long to be read: give {wanted}") from error
+        raise DataError(f"{where} has a number too long to be read: give {expected}") from error
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Replace a file by `text` in one step, creating its folder; what is no file, /dev/null say, is written to.
+    """Replace a file by `text` in one step, and create its folder. A path such as /dev/null is written to directly.
 
     Errors: DataError where the place cannot be written.
     """
@@ -66,7 +69,7 @@ def write_atomic(path: str | Path, text: str) -> None:
     except OSError as error:
         raise DataError(f"{target} cannot be written ({error.strerror}): choose another directory") from error
     finally:
-        with contextlib.suppress(OSError):  # gone after the replacement, or its folder cannot be used at all
+        with contextlib.suppress(OSError):  # renamed already, or its folder cannot be used
             part.unlink()
 
 
@@ -79,11 +82,11 @@ class Fields:
         self._data, self._where = data, where
 
     def only(self, names: Iterable[str]) -> None:
-        """Errors: DataError naming the fields that are none of `names`."""
-        known = sorted(names)
-        if unknown := sorted(self._data.keys() - set(known)):
+        """Errors: DataError for fields other than `names`."""
+        expected = sorted(names)
+        if unknown := sorted(self._data.keys() - set(expected)):
             shown = ", ".join(map(short, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-            raise DataError(f"{self._where} has unknown {shown}: known are {', '.join(known)}; take the others out")
+            raise DataError(f"{self._where} has unknown {shown}: known are {', '.join(expected)}; take the others out")
 
     def raw(self, name: str) -> Any:
         if name not in self._data:
@@ -100,7 +103,7 @@ class Fields:
         return Fields(self.raw(name), f"{self._where}: {name}")
 
     def within(self, name: str, value: _N, least: _N, most: _N) -> _N:
-        """`value`; not a number passes. Errors: DataError where it lies outside `least` to `most`."""
+        """Returns `value`; NaN passes. Errors: DataError where it lies outside `least` to `most`."""
         if value < least or value > most:
             bounds = f"{least:,} to {most:,}"
             raise DataError(f"{self._where}: {name} is {short(value)} but must lie within {bounds}: correct it")
@@ -122,7 +125,7 @@ class Fields:
 
 
 def toml_of(tables: Mapping[str, Mapping[str, Any]], *comments: str) -> str:
-    """One table after the other below the comments.
+    """TOML text: the comments, then the tables one after the other.
 
     >>> print(toml_of({"run": {"steps": 2, "run_dir": ""}, "job": {"strict": True}}, "made by hand"))
     # made by hand
@@ -158,9 +161,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def writing_in(place: str | Path) -> Iterator[None]:
-    """Inside, `place` is written. Errors: DataError for what the operating system refuses."""
+    """A block that writes to `place`. Errors: DataError where the operating system refuses to write."""
     try:
         yield
-    except OSError as error:  # those of shutil.copytree have no strerror
+    except OSError as error:  # errors of shutil.copytree have no strerror
         why = error.strerror or error
         raise DataError(f"{place} cannot be written ({why}): make room there, or choose another directory") from error

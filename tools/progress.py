@@ -16,7 +16,7 @@ from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.tools.wording import counted, percent
 
 Clock = Callable[[], float]
-_FIRST_LINE = 1 << 14  # of what has no known total: less is soon done
+_FIRST_LINE = 1 << 14  # pieces before the first line where the total is unknown
 
 
 def format_eta(seconds: float | None) -> str:
@@ -32,14 +32,14 @@ def format_eta(seconds: float | None) -> str:
 
 
 class _CountColumn(MofNCompleteColumn):
-    """How many of how many; of a total that nobody knows, how many."""
+    """Finished pieces and their total; only the finished ones where the total is unknown."""
 
     def render(self, task: Task) -> Text:
         return Text(f"{int(task.completed):,}") if task.total is None else super().render(task)
 
 
 class _EtaColumn(ProgressColumn):
-    """Time left by the mean rate since the start: steps differ in size, and a short window would jump about."""
+    """Time left, by the mean rate since the start. Steps differ in size, so the rate of a short window would jump."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:
@@ -54,7 +54,7 @@ def _left_s(done: float, total: float | None, elapsed_s: float | None) -> float 
 
 
 class _Meter:
-    """A bar on a terminal, silent otherwise; text printed through `log` or `print` stays above the bar."""
+    """A bar on a terminal, and nothing elsewhere. Text printed by `log` stays above the bar."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class _Meter:
         self._enabled = enabled
         self._live = enabled and self._console.is_terminal
         self._started_s = 0.0
-        # 80 columns hold step, figures and time left; a wider terminal gets the bar and the count as well.
+        # 80 columns hold step, figures and time left. A wider terminal also shows the bar and the count.
         bar_width = min(28, self._console.width - 90) if figures else 24
         bar = [BarColumn(bar_width=bar_width), _CountColumn()] if bar_width >= 8 else []
         self._bar = Progress(
@@ -102,7 +102,7 @@ class _Meter:
             self._print(message)
 
     def _print(self, line: str) -> None:
-        # No wrapping, markup or colouring: a line of a log stays one line, whatever the width and the text.
+        # No wrapping, markup or colours, so that a line of a log stays one line.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _left(self) -> str:
@@ -110,10 +110,10 @@ class _Meter:
 
 
 class StepProgress(_Meter):
-    """Progress of training over `total_steps`: a listener, which shows from its making to `close`.
+    """A listener that shows the progress of training over `total_steps`, until `close`.
 
-    On a terminal a bar; elsewhere one line every `every` steps, and one for the last. `console` defaults to standard
-    error, so that standard output stays clean for results.
+    On a terminal it is a bar, elsewhere a line every `every` steps and for the last step. `console` defaults to
+    standard error, so that standard output holds only results.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class StepProgress(_Meter):
         self._start()
 
     def step_done(self, done: StepDone) -> None:
-        """One more step is done. The bubble is "-" where nobody measured it; padding is padded over all tokens; drift
-        is by how much the measured makespan is above the predicted one."""
+        """One more step is done. The bubble is "-" where it was not measured. Padding is the share of padding among all
+        tokens. Drift is how far the measured makespan exceeds the predicted one."""
         self._done += 1
         padding = 1 - done.real_tokens / max(1, done.padded_tokens)
         bubble = done.all_ranks.bubble_ratio if done.all_ranks else None
@@ -148,17 +148,18 @@ class StepProgress(_Meter):
         if done.fit is not None:
             errors = f"{percent(done.fit.error_before)} off, the new ones {percent(done.fit.error_after)}"
             self._print(f"after step {done.number}: costs fitted anew: actions were {errors}")
-        if (of := done.evaluation) is not None:
-            over = f"{counted(of.num_samples, 'sample')}, {counted(of.real_tokens, 'token')}"
-            self._print(f"after step {done.number}: validation loss {of.loss:.4f} over {over}, in {of.seconds:.1f} s")
+        if (evaluation := done.evaluation) is not None:
+            size = f"{counted(evaluation.num_samples, 'sample')}, {counted(evaluation.real_tokens, 'token')}"
+            loss_text = f"validation loss {evaluation.loss:.4f} over {size}, in {evaluation.seconds:.1f} s"
+            self._print(f"after step {done.number}: {loss_text}")
 
     def close(self) -> None:
         self._stop()
 
 
 class WorkProgress(_Meter):
-    """Progress of preparing something, tokenization say; in a pipe one line at each tenth of the total, or, where that
-    is unknown, each time that as much again is done."""
+    """Progress of preparation such as tokenizing. In a pipe it prints a line at each tenth of the total; where the
+    total is unknown, whenever the count has doubled."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from dynapipe_ext.executor.events import StepDone
 
 
 def require_tensorboard() -> None:
-    """Errors: ConfigError where it is not installed."""
+    """Errors: ConfigError where the package is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "[run] tensorboard is true but tensorboard is not installed: pip install 'dynapipe-ext[tensorboard]', or"
@@ -23,7 +23,8 @@ def require_tensorboard() -> None:
 
 
 class TensorBoardFile:
-    """Scalars of each step in a folder of their own; what was gathered of all ranks at the steps that have it."""
+    """Writes the scalars of each step to an event file in a folder; figures of all ranks only at steps that have
+    them."""
 
     def __init__(self, folder: Path) -> None:
         require_tensorboard()
@@ -44,7 +45,7 @@ class TensorBoardFile:
 
 def scalars(done: StepDone) -> dict[str, float]:
     """The figures of a step by their tags."""
-    found = {
+    by_tag = {
         "train/loss": done.loss,
         "train/grad_norm": done.grad_norm,
         "train/learning_rate": done.learning_rate,
@@ -54,24 +55,24 @@ def scalars(done: StepDone) -> dict[str, float]:
         "memory/rank_0_peak_bytes": float(done.peak_bytes),
     }
     if done.all_ranks is not None:
-        found["speed/makespan_s"] = done.all_ranks.makespan_s
+        by_tag["speed/makespan_s"] = done.all_ranks.makespan_s
         if done.all_ranks.bubble_ratio is not None:
-            found["plan/bubble_ratio"] = done.all_ranks.bubble_ratio
-        found["memory/largest_peak_bytes"] = float(max(done.all_ranks.peak_bytes))
+            by_tag["plan/bubble_ratio"] = done.all_ranks.bubble_ratio
+        by_tag["memory/largest_peak_bytes"] = float(max(done.all_ranks.peak_bytes))
     if done.evaluation is not None:
-        found["validation/loss"] = done.evaluation.loss
-        found["validation/seconds"] = done.evaluation.seconds
-    return found
+        by_tag["validation/loss"] = done.evaluation.loss
+        by_tag["validation/seconds"] = done.evaluation.seconds
+    return by_tag
 
 
 def require_wandb() -> None:
-    """Errors: ConfigError where it is not installed."""
+    """Errors: ConfigError where the package is not installed."""
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError("[run] wandb names a project but wandb is not installed: pip install wandb, or leave it out")
 
 
 class WandbRun:
-    """A run in `project`, its files in `folder`; who may log there is wandb's own matter (`wandb login`)."""
+    """Logs each step to a run in `project`, with files in `folder`. `wandb login` decides who may log there."""
 
     def __init__(self, project: str, folder: Path, settings: Mapping[str, Any]) -> None:
         require_wandb()

@@ -1,3 +1,3 @@
-"""What a run came to. In: the figures of its steps. Out: `report.json`, FLOPs and how well devices were used, and how
-well a cost table knew. `dynapipe train`, `flops` and `profile` call it.
+"""What a run achieved. In: the figures of its steps. Out: `report.json` and its tables, FLOPs and the use of devices,
+and the errors of a cost table. `dynapipe train`, `flops` and `profile` call it.
 """

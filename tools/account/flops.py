@@ -1,4 +1,4 @@
-"""What a run computed and how well its devices were used: model FLOPs, MFU and HFU, with padding and recomputation."""
+"""FLOPs of a run, and how well it used its devices: model FLOPs, MFU and HFU, with padding and recomputation."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _ARGUMENT = re.compile(r"\b(seq_length|encoder_seq_length|decoder_seq_length|rec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """FLOPs of `steps` steps that took `seconds` on `gpus` devices, whose peak is known or 0; `seconds` None where only
-    the FLOPs are asked for.
+    """FLOPs of `steps` steps that took `seconds` on `gpus` devices. `seconds` None: only FLOPs are counted. A peak of 0
+    means unknown.
     """
 
     name: str
@@ -46,22 +46,22 @@ class Account:
 
     @property
     def model_tflops_per_gpu(self) -> float | None:
-        """Achieved, of what the model needs for its real tokens."""
+        """Achieved rate, by the FLOPs that the model needs for its real tokens."""
         return self._tflops_per_gpu(self.flops.model)
 
     @property
     def executed_tflops_per_gpu(self) -> float | None:
-        """Achieved, padding and recomputation included."""
+        """Achieved rate, padding and recomputation included."""
         return self._tflops_per_gpu(self.flops.executed)
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs over what the devices could do (Chowdhery et al. 2022, appendix B)."""
+        """Model FLOPs over the peak of the devices (Chowdhery et al. 2022, appendix B)."""
         return self._utilisation(self.model_tflops_per_gpu)
 
     @property
     def hfu(self) -> float | None:
-        """Executed FLOPs over what the devices could do."""
+        """Executed FLOPs over the peak of the devices."""
         return self._utilisation(self.executed_tflops_per_gpu)
 
     def _tflops_per_gpu(self, flops: int) -> float | None:
@@ -106,15 +106,16 @@ def account(
     causal: bool = False,
     trained_share: float = 1.0,
 ) -> Account:
-    """`trained_share`: of the weights. Errors: ConfigError for a time or a number of devices that cannot be."""
+    """The account of this work; `trained_share` of the weights has gradients. Errors: ConfigError for an impossible
+    time or number of devices, DataError for impossible work."""
     if seconds is not None and not 0 < seconds < float("inf"):
         raise ConfigError(f"{name}: took {seconds} s, but FLOPs a second need a time above 0")
     if gpus < 1:
         raise ConfigError(f"{name}: gpus is {gpus} but must be at least 1")
     if not 0 < work.real.total <= work.all_executed.total or min(work.numbers()) < 0:
         raise DataError(
-            f"{name}: {work.real.total} real of {work.all_executed.total} executed positions cannot be: a step has"
-            " some, and executes all of them"
+            f"{name}: {work.real.total} real of {work.all_executed.total} executed positions are impossible: a step has"
+            " real positions, and executes all of them"
         )
     return Account(
         name=name,
@@ -129,12 +130,12 @@ def account(
 
 
 def accounts_of_report(path: Path, *, peak_flops_per_s: float = 0.0, causal: bool = False) -> list[Account]:
-    """One account for the run and for each run that it was compared with. Errors: DataError, ConfigError."""
+    """Accounts of a run and of each run that it was compared with. Errors: DataError, ConfigError."""
     report = RunReport.read(path)
     architecture = architecture_of_run(report.facts.model, str(path))
-    found = []
+    accounts = []
     for result in (report.result, *(report.compare or ())):
-        found.append(
+        accounts.append(
             account(
                 result.name,
                 architecture,
@@ -147,11 +148,11 @@ def accounts_of_report(path: Path, *, peak_flops_per_s: float = 0.0, causal: boo
                 trained_share=float(report.facts.model.get("trained_share", 1.0)),
             )
         )
-    return found
+    return accounts
 
 
 def architecture_of_run(model: Mapping[str, Any], where: str) -> Architecture:
-    """Of the settings that a report keeps under "model". Errors: DataError."""
+    """The model in the settings that a report has under "model". Errors: DataError."""
     try:
         if described := model.get("described"):
             return Architecture.from_json(described)
@@ -162,8 +163,8 @@ def architecture_of_run(model: Mapping[str, Any], where: str) -> Architecture:
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """What a log of Megatron-LM tells of its last start; 0 where it does not. `seconds_per_step`: the median over the
-    iterations of the last batch size.
+    """Figures of the last start in a log of Megatron-LM; 0 for unknown ones. `seconds_per_step` is the median over the
+    iterations with the last batch size.
     """
 
     seconds_per_step: float
@@ -175,7 +176,7 @@ class LoggedRun:
 
 
 def read_log(path: Path) -> LoggedRun:
-    """Lines may have any prefix. Errors: DataError where no iteration was logged, or none in a way that can be read."""
+    """The run in a log whose lines may have any prefix. Errors: DataError where it has no readable iteration."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
@@ -211,11 +212,11 @@ def read_log(path: Path) -> LoggedRun:
 
 
 def flops_table(accounts: Sequence[Account]) -> Table:
-    """A column an account; model FLOPs, then what is executed beyond them."""
+    """A table with a column for each account: model FLOPs, then what is executed beyond them."""
     table = Table(title="FLOPs")
     table.add_column("")
-    for one in accounts:
-        table.add_column(one.name, justify="right")
+    for entry in accounts:
+        table.add_column(entry.name, justify="right")
 
     def row(label: str, values: Sequence[str]) -> None:
         table.add_row(label, *values)

@@ -1,4 +1,4 @@
-"""How well a measured cost table tells shapes that it has not seen."""
+"""How well a measured cost table predicts shapes that were not measured for it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _LABELS = {
     "stored_bytes": "stored bytes",
     "peak_bytes": "peak bytes",
 }
-_SMALL = 0.02  # of a forward: a W that has nothing to do, whose ratio to the prediction says nothing
+_SMALL = 0.02  # of a forward: shorter actions, such as a W without work, have no meaningful ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutErrors:
-    """|predicted - measured| / measured, by quantity, over micro-batches that the table was not made of."""
+    """|predicted - measured| / measured, by quantity, over micro-batches that the table does not contain."""
 
     by_quantity: Mapping[str, Sequence[float]]
-    num_unpriced: int = 0  # micro-batches that lean on shapes which did not fit
+    num_unpriced: int = 0  # micro-batches that need shapes which ran out of memory
 
     @property
     def mean(self) -> dict[str, float]:
@@ -51,14 +51,14 @@ class HeldOutErrors:
 
 
 def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
-    """Measures every micro-batch and asks the table for one layer (of either side) with the head on it, alone."""
-    one = replace(table, num_layers=1, num_decoder_layers=0, once_bytes={})
+    """Errors for every micro-batch on one layer of each side with the head: measured, and predicted by the table."""
+    one_layer = replace(table, num_layers=1, num_decoder_layers=0, once_bytes={})
     parts: tuple[ModelPart, ...] = ("encoder", "decoder") if table.has_decoder else ("layer",)
-    found: dict[str, list[float]] = {name: [] for name in _LABELS}
+    errors: dict[str, list[float]] = {name: [] for name in _LABELS}
     unpriced = 0
     for m in micro_batches:
         try:
-            costs = one.evaluate([m])
+            costs = one_layer.evaluate([m])
         except PlanError:
             unpriced += 1
             continue
@@ -83,18 +83,17 @@ def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequ
         }
         for name, value in measured.items():
             if name.endswith("bytes") or value > _SMALL * measured["forward_s"]:
-                found[name].append(abs(predicted[name] - value) / value)
-    return HeldOutErrors(by_quantity=found, num_unpriced=unpriced)
+                errors[name].append(abs(predicted[name] - value) / value)
+    return HeldOutErrors(by_quantity=errors, num_unpriced=unpriced)
 
 
 def errors_of_pieces(
     table: CostTable, measure: MeasurePieces, samples: Sequence[Sequence[MicroBatch]]
 ) -> HeldOutErrors:
-    """Measures samples in pieces and asks the table, which prices them, for one layer without the head: times of every
-    piece, bytes of each sample."""
+    """Errors for samples in pieces on one layer without the head: times of every piece, bytes of each sample."""
     assert table.pieces is not None
     alone = replace(table, num_layers=2, topology=Topology(tp=table.topology.tp, pp=2))  # the first of two stages
-    found: dict[str, list[float]] = {name: [] for name in _LABELS}
+    errors: dict[str, list[float]] = {name: [] for name in _LABELS}
     unpriced = 0
     for pieces in samples:
         try:
@@ -110,10 +109,10 @@ def errors_of_pieces(
         predicted = {"forward_s": costs.forward_ns[0] / 1e9, "backward_s": costs.backward_ns[0] / 1e9}
         for name, seconds in predicted.items():
             true = np.array(getattr(measured, name))
-            found[name] += (np.abs(seconds - true) / true).tolist()
+            errors[name] += (np.abs(seconds - true) / true).tolist()
         for name, num_bytes in promised.items():
-            found[name].append(abs(num_bytes - getattr(measured, name)) / getattr(measured, name))
-    return HeldOutErrors(by_quantity=found, num_unpriced=unpriced)
+            errors[name].append(abs(num_bytes - getattr(measured, name)) / getattr(measured, name))
+    return HeldOutErrors(by_quantity=errors, num_unpriced=unpriced)
 
 
 def _plain(m: MicroBatch) -> MicroBatch:
@@ -121,15 +120,16 @@ def _plain(m: MicroBatch) -> MicroBatch:
 
 
 def errors_table(errors: Mapping[str, HeldOutErrors]) -> Table:
-    """A row a quantity, mean and worst for every group of micro-batches."""
+    """A table with a row for each quantity: mean and worst error of every group of micro-batches."""
     table = Table(title="held-out error")
     table.add_column("")
-    for group, one in errors.items():
-        count = max((len(values) for values in one.by_quantity.values()), default=0)
-        count_text = f"{count} of {count + one.num_unpriced}" if one.num_unpriced else str(count)
+    for group, held_out in errors.items():
+        count = max((len(values) for values in held_out.by_quantity.values()), default=0)
+        count_text = f"{count} of {count + held_out.num_unpriced}" if held_out.num_unpriced else str(count)
         table.add_column(f"{group} ({count_text}), mean", justify="right")
         table.add_column("worst", justify="right")
     for name, label in _LABELS.items():
-        cells = [percent(found.get(name)) for one in errors.values() for found in (one.mean, one.worst)]
+        figures = (figures for held_out in errors.values() for figures in (held_out.mean, held_out.worst))
+        cells = [percent(by_quantity.get(name)) for by_quantity in figures]
         table.add_row(label, *cells)
     return table

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from dynapipe_ext.tools.wording import counted, format_bytes, percent, seconds, 
 _Number = TypeVar("_Number", int, float)
 
 FORMAT = "dynapipe-report/1"
-# Figures of all ranks and of a simulation, which not every step has.
+# Only some steps have these figures of all ranks and of a simulation.
 _SOMETIMES_KNOWN = ("measured_makespan_s", "predicted_makespan_s", "measured_bubble_ratio", "predicted_bubble_ratio")
 
 
@@ -45,14 +45,14 @@ class StoreInfo:
 class RunResult:
     """The figures of one run over S steps, the first of which has the number `first_step` (from 0).
 
-    Per step (length S): `losses`, `real_tokens_per_step`, `step_s` (wall seconds), `num_micro_batches` (one count a
-    replica), and both makespans and bubble ratios, None at steps where nobody measured or predicted them (all ranks are
-    asked every `log_every` steps only); a kind that is known at no step may be empty. Over the run: `padded_tokens`,
-    `exposed_planning_s` (time ranks waited for plans; None where unknown). Over `accounted_steps` (indices; None: all):
-    `cpu_s` of all ranks together and `work` (what FLOPs are counted from). Per rank, in rank order:
-    `predicted_peak_bytes` and `measured_peak_bytes` (None where unknown). `evaluations`: in the order of their steps.
-    `furthest_off`: the shape that predictions were furthest off on, over the run; `fits`: after how many steps costs
-    were fitted anew.
+    Per step (length S): `losses`, `real_tokens_per_step`, `step_s` (wall seconds), `num_micro_batches` (a count for
+    each replica), and the makespans and bubble ratios. Those are None at steps without figures of all ranks, which are
+    gathered every `log_every` steps; a kind without any figure may be empty. Over the run: `padded_tokens` and
+    `exposed_planning_s`, the time that ranks waited for plans (None: unknown). Over `accounted_steps` (indices; None:
+    all): `cpu_s` of all ranks together, and `work`, from which FLOPs are counted. Per rank, in rank order:
+    `predicted_peak_bytes` and `measured_peak_bytes` (None: unknown). `evaluations` are in the order of their steps.
+    `furthest_off` is the shape with the largest prediction error over the run. `fits` has the steps after which costs
+    were fitted.
     """
 
     name: str
@@ -107,34 +107,34 @@ class RunResult:
         return self.real_tokens / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     def accounted(self, values: Sequence[_Number]) -> list[_Number]:
-        """Of one value a step, those of the steps that `cpu_s` and `work` are of."""
+        """Of values per step, those of the accounted steps."""
         return list(values) if self.accounted_steps is None else [values[index] for index in self.accounted_steps]
 
     @property
     def cpu_s_per_token(self) -> float | None:
-        """None where no step is accounted for."""
+        """CPU seconds per real token of the accounted steps; None without such steps."""
         tokens = sum(self.accounted(self.real_tokens_per_step))
         return self.cpu_s / tokens if tokens else None
 
     @property
     def padding_efficiency(self) -> float:
-        """Real over padded tokens."""
+        """Real tokens over padded tokens."""
         return self.real_tokens / self.padded_tokens if self.padded_tokens else 0.0
 
     @property
     def averaged_steps(self) -> tuple[int, ...]:
-        """Indices of the steps that all means of makespans and bubbles are over: those at which every kind is known
-        that is known at all, so that measured and predicted means are of the same steps."""
+        """Indices of the steps over which makespans and bubbles are averaged: those that have every kind of figure that
+        any step has. So measured and predicted means cover the same steps."""
         kinds = [getattr(self, name) for name in _SOMETIMES_KNOWN]
-        known = [kind for kind in kinds if any(value is not None for value in kind)]
+        present = [kind for kind in kinds if any(value is not None for value in kind)]
         return tuple(
-            step for step in range(len(self.losses)) if known and all(kind[step] is not None for kind in known)
+            step for step in range(len(self.losses)) if present and all(kind[step] is not None for kind in present)
         )
 
     def mean(self, values: Sequence[float | None]) -> float | None:
-        """The mean of one of the makespans or bubble ratios over `averaged_steps`; None where it is not known."""
-        known = [value for step in self.averaged_steps if values and (value := values[step]) is not None]
-        return math.fsum(known) / len(known) if known else None
+        """The mean of makespans or bubble ratios over `averaged_steps`; None where they are unknown."""
+        averaged = [value for step in self.averaged_steps if values and (value := values[step]) is not None]
+        return math.fsum(averaged) / len(averaged) if averaged else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -178,8 +178,8 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is needed to repeat a run and to read its figures. `date` is ISO 8601; `device_bytes` is the memory of one
-    rank's device, on a CPU that of the machine, which its ranks share (None: not known)."""
+    """What is needed to repeat a run and to read its figures. `date` is ISO 8601. `device_bytes` is the memory of one
+    rank's device; on a CPU it is that of the machine, which all ranks share (None: unknown)."""
 
     topology: Topology
     device: str
@@ -259,12 +259,12 @@ class RunReport:
         }
 
     def write(self, path: str | Path) -> None:
-        """Write the report; readers see the old file or the whole new one, never a part."""
+        """Write the report. Readers see the old file or the whole new one, never a part."""
         write_atomic(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> RunReport:
-        """The report in a file. Raises DataError naming the file and the field that is absent or of the wrong type."""
+        """The report in a file. Errors: DataError naming the file and the field that is absent or of another type."""
         fields = Fields(read_json(path, FORMAT, "a run report"), str(path))
         compare = fields.raw("compare")
         if compare is not None and not isinstance(compare, list):
@@ -314,7 +314,7 @@ def _result(fields: Fields) -> RunResult:
         ),
         furthest_off=None if fields.raw("furthest_off") is None else drifting_from(fields.sub("furthest_off")),
         fits=tuple(
-            ((of := Fields(fit, f"fits[{i}]")).one("after", int), fit_from(of))
+            ((fit_fields := Fields(fit, f"fits[{i}]")).one("after", int), fit_from(fit_fields))
             for i, fit in enumerate(fields.one("fits", list))
         ),
         predicted_peak_bytes=None if peaks.raw("predicted") is None else peaks.many("predicted", int),
@@ -399,7 +399,7 @@ def _drift(measured_s: float | None, predicted_s: float | None) -> str:
 
 
 def summary_table(report: RunReport) -> Table:
-    """The end-of-run table: what was measured beside what was predicted."""
+    """The table at the end of a run: measured figures beside predicted ones."""
     result, facts, t = report.result, report.facts, report.facts.topology
     steps = counted(report.steps, "step") + (", unfinished" if report.unfinished else "")
     table = Table(
@@ -413,6 +413,14 @@ def summary_table(report: RunReport) -> Table:
     table.add_column("")
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("predicted", justify="right", no_wrap=True)
+    for row in (*_measured_rows(report), *_fitted_rows(result)):
+        table.add_row(*row)
+    return table
+
+
+def _measured_rows(report: RunReport) -> Iterator[tuple[str, str, str]]:
+    """(label, measured, predicted) of every figure of the run."""
+    result, facts = report.result, report.facts
     losses = f"{result.losses[0]:.4f} → {result.losses[-1]:.4f}" if result.losses else "-"
     counts = [count for step in result.num_micro_batches for count in step]
     spread = (
@@ -423,36 +431,38 @@ def summary_table(report: RunReport) -> Table:
     makespans = (result.measured_makespan_s, result.predicted_makespan_s)
     bubbles = (result.measured_bubble_ratio, result.predicted_bubble_ratio)
     numbers = tuple(result.first_step + step + 1 for step in result.averaged_steps)
-    rows = (
-        ("loss, first → last step", losses, ""),
-        ("real tokens", f"{result.real_tokens:,}", ""),
-        ("real tokens/s", f"{result.real_tokens_per_s:,.0f}", ""),
-        ("CPU time a token", _microseconds(cpu_s), ""),
-        ("padding efficiency", percent(result.padding_efficiency), ""),
-        ("micro-batches a replica and step", spread, ""),
-        ("makespan, mean", *(seconds(result.mean(of)) for of in makespans)),
-        ("  longer than predicted", _drift(*(result.mean(of) for of in makespans)), ""),
-        ("bubble, mean", *(percent(result.mean(of)) for of in bubbles)),
-        ("  both means are of", step_range(numbers), ""),
-        ("exposed planning", f"{seconds(exposed_s)} ({percent(share)} of the time)", ""),
-        (
-            "peak bytes of a rank" + (f", part of {format_bytes(facts.device_bytes)}" if facts.device_bytes else ""),
-            *(_peak(peaks, facts.device_bytes) for peaks in (result.measured_peak_bytes, result.predicted_peak_bytes)),
-        ),
+    measured_s, predicted_s = (result.mean(values) for values in makespans)
+    measured_bubble, predicted_bubble = (result.mean(values) for values in bubbles)
+    measured_peak, predicted_peak = (
+        _peak(peaks, facts.device_bytes) for peaks in (result.measured_peak_bytes, result.predicted_peak_bytes)
     )
-    for row in rows:
-        table.add_row(*row)
+    device = f", part of {format_bytes(facts.device_bytes)}" if facts.device_bytes else ""
+    yield "loss, first → last step", losses, ""
+    yield "real tokens", f"{result.real_tokens:,}", ""
+    yield "real tokens/s", f"{result.real_tokens_per_s:,.0f}", ""
+    yield "CPU time a token", _microseconds(cpu_s), ""
+    yield "padding efficiency", percent(result.padding_efficiency), ""
+    yield "micro-batches a replica and step", spread, ""
+    yield "makespan, mean", seconds(measured_s), seconds(predicted_s)
+    yield "  longer than predicted", _drift(measured_s, predicted_s), ""
+    yield "bubble, mean", percent(measured_bubble), percent(predicted_bubble)
+    yield "  both means are of", step_range(numbers), ""
+    yield "exposed planning", f"{seconds(exposed_s)} ({percent(share)} of the time)", ""
+    yield f"peak bytes of a rank{device}", measured_peak, predicted_peak
+
+
+def _fitted_rows(result: RunResult) -> Iterator[tuple[str, str, str]]:
+    """(label, measured, predicted) of fitted costs and of evaluations, where the run has any."""
     if (off := result.furthest_off) is not None:
-        table.add_row(f"furthest off: {off}", seconds(off.measured_s), seconds(off.predicted_s))
+        yield f"furthest off: {off}", seconds(off.measured_s), seconds(off.predicted_s)
     for number, fit in result.fits:
-        errors = (percent(fit.error_before), percent(fit.error_after))
-        table.add_row(f"costs fitted after step {number}", f"{errors[0]} off before", f"{errors[1]} after")
+        before, after = percent(fit.error_before), percent(fit.error_after)
+        yield f"costs fitted after step {number}", f"{before} off before", f"{after} after"
     if result.evaluations:
         least = min(result.evaluations, key=lambda done: (not math.isfinite(done.loss), done.loss))
         last = result.evaluations[-1]
-        table.add_row("validation loss, last", f"{last.loss:.4f} (step {last.number})", "")
-        table.add_row("validation loss, least", f"{least.loss:.4f} (step {least.number})", "")
-    return table
+        yield "validation loss, last", f"{last.loss:.4f} (step {last.number})", ""
+        yield "validation loss, least", f"{least.loss:.4f} (step {least.number})", ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,9 +474,9 @@ class _Metric:
 
 
 def _measured_mean(values: Sequence[float | None]) -> float | None:
-    """Over all measured steps: all runs of a comparison are measured at the same ones."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    """The mean over all measured steps; all runs of a comparison are measured at the same steps."""
+    measured = [value for value in values if value is not None]
+    return math.fsum(measured) / len(measured) if measured else None
 
 
 _IDLE = "bubble"
@@ -480,9 +490,8 @@ _METRICS = (
 
 
 def compare_table(report: RunReport) -> Table:
-    """This run against its baselines; the last row is this run over the best baseline, marked where it loses.
-
-    Raises DataError for a report without baselines.
+    """A table of this run and its baselines. The last row divides this run by the best baseline, and marks where it is
+    behind. Errors: DataError for a report without baselines.
     """
     if not report.compare:
         raise DataError("this report has no baselines to compare with: run again with --compare")
@@ -507,16 +516,17 @@ def compare_table(report: RunReport) -> Table:
         if (middle := _middle_half(result)) is not None:
             table.add_row(Text("  middle half of its steps", style="dim"), Text(middle, style="dim"))
     table.add_section()
-    told = [m for m in _METRICS if m.heading != _IDLE or not report.facts.oversubscribed]  # an idle rank lends its core
+    # Where ranks share cores an idle rank lends its core, so bubbles do not compare.
+    compared = [m for m in _METRICS if m.heading != _IDLE or not report.facts.oversubscribed]
     table.add_row(
         "over the best baseline",
-        *(_ratio(metric, report.result, report.compare) if metric in told else Text("-") for metric in _METRICS),
+        *(_ratio(metric, report.result, report.compare) if metric in compared else Text("-") for metric in _METRICS),
     )
     return table
 
 
 def _middle_half(result: RunResult) -> str | None:
-    """Quartiles of the steps' rates; None of fewer than four."""
+    """Quartiles of the steps' rates; None for fewer than four steps."""
     rates = sorted(n / s for n, s in zip(result.real_tokens_per_step, result.step_s, strict=True) if s > 0)
     if len(rates) < 4:
         return None
@@ -525,14 +535,14 @@ def _middle_half(result: RunResult) -> str | None:
 
 
 def _ratio(metric: _Metric, ours: RunResult, baselines: Sequence[RunResult]) -> Text:
-    known = [value for value in map(metric.value, baselines) if value is not None]
+    theirs = [value for value in map(metric.value, baselines) if value is not None]
     mine = metric.value(ours)
-    if mine is None or not known:
+    if mine is None or not theirs:
         return Text("-")
-    best = max(known) if metric.more_is_better else min(known)
+    best = max(theirs) if metric.more_is_better else min(theirs)
     if best == 0:
         return Text("-")
-    differs = f"{mine / best:.3f}" != "1.000"  # else rounding decides, as of losses of equal steps
+    differs = f"{mine / best:.3f}" != "1.000"  # else rounding would decide, as for losses of equal steps
     behind = differs and (mine < best if metric.more_is_better else mine > best)
     ahead = differs and not behind
     return Text(f"{'▼ ' if behind else ''}{mine / best:.3f}×", style="red" if behind else "green" if ahead else "")

@@ -1,7 +1,7 @@
-"""events.jsonl (dynapipe-events/1): what a run was, then a line a step, written as it comes; and the report made of it.
+"""events.jsonl (dynapipe-events/1): the facts of a run, then a line for each finished step; and the report made of it.
 
-The first line has the run's facts and its variants (`--compare` runs several). A run that was cut short, by whatever,
-has left here all that its report needs. People's step numbers count from 1.
+The first line has the run's facts and its variants (`--compare` runs several). So a run that was interrupted has left
+everything that its report needs. Step numbers for people count from 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EVENTS_FILE = "events.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class VariantLabel:
-    """One way of planning the job, as its report names it."""
+    """One way of planning the job, by its names in the report."""
 
     name: str
     layout: str
@@ -48,7 +48,7 @@ class VariantLabel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvents:
-    """A run so far. The first variant is the job itself; its steps are in order, without gaps, spans left out."""
+    """A run so far. The first variant is the job itself. Steps are in order, without gaps and without spans."""
 
     facts: RunFacts
     num_steps: int
@@ -56,7 +56,7 @@ class RunEvents:
 
 
 def start_events(path: Path, facts: RunFacts, variants: Sequence[VariantLabel], *, num_steps: int) -> None:
-    """Write the first line, in the place of an older file."""
+    """Write the first line of a new file, in the place of an older one."""
     write_atomic(path, _header(facts, variants, num_steps))
 
 
@@ -70,16 +70,16 @@ def _line(variant: str, done: StepDone) -> str:
 
 
 def resume_events(path: Path, step: int, facts: RunFacts, *, num_steps: int) -> None:
-    """Keep the first `step` steps of a run that goes on from there to `num_steps`, under the `facts` of now (a run may
-    go on with another topology). What is there is replaced whole, or not at all. Errors: DataError."""
+    """Keep the first `step` steps of a run that resumes there and goes on to `num_steps`. `facts` are the new ones,
+    since a run may resume with another topology. The file is replaced whole or not at all. Errors: DataError."""
     events = read_events(path)
     if len(events.variants) > 1:
         raise DataError(
-            f"{path} compares {len(events.variants)} ways of planning: a run of one of them can go on, not all"
+            f"{path} compares {len(events.variants)} ways of planning: only a run of one way can be resumed"
         )
     labels = [label for label, _ in events.variants]
-    kept = [_line(label.name, done) for label, steps in events.variants for done in steps if done.step < step]
-    write_atomic(path, _header(facts, labels, num_steps) + "".join(kept))
+    lines = [_line(label.name, done) for label, steps in events.variants for done in steps if done.step < step]
+    write_atomic(path, _header(facts, labels, num_steps) + "".join(lines))
 
 
 class EventsFile:
@@ -103,8 +103,8 @@ class EventsFile:
 
 
 def read_events(path: Path) -> RunEvents:
-    """A file that a run wrote or still writes: a last line that was cut short is left out, and of several lines for a
-    step (a resumed run does some again) the last one counts.
+    """The events in a file that a run wrote or still writes. An incomplete last line is left out. Of several lines for
+    a step, as resumed runs leave them, the last one counts.
 
     Errors: DataError naming the line.
     """
@@ -116,7 +116,7 @@ def read_events(path: Path) -> RunEvents:
     header = Fields(parse_json(first, f"{path}: line 1", "the events of a run"), f"{path}: line 1")
     if header.raw("format") != FORMAT:
         raise DataError(f"{path} has format {header.raw('format')!r} but {FORMAT!r} is needed: run again")
-    labels = [_label(Fields(one, f"{path}: variants")) for one in header.one("variants", list)]
+    labels = [_label(Fields(variant, f"{path}: variants")) for variant in header.one("variants", list)]
     steps: dict[str, dict[int, StepDone]] = {label.name: {} for label in labels}
     for number, line in enumerate(lines, 2):
         where = f"{path}: line {number}"
@@ -125,9 +125,10 @@ def read_events(path: Path) -> RunEvents:
         if variant not in steps:
             raise DataError(f"{where} is of variant {variant!r}, which the first line does not have: run again")
         steps[variant][done.step] = done
-    for name, found in steps.items():
-        if found and max(found) - min(found) + 1 != len(found):
-            raise DataError(f"{path}: steps of {name!r} are missing between {min(found) + 1} and {max(found) + 1}")
+    for name, by_number in steps.items():
+        if by_number and max(by_number) - min(by_number) + 1 != len(by_number):
+            first_step, last_step = min(by_number) + 1, max(by_number) + 1
+            raise DataError(f"{path}: steps of {name!r} are missing between {first_step} and {last_step}")
     return RunEvents(
         facts=RunFacts.from_fields(header),
         num_steps=header.one("num_steps", int),
@@ -136,7 +137,7 @@ def read_events(path: Path) -> RunEvents:
 
 
 def report_of(events: RunEvents, *, unfinished: str | None) -> RunReport:
-    """The report of what has run."""
+    """The report of the steps that have run."""
     ours, *others = (_result(label, steps) for label, steps in events.variants)
     return RunReport(facts=events.facts, result=ours, compare=tuple(others) or None, unfinished=unfinished)
 
@@ -155,17 +156,17 @@ def curves(report: RunReport) -> dict[str, list[CurvePoint]]:
 
 
 def validation_points(report: RunReport) -> list[CurvePoint]:
-    """The validation losses of the job itself, as points beside its loss curve."""
+    """The validation losses of the job itself, as points for its loss curve."""
     result = report.result
     tokens = list(accumulate(result.real_tokens_per_step))
     return [(done.number, tokens[done.step - result.first_step], done.loss) for done in result.evaluations]
 
 
 def _result(label: VariantLabel, steps: Sequence[StepDone]) -> RunResult:
-    asked = [done.all_ranks for done in steps]
-    told = [ranks for ranks in asked if ranks is not None]
-    accounted = [i for last, ranks in enumerate(asked) if ranks for i in range(last - ranks.num_steps + 1, last + 1)]
-    latest = told[-1] if told else None
+    by_step = [done.all_ranks for done in steps]
+    gathered = [ranks for ranks in by_step if ranks is not None]
+    accounted = [i for last, ranks in enumerate(by_step) if ranks for i in range(last - ranks.num_steps + 1, last + 1)]
+    latest = gathered[-1] if gathered else None
     return RunResult(
         name=label.name,
         layout=label.layout,
@@ -174,41 +175,41 @@ def _result(label: VariantLabel, steps: Sequence[StepDone]) -> RunResult:
         real_tokens_per_step=tuple(done.real_tokens for done in steps),
         padded_tokens=sum(done.padded_tokens for done in steps),
         step_s=tuple(done.step_s for done in steps),
-        cpu_s=sum(ranks.cpu_s for ranks in told),
+        cpu_s=sum(ranks.cpu_s for ranks in gathered),
         num_micro_batches=tuple(done.num_micro_batches for done in steps),
-        measured_makespan_s=tuple(ranks.makespan_s if ranks else None for ranks in asked),
-        measured_bubble_ratio=tuple(ranks.bubble_ratio if ranks else None for ranks in asked),
-        predicted_makespan_s=tuple(ranks.predicted_makespan_s if ranks else None for ranks in asked),
-        predicted_bubble_ratio=tuple(ranks.predicted_bubble_ratio if ranks else None for ranks in asked),
+        measured_makespan_s=tuple(ranks.makespan_s if ranks else None for ranks in by_step),
+        measured_bubble_ratio=tuple(ranks.bubble_ratio if ranks else None for ranks in by_step),
+        predicted_makespan_s=tuple(ranks.predicted_makespan_s if ranks else None for ranks in by_step),
+        predicted_bubble_ratio=tuple(ranks.predicted_bubble_ratio if ranks else None for ranks in by_step),
         exposed_planning_s=latest.exposed_planning_s if latest else None,
         predicted_peak_bytes=latest.predicted_peak_bytes if latest else None,
         measured_peak_bytes=latest.peak_bytes if latest else None,
-        work=sum((ranks.work for ranks in told), Work()),
+        work=sum((ranks.work for ranks in gathered), Work()),
         accounted_steps=None if len(accounted) == len(steps) else tuple(accounted),
         first_step=steps[0].step if steps else 0,
         evaluations=tuple(done.evaluation for done in steps if done.evaluation is not None),
-        furthest_off=_furthest_off_in_sum([ranks.furthest_off for ranks in told]),
+        furthest_off=_furthest_off_in_sum([ranks.furthest_off for ranks in gathered]),
         fits=tuple((done.number, done.fit) for done in steps if done.fit is not None),
     )
 
 
 def _furthest_off_in_sum(shapes: Sequence[DriftingShape | None]) -> DriftingShape | None:
-    """Of the shapes that steps were furthest off on, the one that was so by most over all steps; its sums."""
+    """The shape with the largest error over all steps, of those that were the furthest off in a step; with its sums."""
     sums: dict[tuple[int, str, tuple[int, int, int]], DriftingShape] = {}
-    for one in shapes:
-        if one is not None:
-            key = one.stage, one.letter, one.shape
-            so_far = sums.get(key, replace(one, measured_s=0.0, predicted_s=0.0))
+    for drifting in shapes:
+        if drifting is not None:
+            key = drifting.stage, drifting.letter, drifting.shape
+            so_far = sums.get(key, replace(drifting, measured_s=0.0, predicted_s=0.0))
             sums[key] = replace(
-                one,
-                measured_s=so_far.measured_s + one.measured_s,
-                predicted_s=so_far.predicted_s + one.predicted_s,
+                drifting,
+                measured_s=so_far.measured_s + drifting.measured_s,
+                predicted_s=so_far.predicted_s + drifting.predicted_s,
             )
     return furthest_off(sums.values())
 
 
 def step_json(done: StepDone) -> dict[str, Any]:
-    """A step as its line has it, without spans. Figures that are no finite number are null."""
+    """A step as its line in the file, without spans. Figures that are not finite are null."""
     ranks = done.all_ranks
     return {
         "step": done.number,

@@ -55,11 +55,12 @@ def write_loss_png(
     *,
     validation: Sequence[CurvePoint] = (),
 ) -> None:
-    """Draw one line a curve, labelled with its name and last value, over steps; of several, over real tokens too, and
-    where some lie on the first, how far all are from it.
+    """Draw losses over steps: a line for each curve, labelled with its name and last value.
 
-    Long curves are drawn faint with their running mean on top; `validation` losses are points. DataError where no curve
-    has any.
+    Several curves are also drawn over real tokens. Where some lie on the first curve, another panel shows the distance
+    of all from it. Long curves are faint, with their running mean on top. `validation` losses are points.
+
+    Errors: DataError where no curve has a point; ConfigError without matplotlib.
     """
     drawn = {name: sorted(points) for name, points in curves.items() if points}
     if not drawn:
@@ -88,13 +89,7 @@ def write_loss_png(
         _style(panel, label)
     panels[0].set_ylabel("loss", color=_INK)
     if apart:
-        for i, distances in enumerate(apart.values(), 1):
-            look = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i % len(_DASHES)], "linewidth": 1.6}
-            if distances:
-                panels[-1].plot(*zip(*distances, strict=True), marker="o", markersize=3, **look)
-        _style(panels[-1], "step")
-        panels[-1].set_yscale("log")
-        panels[-1].set_ylabel(f"distance from {next(iter(drawn))}", color=_INK)
+        _distances(panels[-1], apart, next(iter(drawn)))
     handles, labels = panels[0].get_legend_handles_labels()
     # A character of the legend takes about a fourteenth of an inch; a line sample and its margins about nine of them.
     fits = int(14 * figure.get_figwidth() // (9 + max(len(label) for label in labels)))
@@ -109,9 +104,22 @@ def write_loss_png(
         raise DataError(f"{target} cannot be written ({error.strerror}): choose another directory") from error
 
 
+def _distances(panel: Any, apart: Mapping[str, Sequence[tuple[int, float]]], first: str) -> None:
+    """How far the other curves are from the first one, on a logarithmic scale."""
+    for i, distances in enumerate(apart.values(), 1):
+        look = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i % len(_DASHES)], "linewidth": 1.6}
+        if distances:
+            panel.plot(*zip(*distances, strict=True), marker="o", markersize=3, **look)
+    _style(panel, "step")
+    panel.set_yscale("log")
+    panel.set_ylabel(f"distance from {first}", color=_INK)
+
+
 def differences(curves: Mapping[str, Sequence[CurvePoint]]) -> dict[str, list[tuple[int, float]]]:
-    """(step, distance from the first curve) of the others, which one sees nothing of where they lie on it; empty where
-    none does, to a hundredth of its range. A distance of 0 is left out: it has no place on a scale of magnitudes.
+    """(step, distance from the first curve) of the other curves, where a picture of losses would hide them.
+
+    The result is empty unless some curve lies on the first one, within a hundredth of its range. Distances of 0 are
+    left out, since a logarithmic scale has no place for them.
 
     >>> line = [(1, 10, 6.0), (2, 20, 4.0)]
     >>> differences({"ours": line, "near": [(1, 10, 6.0), (2, 20, 4.001)]})["near"]
@@ -120,12 +128,12 @@ def differences(curves: Mapping[str, Sequence[CurvePoint]]) -> dict[str, list[tu
     {}
     """
     (_, first), *others = curves.items()
-    known = {step: loss for step, _, loss in first if math.isfinite(loss)}
-    if not known or not others:
+    reference = {step: loss for step, _, loss in first if math.isfinite(loss)}
+    if not reference or not others:
         return {}
-    close = (max(known.values()) - min(known.values())) / 100
+    close = (max(reference.values()) - min(reference.values())) / 100
     apart = {
-        name: [(s, round(abs(x - known[s]), 12)) for s, _, x in points if s in known and math.isfinite(x)]
+        name: [(s, round(abs(x - reference[s]), 12)) for s, _, x in points if s in reference and math.isfinite(x)]
         for name, points in others
     }
     if not any(points and max(far for _, far in points) <= close for points in apart.values()):
@@ -157,7 +165,7 @@ def _line(panel: Any, xs: Sequence[float], losses: Sequence[float], name: str, i
 
 
 def _points(panel: Any, points: Sequence[tuple[float, float]]) -> None:
-    """Validation losses, joined by dots; ringed in white, so that they stay visible on the training loss's line."""
+    """Validation losses, joined by a dotted line. White rings keep them visible on the line of training losses."""
     if points:
         xs, losses = zip(*points, strict=True)
         look = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.0, "zorder": 4}
@@ -179,7 +187,7 @@ def _style(panel: Any, label: str) -> None:
 
 
 def _last(losses: Sequence[float]) -> str:
-    """What a legend says of where losses end.
+    """The last loss, in the words of the legend.
 
     >>> _last([5.0, 4.25]), _last([3e-7]), _last([5.0, math.nan]), _last([math.nan])
     ('4.250', '3e-07', '5.000, then not finite', 'not finite')

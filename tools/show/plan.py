@@ -30,8 +30,8 @@ from dynapipe_ext.tools.wording import format_bytes, percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchView:
-    """One micro-batch, and what it carries of a cut sample. `real_tokens` is None where only a plan's file is known: it
-    holds shapes, not lengths."""
+    """One micro-batch, with its piece of a cut sample, if any. `real_tokens` is None for a plan read from a file, which
+    has shapes but no lengths."""
 
     num_samples: int
     rows: int
@@ -58,8 +58,8 @@ class MicroBatchView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
-    """One replica; bytes are per pipeline rank, those of buffers in flight beside the peaks of all else (empty where a
-    file does not say). A plan's file has no trace: no durations are stored in it.
+    """One replica, with bytes per pipeline rank. `peak_bytes` leaves out buffers in flight; `in_flight_bytes` has them
+    (empty where a file does not record them). A plan's file stores no durations, so it has no trace.
     """
 
     dp_rank: int
@@ -76,7 +76,7 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView:
-    """What is shown of a plan. The bound is that of the replica with the largest one, as in StepPlan."""
+    """A plan as it is shown. Its lower bound is the largest of all replicas, as in StepPlan."""
 
     topology: Topology
     replicas: tuple[ReplicaView, ...]
@@ -101,8 +101,8 @@ class PlanView:
 
     @property
     def real_tokens(self) -> int | None:
-        known = [m.real_tokens for m in self.micro_batches]
-        return None if None in known else sum(tokens for tokens in known if tokens is not None)
+        counts = [m.real_tokens for m in self.micro_batches]
+        return None if None in counts else sum(tokens for tokens in counts if tokens is not None)
 
 
 def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float | None = None) -> PlanView:
@@ -188,7 +188,7 @@ def _layout(layouts: Sequence[str]) -> str:
 
 
 def rendered_plan(view: PlanView, *, width: int) -> RenderableType:
-    """Everything there is to see of a plan, for a console of `width` columns."""
+    """All tables and timelines of a plan, for a console of `width` columns."""
     parts: list[RenderableType] = []
     for replica in view.replicas:
         parts += [micro_batch_table(replica), timeline(replica, width=width)]
@@ -249,7 +249,7 @@ def micro_batch_table(replica: ReplicaView) -> Table:
 
 
 def timeline(replica: ReplicaView, *, width: int) -> Text:
-    """The simulated schedule, one row a pipeline rank; only the order of the actions where no times are known."""
+    """The simulated schedule, a row for each pipeline rank; without a trace only the order of actions."""
     if not replica.micro_batches:
         return Text(f"replica {replica.dp_rank} has nothing to do in this step\n", style="yellow")
     if replica.trace is None:
@@ -262,10 +262,10 @@ def timeline(replica: ReplicaView, *, width: int) -> Text:
 
 def _efficiency(micro_batches: Sequence[MicroBatchView]) -> str:
     padded = sum(m.padded_tokens for m in micro_batches)
-    known = [m.real_tokens for m in micro_batches if m.real_tokens is not None]
-    if not padded or len(known) < len(micro_batches):
+    real = [m.real_tokens for m in micro_batches if m.real_tokens is not None]
+    if not padded or len(real) < len(micro_batches):
         return "-"
-    return percent(sum(known) / padded)
+    return percent(sum(real) / padded)
 
 
 def _gap(makespan_s: float, lower_bound_s: float) -> str:
@@ -281,18 +281,18 @@ def _seconds(seconds: float) -> str:
 
 
 def certificate_of_file(plan: PlanFile) -> Certificate | None:
-    """The certificate in a plan's file, as claimed; None where it lacks a bound."""
+    """The certificate that a plan's file claims; None where it lacks a bound."""
     if any({"stage", "chain", "heads_tails"} - replica.bounds_s.keys() for replica in plan.replicas):
         return None
     replicas = []
     for replica in plan.replicas:
-        told = {name: round(seconds * 1e9) for name, seconds in replica.bounds_s.items()}
+        bounds_ns = {name: round(seconds * 1e9) for name, seconds in replica.bounds_s.items()}
         replicas.append(
             ReplicaBounds(
-                stage_ns=told["stage"],
-                chain_ns=told["chain"],
-                heads_tails_ns=told["heads_tails"],
-                byte_time_ns=told.get("byte_time"),
+                stage_ns=bounds_ns["stage"],
+                chain_ns=bounds_ns["chain"],
+                heads_tails_ns=bounds_ns["heads_tails"],
+                byte_time_ns=bounds_ns.get("byte_time"),
             )
         )
     return Certificate(
@@ -311,8 +311,8 @@ def certificate_table(certificate: Certificate) -> Table:
     table.add_column("step", justify="right", no_wrap=True)
 
     def row(name: str, each: list[int | None]) -> None:
-        known = [ns for ns in each if ns is not None]
-        table.add_row(name, *map(_time, each), _time(max(known, default=None)))
+        bounds_ns = [ns for ns in each if ns is not None]
+        table.add_row(name, *map(_time, each), _time(max(bounds_ns, default=None)))
 
     replicas = certificate.replicas
     row("busiest rank's work, with the least before and after", [r.stage_ns for r in replicas])

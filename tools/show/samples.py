@@ -1,4 +1,4 @@
-"""What a model is given of a sample, and which of it carries loss."""
+"""A sample as text: what the model reads, and which part carries loss."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 
 
 def sample_text(sample: TokenSample, encoder: Encoder) -> Text:
-    """The sample as text, special tokens spelt out: in green between ⟦ and ⟧ what carries loss.
+    """The sample as text with its special tokens. Targets are green, between ⟦ and ⟧.
 
     >>> import numpy as np
     >>> from dynapipe_ext.data.tokenizer import BytesTokenizer

@@ -1,4 +1,4 @@
-"""A schedule for people: its simulated timeline in the terminal and as a page, with the figures that judge it.
+"""A schedule for people: its simulated timeline on a terminal or as a page, with its figures.
 
 name ─► published_schedule or schedule_for ─┐
 .csv .txt .json ─► read_schedule ───────────┴► view_of(schedule, costs) ─► rendered, write_html
@@ -33,8 +33,8 @@ from dynapipe_ext.tools.show.timeline import write_trace_html
 from dynapipe_ext.tools.wording import counted, percent
 
 FILE_KINDS = (".csv", ".txt", ".json")
-FOR_COSTS = ("cyclic", "adaptive")  # schedules that follow from costs and a limit
-MEAN_BYTES = 1_000_000  # that a rank holds for a micro-batch of mean size
+FOR_COSTS = ("cyclic", "adaptive")  # schedules made for given costs and a memory limit
+MEAN_BYTES = 1_000_000  # bytes of a micro-batch of mean size on a rank
 _LONGEST_MS = 1e9
 _STYLES = {
     Kind.FORWARD: "black on bright_blue",
@@ -52,9 +52,9 @@ _LEGEND = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleView:
-    """What is shown. `in_flight` is each rank's most micro-batches at once; an activation of one of a rank's v stages
-    counts 1/v. `peak_bytes` count a micro-batch of mean size as MEAN_BYTES. `inner_bubble_ratio` leaves out what lies
-    before a rank's first and after its last action."""
+    """A schedule with its figures. `in_flight` is the largest number of micro-batches on each rank at once; an
+    activation on one of a rank's v stages counts 1/v. `peak_bytes` counts MEAN_BYTES for a micro-batch of mean size.
+    `inner_bubble_ratio` leaves out the time before a rank's first and after its last action."""
 
     schedule: PipelineSchedule
     trace: Trace
@@ -76,8 +76,8 @@ class ScheduleView:
 def read_schedule(path: str | Path, *, replica: int | None = None) -> PipelineSchedule:
     """The schedule in a file, proven to run: torch's CSV, lines of actions (.txt), or one replica of a plan (.json).
 
-    Errors: DataError for a file that cannot be read, PlanError naming what is wrong in it, ConfigError for a replica
-    that it does not have.
+    Errors: DataError for a file that cannot be read, PlanError naming a mistake in it, ConfigError for a replica that
+    it does not have.
     """
     source = Path(path)
     if source.suffix == ".json":
@@ -108,14 +108,14 @@ def read_schedule(path: str | Path, *, replica: int | None = None) -> PipelineSc
 
 
 def read_pieces(path: str | Path, *, replica: int | None = None) -> dict[int, Piece]:
-    """What the micro-batches of the schedule in a file carry of cut samples, which only a plan's .json says."""
+    """The pieces of cut samples in the micro-batches of a file's schedule; only a plan's .json has any."""
     if Path(path).suffix != ".json":
         return {}
     return pieces_in_json(read_plan_json(read_json(path, PLAN_FORMAT, "a plan"))[1][replica or 0])
 
 
 def uneven_factors(num_micro_batches: int, *, cv: float, seed: int) -> npt.NDArray[np.float64]:
-    """A lognormal factor of mean 1 and coefficient of variation `cv` for each micro-batch.
+    """Lognormal factors of mean 1 and coefficient of variation `cv`, one for each micro-batch.
 
     Errors: ConfigError for a `cv` outside 0..10 or a negative seed.
     """
@@ -133,15 +133,16 @@ def rank_costs(
     times_ms: Sequence[float],
     factors: npt.NDArray[np.float64] | None = None,
 ) -> MicroBatchCosts:
-    """Costs where F, I and W of a micro-batch take `times_ms` on every rank and its activations MEAN_BYTES, spread
-    evenly over the rank's stages, so that schedules with more and fewer stages compare; all of that times `factors`,
-    one a micro-batch. Transfers are free.
+    """Costs where F, I and W of a micro-batch take `times_ms` on every rank, and its activations MEAN_BYTES.
+
+    Both are spread evenly over the rank's stages, so that schedules with different numbers of stages compare.
+    `factors`, one for each micro-batch, multiply them. Transfers are free.
 
     Errors: ConfigError for times that are not three of 0 to 10^9 ms, F and I above 0.
     """
     if len(times_ms) != 3 or not all(0 <= time <= _LONGEST_MS for time in times_ms) or not min(times_ms[:2]) > 0:
-        given = ",".join(f"{time:g}" for time in times_ms)
-        raise ConfigError(f"times are {given} ms but must be F,I,W: above 0, above 0, at least 0, none above 10^9")
+        shown = ",".join(f"{time:g}" for time in times_ms)
+        raise ConfigError(f"times are {shown} ms but must be F,I,W: above 0, above 0, at least 0, none above 10^9")
     on_rank = Counter(stage_ranks)
     shares = np.array([1 / on_rank[rank] for rank in stage_ranks])
     sizes = np.outer(shares, np.ones(num_micro_batches) if factors is None else factors)
@@ -170,8 +171,8 @@ def schedule_for(
     effort: int,
     split: bool = False,
 ) -> PipelineSchedule:
-    """The schedule of a name in FOR_COSTS: DynaPipe's cyclic one, or the own search with `effort` moves, where `split`
-    runs backwards as I and W.
+    """The schedule of a name in FOR_COSTS: DynaPipe's cyclic one, or that of this package's search with `effort` moves.
+    `split` runs backwards as I and W.
 
     Errors: PlanError for a micro-batch that does not fit alone; ConfigError for a negative effort.
     """
@@ -183,7 +184,7 @@ def schedule_for(
 def view_of(
     schedule: PipelineSchedule, costs: MicroBatchCosts, times: str, *, pieces: Mapping[int, Piece] | None = None
 ) -> ScheduleView:
-    """The schedule simulated at `rank_costs`, which `times` describes in words; `pieces` by micro-batch."""
+    """The schedule simulated with these costs. `times` describes the costs in words, `pieces` are by micro-batch."""
     held_once = replace(costs, stored_bytes=np.ones_like(costs.stored_bytes))
     if schedule.forward_only:
         costs, held_once = costs.forwards(), held_once.forwards()
@@ -207,7 +208,7 @@ def view_of(
 
 
 def rendered_schedule(view: ScheduleView, *, width: int) -> RenderableType:
-    """The timeline, one row a rank in at most `width` columns, its legend and the figures."""
+    """The timeline with a row for each rank in at most `width` columns, its legend and the figures."""
     margin = len(str(len(view.schedule.ranks) - 1))
     rows = picture(view.schedule, view.trace, width=max(1, width - margin - len(" ||")))
     text = Text(no_wrap=True, overflow="crop", end="")
@@ -232,7 +233,8 @@ def rendered_schedule(view: ScheduleView, *, width: int) -> RenderableType:
 
 
 def write_html(path: str | Path, view: ScheduleView) -> None:
-    """One page without external resources: the timeline to zoom into, an action's figures under the pointer."""
+    """Write one page without external resources: a timeline with zoom, and the figures of the action under the
+    pointer."""
     write_trace_html(
         path,
         measured=(),

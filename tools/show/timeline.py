@@ -1,7 +1,7 @@
-"""The timeline of a run as one self-contained HTML page, as Chrome JSON, and as a small file to redraw it from.
+"""The timeline of a run as one self-contained HTML page, as Chrome JSON, and as a small file from which to redraw it.
 
-A page shows measured above simulated spans of one step at a time on a common time axis. Bubble ratios here count waits
-as idle time: a rank that waits for a peer does no work.
+A page shows one step at a time: its measured spans above the simulated ones, on one time axis. Bubble ratios count
+waits as idle time, since a rank that waits for a peer does no work.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def span_kind(label: str) -> SpanKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRecord:
-    """All that the page shows. Traces of the same name are one step; see `pair_steps`."""
+    """The content of a page. Traces of one name are one step; see `pair_steps`."""
 
     measured: tuple[Trace, ...] = ()
     simulated: tuple[Trace, ...] = ()
@@ -75,7 +75,8 @@ class TraceRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """The figures above a pane. `micro_batches` counts per replica; `busy` is the share of the makespan by rank."""
+    """The figures above a pane. `micro_batches` counts per replica; `busy` is each rank's busy share of the
+    makespan."""
 
     makespan_s: float
     bubble_ratio: float
@@ -94,7 +95,7 @@ def replica_of(rank_name: str) -> str:
 
 
 def summarize(trace: Trace, rank_names: Mapping[int, str]) -> TraceSummary:
-    """Makespan, bubble ratio with waits as idle time, micro-batches of each replica, peak bytes of any rank."""
+    """The figures of a trace. Waits count as idle time, and the peak is the largest of all ranks."""
     makespan_s = trace.makespan_s
     worked: dict[int, list[tuple[float, float]]] = {span.rank: [] for span in trace.spans}
     micro_batches: set[tuple[str, str]] = set()
@@ -124,7 +125,8 @@ def _covered_s(intervals: list[tuple[float, float]]) -> float:
 
 
 def pair_steps(measured: Sequence[Trace], simulated: Sequence[Trace]) -> list[tuple[str, Trace | None, Trace | None]]:
-    """(name, measured, simulated) of every step: by name where names are unique and shared, else by place.
+    """(name, measured, simulated) of every step. Steps pair by name where names are unique and shared, else by
+    position.
 
     >>> [(n, m is not None, s is not None) for n, m, s in pair_steps([Trace((), "step 9")], [Trace(()), Trace(())])]
     [('step 9', True, True), ('step 1', False, True)]
@@ -152,8 +154,8 @@ def write_trace_html(
 ) -> None:
     """Write one page that needs no network: the timeline of every rank, measured above simulated.
 
-    `rank_names` ("dp0 pp1 tp0") group the rows by replica and order them by pipeline rank; ranks without a name are
-    shown by number. Raises DataError for spans whose times are not finite or end before they start.
+    `rank_names` ("dp0 pp1 tp0") group the rows by replica and order them by pipeline rank. Ranks without a name show
+    their number. Errors: DataError for spans with times that are not finite, or that end before they start.
     """
     steps = [
         {
@@ -180,7 +182,7 @@ def write_trace_html(
 
 
 def script_json(value: Any) -> str:
-    """JSON that is safe inside a script element: no character in it can end the element or open a comment.
+    """JSON that is safe inside a script element: it cannot end the element or open a comment.
 
     >>> script_json("</script>")
     '"\\\\u003c/script\\\\u003e"'
@@ -208,8 +210,9 @@ def _pane(trace: Trace, rank_names: Mapping[int, str]) -> dict[str, Any]:
 
 
 def _columns(trace: Trace) -> dict[str, Any]:
-    """A trace as parallel lists with tables of labels and shapes: a third of the size of one object a span. Pieces of
-    cut samples, where it has some, are a table as well, with null for the spans of other micro-batches.
+    """A trace as parallel lists with tables of labels and shapes, a third of the size of one object for each span.
+
+    Pieces of cut samples are a table as well, with null for spans of other micro-batches.
     """
     labels: dict[str, int] = {}
     shapes: dict[tuple[int, ...], int] = {}
@@ -245,7 +248,7 @@ def _columns(trace: Trace) -> dict[str, Any]:
 
 
 def _trace(data: Any, where: str) -> Trace:
-    """The inverse of `_columns`; raises DataError with the name of what is missing."""
+    """The inverse of `_columns`. Errors: DataError naming what is missing."""
     try:
         labels, shapes = list(data["labels"]), [tuple(int(n) for n in shape) for shape in data["shapes"]]
         columns = [[int(value) for value in data[name]] for name in _COLUMNS]
@@ -275,7 +278,7 @@ def _trace(data: Any, where: str) -> Trace:
 
 
 def write_trace_file(path: str | Path, record: TraceRecord) -> None:
-    """Keep a record as `dynapipe-trace/1` JSON, times to the nanosecond."""
+    """Write a record as `dynapipe-trace/1` JSON, with times in nanoseconds."""
     data = {
         "format": FORMAT,
         "title": record.title,
@@ -289,7 +292,7 @@ def write_trace_file(path: str | Path, record: TraceRecord) -> None:
 
 
 def read_trace_file(path: str | Path) -> TraceRecord:
-    """The record in a file; DataError where the file is absent, of another format or damaged."""
+    """The record in a file. Errors: DataError where the file is absent, of another format or damaged."""
     data = read_json(path, FORMAT, "a trace file")
     try:
         return TraceRecord(
