@@ -30,9 +30,9 @@ from dynapipe_ext.data.batches import (
 )
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.data.pairs import collate_pairs, pair_borders
-from dynapipe_ext.errors import ConfigError, DataError, check_timeout
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.plans.channel import PlanChannel
+from dynapipe_ext.executor.plans.channel import PlanChannel, PlanDelivery
 from dynapipe_ext.executor.protocols import Batch, Store
 from dynapipe_ext.executor.proven_step import ProvenStep, StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -124,14 +124,11 @@ class DynaPipeDataLoader:
     Arguments that torch's DataLoader has mean the same; these are new or differ:
 
     planner: plans a global batch; equal on all ranks. batch_size | tokens_per_batch: size of a global batch over all
-    replicas. sampler: indices of the whole epoch, the same on all ranks (`set_epoch` is called if it has it).
-    num_workers: planner processes of a node; 0 plans in line. Global rank 0 starts them, or on each of `num_nodes` the
-    rank that is told to (start_planners, node_rank): planners of all nodes share the steps, and plans go to all ranks.
-    prefetch_steps: finished plans that the planners keep ahead. store: the address of a Redis-compatible store, or an
-    open Store; needed with planner processes. namespace: the same on all ranks, and one that no other loader or run has
-    used in that store. plan_key: secret that signs plans (default: derived from the store's password). coordinates: the
-    own place (default: from torch.distributed). needs_data=False (ranks without embedding or loss): no sample is
-    read, and packed micro-batches have `cu_seqlens` only. seed: of the shuffle. timeout_s: longest wait for a plan.
+    replicas. seed: of the shuffle. sampler: indices of the whole epoch, the same on all ranks (`set_epoch` is called if
+    it has it). coordinates: the place of this rank (default: from torch.distributed). needs_data=False (ranks without
+    embedding or loss): no sample is read, and packed micro-batches have `cu_seqlens` only.
+    num_workers: planner processes of a node; 0 plans in line. Others need a store: the address of a Redis-compatible
+    one, or an open Store. delivery: how their plans reach the ranks, with the limit of waiting for one.
 
     `exposed_planning_s` sums the seconds in which the consumer waited for planning. Close it, or use it as a context
     manager, to stop the planners; they take the plans that nobody has read with them, so rank 0 closes once no other
@@ -149,31 +146,25 @@ class DynaPipeDataLoader:
         sampler: Iterable[int] | None = None,
         batch_size: int | None = None,
         tokens_per_batch: int | None = None,
-        num_workers: int = 0,
-        prefetch_steps: int = 2,
         pin_memory: bool = False,
         drop_last: bool = False,
         shuffle: bool | None = None,
         seed: int = 0,
-        store: str | StoreAddress | Store | None = None,
-        namespace: str = "loader",
-        plan_key: bytes | None = None,
         coordinates: Coordinates | None = None,
-        start_planners: bool | None = None,
-        node_rank: int = 0,
-        num_nodes: int = 1,
         needs_data: bool = True,
-        timeout_s: float = 60.0,
+        num_workers: int = 0,
+        store: str | StoreAddress | Store | None = None,
+        delivery: PlanDelivery = PlanDelivery(),  # noqa: B008 (frozen)
     ) -> None:
         if sampler is not None and shuffle:
             raise ConfigError(
                 "sampler and shuffle=True were both given: the sampler decides the order, leave out shuffle"
             )
-        if num_workers < 0 or (num_workers and prefetch_steps < 2):
+        if num_workers < 0 or (num_workers and delivery.prefetch_steps < 2):
             raise ConfigError(
-                f"num_workers is {num_workers} and prefetch_steps is {prefetch_steps} but must be at least 0 and 2"
+                f"num_workers is {num_workers} and prefetch_steps is {delivery.prefetch_steps} but must be at least 0"
+                " and 2"
             )
-        check_timeout(timeout_s)
         if not hasattr(dataset, "lengths"):
             raise ConfigError(
                 f"dataset {type(dataset).__name__} has no attribute `lengths`: give it an integer array of shape (N,)"
@@ -204,8 +195,8 @@ class DynaPipeDataLoader:
         self._resumed_order: str | None = None
         self._epoch_cache: tuple[int, GlobalBatches, SampleOrder | None] | None = None
         self._pass: Generator[LoadedStep, None, None] | None = None
-        said = getattr(dataset, "samples_fingerprint", None)
-        data = said if isinstance(said, str) else None
+        fingerprint = getattr(dataset, "samples_fingerprint", None)
+        data = fingerprint if isinstance(fingerprint, str) else None
         self._identity = {"lengths": array_digest(self._lengths), "data": data}
         if sampler is None:
             self._batches(0)  # refuses settings that cannot work before anything is started
@@ -217,14 +208,8 @@ class DynaPipeDataLoader:
                 self._lengths,
                 self._coordinates,
                 store=store,
-                namespace=namespace,
-                plan_key=plan_key,
                 num_workers=num_workers,
-                prefetch_steps=prefetch_steps,
-                start_planners=start_planners,
-                node_rank=node_rank,
-                num_nodes=num_nodes,
-                timeout_s=timeout_s,
+                delivery=delivery,
             )
 
     def __len__(self) -> int:
@@ -409,17 +394,17 @@ class DynaPipeDataLoader:
         return _to_torch(arrays, pin_memory=self._pin_memory)
 
     def _check_whole(self, micro_batch: MicroBatch, samples: Iterable[TokenSample]) -> None:
-        """Refuse samples that are longer than planning was told: what is over would never be trained."""
+        """Refuse samples that are longer than their planned lengths: the rest would never be trained."""
         for planned, sample in zip(micro_batch.samples, samples, strict=True):
             if not hasattr(sample, "positions"):
                 raise DataError(
                     f"the dataset gives {type(sample).__name__} for sample {planned.index} but tensors are made of a"
                     " TokenSample (dynapipe_ext.data.dataset): give those, or collate_fn=f(micro_batch, samples)"
                 )
-            told = int(self._lengths[planned.index, 0])
-            if sample.positions > told:
+            most = int(self._lengths[planned.index, 0])
+            if sample.positions > most:
                 raise DataError(
-                    f"sample {planned.index} has {sample.positions} positions but the dataset's `lengths` say {told}:"
+                    f"sample {planned.index} has {sample.positions} positions but the dataset's `lengths` say {most}:"
                     " the rest would never be trained; give the number of tokens less one, or shorter samples"
                 )
 

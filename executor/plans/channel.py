@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import LengthArray
 from dynapipe_ext.batch.topology import Coordinates
 from dynapipe_ext.data.batches import GlobalBatchRule, SampleOrder, StepPosition, array_digest
-from dynapipe_ext.errors import ConfigError, PlanError, StoreError
+from dynapipe_ext.errors import ConfigError, PlanError, StoreError, check_timeout
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.parent_death import ends_within
 from dynapipe_ext.executor.plans.planner_process import (
@@ -217,6 +217,34 @@ def _bytes(array: SampleOrder | LengthArray) -> memoryview:
     return np.ascontiguousarray(array, dtype=ARRAY_TYPE).reshape(-1).view(np.uint8).data
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDelivery:
+    """How planner processes share their work, and how their plans reach the ranks. Equal on all ranks, but for the
+    node's two fields.
+
+    prefetch_steps: finished plans that the planners keep ahead. namespace: one that no other loader or run has used in
+    the store. plan_key: secret that signs plans; None derives it from the store's password. timeout_s: longest wait for
+    a plan. node_rank, num_nodes: planners of all nodes share the steps. starts_planners: whether this rank starts those
+    of its node; None means global rank 0, on one node alone. Errors: ConfigError.
+    """
+
+    prefetch_steps: int = 2
+    namespace: str = "loader"
+    plan_key: bytes | None = None
+    timeout_s: float = 60.0
+    node_rank: int = 0
+    num_nodes: int = 1
+    starts_planners: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_s)
+        if not 0 <= self.node_rank < self.num_nodes or (self.num_nodes > 1 and self.starts_planners is None):
+            raise ConfigError(
+                f"node_rank is {self.node_rank} and num_nodes is {self.num_nodes} but must be in 0..num_nodes - 1, with"
+                " starts_planners=True on one rank of each of several nodes and False on the others"
+            )
+
+
 class PlanChannel:
     """Gives plan sources for passes over the data, and runs the planner processes on the rank that starts them.
 
@@ -233,39 +261,31 @@ class PlanChannel:
         coordinates: Coordinates,
         *,
         store: str | StoreAddress | Store | None,
-        namespace: str,
-        plan_key: bytes | None,
         num_workers: int,
-        prefetch_steps: int,
-        start_planners: bool | None,
-        node_rank: int,
-        num_nodes: int,
-        timeout_s: float,
+        delivery: PlanDelivery,
     ) -> None:
         is_first = coordinates == Coordinates(tp_rank=0, pp_rank=0, dp_rank=0)
-        if not 0 <= node_rank < num_nodes or (num_nodes > 1 and start_planners is None):
-            raise ConfigError(
-                f"node_rank is {node_rank} and num_nodes is {num_nodes} but must be in 0..num_nodes - 1, with"
-                " start_planners=True on one rank of each of several nodes and False on the others"
-            )
-        starts = is_first if start_planners is None else start_planners
-        self._workers = range(node_rank * num_workers, (node_rank + 1) * num_workers if starts else 0)
-        self._num_workers = num_workers * num_nodes
+        starts = is_first if delivery.starts_planners is None else delivery.starts_planners
+        first_worker = delivery.node_rank * num_workers
+        self._workers = range(first_worker, first_worker + num_workers if starts else 0)
+        self._num_workers = num_workers * delivery.num_nodes
         self._marks_taken = is_first
         self._rule = rule
         self._lengths = lengths
         self._coordinates = coordinates
-        self._ahead = prefetch_steps + self._num_workers  # finished ones, and one in the making for each planner
-        self._timeout_s = timeout_s
+        self._ahead = (
+            delivery.prefetch_steps + self._num_workers
+        )  # finished ones, and one in the making for each planner
+        self._timeout_s = delivery.timeout_s
         self._owns_store = isinstance(store, str | StoreAddress)
-        self._store = _opened(store, namespace, num_workers, timeout_s)
+        self._store = _opened(store, num_workers, delivery)
         if self._workers and self._store.address is None:
             raise ConfigError(
                 f"planner processes cannot reach a {type(self._store).__name__}: give the address of a Redis-compatible"
                 " store, or use num_workers=0"
             )
-        self._plan_key = plan_key or _derived_key(self._store.address)
-        self._namespace = namespace
+        self._plan_key = delivery.plan_key or _derived_key(self._store.address)
+        self._namespace = delivery.namespace
         self._describe(planner)
         self._session = 0
         self._next: StepPosition | None = None  # where the present session goes on; None before the first
@@ -365,7 +385,7 @@ def store_patience_s(timeout_s: float) -> float:
     return timeout_s / 2
 
 
-def _opened(store: str | StoreAddress | Store | None, namespace: str, num_workers: int, timeout_s: float) -> Store:
+def _opened(store: str | StoreAddress | Store | None, num_workers: int, delivery: PlanDelivery) -> Store:
     if store is None:
         raise ConfigError(
             f"num_workers={num_workers} needs a store: pass store='redis://:PASSWORD@HOST:PORT/0' (or rediss://, unix://),"
@@ -374,14 +394,17 @@ def _opened(store: str | StoreAddress | Store | None, namespace: str, num_worker
     if isinstance(store, str):
         store = StoreAddress.parse(store)
     if isinstance(store, StoreAddress):
-        return open_store(store, namespace=namespace, reconnect_s=store_patience_s(timeout_s))
+        patience_s = store_patience_s(delivery.timeout_s)
+        return open_store(store, namespace=delivery.namespace, reconnect_s=patience_s)
     return store
 
 
 def _derived_key(address: StoreAddress | None) -> bytes:
     """The key that all who know the store's password can derive."""
     if address is None or not address.password:
-        raise ConfigError("the store has no password to derive a plan key from: pass plan_key, 32 random bytes")
+        raise ConfigError(
+            "the store has no password to derive a plan key from: pass PlanDelivery(plan_key=…), 32 random bytes"
+        )
     return hmac.new(address.password.encode(), b"dynapipe plan key", hashlib.sha256).digest()
 
 

@@ -73,12 +73,18 @@ class TorchStage:
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
         self._doubts_loss = True  # in the first step, until it was seen to heed the weights of positions
         gradients = accumulator(trained, parallel.sum_over_replicas if parallel else None)
-        self._orders = [False] * len(chunks) if gradients.by_use else with_shared_weights(chunks)
+        self._orders = [False] * len(chunks)
+
+        def make_splittable() -> list[torch.Tensor]:
+            if not gradients.by_use:
+                self._orders = with_shared_weights(chunks)
+            return [weight for owner in owners for weight in make_linears_splittable(owner)]
+
         self._runner = ChunkRunner(
             len(chunks),
             gradients,
             parameters=own,
-            make_splittable=lambda: [weight for owner in owners for weight in make_linears_splittable(owner)],
+            make_splittable=make_splittable,
             device=own[0].device if own else torch.device("cpu"),
             # Saved-tensor hooks would hide from autograd that a module changed in place what it needs again.
             measure_bytes=False,

@@ -24,6 +24,7 @@ from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.protocols import Recorder, Store, Transport
 from dynapipe_ext.executor.stages.collectives import named_collectives
@@ -141,7 +142,6 @@ def run_variant(
             coordinates=me,
             pin_memory=device.type == "cuda",
             needs_data=not set(topology.stages_of(me.pp_rank)).isdisjoint(reading_stages(architecture, topology)),
-            timeout_s=config.job.timeout_s,
         )
         loader = stack.enter_context(
             load(
@@ -149,13 +149,16 @@ def run_variant(
                 of_training(planner),
                 drop_last=config.data.drop_last,
                 num_workers=config.data.num_workers,
-                prefetch_steps=config.data.prefetch_steps,
                 store=context.store,
-                namespace=namespace,
-                plan_key=context.plan_key,
-                start_planners=context.node.starts_planners,
-                node_rank=context.node.rank,
-                num_nodes=context.node.num_nodes,
+                delivery=PlanDelivery(
+                    prefetch_steps=config.data.prefetch_steps,
+                    namespace=namespace,
+                    plan_key=context.plan_key,
+                    timeout_s=config.job.timeout_s,
+                    node_rank=context.node.rank,
+                    num_nodes=context.node.num_nodes,
+                    starts_planners=context.node.starts_planners,
+                ),
             )
         )
         evaluate = None

@@ -37,6 +37,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts  # noqa: E402
 from dynapipe_ext.executor.engine import PipelineExecutor  # noqa: E402
 from dynapipe_ext.executor.instructions import ExecutionPlan  # noqa: E402
 from dynapipe_ext.executor.loader import DynaPipeDataLoader  # noqa: E402
+from dynapipe_ext.executor.plans.channel import PlanDelivery  # noqa: E402
 from dynapipe_ext.executor.protocols import Transport  # noqa: E402
 from dynapipe_ext.executor.stages.emulated import EmulatedStage  # noqa: E402
 from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
@@ -187,10 +188,9 @@ def _rank_main(case: Case, address: StoreAddress, namespace: str, folder: Path, 
         batch_size=len(case.batches[0]),
         num_workers=1,
         store=address,
-        namespace=namespace,
+        delivery=PlanDelivery(namespace=namespace, timeout_s=_TIMEOUT_S),
         coordinates=topology.coordinates(env.rank),
         needs_data=False,
-        timeout_s=_TIMEOUT_S,
     )
     with loader:
         taken = list(loader)  # planning is over before the first step: it would take a core from the sleepers' wake-ups

@@ -22,6 +22,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
@@ -88,7 +89,7 @@ def run(costs: CostModel, address: Any, env: RankEnv) -> list[Any]:
         batch_size=BATCH_SIZE,
         num_workers=1,
         store=address,
-        namespace="drift",
+        delivery=PlanDelivery(namespace="drift"),
         coordinates=TOPOLOGY.coordinates(env.rank),
         needs_data=False,
     )

@@ -17,6 +17,7 @@ from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.schedules.planner import Planner
 
@@ -310,16 +311,27 @@ def test_an_error_of_the_dataset_reaches_the_consumer() -> None:
         ({"tokens_per_batch": 0}, "at least 1"),
         ({"sampler": [0, 1], "shuffle": True}, "leave out shuffle"),
         ({"num_workers": -1}, "num_workers is -1"),
-        ({"num_workers": 2, "prefetch_steps": 1}, "prefetch_steps is 1"),
+        ({"num_workers": 2, "delivery": PlanDelivery(prefetch_steps=1)}, "prefetch_steps is 1"),
         ({"num_workers": 2}, "num_workers=2 needs a store"),
-        ({"num_workers": 2, "store": MemoryStore(), "plan_key": b"k" * 32}, "cannot reach a MemoryStore"),
-        ({"num_workers": 2, "store": MemoryStore(), "start_planners": False}, "pass plan_key"),
-        *(({"timeout_s": value}, "timeout_s is .* must be positive") for value in (0, float("nan"), float("inf"), "9")),
+        (
+            {"num_workers": 2, "store": MemoryStore(), "delivery": PlanDelivery(plan_key=b"k" * 32)},
+            "cannot reach a MemoryStore",
+        ),
+        (
+            {"num_workers": 2, "store": MemoryStore(), "delivery": PlanDelivery(starts_planners=False)},
+            r"pass PlanDelivery\(plan_key",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_the_next_move(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loader(**settings)
+
+
+@pytest.mark.parametrize("value", [0, float("nan"), float("inf"), "9"])
+def test_a_limit_of_waiting_for_plans_is_positive_and_ends(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"timeout_s is .* must be positive"):
+        PlanDelivery(timeout_s=value)
 
 
 @pytest.mark.parametrize(("num_ranks", "topology"), [(4, Topology()), (1, Topology(dp=2)), (4, Topology(dp=2))])

@@ -61,7 +61,7 @@ def test_planners_of_two_nodes_share_the_steps_and_one_that_is_killed_is_started
 ) -> None:
     """Each node's first rank starts one planner; every rank gets the plans of planning in line."""
     loaders = [
-        through(address, at, namespace, start_planners=at.pp_rank == 0, node_rank=at.dp_rank, num_nodes=2)
+        through(address, at, namespace, starts_planners=at.pp_rank == 0, node_rank=at.dp_rank, num_nodes=2)
         for at in sorted(RANKS, key=lambda at: at.dp_rank)
     ]
     try:

@@ -199,7 +199,7 @@ def test_a_node_outside_of_the_job_is_refused(
     address: StoreAddress, node_rank: int, num_nodes: int, starts: bool | None
 ) -> None:
     with pytest.raises(ConfigError, match=f"node_rank is {node_rank} and num_nodes is {num_nodes}"):
-        through(address, FIRST, start_planners=starts, node_rank=node_rank, num_nodes=num_nodes)
+        through(address, FIRST, starts_planners=starts, node_rank=node_rank, num_nodes=num_nodes)
 
 
 def test_a_failing_planner_ends_every_ranks_iteration_with_its_sentence(address: StoreAddress, namespace: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCo
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.wire import encode
 from dynapipe_ext.schedules.planner import Planner
@@ -55,8 +57,10 @@ def inline(at: Coordinates, **settings: Any) -> DynaPipeDataLoader:
 def through(store: object, at: Coordinates, namespace: str = "", **settings: Any) -> DynaPipeDataLoader:
     options = {"planner": planner(), "tokens_per_batch": 400, "shuffle": True, "num_workers": 1, **settings}
     dataset = options.pop("dataset", CountingDataset())
+    names = [field.name for field in fields(PlanDelivery) if field.name in options]
+    delivery = PlanDelivery(**{"namespace": namespace or "loader", **{name: options.pop(name) for name in names}})
     return DynaPipeDataLoader(
-        dataset, options.pop("planner"), coordinates=at, store=store, namespace=namespace or "loader", **options
+        dataset, options.pop("planner"), coordinates=at, store=store, delivery=delivery, **options
     )
 
 
