@@ -1,4 +1,4 @@
-"""Arithmetic with the same bits on every processor: what is fitted to measurements, and every plan after it, agrees.
+"""Arithmetic with the same bits on every processor, so that fits to measurements, and plans after them, are the same.
 
 IEEE 754 rounds sums, products, quotients and square roots alike everywhere. BLAS kernels order sums by the width of
 registers and the number of threads; exponentials and logarithms differ between libraries: neither is used here.
@@ -28,8 +28,8 @@ def log(x: npt.ArrayLike) -> FloatArray:
     series = np.zeros_like(s)
     for k in reversed(range(_LOG_TERMS)):
         series = series * (s * s) + 1.0 / (2 * k + 1)
-    found = exponent * _LN2_HIGH + (exponent * _LN2_LOW + 2.0 * s * series)
-    return np.where(x > 0, found, np.where(x == 0, -np.inf, np.nan))
+    logarithms = exponent * _LN2_HIGH + (exponent * _LN2_LOW + 2.0 * s * series)
+    return np.where(x > 0, logarithms, np.where(x == 0, -np.inf, np.nan))
 
 
 def exp(x: npt.ArrayLike) -> FloatArray:
@@ -40,8 +40,8 @@ def exp(x: npt.ArrayLike) -> FloatArray:
     series = np.ones_like(left)
     for n in reversed(range(1, _EXP_TERMS)):
         series = 1.0 + series * left / n
-    found: FloatArray = np.ldexp(series, k.astype(np.int32))
-    return found
+    powers: FloatArray = np.ldexp(series, k.astype(np.int32))
+    return powers
 
 
 def product(a_MK: npt.ArrayLike, b_KN: npt.ArrayLike) -> FloatArray:
@@ -49,10 +49,10 @@ def product(a_MK: npt.ArrayLike, b_KN: npt.ArrayLike) -> FloatArray:
     a, b = np.asarray(a_MK, np.float64), np.asarray(b_KN, np.float64)
     if b.ndim == 1:
         return product(a, b[:, None])[:, 0]
-    found = np.zeros((len(a), b.shape[1]))
+    total = np.zeros((len(a), b.shape[1]))
     for k in range(len(b)):
-        found += a[:, k, None] * b[k]
-    return found
+        total += a[:, k, None] * b[k]
+    return total
 
 
 def solve(matrix_NN: FloatArray, right_NM: FloatArray) -> FloatArray:
@@ -61,18 +61,18 @@ def solve(matrix_NN: FloatArray, right_NM: FloatArray) -> FloatArray:
     work = np.concatenate([matrix_NN, right_NM.reshape(size, -1)], axis=1)
     for k in range(size):
         work[k + 1 :] -= (work[k + 1 :, k] / work[k, k])[:, None] * work[k]
-    found = work[:, size:]
+    solution = work[:, size:]
     for k in reversed(range(size)):
-        found[k] /= work[k, k]
-        found[:k] -= work[:k, k, None] * found[k]
-    return found.reshape(right_NM.shape)
+        solution[k] /= work[k, k]
+        solution[:k] -= work[:k, k, None] * solution[k]
+    return solution.reshape(right_NM.shape)
 
 
 def non_negative_least_squares(
     x_NK: FloatArray, y_N: FloatArray, *, relative_to: FloatArray | None = None
 ) -> FloatArray:
     """The K non-negative coefficients with the least sum of squared relative errors, (x c - y) / y, for positive y;
-    `relative_to` (N,), positive, takes that place where y is a part of it. Zeros where no y is above 0.
+    `relative_to` (N,), positive, is the divisor instead of a y that is only a part of it. Zeros where no y is above 0.
 
     Of fits that are practically equal, the one with the fewest columns, then the earliest. Exact for the few columns
     there are: the optimum is the plain solution on the columns that are not zero, so the best of the non-negative ones
@@ -112,14 +112,14 @@ def non_negative_least_squares(
 def _triangle(x_NK: FloatArray) -> FloatArray:
     """(K, K): R of x = Q R, by the modified Gram-Schmidt process (Björck 1967)."""
     count = x_NK.shape[1]
-    found = np.zeros((count, count))
+    triangle = np.zeros((count, count))
     for k in range(count):
         length = math.sqrt(float((x_NK[:, 0] * x_NK[:, 0]).sum()))
         unit = x_NK[:, 0] / (length or 1.0)
-        found[k, k] = length
-        found[k, k + 1 :] = (unit[:, None] * x_NK[:, 1:]).sum(axis=0)
-        x_NK = x_NK[:, 1:] - unit[:, None] * found[k, k + 1 :]
-    return found
+        triangle[k, k] = length
+        triangle[k, k + 1 :] = (unit[:, None] * x_NK[:, 1:]).sum(axis=0)
+        x_NK = x_NK[:, 1:] - unit[:, None] * triangle[k, k + 1 :]
+    return triangle
 
 
 def splitmix64(state: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Where layers live: placements of stages on ranks, and layers on stages, tried on real batches before a run.
 
-A placement is fixed for a run. Each candidate's steps are those that the run would have; layers then move between
-stages, one at a time, for as long as that shortens the steps. What would bring nothing is left out by a bound first: no
-plan of the same micro-batches is shorter than the work of its busiest rank.
+A placement is fixed for a run. Each candidate is judged by the steps that the run would have. Layers then move between
+stages, one at a time, for as long as that shortens the steps. Of the possible moves only those are planned that leave
+the busiest rank the least work: no plan of the same micro-batches is shorter than that work.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class PlacementSearch:
     batches: SampledBatches
 
     def trials(self, names: Sequence[PlacementName], stages_per_rank: int | None = None) -> tuple[PlacementTrial, ...]:
-        """The best found of every placement, the best of all first; placements that the model cannot fill are left out.
+        """The best trial of every placement, the best of all first, without placements that the model cannot fill.
 
         Errors: PlanError where no placement has a plan, with the reason of the first; ConfigError where none can be
         made.
         """
-        found: list[PlacementTrial] = []
+        trials: list[PlacementTrial] = []
         refusal: ConfigError | None = None
         for name in names:
             try:
@@ -65,13 +65,13 @@ class PlacementSearch:
                 continue
             best = self._with_best_layers(even)
             finals = {even.layers_per_stage: even, best.layers_per_stage: best}.values()
-            found.append(min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s))
-        if not found:
+            trials.append(min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s))
+        if not trials:
             assert refusal is not None
             raise refusal
-        if all(one.refusal for one in found):
-            raise PlanError(f"no placement of stages has a plan: {found[0].refusal}")
-        return tuple(sorted(found, key=lambda one: one.makespan_s))
+        if all(one.refusal for one in trials):
+            raise PlanError(f"no placement of stages has a plan: {trials[0].refusal}")
+        return tuple(sorted(trials, key=lambda one: one.makespan_s))
 
     def _shaped(self, name: PlacementName, stages_per_rank: int | None) -> Topology:
         base = self.base

@@ -1,4 +1,4 @@
-"""A planned step: micro-batches, a schedule for each replica, and what both promise."""
+"""A planned step: micro-batches, a schedule for each replica, and predictions of both."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What is promised of one replica's step; `peak_bytes` is per pipeline rank."""
+    """The predicted step of one replica; `peak_bytes` is per pipeline rank."""
 
     makespan_ns: int
     lower_bound_ns: int
@@ -41,10 +41,10 @@ class Prediction:
 class StepPlan:
     """What a Planner returns for one global batch; entry d of each tuple belongs to data-parallel rank d.
 
-    `costs` are those of the replica's micro-batches, evaluated once for all who judge, lower or show the plan. The
-    predictions are of the schedule alone: buffers in flight come with its instructions. `certificate` holds the bounds
-    of the whole step; None where nobody asked for them (see `certify`). Predictions are of ranks that share
-    `cores`; None: each has one or a device.
+    `costs`: of the replica's micro-batches, evaluated once for all that judge, lower or show the plan.
+    `predictions`: of the schedule alone. Buffers in flight are not in them: they come with its instructions.
+    `cores`: the cores that the predicted ranks share; None: each has one, or a device, of its own.
+    `certificate`: the bounds of the whole step; None before `certify`.
 
     Errors: PlanError where some replicas run forwards alone and others do not.
     """
@@ -107,17 +107,19 @@ def replica_costs(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) ->
 def shared_by_twins(
     replicas: Sequence[Sequence[MicroBatch]], schedules: Sequence[PipelineSchedule], costs: ReplicaCosts
 ) -> tuple[tuple[PipelineSchedule, ...], ReplicaCosts]:
-    """Equal schedules and costs, where replicas do the same in one order, as one object each: a costs object is of one
-    schedule, and who judges replicas may do so once for each."""
+    """Schedules and costs of which twins, replicas that do the same in the same order, share one object each.
+
+    A costs object then belongs to one schedule, so that twins are judged once.
+    """
     first: dict[tuple[object, ...], list[tuple[PipelineSchedule, MicroBatchCosts]]] = {}
-    found = []
+    shared = []
     for micro_batches, schedule, priced in zip(replicas, schedules, costs, strict=True):
         twins = first.setdefault((priced.digest(), sample_pieces(micro_batches)), [])
         twin = next((one for one in twins if one[0] == schedule), None)
         if twin is None:
             twins.append(twin := (schedule, priced))
-        found.append(twin)
-    return tuple(schedule for schedule, _ in found), tuple(priced for _, priced in found)
+        shared.append(twin)
+    return tuple(schedule for schedule, _ in shared), tuple(priced for _, priced in shared)
 
 
 def predicted(
@@ -129,17 +131,18 @@ def predicted(
     memory_limit_bytes: int,
     like: StepPlan | None = None,
 ) -> tuple[Prediction, ...]:
-    """What each replica's step will be, validated and simulated apart from what made it; without lower bounds. Twins
-    share their costs (`shared_by_twins`).
+    """The prediction of each replica's step, from validating and simulating it anew; without lower bounds.
 
-    Where each rank has a core of its own, replicas whose schedule and costs are the very objects of a plan `like` this
-    one have its predictions. Errors: PlanError for a schedule that cannot run, or exceeds the limit.
+    Twins share their costs (`shared_by_twins`). Where each rank has a core of its own, a replica with the very schedule
+    and costs objects of the plan `like` keeps that plan's prediction.
+
+    Errors: PlanError for a schedule that cannot run, or exceeds the limit.
     """
-    told: dict[int, Prediction] = {}
+    predictions: dict[int, Prediction] = {}
     if like is not None and cores is None:
         before = enumerate(zip(like.schedules, like.costs, like.predictions, strict=True))
-        told = {d: one for d, (order, priced, one) in before if order is schedules[d] and priced is costs[d]}
-    fresh = [dp_rank for dp_rank in range(len(schedules)) if dp_rank not in told]
+        predictions = {d: one for d, (order, priced, one) in before if order is schedules[d] and priced is costs[d]}
+    fresh = [dp_rank for dp_rank in range(len(schedules)) if dp_rank not in predictions]
     peaks: dict[int, tuple[int, ...]] = {}  # by costs, which twins share
     for d in fresh:
         if id(costs[d]) in peaks:
@@ -152,14 +155,14 @@ def predicted(
                 f" limit is {memory_limit_bytes} B: use the adaptive schedule, smaller micro-batches, recomputation or"
                 " more tp"
             )
-    known: dict[int, Prediction] = {}  # by spans, which twins share unless they share cores
+    by_spans: dict[int, Prediction] = {}  # twins share them, unless ranks share cores
     timed = step_spans([schedules[d] for d in fresh], [costs[d] for d in fresh], cores)
     for d, spans in zip(fresh, timed, strict=True):
-        if id(spans) not in known:
+        if id(spans) not in by_spans:
             end_ns, bubble, peak = last_end_ns(spans), bubble_ratio(spans), peaks[id(costs[d])]
-            known[id(spans)] = Prediction(makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=peak, bubble_ratio=bubble)
-        told[d] = known[id(spans)]
-    return tuple(told[d] for d in range(len(schedules)))
+            by_spans[id(spans)] = Prediction(makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=peak, bubble_ratio=bubble)
+        predictions[d] = by_spans[id(spans)]
+    return tuple(predictions[d] for d in range(len(schedules)))
 
 
 def step_spans(
@@ -169,8 +172,8 @@ def step_spans(
     replicas = list(zip(schedules, costs, strict=True))
     if cores is not None:
         return simulate_shared_ns(replicas, cores)
-    known: dict[tuple[int, int], list[list[SpanNs]]] = {}
+    by_objects: dict[tuple[int, int], list[list[SpanNs]]] = {}  # twins are simulated once
     for schedule, priced in replicas:
-        if (pair := (id(schedule), id(priced))) not in known:
-            known[pair] = simulate_ns(schedule, priced)
-    return tuple(known[id(schedule), id(priced)] for schedule, priced in replicas)
+        if (pair := (id(schedule), id(priced))) not in by_objects:
+            by_objects[pair] = simulate_ns(schedule, priced)
+    return tuple(by_objects[id(schedule), id(priced)] for schedule, priced in replicas)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -65,7 +64,7 @@ def best_partition(costs: IntArray, weight: int, thinning_ns: int = 0, *, use_na
     while queue := _open_bounds(bounds, solved, weight, best.value(weight)):
         for index, parts in zip(queue, solve([int(bounds[k]) for k in queue]), strict=True):
             solved[index] = parts
-            best = min(best, parts, key=lambda found: (found.value(weight), found.ends))
+            best = min(best, parts, key=lambda one: (one.value(weight), one.ends))
     return best
 
 
@@ -98,12 +97,12 @@ def _solve(costs: IntArray, widths: npt.NDArray[np.int32], bounds: Sequence[int]
         solved = native.cheapest_cuts(costs, widths, list(bounds))
     else:
         solved = _cheapest_cuts(costs[:, : int(widths.max())], np.array(bounds, np.int64))
-    found = []
+    partitions = []
     for total, ends in solved:
         last = np.array(ends, np.int64)
         parts = costs[last - 1, np.diff(last, prepend=0) - 1]
-        found.append(Partition(tuple(ends), int(total), int(parts.max())))
-    return found
+        partitions.append(Partition(tuple(ends), int(total), int(parts.max())))
+    return partitions
 
 
 def _least_maximum(costs: IntArray) -> int:
@@ -133,25 +132,25 @@ def _cheapest_cuts(costs: IntArray, bounds: IntArray) -> list[tuple[int, list[in
         chosen = total.argmin(axis=1)
         rows[end] = chosen + 1
         sums[:, end] = np.minimum(total[every, chosen], _UNREACHED)
-    found = []
+    cheapest = []
     for k in range(num_bounds):
         ends, end = [], num_items
         while end > 0:
             ends.append(end)
             end -= int(rows[end, k])
-        found.append((int(sums[k, -1]), ends[::-1]))
-    return found
+        cheapest.append((int(sums[k, -1]), ends[::-1]))
+    return cheapest
 
 
-def cut_again(costs: IntArray, parts: Partition, wanted: int) -> Partition:
-    """At least `wanted` parts: the dearest that has two rows is cut where its dearer half costs least, in turn."""
+def cut_again(costs: IntArray, parts: Partition, num_parts: int) -> Partition:
+    """At least `num_parts` parts: the dearest of two rows or more is cut where its dearer half costs least, in turn."""
     ends = list(parts.ends)
-    if wanted > costs.shape[0]:
+    if num_parts > costs.shape[0]:
         raise PlanError(
-            f"{costs.shape[0]} samples cannot make {wanted} micro-batches, the next multiple of the number of replicas:"
-            " enlarge the global batch or let counts differ"
+            f"{costs.shape[0]} samples cannot make {num_parts} micro-batches, the next multiple of the number of"
+            " replicas: enlarge the global batch or let counts differ"
         )
-    while len(ends) < wanted:
+    while len(ends) < num_parts:
         bounds = list(itertools.pairwise([0, *ends]))
         splittable = [k for k, (a, b) in enumerate(bounds) if b - a > 1]
         a, b = bounds[max(splittable, key=lambda k: (costs[bounds[k][1] - 1, bounds[k][1] - bounds[k][0] - 1], -k))]
@@ -168,7 +167,7 @@ def good_partitions(costs: Sequence[int], weights: Sequence[int], most: int) -> 
     """For each weight the `most` partitions of least sum + weight x max of their parts' costs, without repetition.
 
     `costs[mask]` prices the subset with the samples of the bits of `mask` (INFEASIBLE: cannot run); a partition is a
-    list of masks. All partitions are looked at: 21,147 of 9 samples. None is good where some sample fits nowhere.
+    list of masks. All partitions are tried: 21,147 of 9 samples. The result is empty where some sample fits nowhere.
 
     >>> good_partitions([0, 5, 5, 6, 5, 50, 50, 60], [1], 1)
     [[3, 4]]
@@ -186,20 +185,20 @@ def good_partitions(costs: Sequence[int], weights: Sequence[int], most: int) -> 
         while True:
             cost = costs[part | lowest]
             if cost < INFEASIBLE:
-                for total, largest, parts in found(others ^ part):
+                for total, largest, parts in all_of(others ^ part):
                     yield total + cost, max(largest, cost), (part | lowest, *parts)
             if not part:
                 break
             part = (part - 1) & others
 
-    known: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
+    of_rest: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
 
-    def found(rest: int) -> list[tuple[int, int, tuple[int, ...]]]:
-        if rest not in known:
-            known[rest] = list(partitions(rest))
-        return known[rest]
+    def all_of(rest: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        if rest not in of_rest:
+            of_rest[rest] = list(partitions(rest))
+        return of_rest[rest]
 
-    whole = found((1 << count) - 1)
+    whole = all_of((1 << count) - 1)
     chosen: dict[tuple[int, ...], None] = {}
     for weight in weights:
         for _, _, parts in heapq.nsmallest(most, whole, key=lambda one: (one[0] + weight * one[1], one[2])):
@@ -237,7 +236,7 @@ def assign_replicas(
         if count <= _BOTH_WAYS and not equal_counts and not _is_close(groups, costs_ns):
             other = karmarkar_karp(costs_ns, num_replicas)
             _refine(other, costs_ns, equal_counts)
-            groups = min(groups, other, key=lambda found: _largest(found, costs_ns))
+            groups = min(groups, other, key=lambda one: _largest(one, costs_ns))
     shift = seed % num_replicas
     return [sorted(group) for group in groups[-shift:] + groups[:-shift]] if shift else [sorted(g) for g in groups]
 
@@ -285,7 +284,7 @@ def _longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> li
         for group, item in zip(by_load, order[start : start + num_groups], strict=True):
             rows[group].append(item)
             loads[group] += costs[item]
-    return min(groups, rows, key=lambda found: _largest(found, costs))
+    return min(groups, rows, key=lambda one: _largest(one, costs))
 
 
 def _refine(groups: list[list[int]], costs: Sequence[int], equal_counts: bool) -> None:
@@ -303,31 +302,40 @@ def _refine(groups: list[list[int]], costs: Sequence[int], equal_counts: bool) -
         top = max(range(num), key=lambda g: (loads[g], -g))
         if (loads[top] - floor) * _CLOSE_ENOUGH <= floor:
             return
-        found = None
-        for size in (1, 2):
-            least = sorted(range(num), key=lambda g: (loads[g], g))
-            for other in least[: num if size == 1 else _PARTNERS]:
-                gap = loads[top] - loads[other]
-                if other == top or gap < 2 or (size > 1 and len(groups[top]) + len(groups[other]) > _MOST_IN_PAIRS):
-                    continue
-                found = _exchange(groups, values, top, other, gap, size, equal_counts)
-                if found:
-                    break
-            if found:
-                break
-        if not found:
+        exchange = _best_exchange(groups, values, loads, top, equal_counts)
+        if exchange is None:
             return
-        given, taken = found
-        for a, b, moved in ((top, other, given), (other, top, taken)):
-            for item in moved:
-                loads[a] -= costs[item]
-                loads[b] += costs[item]
-                groups[a].remove(item)
-        for g, more in ((top, taken), (other, given)):
-            for item in more:
-                at = bisect_left(groups[g], (costs[item], item), key=lambda i: (costs[i], i))
-                groups[g].insert(at, item)
+        other, to_give, to_take = exchange.other, exchange.to_give, exchange.to_take
+        for g, less, more in ((top, to_give, to_take), (other, to_take, to_give)):
+            left = [i for i in groups[g] if i not in less]
+            groups[g] = sorted([*left, *more], key=lambda i: (costs[i], i))
+            loads[g] += sum(costs[i] for i in more) - sum(costs[i] for i in less)
             values[g] = np.array([costs[i] for i in groups[g]], np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """Items that a group gives to another and takes from it."""
+
+    other: int
+    to_give: list[int]
+    to_take: list[int]
+
+
+def _best_exchange(
+    groups: Sequence[Sequence[int]], values: Sequence[IntArray], loads: Sequence[int], top: int, equal_counts: bool
+) -> _Exchange | None:
+    """An exchange that lowers the largest load, that of group `top`; None where none does."""
+    least_first = sorted(range(len(groups)), key=lambda g: (loads[g], g))
+    for size in (1, 2):
+        for other in least_first if size == 1 else least_first[:_PARTNERS]:
+            gap = loads[top] - loads[other]
+            if other == top or gap < 2 or (size > 1 and len(groups[top]) + len(groups[other]) > _MOST_IN_PAIRS):
+                continue
+            exchange = _exchange(groups, values, top, other, gap, size, equal_counts)
+            if exchange:
+                return exchange
+    return None
 
 
 def _exchange(
@@ -338,29 +346,29 @@ def _exchange(
     gap: int,
     size: int,
     equal_counts: bool,
-) -> tuple[list[int], list[int]] | None:
-    """Items to give and to take, at most `size` of each, that bring two loads nearest to each other; None if none does.
+) -> _Exchange | None:
+    """The exchange of at most `size` items each way that brings two loads nearest to each other; None if none does.
 
     The loads differ by `gap`; whatever moves less than that from the larger to the smaller lowers the larger.
     """
-    best: tuple[int, list[int], list[int]] | None = None
+    best_off, best = gap, None
     for num_given in range(1, size + 1):
-        given, given_at = _units(values[top], num_given)
+        sums_given, places_given = _units(values[top], num_given)
         for num_taken in (num_given,) if equal_counts else range(size + 1):
             if max(num_given, num_taken) < size:
                 continue  # tried when size was smaller
-            taken, taken_at = _units(values[other], num_taken)
-            if not len(given) or not len(taken):
+            sums_taken, places_taken = _units(values[other], num_taken)
+            if not len(sums_given) or not len(sums_taken):
                 continue
-            place = np.searchsorted(taken, given - gap // 2)
-            for near in (np.maximum(place - 1, 0), np.minimum(place, len(taken) - 1)):
-                off = np.abs(2 * (given - taken[near]) - gap)
+            place = np.searchsorted(sums_taken, sums_given - gap // 2)
+            for near in (np.maximum(place - 1, 0), np.minimum(place, len(sums_taken) - 1)):
+                off = np.abs(2 * (sums_given - sums_taken[near]) - gap)
                 row = int(off.argmin())
-                if off[row] < gap and (best is None or off[row] < best[0]):
-                    out = [groups[top][i] for i in given_at[row]]
-                    back = [groups[other][i] for i in taken_at[near[row]]]
-                    best = int(off[row]), out, back
-    return best[1:] if best else None
+                if off[row] < best_off:
+                    to_give = [groups[top][i] for i in places_given[row]]
+                    to_take = [groups[other][i] for i in places_taken[near[row]]]
+                    best_off, best = int(off[row]), _Exchange(other, to_give, to_take)
+    return best
 
 
 def _units(values: IntArray, size: int) -> tuple[IntArray, IntArray]:

@@ -34,6 +34,19 @@ _FEW = 64  # samples of which every range may be priced
 _LARGER = 2  # every block of row counts ends at so many times the one before
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """Hard limits of one micro-batch (None: no limit) and the multiple its lengths are rounded up to."""
+
+    max_bytes: int | None = None
+    max_rows: int | None = None
+    max_tokens: int | None = None
+    pad_multiple: int = 1
+
+
+NO_CAPS = Caps()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PricedCuts:
     """Samples in order, and the prices of every range of them that may become a micro-batch.
@@ -337,11 +350,7 @@ def split_padded(
     *,
     pp: int,
     dp: int,
-    max_bytes: int | None = None,
-    max_rows: int | None = None,
-    max_tokens: int | None = None,
-    pad_multiple: int = 1,
-    recompute: Recompute = "none",
+    caps: Caps = NO_CAPS,
     equal_counts: bool = False,
     orders: Sequence[SortOrder] = ("sorted", "classes"),
     thinning_ns: int = 0,
@@ -353,47 +362,52 @@ def split_padded(
     with `thinning_ns` 0; else bounds are tried that far apart. Up to 9 samples of an encoder-decoder may be grouped in
     any way, and the optimum is that over all partitions. Given one `evaluate` for each of several recomputation types,
     every micro-batch takes the fastest that the byte cap allows (the first of equals).
-    Caps are hard: bytes as `evaluate` counts them, rows, and padded tokens (encoder and decoder). If the optimum has
-    fewer micro-batches than replicas (or, under `equal_counts`, a number that does not divide over them), its dearest
-    are cut again. Assumes that ranges too long to be worth their time at 64 successive row counts stay so at more.
+    Bytes are as `evaluate` counts them, tokens are padded ones of encoder and decoder. If the optimum has fewer
+    micro-batches than replicas (or, under `equal_counts`, a number that does not divide over them), its dearest are cut
+    again. Assumes that ranges too long to be worth their time at 64 successive row counts stay so at more.
 
-    Raises PlanError, naming the sample, if one does not fit by itself, and for fewer samples than replicas.
+    Errors: PlanError, naming the sample, if one does not fit by itself, and for fewer samples than replicas.
     """
     if not samples:
         return []
     if len(samples) < dp:
         raise PlanError(f"{len(samples)} samples cannot feed {dp} replicas: enlarge the global batch or lower dp")
-    choices = evaluate if isinstance(evaluate, Mapping) else {recompute: evaluate}
+    choices: Mapping[Recompute, ShapeEvaluate] = evaluate if isinstance(evaluate, Mapping) else {"none": evaluate}
     if not choices:
         raise PlanError("split_padded was given no recomputation type to choose from: give at least one evaluate")
-    weight = dp * (pp - 1)
-    caps = Caps(max_bytes=max_bytes, max_rows=max_rows, max_tokens=max_tokens, pad_multiple=pad_multiple)
-    best: tuple[int, list[MicroBatch]] | None = None
-    for name in orders:
-        if best and name == "classes" and not any(s.decoder for s in samples):
-            continue
-        order = ordered(samples, name)
-        table = _interval_costs(order, choices, weight, caps)
-        parts = best_partition(np.where(table.cost < table.worth, table.cost, INFEASIBLE), weight, thinning_ns)
-        wanted = -(-len(parts.ends) // dp) * dp if equal_counts else max(dp, len(parts.ends))
-        parts = cut_again(table.cost, parts, wanted)
-        if best is None or parts.value(weight) < best[0]:
-            starts = (0, *parts.ends[:-1])
-            best = (
-                parts.value(weight),
-                [
-                    MicroBatch(tuple(order[a:b]), pad_multiple=pad_multiple)
-                    for a, b in zip(starts, parts.ends, strict=True)
-                ],
-            )
-    if best is None:
+    if not orders:
         raise PlanError("split_padded was given no order of samples to try: give at least one of sorted, classes")
-    runs = best[1]
-    if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not equal_counts:
+    weight = dp * (pp - 1)
+    has_decoder = any(s.decoder for s in samples)
+    worth_trying = [name for i, name in enumerate(orders) if has_decoder or name != "classes" or not i]
+    splits = []
+    for name in worth_trying:
+        order = ordered(samples, name)
+        value, ends = _best_ends(order, choices, weight, caps, dp, equal_counts, thinning_ns)
+        splits.append((value, [MicroBatch(tuple(order[a:b]), pad_multiple=caps.pad_multiple) for a, b in ends]))
+    best_value, micro_batches = min(splits, key=lambda split: split[0])
+    if len(samples) <= MOST_SAMPLES and has_decoder and not equal_counts:
         few = _exact(samples, choices, weight, caps)
-        if few and len(few[1]) >= dp and few[0] < best[0]:
-            runs = few[1]
-    return under_fastest(runs, choices, max_bytes)
+        if few and len(few[1]) >= dp and few[0] < best_value:
+            micro_batches = few[1]
+    return under_fastest(micro_batches, choices, caps.max_bytes)
+
+
+def _best_ends(
+    order: Sequence[SampleLength],
+    choices: Mapping[Recompute, ShapeEvaluate],
+    weight: int,
+    caps: Caps,
+    dp: int,
+    equal_counts: bool,
+    thinning_ns: int,
+) -> tuple[int, list[tuple[int, int]]]:
+    """The best objective of ordered samples in contiguous ranges, and these ranges' bounds; see `split_padded`."""
+    table = _interval_costs(order, choices, weight, caps)
+    parts = best_partition(np.where(table.cost < table.worth, table.cost, INFEASIBLE), weight, thinning_ns)
+    num_parts = -(-len(parts.ends) // dp) * dp if equal_counts else max(dp, len(parts.ends))
+    parts = cut_again(table.cost, parts, num_parts)
+    return parts.value(weight), list(pairwise([0, *parts.ends]))
 
 
 def under_fastest(
@@ -461,16 +475,6 @@ def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLen
             return sorted(samples, key=place)
         case _:
             assert_never(order)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caps:
-    """Hard limits of one micro-batch (None: no limit) and the multiple its lengths are rounded up to."""
-
-    max_bytes: int | None = None
-    max_rows: int | None = None
-    max_tokens: int | None = None
-    pad_multiple: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,11 +579,7 @@ def _uniform_objective(block: IntArray, weight: int) -> int:
 
 
 def refusal(
-    sample: SampleLength,
-    choices: Mapping[Recompute, ShapeEvaluate],
-    encoder_len: int,
-    decoder_len: int,
-    caps: Caps,
+    sample: SampleLength, choices: Mapping[Recompute, ShapeEvaluate], encoder_len: int, decoder_len: int, caps: Caps
 ) -> str:
     """Why a sample cannot be a micro-batch by itself, and what to do."""
     name = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +14,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits.balance import assign_replicas, karmarkar_karp
 from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs, pack
-from dynapipe_ext.splits.padded import ShapeEvaluate, split_padded
+from dynapipe_ext.splits.padded import NO_CAPS, Caps, ShapeEvaluate, no_equal_counts, split_padded
 
 
 def check_enough(num_samples: int, dp: int) -> None:
@@ -31,64 +32,41 @@ def split_padded_equal(
     *,
     pp: int,
     dp: int,
-    max_bytes: int | None = None,
-    max_tokens: int | None = None,
-    pad_multiple: int = 1,
+    caps: Caps = NO_CAPS,
     thinning_ns: int = 0,
 ) -> list[MicroBatch]:
-    """`split_padded` in a multiple of `dp` micro-batches: cut up to the next one or, for want of samples, merged down.
+    """`split_padded` into a multiple of `dp` micro-batches: cut up to the next one, or merged down for few samples.
 
-    Merged are the neighbours that take least time as one, within the caps. Raises
-    PlanError for fewer samples than replicas, and where neither way stays within the caps.
+    Merging takes the two neighbours that take least time as one. Errors: PlanError for fewer samples than replicas, and
+    where neither way stays within the caps.
     """
     check_enough(len(samples), dp)
-
-    def split(*, equal_counts: bool) -> list[MicroBatch]:
-        return split_padded(
-            samples,
-            choices,
-            pp=pp,
-            dp=dp,
-            max_bytes=max_bytes,
-            max_tokens=max_tokens,
-            pad_multiple=pad_multiple,
-            equal_counts=equal_counts,
-            thinning_ns=thinning_ns,
-        )
-
+    split = partial(split_padded, samples, choices, pp=pp, dp=dp, caps=caps, thinning_ns=thinning_ns)
     try:
         return split(equal_counts=True)
     except PlanError:
-        parts = split(equal_counts=False)  # refuses by name a sample that does not fit
+        parts = split(equal_counts=False)  # raises for a sample that does not fit, naming it
     while len(parts) % dp:
-        merged = [_fastest(a, b, choices, max_bytes, max_tokens) for a, b in pairwise(parts)]
-        time_ns, at = min(((found[0], k) for k, found in enumerate(merged)), default=(INFEASIBLE, 0))
+        merged = [_fastest(a, b, choices, caps) for a, b in pairwise(parts)]
+        time_ns, at = min(((time_ns, k) for k, (time_ns, _) in enumerate(merged)), default=(INFEASIBLE, 0))
         if time_ns >= INFEASIBLE:
-            raise PlanError(
-                f"{len(samples)} samples make {len(parts)} micro-batches, which do not divide over {dp} replicas of"
-                f" equal counts, and no two of them fit into one (max_bytes {max_bytes}, max_tokens {max_tokens}):"
-                " enlarge the global batch, raise the caps or let counts differ"
-            )
+            raise no_equal_counts(len(samples), len(parts), dp, caps)
         parts[at : at + 2] = [merged[at][1]]
     return parts
 
 
 def _fastest(
-    a: MicroBatch,
-    b: MicroBatch,
-    choices: Mapping[Recompute, ShapeEvaluate],
-    max_bytes: int | None,
-    max_tokens: int | None,
+    a: MicroBatch, b: MicroBatch, choices: Mapping[Recompute, ShapeEvaluate], caps: Caps
 ) -> tuple[int, MicroBatch]:
     """Two micro-batches as one under its fastest recomputation, and its time (INFEASIBLE if it breaks a cap)."""
     both = replace(a, samples=a.samples + b.samples)
     best = (INFEASIBLE, both)
-    if max_tokens is not None and both.padded_tokens > max_tokens:
+    if caps.max_tokens is not None and both.padded_tokens > caps.max_tokens:
         return best
     for kind, evaluate in choices.items():
         shape = (np.array([length]) for length in (both.rows, both.encoder_len, both.decoder_len))
         time_ns, num_bytes = evaluate(*shape)
-        within = int(num_bytes[0]) < INFEASIBLE and (max_bytes is None or int(num_bytes[0]) <= max_bytes)
+        within = int(num_bytes[0]) < INFEASIBLE and (caps.max_bytes is None or int(num_bytes[0]) <= caps.max_bytes)
         if within and int(time_ns[0]) < best[0]:
             best = (int(time_ns[0]), replace(both, recompute=kind))
     return best
@@ -130,8 +108,9 @@ def pad_to_batch_max(
 
     Give `rows_per_micro_batch`, or `max_tokens` for as many rows as fit. Rows are fewer where the batch would not reach
     all replicas; with fewer samples than replicas the last replicas are empty. Under `equal_counts` row counts differ
-    by one where the batch does not divide. Decoder-only. Raises PlanError for a longest sample above `max_tokens`, and
-    under `equal_counts` for too few samples.
+    by one where the batch does not divide. Decoder-only.
+
+    Errors: PlanError for a longest sample above `max_tokens`, and under `equal_counts` for too few samples.
     """
     _check(samples, dp, equal_counts=equal_counts, decoder_only=True)
     if (rows_per_micro_batch is None) == (max_tokens is None):
@@ -182,10 +161,12 @@ def fixed_rows(
 ) -> Replicas:
     """Megatron's GPT dataset rule: samples end to end in order, cut at every `row_len` positions, attention over rows.
 
-    The last row is padded. A cut sample becomes pieces (`SampleLength.start`) whose targets are those of its positions:
-    a sample's targets are its last ones. A batch of fewer rows than replicas leaves the last replicas empty; under
-    `equal_counts` rows are filled less, all alike, so that their number is the next multiple of `dp`. Decoder-only.
-    Raises PlanError under `equal_counts` for fewer samples than replicas or too few positions.
+    The last row is padded. A sample that a row's end cuts becomes pieces (`SampleLength.start`), each with the targets
+    among its positions: a sample's targets are its last positions. A batch of fewer rows than replicas leaves the last
+    replicas empty. Under `equal_counts` rows are filled less, all alike, so that their number is the next multiple of
+    `dp`. Decoder-only.
+
+    Errors: PlanError under `equal_counts` for fewer samples than replicas or too few positions.
     """
     if row_len < 1:
         raise PlanError(f"row_len is {row_len} but must be at least 1")
@@ -248,19 +229,22 @@ def packed_documents(
 ) -> Replicas:
     """Greedy packing with document attention, rows balanced over the replicas by cost.
 
-    Documents go longest first into the first row with room (first-fit decreasing); if that leaves fewer rows than
+    Documents go longest first into the first row with room (first-fit decreasing). Where that leaves fewer rows than
     replicas (or, under `equal_counts`, a number that does not divide), the documents are spread over the next number
     that does, or else packed into the one before. With fewer samples than replicas, each has a row and the last
-    replicas are empty. Raises PlanError for a sample longer than a row, by name, and under `equal_counts` for fewer
-    samples than replicas or where no such number of rows holds the batch.
+    replicas are empty.
+
+    Errors: PlanError for a sample longer than a row, by name; under `equal_counts` for fewer samples than replicas, and
+    where no such number of rows holds the batch.
     """
     _check(samples, dp, equal_counts=equal_counts)
     rule = RowRule(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute)
     rule.check(samples)
     rows = _first_fit(sorted(samples, key=lambda s: (-s.tokens, s.index, s.start)), rule.room)
-    wanted = round_up(len(rows), dp)
-    if equal_counts and len(rows) != wanted:
-        rows = _spread(samples, evaluate, rule, [wanted, wanted - dp] if wanted > dp else [wanted], dp)
+    next_count = round_up(len(rows), dp)
+    if equal_counts and len(rows) != next_count:
+        counts = [next_count, next_count - dp] if next_count > dp else [next_count]
+        rows = _spread(samples, evaluate, rule, counts, dp)
     elif len(rows) < dp:
         rows = _spread(samples, evaluate, rule, [min(dp, len(samples))], dp)
     micro_batches = [rule.row(row) for row in rows]
@@ -314,14 +298,15 @@ def dynapipe_rule(
 ) -> Replicas:
     """DynaPipe's micro-batches (arXiv 2311.10418, sec. 4): sorted samples, contiguous cuts, balanced replicas.
 
-    The cuts minimise (pp - 1) max(t) + sum(t) / dp for bounds on t thinned to one in `thinning_ns`; its one recompute
-    type per plan is the first of none, selective, full (of those given an `evaluate`) that has a feasible split.
-    Replicas are balanced by t with the largest differencing method (Karmarkar and Karp 1982). Three changes, in its
-    favour: the bound kept of each interval is its largest, so that small models stay feasible; a split of fewer micro-
-    batches than replicas is cut again; encoder-decoder samples take the better of two orders, for its tours of a
-    travelling salesman. To charge the LM head to every stage as it does, give an `evaluate` whose cost table has
-    lm_head "every". With fewer samples than replicas some replicas are empty; under `equal_counts` that is refused, the
-    split has a multiple of `dp` micro-batches, and the replicas are balanced at equal counts instead.
+    The cuts minimise (pp - 1) max(t) + sum(t) / dp for bounds on t thinned to one in `thinning_ns`. DynaPipe takes one
+    type of recomputation a plan: the first of none, selective, full (of those with an `evaluate`) that has a feasible
+    split. Replicas are balanced by t with the largest differencing method (Karmarkar and Karp 1982). To charge the LM
+    head to every stage as DynaPipe does, give an `evaluate` whose cost table has lm_head "every".
+    Three changes are in DynaPipe's favour. Of the bounds in an interval the largest stays, so that small models remain
+    feasible. A split of fewer micro-batches than replicas is cut again. Encoder-decoder samples take the better of two
+    orders, in place of tours of a travelling salesman.
+    With fewer samples than replicas some replicas are empty. Under `equal_counts` that is refused, the split has a
+    multiple of `dp` micro-batches, and the replicas are balanced at equal counts.
     """
     _check(samples, dp, equal_counts=equal_counts)
     choices = evaluate if isinstance(evaluate, Mapping) else {recompute: evaluate}
@@ -337,8 +322,7 @@ def dynapipe_rule(
                 {kind: choices[kind]},
                 pp=pp,
                 dp=min(dp, len(samples)),
-                max_bytes=max_bytes,
-                pad_multiple=pad_multiple,
+                caps=Caps(max_bytes=max_bytes, pad_multiple=pad_multiple),
                 thinning_ns=thinning_ns,
             )
             break

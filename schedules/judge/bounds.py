@@ -233,12 +233,12 @@ def batch_floor(
     pieces: bool = False,
     memory_limit_bytes: int | None = None,
 ) -> BatchFloor | None:
-    """The floor of whole samples of these (encoder, decoder) lengths; None for a cost model without a `floor`, for no
-    samples, and where a sample has no shape that can be priced (or fits the limit).
+    """The floor of whole samples of these (encoder, decoder) lengths.
 
-    With `packed` it holds for packed and padded micro-batches alike, else for padded ones alone (and is higher on
-    measured tables). `split` allows I and W in place of B. With `pieces` it holds for plans that cut long samples, too;
-    None where a measured table has no prices of them.
+    With `packed` it holds for packed and padded micro-batches, else for padded ones alone (and is higher on measured
+    tables). `split` allows I and W in place of B. With `pieces` it holds for plans that cut long samples as well.
+    None for a cost model without a `floor`, for no samples, where a sample has no shape that can be priced (or fits the
+    limit), and with `pieces` where a measured table has no prices of them.
     """
     if not len(lengths):
         return None
@@ -292,18 +292,18 @@ def _padded(points: TablePoints, needs: FloatArray, counts: IntArray, memory_lim
 
 
 def _extreme(needs: FloatArray, *, least: bool) -> FloatArray:
-    """The pairs of lengths that no other pair is at most (at least) in both: the others' floors lie within theirs.
+    """The smallest (largest) pairs of lengths: no other pair is at most (at least) as long on both sides.
 
     >>> _extreme(np.array([[1.0, 3.0], [2.0, 1.0], [2.0, 4.0]]), least=True).tolist()
     [[2.0, 1.0], [1.0, 3.0]]
     """
     sign = 1 if least else -1
-    kept, best = [], np.inf
+    extremes, best = [], np.inf
     for pair in needs[np.lexsort((sign * needs[:, 0], sign * needs[:, 1]))]:
         if sign * pair[0] < best:
-            kept.append(pair)
+            extremes.append(pair)
             best = sign * pair[0]
-    return np.array(kept)
+    return np.array(extremes)
 
 
 def _packed(points: TablePoints, needs: FloatArray, counts: IntArray, attended_ns: Sequence[float] | None) -> _Times:
@@ -336,8 +336,8 @@ def _features(lengths: FloatArray) -> FloatArray:
 def _largest_price(
     points: FloatArray, cost: FloatArray, totals: FloatArray, has_decoder: bool, most_square_ns: float
 ) -> float:
-    """The most that prices of features can add up to in `totals` while no point's price exceeds its cost, nor that of a
-    square `most_square_ns`."""
+    """The largest sum of `totals` times prices of features under which no point costs more than its measured cost, and
+    a square no more than `most_square_ns`."""
     run = cost < INFEASIBLE
     features, cost = _features(points[run]), cost[run]
     if not has_decoder:
@@ -398,11 +398,12 @@ class Certificate:
     """Bounds of a step in ns; entry d of `replicas` belongs to data-parallel rank d.
 
     `batch_ns`: no plan of these samples on so many replicas ends earlier under the same memory limit, whatever its
-    split into padded micro-batches (into padded or packed ones, if the plan packs), order, recomputation and replicas;
-    without split backwards, unless the plan has them; and of whole samples, unless the plan has long ones in pieces:
-    then of either. None where no such bound is known: a cost model other than the four of this package, or samples cut
-    at the ends of fixed rows. `free_batch_ns`: the same wherever layers live on as many ranks, with any memory: the
-    least work of the samples over the ranks. `certify` leaves it to who shows it (`free_batch_ns`).
+    micro-batches, order, recomputation and replicas. The plans meant are those of the kind of this plan: padded ones
+    (or packed ones as well, if this plan packs), with whole backwards (or split ones as well, if it splits), of whole
+    samples (or of pieces as well, if it has pieces). None where no such bound is known: a cost model other than the
+    four of this package, or samples cut at the ends of fixed rows.
+    `free_batch_ns`: the same for layers anywhere on as many ranks and any memory, so the least work of the samples over
+    the ranks. `certify` leaves it None; the function `free_batch_ns` computes it.
     """
 
     makespan_ns: int
@@ -434,23 +435,25 @@ def certify(
     memory_limit_bytes: int | None = None,
     like: StepPlan | None = None,
 ) -> Certificate:
-    """The certificate of a plan of `samples` under `costs`; without a limit there is no byte-time bound, and
-    the batch bound is that without one. Replicas that still are those of a plan `like` this one, certified under the
-    same limit, keep their bounds.
+    """The certificate of a plan of `samples` under `costs`. Without a limit there is no byte-time bound, and the batch
+    bound is that without a limit.
+
+    A replica with the very schedule and costs objects of the plan `like`, certified under the same limit, keeps the
+    bounds from there.
 
     Errors: PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
     """
-    known: dict[tuple[int, int], ReplicaBounds] = {}  # by whose schedule and costs they are of
+    by_objects: dict[tuple[int, int], ReplicaBounds] = {}  # of schedule and costs, which twins share
     if like is not None and like.certificate is not None:
         before = zip(like.schedules, like.costs, like.certificate.replicas, strict=True)
-        known = {(id(schedule), id(priced)): bounds for schedule, priced, bounds in before}
+        by_objects = {(id(schedule), id(priced)): bounds for schedule, priced, bounds in before}
     pairs = list(zip(step_plan.schedules, step_plan.costs, strict=True))
     for schedule, priced in pairs:
-        if (pair := (id(schedule), id(priced))) not in known:
-            known[pair] = replica_bounds(
+        if (pair := (id(schedule), id(priced))) not in by_objects:
+            by_objects[pair] = replica_bounds(
                 schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes
             )
-    replicas = tuple(known[id(schedule), id(priced)] for schedule, priced in pairs)
+    replicas = tuple(by_objects[id(schedule), id(priced)] for schedule, priced in pairs)
     ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
@@ -481,7 +484,7 @@ def _least_ns(
     dp: int,
     memory_limit_bytes: int | None,
 ) -> int | None:
-    """The floor of all plans of the kind that this one is, on such ranks."""
+    """The floor of all plans of the kind of this one (see `Certificate.batch_ns`), on these ranks."""
     micro_batches = step_plan.batch.micro_batches
     pieces = any(m.attention == "carried" for m in micro_batches)
     if not pieces and sum(len(m.samples) for m in micro_batches) != len(samples):
@@ -509,8 +512,8 @@ def batch_floor_ns(
     pieces: bool = False,
     memory_limit_bytes: int | None = None,
 ) -> int | None:
-    """No plan of these samples on `dp` replicas ends earlier, of whole ones or with `pieces` of either; None where that
-    is not known, as for samples that are cut already."""
+    """No plan of these samples on `dp` replicas ends earlier: no plan of whole samples, nor with `pieces` one that cuts
+    long ones. None where no bound is known, as for samples that are cut already."""
     if any(sample.start for sample in samples):
         return None
     floor = batch_floor(
@@ -530,14 +533,14 @@ def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, 
     "free_batch_bound_s"."""
     replicas = []
     for raw, bounds in zip(plan["replicas"], certificate.replicas, strict=True):
-        told = {
+        bounds_s = {
             "stage_s": bounds.stage_ns / 1e9,
             "chain_s": bounds.chain_ns / 1e9,
             "heads_tails_s": bounds.heads_tails_ns / 1e9,
         }
         if bounds.byte_time_ns is not None:
-            told["byte_time_s"] = bounds.byte_time_ns / 1e9
-        replicas.append({**raw, "predicted": {**raw["predicted"], "bounds": told}})
+            bounds_s["byte_time_s"] = bounds.byte_time_ns / 1e9
+        replicas.append({**raw, "predicted": {**raw["predicted"], "bounds": bounds_s}})
     whole = {"batch_bound_s": certificate.batch_ns, "free_batch_bound_s": certificate.free_batch_ns}
     return {**plan, "replicas": replicas, **{name: ns / 1e9 for name, ns in whole.items() if ns is not None}}
 

@@ -457,14 +457,14 @@ def simulate_shared_ns(
     """
     ranks = [(d, steps) for d, replica in enumerate(replicas) for steps in timed_actions(*replica)]
     ran = _run_shared(ranks, [num_slots(costs.num_stages, costs.num_micro_batches) for _, costs in replicas], cores)
-    found = []
+    replica_spans = []
     for d, (schedule, _) in enumerate(replicas):
         spans = [own for own, (replica, _) in zip(ran, ranks, strict=True) if replica == d]
         stuck = [(r, len(own)) for r, own in enumerate(spans) if len(own) < len(schedule.ranks[r])]
         if stuck:
             raise deadlock(schedule, stuck)
-        found.append(spans)
-    return tuple(found)
+        replica_spans.append(spans)
+    return tuple(replica_spans)
 
 
 def _run_shared(

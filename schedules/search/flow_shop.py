@@ -92,12 +92,12 @@ class _FlowShop:
 
     def two_machine_orders(self) -> list[list[int]]:
         """Johnson's order of the first and the last k stages, for every k."""
-        found = []
+        orders = []
         for k in range(1, self.num_stages):
             first = [sum(f[:k]) + sum(h[:k]) for f, h in zip(self.forward, self.hop, strict=True)]
             last = [sum(f[-k:]) + sum(h[-k - 1 :]) for f, h in zip(self.forward, self.hop, strict=True)]
-            found.append(johnson_order(first, last))
-        return found
+            orders.append(johnson_order(first, last))
+        return orders
 
 
 def johnson_order(first: Sequence[int], last: Sequence[int]) -> list[int]:
@@ -112,7 +112,7 @@ def johnson_order(first: Sequence[int], last: Sequence[int]) -> list[int]:
 
 
 def injection_order(costs: MicroBatchCosts, stage_ranks: Sequence[int], *, effort: int) -> list[int]:
-    """The best order found in at most `effort` insertions; a function of its arguments, ties go to the first found."""
+    """The best order after at most `effort` insertions; a function of its arguments, of equals the first."""
     count = costs.num_micro_batches
     shop = _FlowShop(costs, stage_ranks)
     orders = [list(range(count)), *shop.two_machine_orders()]

@@ -63,8 +63,8 @@ def clustered_cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int) -> Pipe
     time_ns = (costs.forward_ns + costs.backward_ns).max(axis=0)
     clusters = [part.tolist() for part in np.array_split(np.argsort(time_ns, kind="stable"), _CLUSTERS)]
     orders = dict.fromkeys(tuple(itertools.chain(*chosen)) for chosen in itertools.permutations(clusters))
-    found = [cyclic(costs, memory_limit_bytes=memory_limit_bytes, order=order) for order in orders]
-    return min(found, key=lambda schedule: makespan_ns(schedule, costs))
+    schedules = [cyclic(costs, memory_limit_bytes=memory_limit_bytes, order=order) for order in orders]
+    return min(schedules, key=lambda schedule: makespan_ns(schedule, costs))
 
 
 def _checked(order: Sequence[int] | None, num_micro_batches: int) -> list[int]:

@@ -42,10 +42,10 @@ def published_schedule(
     if name not in PUBLISHED:
         near = did_you_mean(name, PUBLISHED)
         raise ConfigError(f"schedule {name!r} is not known: choose one of {', '.join(PUBLISHED)}{near}")
-    given = {"ranks": num_ranks, "micro-batches": num_micro_batches}
+    counts = {"ranks": num_ranks, "micro-batches": num_micro_batches}
     if stages_per_rank is not None:
-        given["stages a rank"] = stages_per_rank
-    for what, count in given.items():
+        counts["stages a rank"] = stages_per_rank
+    for what, count in counts.items():
         if count < 1:
             raise ConfigError(f"{name} with {count} {what}: give at least 1")
     if name == "interleaved-1f1b":

@@ -143,13 +143,13 @@ def _squeezed(slots: dict[Action, int], num_ranks: int, most: int) -> dict[Actio
         first = 1 + max((squeezed[other] for other in before if other), default=-1)
         if kind is _F:
             first = max([first, *(at + 1 for at in range(first, slot) if held[rank][at] >= most)])
-        found = next(at for at in range(first, slot + 1) if at not in taken[rank])
+        free_slot = next(at for at in range(first, slot + 1) if at not in taken[rank])
         if kind is _F:
-            hold(rank, found, slot, 1)
+            hold(rank, free_slot, slot, 1)
         elif kind is _W:
-            hold(rank, found + 1, slot + 1, -1)
-        squeezed[action] = found
-        taken[rank].add(found)
+            hold(rank, free_slot + 1, slot + 1, -1)
+        squeezed[action] = free_slot
+        taken[rank].add(free_slot)
     return squeezed
 
 

@@ -28,7 +28,7 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits import balance as partition
 from dynapipe_ext.splits.balance import assign_replicas, best_partition
 from dynapipe_ext.splits.packing import RowPackings, RowRule, fill_lightest, micro_batch_evaluate
-from dynapipe_ext.splits.padded import ShapeEvaluate, ordered, shape_evaluate, split_padded
+from dynapipe_ext.splits.padded import Caps, ShapeEvaluate, ordered, shape_evaluate, split_padded
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 
 COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)
@@ -67,7 +67,7 @@ def replicate(micro_batches: list[MicroBatch], dp: int) -> list[list[MicroBatch]
 @given(batches(), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 8]))
 def test_every_split_trains_every_sample_once(samples: list[SampleLength], dp: int, pp: int, multiple: int) -> None:
     dp = min(dp, len(samples))
-    padded = split_padded(samples, BY_SHAPE, pp=pp, dp=dp, pad_multiple=multiple)
+    padded = split_padded(samples, BY_SHAPE, pp=pp, dp=dp, caps=Caps(pad_multiple=multiple))
     rows = RowPackings.of(samples, BY_BATCH, RowRule(max_tokens=510, pad_multiple=multiple))
     packed = rows.best(BY_BATCH, pp=pp, dp=dp, max_bytes=None, equal_counts=False)
     check(replicate(padded, dp), samples, dp)
@@ -129,8 +129,10 @@ class Bounds:
 
     def split(self, samples: list[SampleLength], evaluate: ShapeEvaluate, *, pp: int, dp: int) -> list[MicroBatch]:
         return split_padded(
-            samples, evaluate, pp=pp, dp=dp, pad_multiple=self.multiple,
-            max_rows=self.max_rows, max_tokens=self.max_tokens, max_bytes=self.max_bytes,
+            samples, evaluate, pp=pp, dp=dp,
+            caps=Caps(
+                pad_multiple=self.multiple, max_rows=self.max_rows, max_tokens=self.max_tokens, max_bytes=self.max_bytes
+            ),
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.plan_rules import SplitRule
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.splits.padded import shape_evaluate
+from dynapipe_ext.splits.padded import Caps, shape_evaluate
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max, split_padded_equal
 
 COSTS = TokenCosts(2, ns_per_token_squared=1000, overhead_ns=0)
@@ -130,7 +130,7 @@ def test_equal_counts_merge_down_only_where_samples_are_too_few_and_caps_allow_i
     merged = split_padded_equal(samples, choices, pp=2, dp=2)  # type: ignore[arg-type]
     assert [[s.encoder for s in m.samples] for m in merged] == [[100, 200], [300], [400], [500]]
     with pytest.raises(PlanError, match=r"no two of them fit into one .*max_tokens 500"):
-        split_padded_equal(sample_lengths([500] * 3), choices, pp=2, dp=2, max_tokens=500)  # type: ignore[arg-type]
+        split_padded_equal(sample_lengths([500] * 3), choices, pp=2, dp=2, caps=Caps(max_tokens=500))  # type: ignore[arg-type]
 
 
 def test_a_long_document_beside_short_ones_reaches_every_replica() -> None:

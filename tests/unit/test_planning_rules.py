@@ -15,7 +15,7 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits import packing
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate, pack
-from dynapipe_ext.splits.padded import shape_evaluate, split_padded
+from dynapipe_ext.splits.padded import Caps, shape_evaluate, split_padded
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, karmarkar_karp, packed_documents, pad_to_batch_max
 
 COSTS = TokenCosts(4, ns_per_token=100, ns_per_token_squared=1, overhead_ns=2000)
@@ -80,7 +80,7 @@ def test_each_micro_batch_takes_the_fastest_recompute_type_that_fits() -> None:
         "none": lambda r, e, d: (r * e * 100, r * e * 1000),
         "full": lambda r, e, d: (r * e * 130, r * e * 10),
     }
-    split = split_padded(sample_lengths([100, 10]), choices, pp=2, dp=1, max_bytes=50_000)  # type: ignore[arg-type]
+    split = split_padded(sample_lengths([100, 10]), choices, pp=2, dp=1, caps=Caps(max_bytes=50_000))  # type: ignore[arg-type]
     assert [(m.encoder_len, m.recompute) for m in split] == [(10, "none"), (100, "full")]
 
 
@@ -141,7 +141,9 @@ def test_rounding_up_keeps_packed_rows_within_max_tokens() -> None:
 def test_the_byte_cap_is_exact() -> None:
     samples = sample_lengths([10, 10])
     _, needed = BY_SHAPE(np.array([2]), np.array([10]), np.array([0]))
-    counts = [len(split_padded(samples, BY_SHAPE, pp=2, dp=1, max_bytes=int(needed[0]) - less)) for less in (0, 1)]
+    counts = [
+        len(split_padded(samples, BY_SHAPE, pp=2, dp=1, caps=Caps(max_bytes=int(needed[0]) - less))) for less in (0, 1)
+    ]
     assert counts == [1, 2]
 
 
@@ -171,8 +173,8 @@ def test_packed_rows_balance_attention_and_not_tokens() -> None:
     assert min(m.encoder_len for m in split) == next(m.encoder_len for m in split if m.samples[0].index == 0)
 
 
-def pad(lengths: list[int], **more: Any) -> object:
-    return split_padded(sample_lengths(lengths), BY_SHAPE, pp=2, **more)
+def pad(lengths: list[int], dp: int = 1, *, equal_counts: bool = False, **caps: int) -> object:
+    return split_padded(sample_lengths(lengths), BY_SHAPE, pp=2, dp=dp, caps=Caps(**caps), equal_counts=equal_counts)
 
 
 def row(lengths: list[int], **more: Any) -> object:
@@ -182,8 +184,8 @@ def row(lengths: list[int], **more: Any) -> object:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pad([9, 200], dp=1, max_tokens=100), r"sample 1 \(200 .* 100 tok"),
-        (lambda: pad([9, 200], dp=1, max_bytes=1000), r"sample 0 .* 9000 B .* 1000 B"),
+        (lambda: pad([9, 200], max_tokens=100), r"sample 1 \(200 .* 100 tok"),
+        (lambda: pad([9, 200], max_bytes=1000), r"sample 0 .* 9000 B .* 1000 B"),
         (lambda: pad([9], dp=2), "1 samples cannot feed 2 replicas"),
         (lambda: pad([9] * 3, dp=2, max_rows=1, equal_counts=True), "3 samples"),
         (lambda: row([9, 200]), "sample 1 has 200 positions .* has 100"),
@@ -191,6 +193,7 @@ def row(lengths: list[int], **more: Any) -> object:
         (lambda: fixed_rows(sample_lengths([9]), row_len=10, dp=2, equal_counts=True), "1 samples .* 2 replicas"),
         (lambda: fixed_rows([SampleLength(4, 3, 2)], row_len=10, dp=1), "sample 4 has a decoder side"),
         (lambda: pad_to_batch_max(sample_lengths([9, 200]), dp=1, max_tokens=100), "sample 1 makes rows of 200"),
+        (lambda: split_padded(sample_lengths([5]), {}, pp=1, dp=1), "was given no recomputation type to choose from"),
         (lambda: assign_replicas([5], 2), "1 micro-batches cannot feed 2 replicas"),
         (lambda: assign_replicas([5] * 3, 2, equal_counts=True), "3 micro-batches do not divide .* into 4"),
     ],
@@ -215,11 +218,6 @@ def test_the_seed_turns_the_replicas_round() -> None:
     costs = [9, 1, 5, 5]
     assert sorted(map(tuple, assign_replicas(costs, 3))) == sorted(map(tuple, assign_replicas(costs, 3, seed=1)))
     assert len({tuple(assign_replicas(costs, 3, seed=seed)[0]) for seed in range(3)}) == 3
-
-
-def test_a_split_that_is_given_nothing_to_recompute_by_is_refused() -> None:
-    with pytest.raises(PlanError, match="was given no recomputation type to choose from"):
-        split_padded(sample_lengths([5]), {}, pp=1, dp=1)
 
 
 def test_as_many_rows_are_packed_as_a_pipeline_of_that_depth_runs_first() -> None:
