@@ -279,6 +279,20 @@ class TokenDataset:
         return (tuple(records["pair"]), str(records["text"])) if isinstance(records, dict) else None
 
     @property
+    def unread_fields(self) -> tuple[str, ...]:
+        """The fields of a prompt and its answer that records had beside the text that was read instead."""
+        names = self.meta.get("unread_fields")
+        return tuple(names) if isinstance(names, list) else ()
+
+    @property
+    def num_empty_targets(self) -> int:
+        """Samples of which the end of text alone carries loss; 0 where the data came without a tokenizer."""
+        alone = np.flatnonzero(self.lengths[:, 2] == 1)
+        if not len(alone) or not (self.directory / FILE_NAME).is_file():
+            return 0
+        return int(np.count_nonzero(self.tokens[self.offsets[alone + 1] - 1] == self.tokenizer().eos))
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """Task names, in the order that `task_ids` counts them."""
         names = self.meta["tasks"]

@@ -48,6 +48,7 @@ from dynapipe_ext.launch.job.data_form import (
     form_of,
     is_encoder_decoder,
     is_model_folder,
+    loss_notes,
     tokenizer_to_train_with,
 )
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags
@@ -184,6 +185,8 @@ def run(args: argparse.Namespace) -> int:
             console.print("note: weights of tasks are for dynapipe train --tasks: a prepared folder keeps none")
         if said := unknown_tasks(tasks, found):
             console.print(f"warning: {said}", soft_wrap=True)
+    for note in [note for _, target in parts if args.output for note in loss_notes(TokenDataset.open(target))]:
+        console.print(note, soft_wrap=True, markup=False)
     _report(
         args,
         {
@@ -413,7 +416,7 @@ def _form(args: argparse.Namespace, files: tuple[InputFile, ...], tokenizer: Enc
     )
     check_data_settings(settings, "dynapipe preprocess")
     form = form_of(settings, files, tokenizer)
-    return form if is_models else DataForm(None, form.fields)
+    return form if is_models else DataForm(None, form.fields, form.unread)
 
 
 def _settings(args: argparse.Namespace, form: DataForm) -> EncodeSettings:
@@ -434,6 +437,7 @@ def _settings(args: argparse.Namespace, form: DataForm) -> EncodeSettings:
         tasks=tasks,
         skip_empty=args.skip_empty,
         template=form.template,
+        unread=form.unread,
     )
 
 

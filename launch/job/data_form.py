@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from dynapipe_ext.data.dataset import TokenDataset
@@ -14,34 +14,58 @@ from dynapipe_ext.data.preprocessing.encoder_loading import is_own, load_encoder
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, with_separator
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile
 from dynapipe_ext.data.preprocessing.rendering import (
+    ANSWER_FIELDS,
     CONVERSATIONS,
     MESSAGES,
     PAIRS,
+    PROMPT_FIELDS,
     RecordFields,
     Template,
     TextRecord,
     records,
     template_of,
+    unread_pair,
 )
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder, load_model_tokenizer
 from dynapipe_ext.data.tokenizer import FILE_NAME, Tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.settings.tables import DataSettings
+from dynapipe_ext.tools.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
 class DataForm:
     """The template by which a model's own tokenizer reads records, and their fields.
 
-    Without a template the tokenizer is no model's: input, its separator if it has one, target; or text.
+    Without a template the tokenizer is no model's: input, its separator if it has one, target; or text. `unread` are
+    fields with a prompt and its answer beside a text that is read instead.
     """
 
     template: Template | None
     fields: RecordFields
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
     def described(self) -> list[object]:
         """As part of what tokens were made from."""
-        return [asdict(self)]
+        return [{"template": self.template, "fields": asdict(self.fields)}]
+
+
+def loss_notes(prepared: TokenDataset) -> list[str]:
+    """What may surprise about the labels: prompts that are part of a text, and empty answers."""
+    notes = []
+    if unread := prepared.unread_fields:
+        _, text = prepared.record_fields or ((), "text")
+        notes.append(
+            f"note: {counted(len(prepared), 'sample')} of the whole field {text!r}: loss falls on prompts in it, too."
+            f" The records also have {', '.join(map(repr, unread))}, which are not read: to train on answers alone,"
+            " name the prompt's field by --input-key and the answer's by --target-key; else name the text by --text-key"
+        )
+    if num_empty := prepared.num_empty_targets:
+        notes.append(
+            f"note: {counted(num_empty, 'sample')} with an empty target: the end of text is all they teach: remove"
+            " them where that is not meant"
+        )
+    return notes
 
 
 def tokenizer_to_train_with(name: str, *, encoder_decoder: bool) -> Encoder:
@@ -98,12 +122,13 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
         return DataForm(None, named)  # what is wrong is told by the reader of such text
     if data.template == "auto":
         template, fields = template_of(record, named, where)
+        unread = unread_pair(record) if template == "text" and named.pair else ()  # a named text is meant
     else:
         template = data.template
         fitting = [pair for pair in PAIRS if not data.input_key and all(name in record for name in pair)]
-        fields = replace(named, pair=fitting[0] if fitting else named.pair or PAIRS[0])
+        fields, unread = replace(named, pair=fitting[0] if fitting else named.pair or PAIRS[0]), ()
     if isinstance(tokenizer, FolderEncoder):
-        return DataForm(template, fields)
+        return DataForm(template, fields, unread)
     if template == "chat":
         field = CONVERSATIONS if CONVERSATIONS in record else MESSAGES
         raise ConfigError(
@@ -111,11 +136,19 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
             f" tokenizer is {data.tokenizer!r}: name such a model's folder by --model, or its tokenizer's by"
             " --tokenizer; give an encoder-decoder input and target"
         )
-    return DataForm(None, fields)
+    return DataForm(None, fields, unread)
 
 
 def _first(file: InputFile, named: RecordFields) -> tuple[str, TextRecord]:
-    columns = {MESSAGES, CONVERSATIONS, named.text, *(named.pair or ()), *(name for pair in PAIRS for name in pair)}
+    columns = {
+        *PROMPT_FIELDS,
+        *ANSWER_FIELDS,
+        MESSAGES,
+        CONVERSATIONS,
+        named.text,
+        *(named.pair or ()),
+        *(name for pair in PAIRS for name in pair),
+    }
     for block in BlockStream([file], columns=columns):
         for where, record in records(block, text_key=named.text):
             return where, record

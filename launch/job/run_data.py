@@ -48,6 +48,7 @@ from dynapipe_ext.launch.job.data_form import (
     DataForm,
     form_of,
     identity_of,
+    loss_notes,
     refuse_other_fields,
     refuse_other_tokens,
     tokenizer_to_train_with,
@@ -271,6 +272,7 @@ def data_lines(data: RunData) -> list[str]:
         for name, drawn, size in zip(shares.names, drawn_of_each, shares.counts(), strict=True):
             percents = percent(drawn / len(data.train))
             lines.append(f"  {name}: {percents} of the samples, {drawn / size:.3g} times its {size:,} an epoch")
+    lines += loss_notes(whole)
     if data.held_out is not None:
         tokens = counted(int(data.held_out.lengths[:, :2].sum()), "token")
         lines.append(f"held out for evaluation: {counted(len(data.held_out), 'sample')}, {tokens}")
@@ -411,6 +413,7 @@ def _preprocessed(
                 keys=(form.fields.text,),
                 pair=form.fields.pair,
                 template=form.template,
+                unread=form.unread,
                 max_seq_len=longest,
                 truncate=truncate,
                 tasks=tasks,

@@ -17,7 +17,7 @@ from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.drop_in.samples import megatron_arrays, open_samples, split_source
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job.run_data import run_data
+from dynapipe_ext.launch.job.run_data import data_lines, run_data
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.show.samples import sample_text
 from tests.support.model_folders import CHATML, write_lines, write_model_tokenizer
@@ -117,6 +117,34 @@ def test_the_loss_of_every_source_falls_on_the_targets_alone(tokenizers: Path, t
             assert planned[0, : sample.positions].tolist() == is_target
             assert megatron["loss_mask"][0, : sample.positions].tolist() == is_target
             assert part[index].loss_mask.tolist() == is_target
+
+
+def test_prompts_that_carry_loss_and_empty_answers_are_counted(
+    tokenizers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alpaca's records have their whole prompt and answer in `text`, too."""
+    alpaca = {"instruction": "how are", "input": "", "output": "you", "text": "how are you"}
+    path = write_lines(tmp_path / "alpaca.jsonl", [alpaca] * 3)
+
+    def notes(*flags: str) -> list[str]:
+        command = ["preprocess", "--input", str(path), "--output", str(tmp_path / "out"), "--overwrite"]
+        assert cli.main([*command, "--tokenizer", str(tokenizers / "chatml"), *flags]) == 0
+        data = {"path": str(path), "tokenizer": str(tokenizers / "chatml")}
+        data |= {flag[2:].replace("-", "_"): name for flag, name in zip(flags[::2], flags[1::2], strict=True)}
+        config = TrainConfig.from_json({"data": data, "run": {"run_dir": str(tmp_path / "run")}})
+        said = [line for line in data_lines(run_data(config)) if line.startswith("note:")]
+        printed = "".join(capsys.readouterr())
+        assert all(note in printed for note in said)
+        return said
+
+    (whole,) = notes()
+    assert "3 samples of the whole field 'text': loss falls on prompts" in whole
+    assert "'instruction', 'input', 'output', which are not read" in whole
+    assert notes("--text-key", "text") == []  # as it is meant
+    assert notes("--input-key", "instruction", "--target-key", "output") == []
+    write_lines(path, [alpaca, alpaca | {"output": ""}])
+    (empty,) = notes("--input-key", "instruction", "--target-key", "output")
+    assert "1 sample with an empty target: the end of text is all they teach" in empty
 
 
 @pytest.mark.parametrize("named", [{"user": "human", "assistant": "gpt"}, {}])

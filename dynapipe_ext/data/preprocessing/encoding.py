@@ -50,6 +50,7 @@ class EncodeSettings:
     megatron: each of `keys` becomes a data set with the tokens of each text, or of each sentence in a list. With
     `append_eod` the end of text follows the last one. A text without tokens is a document without a sequence, as in
     Megatron's preprocess_data.py.
+    `unread` are fields with a prompt and its answer beside a text, of which nothing is made.
     """
 
     target: Target
@@ -63,6 +64,7 @@ class EncodeSettings:
     tasks: TaskBounds = field(default_factory=TaskBounds)
     skip_empty: bool = False
     template: Template | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def bounds(self) -> LengthBounds:
@@ -80,6 +82,7 @@ class EncodeSettings:
     def digest(self, encoder: Encoder) -> str:
         """sha256 of everything besides the block that determines its output."""
         described = {"version": _VERSION, "tokenizer": digest_of(encoder), **asdict(self)}
+        del described["unread"]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def dtype(self, encoder: Encoder) -> np.dtype[Any]:

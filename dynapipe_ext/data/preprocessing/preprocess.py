@@ -499,6 +499,7 @@ def _finish_dataset(
             "source": source,
             "records": {"template": settings.template, "pair": list(settings.pair or ()), "text": settings.keys[0]},
             "settings": {"preprocess": journal.key},
+            "unread_fields": list(settings.unread),
         },
     )
     move_into_place(whole, place)

@@ -94,6 +94,9 @@ MESSAGES, CONVERSATIONS, TOOLS, TASK = "messages", "conversations", "tools", "ta
 CHAT_FIELDS = frozenset((MESSAGES, CONVERSATIONS, TOOLS, TASK, "system"))
 # The usual names of the fields of a prompt and its response.
 PAIRS = (("input", "target"), ("prompt", "response"), ("prompt", "completion"), ("inputs", "targets"))
+# Other names of such fields, which Alpaca's records have beside their text.
+PROMPT_FIELDS = ("instruction", "prompt", "question", "input", "inputs")
+ANSWER_FIELDS = ("output", "response", "completion", "answer", "target", "targets")
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _LOSS_SWITCHES = ("weight", "train")  # fields of a message in other formats
 _ROLES_KEPT = (
@@ -350,6 +353,16 @@ def template_of(record: Mapping[str, object], named: RecordFields, where: str) -
         where=where,
         fields=f"give one of {'; '.join(kinds)}, or name yours with --input-key and --target-key, or --text-key",
     )
+
+
+def unread_pair(record: Mapping[str, object]) -> tuple[str, ...]:
+    """The fields of a record's prompt and answer; empty where it lacks one of them.
+
+    >>> unread_pair({"instruction": "add", "input": "1 1", "output": "2", "text": "add 1 1: 2"})
+    ('instruction', 'input', 'output')
+    """
+    prompt, answer = ([name for name in names if name in record] for names in (PROMPT_FIELDS, ANSWER_FIELDS))
+    return (*prompt, *answer) if prompt and answer else ()
 
 
 def is_chat(record: Mapping[str, object]) -> bool:
