@@ -1,7 +1,7 @@
 """Drift: what a step's actions took beside what its costs predicted, and new costs where that is far off.
 
 spans of each rank ─► MeasuredActions ─► DriftingShape in the step's figures
-                           └─ adapts: of all ranks, on rank 0 ─► AdaptedCosts ─► all ranks, from the next step on
+                           └─ adapts: of all ranks, on rank 0 ─► FittedTimes ─► all ranks, from the next step on
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
-from dynapipe_ext.costs.abilities import unadapted
-from dynapipe_ext.costs.adapted import AdaptedCosts, MeasuredAction, adapted, prediction_error, times_by_letter
+from dynapipe_ext.costs.adjustments import AdjustedCosts, FittedTimes, fitted_times, times_by_letter, without
+from dynapipe_ext.costs.fitting import MeasuredAction, fitted, prediction_error
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import count_positions
@@ -33,7 +33,7 @@ def measured_actions(
     if not spans:
         return ()
     predicted = times_by_letter(costs.evaluate(plan.micro_batches))
-    fitted_from = unadapted(costs)
+    fitted_from = without(costs, FittedTimes)
     before = predicted if fitted_from is costs else times_by_letter(fitted_from.evaluate(plan.micro_batches))
     found = []
     for span in spans:
@@ -114,15 +114,17 @@ def next_fit(step: int) -> int:
     return max(_FIRST_FIT, 1 << step.bit_length())
 
 
-def fitted_costs(actions: Sequence[MeasuredAction], costs: CostModel) -> tuple[AdaptedCosts, CostsFit] | None:
+def fitted_costs(actions: Sequence[MeasuredAction], costs: CostModel) -> tuple[AdjustedCosts, CostsFit] | None:
     """Costs fitted to actions, where those that these were planned with are far off and the fit is much closer."""
-    known = [action for action in actions if action.measured_ns > 0]
-    if not known:
+    measured = [action for action in actions if action.measured_ns > 0]
+    if not measured:
         return None
-    fitted = adapted(costs, known)
-    errors = CostsFit(*prediction_error(fitted, known))
+    new_costs = fitted(costs, measured)
+    times = fitted_times(new_costs)
+    assert times is not None
+    errors = CostsFit(*prediction_error(times, measured))
     worth_it = errors.error_before > _LARGE and errors.error_after < _MUCH_BETTER * errors.error_before
-    return (fitted, errors) if worth_it else None
+    return (new_costs, errors) if worth_it else None
 
 
 def _action(raw: list[object]) -> MeasuredAction:

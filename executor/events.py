@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
-from dynapipe_ext.costs.adapted import LETTERS, MeasuredAction
+from dynapipe_ext.costs.adjustments import LETTERS
+from dynapipe_ext.costs.fitting import MeasuredAction
 from dynapipe_ext.models.flops import Work
 from dynapipe_ext.timeline import Span
 

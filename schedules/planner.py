@@ -28,10 +28,9 @@ from dynapipe_ext.batch.topology import (
     Topology,
     check_placed,
 )
-from dynapipe_ext.costs.abilities import prices_forwards_alone, prices_pieces, replica_collectives_of
-from dynapipe_ext.costs.forwards import ForwardCosts
+from dynapipe_ext.costs.adjustments import AdjustedCosts, ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts, as_cost_model
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import batch_floor_ns, certify
@@ -64,6 +63,10 @@ def check_forward_only(planner: Planner) -> None:
             )
 
 
+def _name_of(costs: CostModel) -> str:
+    return type(costs.prices if isinstance(costs, UserCosts | AdjustedCosts) else costs).__name__
+
+
 def check_types(planner: Planner) -> None:
     """Refuse what is not of the declared class. Errors: ConfigError naming field, value and class."""
     kinds: dict[str, tuple[type, ...]] = {
@@ -76,7 +79,7 @@ def check_types(planner: Planner) -> None:
         if not isinstance(value, choices):
             wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in choices)
             raise ConfigError(f"{name} is {short(value)} but must be of type {wanted}: give such a value")
-    if not callable(getattr(planner.costs, "evaluate", None)):
+    if not isinstance(planner.costs, PricesMicroBatches):
         raise ConfigError(f"costs are {short(planner.costs)}, which price nothing: give a cost model (TokenCosts)")
 
 
@@ -99,9 +102,9 @@ def check_bounds(planner: Planner) -> None:
 
 def check_priced_pieces(pieces: Pieces, costs: CostModel) -> None:
     """Refuse pieces of samples where the costs have no price for them. Errors: ConfigError."""
-    if pieces != "off" and not prices_pieces(costs):
+    if pieces != "off" and not costs.facts.prices_pieces:
         raise ConfigError(
-            f"pieces is {pieces!r} but these {type(costs).__name__} have no price for pieces of long samples:"
+            f"pieces is {pieces!r} but these {_name_of(costs)} have no price for pieces of long samples:"
             " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts, without windows"
             " and experts of a capacity), or pieces off"
         )
@@ -109,7 +112,7 @@ def check_priced_pieces(pieces: Pieces, costs: CostModel) -> None:
 
 def check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:
     """Refuse a run whose micro-batches issue other collectives than the costs price. Errors: ConfigError."""
-    known = replica_collectives_of(costs)
+    known = costs.facts.replica_collectives
     if given and known and given.of_micro_batches != known.of_micro_batches:
         raise ConfigError(
             f"collectives {given.of_micro_batches} inside micro-batches and with their gradients were given, but the"
@@ -162,7 +165,8 @@ class Planner(PlanRules):
     """Plans steps. A plan is a pure function of the planner, the samples' lengths and the step.
 
     The rules of its plans are those of `PlanRules`, each a keyword: `Planner(topology, costs, 64e9, layout="packed")`.
-    `costs` price micro-batches on every stage of `topology`. No pipeline rank exceeds `memory_limit_bytes`.
+    `costs` price micro-batches on every stage of `topology`. A cost model of one's own needs `num_stages`, `evaluate`
+    and `fingerprint`, and is held as `UserCosts`. No pipeline rank exceeds `memory_limit_bytes`.
 
     `format` and `collectives` describe what ranks send and what replicas issue together. Plans are made without them;
     they are needed to lower plans to instructions and to prove these. `collectives` may stay out for one replica, and
@@ -182,6 +186,7 @@ class Planner(PlanRules):
 
     def __post_init__(self) -> None:
         check_types(self)
+        object.__setattr__(self, "costs", as_cost_model(self.costs))
         if self.costs.num_stages != self.topology.num_stages:
             raise ConfigError(
                 f"the cost model has {self.costs.num_stages} stages but the topology has {self.topology.num_stages}:"
@@ -211,7 +216,7 @@ class Planner(PlanRules):
     @property
     def forward_only(self) -> bool:
         """Whether steps are forwards alone: the costs then say so."""
-        return prices_forwards_alone(self.costs)
+        return self.costs.facts.forwards_alone
 
     def for_forwards(self) -> Planner:
         """The planner of evaluation on the same ranks, for loaders of their own: steps of forwards alone.
@@ -223,7 +228,7 @@ class Planner(PlanRules):
             return self
         return replace(
             self,
-            costs=ForwardCosts(self.costs),
+            costs=adjusted(self.costs, ForwardsAlone()),
             schedule="adaptive",
             split_backward=False,
             fill_waits=False,
@@ -237,12 +242,12 @@ class Planner(PlanRules):
 
         Raises ConfigError where neither does: with several replicas, what is unknown cannot be proven.
         """
-        if found := self.collectives or replica_collectives_of(self.costs):
-            return found
+        if collectives := self.collectives or self.costs.facts.replica_collectives:
+            return collectives
         if self.topology.dp == 1:
             return ReplicaCollectives()  # of a group of one, whatever they are
         raise ConfigError(
-            f"{type(self.costs).__name__} do not say what dp {self.topology.dp} replicas issue together, and a plan"
+            f"{_name_of(self.costs)} do not say what dp {self.topology.dp} replicas issue together, and a plan"
             " cannot be proven without: pass collectives=ReplicaCollectives() (dynapipe_ext.batch.topology) where"
             " gradients are reduced once at the end of a step (DDP, ZeRO 0 or 1), else its of_zero(stage)"
         )

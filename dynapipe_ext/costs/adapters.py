@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.abilities import offload_of
-from dynapipe_ext.costs.frozen import FrozenCosts
+from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, ZeroStage, state_bytes
@@ -29,7 +28,7 @@ def adapter_costs(
     recipe: StateRecipe,
     zero_stage: ZeroStage = 0,
     exact_sums: bool = False,
-) -> FrozenCosts:
+) -> AdjustedCosts:
     """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
 
     Activations are as wide as weights; weights and the states of adapters are those of `recipe`, which a ZeRO stage
@@ -48,17 +47,17 @@ def adapter_costs(
         dp=topology.dp,
         frozen_parameters=frozen,
         exact_sums=exact_sums,
-        offload=offload_of(base),
+        offload=base.facts.offload,
     ).total
     value_bytes, _, _ = BYTES_PER_PARAMETER[recipe]
     inputs = sum(layer.num_inputs for layer in lora.described or ())
     kept = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
-    return FrozenCosts(
-        base,
+    frozen_weights = FrozenWeights(
         _trained_shares(lora, architecture, topology),
         static_bytes=tuple(static.tolist()),
         token_bytes=tuple((layers * kept).tolist()),
     )
+    return adjusted(base, frozen_weights)
 
 
 def _trained_shares(lora: LoraSettings, architecture: Architecture, topology: Topology) -> tuple[float, ...]:

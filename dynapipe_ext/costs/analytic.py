@@ -12,12 +12,18 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.carried import CarriedPositions
-from dynapipe_ext.costs.floor import GrowingTimes, growing_times
-from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.model import (
+    IntArray,
+    MicroBatchCosts,
+    ModelFacts,
+    PricesShapes,
+    fingerprint,
+    growing_times,
+    refuse_carried,
+)
 from dynapipe_ext.costs.parameters import checked_topology, largest_layers, states_of_stages
 from dynapipe_ext.costs.states import (
     BYTES_PER_PARAMETER,
@@ -27,7 +33,7 @@ from dynapipe_ext.costs.states import (
     ZeroStage,
     check_states,
 )
-from dynapipe_ext.costs.tokens import carried_start, count_positions, fingerprint, topology_from_json, topology_to_json
+from dynapipe_ext.costs.tokens import carried_start, count_positions, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
 
@@ -118,22 +124,18 @@ class AnalyticCosts:
         return self.topology.num_stages
 
     @property
-    def has_decoder(self) -> bool:
-        return False
-
-    @property
-    def replica_collectives(self) -> ReplicaCollectives:
-        return ReplicaCollectives.of_zero(self.zero_stage, ep=self.ep)
-
-    @property
-    def activation_format(self) -> ActivationFormat:
+    def facts(self) -> ModelFacts:
+        """Pieces have no price where experts drop what is beyond their capacity, or a window hides earlier pieces."""
         shards = self.topology.tp if self.sequence_parallel else 1
         dtype = DTYPE_OF_WIDTH[self.activation_bytes_per_value]
-        return ActivationFormat(self.architecture.hidden_size, dtype, sequence_shards=shards)
-
-    @property
-    def total_layers(self) -> int:
-        return self.architecture.num_layers
+        return ModelFacts(
+            has_decoder=False,
+            total_layers=self.architecture.num_layers,
+            replica_collectives=ReplicaCollectives.of_zero(self.zero_stage, ep=self.ep),
+            activation_format=ActivationFormat(self.architecture.hidden_size, dtype, sequence_shards=shards),
+            prices_pieces=not self.capacity_factor and not self.architecture.sliding_window,
+            offload=self.offload,
+        )
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
@@ -154,9 +156,12 @@ class AnalyticCosts:
     def recounted(self, change: Callable[[AnalyticCosts], AnalyticCosts]) -> AnalyticCosts:
         return change(self)
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool) -> GrowingTimes:
+    def with_exact_sums(self, value_bytes: int) -> AnalyticCosts:
+        return replace(self, exact_sums=True)
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> GrowingTimes:
         """For bounds over all plans."""
-        return growing_times(self, split=split, rounds_up=self.capacity_factor > 0)
+        return growing_times(least or self, split=split, rounds_up=self.capacity_factor > 0)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         for m in micro_batches:
@@ -182,11 +187,6 @@ class AnalyticCosts:
             self._with_carried(costs, micro_batches) if any(m.attention == "carried" for m in micro_batches) else costs
         )
 
-    @property
-    def prices_pieces(self) -> bool:
-        """Not where experts drop what is beyond their capacity, or a window hides earlier pieces."""
-        return not self.capacity_factor and not self.architecture.sliding_window
-
     def _with_carried(self, costs: MicroBatchCosts, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         """With what the pieces of a sample, all among these micro-batches, keep for one another in every layer.
 
@@ -194,7 +194,7 @@ class AnalyticCosts:
         fp32 of the gradients that pieces give to the positions before them. A layer then keeps no others, and has
         gradients of all positions so far while it runs.
         """
-        if not self.prices_pieces:
+        if not self.facts.prices_pieces:
             refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
         a, values, layers = self.architecture, self.activation_bytes_per_value, self.stage_layers[:, :1]
         a_position = 2 * a.kv_size // self.topology.tp  # values a layer
@@ -221,9 +221,7 @@ class AnalyticCosts:
         r, e, d = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
         costs = self._price(r * e, r * e * e, np.full(r.shape, recompute))
         bad = (d > 0) | ((e > self.architecture.max_seq_len) & (self.architecture.position == "learned"))
-        for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
-            getattr(costs, name)[:, bad] = INFEASIBLE
-        return costs
+        return costs.refusing(bad)
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""

@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.links import Links
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.costs.tokens import fingerprint, topology_to_json
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, fingerprint, refuse_carried
+from dynapipe_ext.costs.tokens import topology_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_layers

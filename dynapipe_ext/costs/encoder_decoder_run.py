@@ -12,12 +12,13 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
-from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
+from dynapipe_ext.costs.floor import Floor
+from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, within_layers
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, ModelFacts, PricesShapes, fingerprint, within_layers
 from dynapipe_ext.costs.states import StateRecipe
-from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
+from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_layers, states
@@ -70,41 +71,42 @@ class EncoderDecoderRunCosts:
         return self.topology.num_stages
 
     @property
-    def has_decoder(self) -> bool:
-        return True
-
-    @property
-    def total_layers(self) -> int:
-        return self.architecture.total_layers
+    def facts(self) -> ModelFacts:
+        form = ActivationFormat(
+            self.architecture.hidden_size,
+            DTYPE_OF_WIDTH[self.activation_bytes_per_value],
+            sequence_shards=self.topology.tp if self.sequence_parallel else 1,
+            first_decoder_stage=first_decoder_stage(stage_layers(self.architecture, self.topology)),
+        )
+        return ModelFacts(
+            has_decoder=True,
+            total_layers=self.architecture.total_layers,
+            replica_collectives=ReplicaCollectives.of_zero(int(self.distributed_optimizer)),
+            activation_format=form,
+        )
 
     @property
     def stage_layers(self) -> IntArray:
         """(encoder, decoder) layers of every stage, shape (S, 2)."""
         return np.array(stage_layers(self.architecture, self.topology), np.int64)
 
-    @property
-    def replica_collectives(self) -> ReplicaCollectives:
-        return ReplicaCollectives.of_zero(int(self.distributed_optimizer))
-
-    @property
-    def activation_format(self) -> ActivationFormat:
-        return ActivationFormat(
-            self.architecture.hidden_size,
-            DTYPE_OF_WIDTH[self.activation_bytes_per_value],
-            sequence_shards=self.topology.tp if self.sequence_parallel else 1,
-            first_decoder_stage=first_decoder_stage(stage_layers(self.architecture, self.topology)),
-        )
-
     def over(self, topology: Topology | None) -> tuple[EncoderDecoderRunCosts, Topology]:
         """The same model, rates and factors over another topology, layers filled in."""
         if topology is None:
             return self, self.topology
-        topology = topology.with_layers(self.total_layers)
+        topology = topology.with_layers(self.architecture.total_layers)
         return replace(self, topology=topology), topology
 
     def recounted(self, change: Callable[[Any], Any]) -> EncoderDecoderRunCosts:
         changed: EncoderDecoderRunCosts = change(self)
         return changed
+
+    def with_exact_sums(self, value_bytes: int) -> EncoderDecoderRunCosts:
+        return replace(self, exact_sums=True)
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
+        """None: attention across the sides is no sum over tokens and squared lengths."""
+        return None
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         counted = self._counted
@@ -124,9 +126,7 @@ class EncoderDecoderRunCosts:
         r, e, d = flat_shapes(rows, encoder_len, decoder_len)
         counted = self._counted.evaluate_shapes(r, e, d, "none" if recompute == "stage" else recompute)
         costs = self._in_run(counted, r * e, r * d, np.full(r.shape, recompute))
-        for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
-            getattr(costs, name)[:, d == 0] = INFEASIBLE
-        return costs
+        return costs.refusing(d == 0)
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""

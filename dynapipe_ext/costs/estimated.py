@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
-from dynapipe_ext.costs.abilities import prices_pieces, refuse_carried
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
+from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, bytes_keeping_inputs
+from dynapipe_ext.costs.model import (
+    IntArray,
+    MicroBatchCosts,
+    ModelFacts,
+    PricesShapes,
+    bytes_keeping_inputs,
+    fingerprint,
+    refuse_carried,
+)
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, Offload, StateRecipe
-from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.costs.unfused import PlainLayers
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
 from dynapipe_ext.models.cluster import Cluster, Precision
 from dynapipe_ext.models.memory import States, states
@@ -81,7 +89,6 @@ class EstimatedCosts:
     context_link: Link
     links: Links
     host_bytes_per_s: float
-    activation_format: ClassVar[None] = None  # buffers in flight are among the working bytes here
     plain: PlainLayers | None = None
     _layers: IntArray = field(init=False)
 
@@ -101,8 +108,35 @@ class EstimatedCosts:
         return self.base.num_stages
 
     @property
-    def replica_collectives(self) -> ReplicaCollectives:
-        return ReplicaCollectives.of_zero(self.strategy.zero_stage, ep=self.strategy.ep)
+    def facts(self) -> ModelFacts:
+        """Messages have no format: their buffers are among the working bytes. Context parallelism cuts rows in its own
+        way, so pieces have no price under it."""
+        counts_pieces = isinstance(self.base, AnalyticCosts) and self.base.facts.prices_pieces
+        return ModelFacts(
+            replica_collectives=ReplicaCollectives.of_zero(self.strategy.zero_stage, ep=self.strategy.ep),
+            prices_pieces=self.strategy.cp == 1 and counts_pieces,
+        )
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
+        """None: collectives that overlap with work make times that do not grow with tokens."""
+        return None
+
+    def over(self, topology: Topology | None) -> tuple[EstimatedCosts, Topology]:
+        """Of its own topology alone. Errors: ConfigError for another one."""
+        if topology not in (None, self.topology):
+            raise ConfigError(
+                f"an estimate of {self.topology} cannot be placed over {topology}: estimate that strategy"
+            )
+        return self, self.topology
+
+    def recounted(self, change: Callable[[Any], Any]) -> EstimatedCosts:
+        return self
+
+    def with_exact_sums(self, value_bytes: int) -> EstimatedCosts:
+        return self
+
+    def to_json(self) -> None:
+        """Estimates stay within their process."""
 
     @property
     def layers_per_stage(self) -> IntArray:
@@ -116,13 +150,8 @@ class EstimatedCosts:
         join.at(joined, list(self.topology.stage_ranks), of_stages)
         return joined
 
-    @property
-    def prices_pieces(self) -> bool:
-        """Not under context parallelism, which cuts rows in another way."""
-        return self.strategy.cp == 1 and prices_pieces(self.base)
-
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        if not self.prices_pieces:
+        if not self.facts.prices_pieces:
             refuse_carried(micro_batches, "estimates of this strategy")
         rows = np.array([m.rows for m in micro_batches], np.int64)
         enc = np.array([m.encoder_len for m in micro_batches], np.int64)
@@ -143,11 +172,7 @@ class EstimatedCosts:
         r, e, d = flat_shapes(rows, encoder_len, decoder_len)
         counted = self.base.evaluate_shapes(r, e, d, recompute)
         costs = self._with_cluster(counted, r, e, d, np.full(r.shape, recompute))
-        bad = counted.forward_ns[0] >= INFEASIBLE
-        if bad.any():
-            for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
-                getattr(costs, name)[:, bad] = INFEASIBLE
-        return costs
+        return costs.refusing(counted.forward_ns[0] >= INFEASIBLE)
 
     def _with_cluster(
         self,

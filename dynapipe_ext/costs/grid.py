@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dynapipe_ext.errors import DataError
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 GridPoint = tuple[int, ...]
 

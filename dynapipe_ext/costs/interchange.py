@@ -1,19 +1,16 @@
-"""Cost models as JSON, whichever of the four they are, and views of them: how planners receive them."""
+"""Cost models as JSON, of any of the four kinds and with adjustments: how planners receive them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.costs.abilities import costs_as_json
-from dynapipe_ext.costs.adapted import AdaptedCosts
+from dynapipe_ext.costs.adjustments import FittedTimes, ForwardsAlone, FrozenWeights, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
-from dynapipe_ext.costs.forwards import ForwardCosts
-from dynapipe_ext.costs.frozen import FrozenCosts
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts, as_cost_model
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, reason, short
@@ -21,32 +18,42 @@ from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, reason, s
 _NUM_CORES = "num_cores"  # of the machine that seconds are of, beside the fields of any kind
 
 
-def cost_model_to_json(model: CostModel) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the four it is, or what view of one (adapted, forwards, frozen).
+def cost_model_to_json(costs: PricesMicroBatches) -> dict[str, Any]:
+    """A cost model as JSON. Its "kind" says which of the four it is, or which adjustment of its "base".
 
-    Errors: ConfigError for one of another kind.
+    Errors: ConfigError for a model of one's own, and for estimates.
     """
-    return costs_as_json(model)
+    model = as_cost_model(costs)
+    if (raw := model.to_json()) is None:
+        own = model.prices if isinstance(model, UserCosts) else model
+        raise ConfigError(
+            f"{type(own).__name__} has no to_json, by which planner processes and other ranks get their costs: plan"
+            " in this process (num_workers 0), or give one of the cost models of dynapipe_ext.costs"
+        )
+    return raw
 
 
 def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
     """The cost model that `cost_model_to_json` wrote."""
-    if raw.get("kind") == "forwards":
-        base = raw.get("base")
-        if not isinstance(base, Mapping) or base.get("kind") == "forwards":
-            raise DataError(f"costs of forwards alone have the base {short(base)}, not a cost model: write them again")
-        return ForwardCosts(cost_model_from_json(base))
-    if raw.get("kind") == "adapted":
-        base = raw.get("base")
-        if not isinstance(base, Mapping) or base.get("kind") in ("adapted", "forwards"):
-            raise DataError(f"adapted costs have the base {short(base)}, not a cost model: write them again")
-        return AdaptedCosts.from_json(raw, cost_model_from_json(base))
-    if raw.get("kind") == "frozen":
-        base = raw.get("base")
-        if not isinstance(base, Mapping):
-            raise DataError(f"costs of frozen weights have the base {short(base)}, not a cost model: write them again")
-        return FrozenCosts.from_json(raw, _base_from_json(base))
-    return _base_from_json(raw)
+    match raw.get("kind"):
+        case "forwards":
+            return adjusted(_base_of(raw, "forwards alone", ("forwards",)), ForwardsAlone())
+        case "adapted":
+            base = _base_of(raw, "fitted times", ("adapted", "forwards"))
+            return adjusted(base, FittedTimes.from_json(raw))
+        case "frozen":
+            base = _base_of(raw, "frozen weights", ("frozen", "adapted", "forwards"))
+            return adjusted(base, FrozenWeights.from_json(raw))
+        case _:
+            return _prices_from_json(raw)
+
+
+def _base_of(raw: Mapping[str, Any], what: str, refused: Sequence[str]) -> CostModel:
+    """What an adjustment is around. Errors: DataError where that is no cost model, or has that adjustment already."""
+    base = raw.get("base")
+    if not isinstance(base, Mapping) or base.get("kind") in refused:
+        raise DataError(f"costs of {what} have the base {short(base)}, not a cost model: write them again")
+    return cost_model_from_json(base)
 
 
 def run_costs_to_json(model: CostModel, num_cores: int | None) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def read_run_costs(path: str | Path) -> tuple[CostModel, int | None]:
         raise type(error)(f"cost file {path}: {error}") from error
 
 
-def _base_from_json(raw: Mapping[str, Any]) -> CostModel:
+def _prices_from_json(raw: Mapping[str, Any]) -> CostModel:
     match raw.get("kind"):
         case "analytic":
             return AnalyticCosts.from_json(raw)

@@ -1,15 +1,23 @@
-"""Costs of micro-batches as integer arrays: the seam between cost models and everything that plans with them."""
+"""Costs of micro-batches as integer arrays, and what every cost model can do: the seam between the models and all that
+plans with them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.costs.floor import ROUNDING_NS, Floor, GrowingTimes, PaddedTimes
+from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
+from dynapipe_ext.costs.states import Offload
+from dynapipe_ext.errors import PlanError
 
 IntArray = npt.NDArray[np.int64]
 
@@ -48,6 +56,25 @@ class MicroBatchCosts:
     def input_ns(self) -> IntArray:
         """The input-gradient share I of a split backward."""
         return self.backward_ns - self.weight_ns
+
+    def chain_ns(self, *, split: bool) -> npt.NDArray[np.float64]:
+        """F down, then B, or I, back up to stage 0, where W has to follow: (M,)."""
+        forward = self.forward_ns.sum(axis=0).astype(np.float64)
+        if not split:
+            return np.asarray(forward + self.backward_ns.sum(axis=0))
+        return np.asarray(forward + self.input_ns.sum(axis=0) + self.weight_ns[0])
+
+    @property
+    def infeasible(self) -> npt.NDArray[np.bool_]:
+        """Which micro-batches cannot run, shape (M,)."""
+        return np.asarray((self.forward_ns >= INFEASIBLE).any(axis=0))
+
+    def refusing(self, refused: npt.NDArray[np.bool_]) -> MicroBatchCosts:
+        """The same where the times and bytes of the micro-batches `refused`, shape (M,), are INFEASIBLE."""
+        if not refused.any():
+            return self
+        tables: dict[str, Any] = {name: np.where(refused, INFEASIBLE, getattr(self, name)) for name in _REFUSED}
+        return replace(self, **tables)
 
     def digest(self) -> tuple[object, ...]:
         """Equal for equal costs."""
@@ -140,21 +167,38 @@ def within_layers(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     return [replace(m, recompute="none") if m.recompute == "stage" else m for m in micro_batches]
 
 
-_TABLES = (
-    "forward_ns",
-    "backward_ns",
-    "weight_ns",
-    "stored_bytes",
-    "working_bytes",
-    "transfer_ns",
-    "transfer_bytes",
-)
+_REFUSED = ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes")
+_TABLES = (*_REFUSED, "transfer_ns", "transfer_bytes")
 
 
-class CostModel(Protocol):
-    """Seconds and bytes of micro-batches on every stage of one topology. What else a model may offer: `abilities`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a cost model knows beside prices. The defaults hold for a model that knows nothing more.
 
-    Raises PlanError for a shape that the model cannot price (outside a measured grid, say), naming the shape and bound.
+    `has_decoder`: whether samples have a decoder side; None: tokens of any kind are priced. `total_layers`: the layers
+    that stages are made of; None: stages are priced as they are. `replica_collectives`: what the priced training issues
+    over replicas, `activation_format`: what its messages hold; None: unknown. `offload`: which states a rank leaves on
+    the host. `sharded_state_bytes`: bytes of states, for each byte of parameters, that are divided over replicas.
+    `measured_sizes`: sizes of the model that was measured, by the names of `Architecture`.
+    """
+
+    has_decoder: bool | None = None
+    total_layers: int | None = None
+    replica_collectives: ReplicaCollectives | None = None
+    activation_format: ActivationFormat | None = None
+    prices_pieces: bool = False  # pieces of long samples (attention "carried")
+    forwards_alone: bool = False  # no backward follows a forward
+    offload: Offload = "none"
+    sharded_state_bytes: float = 0.0
+    measured_sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class PricesMicroBatches(Protocol):
+    """The least that a cost model of one's own is: `as_cost_model` makes a `CostModel` of it.
+
+    `evaluate` raises PlanError for a shape that it cannot price (outside a measured grid, say), naming the shape and
+    the bound. `fingerprint` is a hash of everything that changes an answer, equal on all ranks and planners of a job.
     """
 
     @property
@@ -162,17 +206,176 @@ class CostModel(Protocol):
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts: ...
 
-    def fingerprint(self) -> str:
-        """Hash of everything that changes an answer; equal on all ranks and planners of a job."""
-        ...
+    def fingerprint(self) -> str: ...
 
 
 class PricesShapes(Protocol):
-    """A cost model that prices padded shapes as arrays; a shape that it refuses costs INFEASIBLE."""
+    """Prices padded shapes as arrays; a shape that it refuses costs INFEASIBLE. Hashable, as floors are kept."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def num_stages(self) -> int: ...
 
     def evaluate_shapes(
-        self, rows: npt.ArrayLike, encoder_len: npt.ArrayLike, decoder_len: npt.ArrayLike, recompute: Recompute = "none"
+        self,
+        rows: npt.ArrayLike,
+        encoder_len: npt.ArrayLike,
+        decoder_len: npt.ArrayLike = 0,
+        recompute: Recompute = "none",
     ) -> MicroBatchCosts: ...
+
+
+@runtime_checkable
+class CostModel(PricesMicroBatches, PricesShapes, Protocol):
+    """Seconds and bytes of micro-batches on every stage of one topology, and all that is asked of a cost model."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
+        """What no micro-batch goes below, for bounds over all plans; None where no such bound is known.
+
+        `least` prices shapes in place of the model itself: the least times after adjustments.
+        """
+        ...
+
+    def over(self, topology: Topology | None) -> tuple[CostModel, Topology]:
+        """The costs over another topology, or over their own (None), and that topology with layers on its stages.
+
+        Errors: ConfigError for a topology that the model cannot price.
+        """
+        ...
+
+    def recounted(self, change: Callable[[Any], Any]) -> CostModel:
+        """`change` of the costs where they are counted from a description; else the costs as they are."""
+        ...
+
+    def with_exact_sums(self, value_bytes: int) -> CostModel:
+        """The costs where ranks also hold deterministic mode's sums of gradients; weights have `value_bytes`.
+
+        The costs as they are where the bytes of states are fixed.
+        """
+        ...
+
+    def to_json(self) -> dict[str, Any] | None:
+        """What other processes read the costs from; None: they stay within this one."""
+        ...
+
+
+def as_cost_model(costs: PricesMicroBatches) -> CostModel:
+    """A full cost model as it is; one that has the three members alone as `UserCosts`."""
+    return costs if isinstance(costs, CostModel) else UserCosts(costs)
+
+
+@dataclass(frozen=True, slots=True)
+class UserCosts:
+    """A cost model of one's own with all abilities. Shapes are priced one by one, as micro-batches of equal samples.
+
+    It is priced over any topology with as many stages. There is no bound over all plans.
+    """
+
+    prices: PricesMicroBatches
+    facts: ModelFacts = ModelFacts()
+
+    @property
+    def num_stages(self) -> int:
+        return self.prices.num_stages
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        return self.prices.evaluate(micro_batches)
+
+    def evaluate_shapes(
+        self,
+        rows: npt.ArrayLike,
+        encoder_len: npt.ArrayLike,
+        decoder_len: npt.ArrayLike = 0,
+        recompute: Recompute = "none",
+    ) -> MicroBatchCosts:
+        shapes = np.stack(flat_shapes(rows, encoder_len, decoder_len), axis=1).tolist()
+        equal = [
+            MicroBatch(tuple(SampleLength(i, encoder, decoder) for i in range(count)), "padded", recompute)
+            for count, encoder, decoder in shapes
+        ]
+        return evaluate_each(self.prices, equal)
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
+        return None
+
+    def over(self, topology: Topology | None) -> tuple[Self, Topology]:
+        return self, topology or Topology(pp=self.num_stages)
+
+    def recounted(self, change: Callable[[Any], Any]) -> Self:
+        return self
+
+    def with_exact_sums(self, value_bytes: int) -> Self:
+        return self
+
+    def to_json(self) -> None:
+        return None
+
+    def fingerprint(self) -> str:
+        return self.prices.fingerprint()
+
+
+def evaluate_each(costs: PricesMicroBatches, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+    """Each micro-batch priced alone; one that is refused costs INFEASIBLE."""
+    columns: list[MicroBatchCosts | None] = []
+    for m in micro_batches:
+        try:
+            columns.append(costs.evaluate([m]))
+        except PlanError:
+            columns.append(None)
+    like = next((one for one in columns if one is not None), None)
+    like = like or costs.evaluate([MicroBatch((SampleLength(0, 1),))])
+    never = like.take([0]).refusing(np.ones(1, bool))
+    return MicroBatchCosts.join([never if one is None else one for one in columns], like=like)
+
+
+def refuse_carried(micro_batches: Sequence[MicroBatch], who: str) -> None:
+    """Errors: PlanError for a micro-batch with a piece of a long sample."""
+    for m in micro_batches:
+        if m.attention == "carried":
+            piece = m.samples[0]
+            raise PlanError(
+                f"a micro-batch carries positions {piece.start} to {piece.start + piece.encoder} of sample"
+                f" {piece.index}, but {who} have no price for pieces: plan whole samples (pieces off), or price by"
+                " counted costs (AnalyticCosts) or a table with pieces (`dynapipe profile`)"
+            )
+
+
+def growing_times(
+    costs: PricesShapes,
+    *,
+    split: bool,
+    rounds_up: bool = False,
+    kinds: Sequence[Recompute] = ("none",),
+    chain: PricesShapes | None = None,
+    error_ns: float = ROUNDING_NS,
+) -> GrowingTimes:
+    """The floor of costs whose times are overhead + a tokens + b squares, the least over `kinds` of recomputation.
+
+    `rounds_up`: the model rounds work up, by no more than one token costs alone. `chain` prices the dependency chain
+    (None: `costs` do).
+    """
+
+    def padded(rows: int, lengths: IntArray) -> PaddedTimes:
+        shapes = np.full(len(lengths), rows), lengths[:, 0], lengths[:, 1]
+        priced = [costs.evaluate_shapes(*shapes, kind) for kind in kinds]
+        chained = [chain.evaluate_shapes(*shapes, kind) for kind in kinds] if chain else priced
+        return PaddedTimes(
+            np.min([one.forward_ns for one in priced], axis=0).astype(np.float64),
+            np.min([one.backward_ns for one in priced], axis=0).astype(np.float64),
+            np.min([one.chain_ns(split=split) for one in chained], axis=0),
+        )
+
+    rounding_ns = np.zeros(costs.num_stages)
+    if rounds_up:
+        token = padded(1, np.array([[1, 0]]))
+        rounding_ns = (token.forward + token.backward)[:, 0]
+    return GrowingTimes(padded, rounding_ns, error_ns)
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """SHA-256 of settings in canonical JSON."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

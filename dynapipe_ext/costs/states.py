@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.costs.grid import IntArray
 from dynapipe_ext.errors import ConfigError
 
 StateRecipe = Literal["megatron", "mixed", "fp32", "deepspeed"]

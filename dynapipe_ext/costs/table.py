@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +16,12 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology
 from dynapipe_ext.costs.a100 import hidden_size_of, read_grids, read_parameter_bytes
-from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.beside_layers import once_by_stage, parameters_by_stage
 from dynapipe_ext.costs.equivalent_shape import equivalent_shape
+from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, least_from_on
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
+    COLUMNS,
     KINDS,
     WEIGHT,
     LayerKind,
@@ -29,16 +31,25 @@ from dynapipe_ext.costs.layers import (
     weight_as_backward,
 )
 from dynapipe_ext.costs.links import Links
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, within_layers
+from dynapipe_ext.costs.model import (
+    IntArray,
+    MicroBatchCosts,
+    ModelFacts,
+    PricesShapes,
+    fingerprint,
+    refuse_carried,
+    within_layers,
+)
 from dynapipe_ext.costs.piece_surcharge import PieceSurcharges
-from dynapipe_ext.costs.table_json import STATES_PER_PARAMETER_BYTE, VALUE_BYTES, table_fields, table_to_json
-from dynapipe_ext.costs.tokens import fingerprint
+from dynapipe_ext.costs.states import EXACT_SUM_BYTES
+from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 
-if TYPE_CHECKING:
-    from dynapipe_ext.costs.table_points import TablePoints
-
 HEAD_PEAK = "peak_mb"  # a column that not every measurement has
+FORMAT = "dynapipe-costs/1"
+# What was not known to tables from the start is left out where it says nothing: these read as they always did.
+STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
+VALUE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +97,6 @@ class CostTable:
     value_bytes: int = VALUE_BYTES  # of what crosses stage boundaries
     pieces: PieceSurcharges | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    replica_collectives: ClassVar[None] = None  # layers were measured, not how replicas share them
 
     def __post_init__(self) -> None:
         if not 0 <= self.split_w <= 1:
@@ -125,17 +135,24 @@ class CostTable:
         return self.topology.num_stages
 
     @property
-    def activation_format(self) -> ActivationFormat:
-        first = first_decoder_stage(self.stage_layers())
-        return ActivationFormat(self.hidden_size, DTYPE_OF_WIDTH[self.value_bytes], first_decoder_stage=first)
+    def facts(self) -> ModelFacts:
+        """What replicas issue is unknown: layers were measured, not how replicas share them."""
+        dtype, first = DTYPE_OF_WIDTH[self.value_bytes], first_decoder_stage(self.stage_layers())
+        described = self.provenance.get("model")
+        sizes = dict(described) if isinstance(described, Mapping) else {}
+        sizes |= {"num_layers": self.num_layers, "num_decoder_layers": self.total_layers - self.num_layers}
+        return ModelFacts(
+            has_decoder=self.has_decoder,
+            total_layers=self.total_layers,
+            activation_format=ActivationFormat(self.hidden_size, dtype, first_decoder_stage=first),
+            prices_pieces=self.pieces is not None,
+            sharded_state_bytes=self.state_parts[1],
+            measured_sizes=sizes | {"hidden_size": self.hidden_size, "dtype": dtype},
+        )
 
     @property
     def has_decoder(self) -> bool:
         return any(kind == "decoder" for _, kind in self.grids)
-
-    @property
-    def prices_pieces(self) -> bool:
-        return self.pieces is not None
 
     @property
     def has_weights(self) -> bool:
@@ -151,14 +168,6 @@ class CostTable:
         """The recomputation types that were measured."""
         return tuple(r for r in LAYER_RECOMPUTES if (r, "encoder") in self.grids)
 
-    @property
-    def measured_sizes(self) -> dict[str, Any]:
-        """Of the model that was measured, as far as it is known, by the names of `Architecture`."""
-        said = self.provenance.get("model")
-        sizes = dict(said) if isinstance(said, Mapping) else {}
-        sizes |= {"num_layers": self.num_layers, "num_decoder_layers": self.total_layers - self.num_layers}
-        return sizes | {"hidden_size": self.hidden_size, "dtype": DTYPE_OF_WIDTH[self.value_bytes]}
-
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
         return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, self.topology.layers_per_stage)
@@ -172,11 +181,16 @@ class CostTable:
             )
         return replace(self, topology=topology), topology
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool) -> TablePoints:
-        """Times at all measured points, for bounds over all plans."""
-        from dynapipe_ext.costs.table_points import table_points
+    def recounted(self, change: Callable[[Any], Any]) -> CostTable:
+        return self
 
-        return table_points(self, stage_ranks, split)
+    def with_exact_sums(self, value_bytes: int) -> CostTable:
+        whole, divided = self.state_parts
+        return replace(self, state_parts=(whole + EXACT_SUM_BYTES / value_bytes, divided))
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> TablePoints:
+        """Times at all measured points, for bounds over all plans."""
+        return table_points(self, stage_ranks, split, least)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         if self.pieces is None:
@@ -318,12 +332,63 @@ class CostTable:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return table_to_json(self)
+        return {
+            **{"format": FORMAT, "kind": "table"},
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            **({"num_decoder_layers": self.num_decoder_layers} if self.num_decoder_layers else {}),
+            "topology": topology_to_json(self.topology),
+            "lm_head": self.lm_head,
+            "split_w": self.split_w,
+            "comm_gbps": self.comm_gbps,
+            "comm_latency_us": self.comm_latency_us,
+            **({"links": self.links.to_json()} if self.links else {}),
+            "working_in": self.working_in,
+            **({"state_parts": list(self.state_parts)} if self.state_parts != STATES_PER_PARAMETER_BYTE else {}),
+            **({"value_bytes": self.value_bytes} if self.value_bytes != VALUE_BYTES else {}),
+            **({"packed_bytes": dict(self.packed_bytes)} if self.packed_bytes else {}),
+            **({"once_bytes": dict(self.once_bytes)} if self.once_bytes else {}),
+            **({"pieces": self.pieces.to_json()} if self.pieces else {}),
+            "parameter_bytes": dict(self.parameter_bytes),
+            "provenance": dict(self.provenance),
+            "grids": [
+                {"recompute": recompute, "layer": kind, **self.grids[recompute, kind].to_json()}
+                for recompute, kind in sorted(self.grids)
+            ],
+        }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CostTable:
         """What `to_json` wrote. Errors: DataError for what is no table, or one of another version."""
-        return cls(**table_fields(raw))
+        if raw.get("format") != FORMAT:
+            raise DataError(
+                f"cost table has format {raw.get('format')!r} but this version reads {FORMAT!r}: measure again"
+            )
+        try:
+            return cls(
+                **{
+                    "grids": {(grid["recompute"], grid["layer"]): Grid.from_json(grid) for grid in raw["grids"]},
+                    "parameter_bytes": {name: float(value) for name, value in raw["parameter_bytes"].items()},
+                    "hidden_size": int(raw["hidden_size"]),
+                    "num_layers": int(raw["num_layers"]),
+                    "num_decoder_layers": int(raw.get("num_decoder_layers", 0)),
+                    "topology": topology_from_json(raw["topology"]),
+                    "lm_head": raw["lm_head"],
+                    "split_w": float(raw["split_w"]),
+                    "comm_gbps": float(raw["comm_gbps"]),
+                    "comm_latency_us": float(raw["comm_latency_us"]),
+                    "links": Links.from_json(raw["links"]) if "links" in raw else None,
+                    "working_in": raw.get("working_in", "FBI"),
+                    "state_parts": tuple(map(float, raw.get("state_parts", STATES_PER_PARAMETER_BYTE))),
+                    "packed_bytes": {kind: float(value) for kind, value in raw.get("packed_bytes", {}).items()},
+                    "once_bytes": {kind: float(value) for kind, value in raw.get("once_bytes", {}).items()},
+                    "value_bytes": int(raw.get("value_bytes", VALUE_BYTES)),
+                    "pieces": PieceSurcharges.from_json(raw["pieces"]) if "pieces" in raw else None,
+                    "provenance": dict(raw["provenance"]),
+                }
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"cost table cannot be read: {type(error).__name__} {error}") from error
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:
@@ -371,3 +436,122 @@ class CostTable:
             working_in="F",
             provenance={"device": "A100 40 GB", "source": "DynaPipe (arXiv 2311.10418) layer costs", "model": model},
         )
+
+
+# Numbers of rows that count as points besides the measured ones: how many fit is known to the row up to 16.
+_MORE_ROWS = (*range(1, 16), 20, 24, 28, 40, 48, 56)
+
+
+@lru_cache(maxsize=8)
+def table_points(
+    table: CostTable, stage_ranks: tuple[int, ...], split: bool, least: PricesShapes | None
+) -> TablePoints:
+    """The points of a table, where `least` may price their times; kept for those in use, as they depend on no batch."""
+    rows_axis, encoder, decoder = _merged_axes(table)
+    shape = (len(rows_axis), len(encoder), len(decoder))
+    rows, enc, dec = (x.ravel() for x in np.meshgrid(rows_axis, encoder, decoder, indexing="ij"))
+    firsts = [stage_ranks.index(rank) for rank in sorted(set(stage_ranks))]
+    names = ("work", "head", "tail")
+    times: dict[str, list[list[FloatArray]]] = {name: [[] for _ in firsts] for name in names}
+    chains: list[FloatArray] = []
+    held: list[list[FloatArray]] = []
+
+    def at_points(values: FloatArray, bad: BoolArray) -> FloatArray:
+        return np.where(bad, NEVER_NS, values).reshape(shape)
+
+    for recompute in table.recomputes:
+        priced = (least or table).evaluate_shapes(rows, enc, dec, recompute)
+        bad = priced.infeasible
+        forward, backward = (x.astype(np.float64) for x in (priced.forward_ns, priced.backward_ns))
+        for i, first in enumerate(firsts):
+            own = [s for s, rank in enumerate(stage_ranks) if rank == stage_ranks[first]]
+            times["work"][i].append(at_points((forward[own] + backward[own]).sum(axis=0) / rows, bad))
+            times["head"][i].append(at_points(forward[:first].sum(axis=0), bad))
+            times["tail"][i].append(at_points(backward[: 0 if split else first].sum(axis=0), bad))
+        chains.append(at_points(priced.chain_ns(split=split), bad))
+        running = _running_bytes(table, recompute, (rows, enc, dec))
+        parts = [*priced.stored_bytes.astype(np.float64), *(part for stage in running for part in stage)]
+        held.append([_that_grow(at_points(part, bad)) for part in parts])
+    static = [sum(int(priced.static_bytes[s]) for s, r in enumerate(stage_ranks) if r == rank) for rank in stage_ranks]
+    beside = static + [static[stage] for stage, parts in enumerate(running) for _ in parts]
+    work, head, tail = ([np.concatenate(parts) for parts in times[name]] for name in names)
+    work_of = [next(j for j, other in enumerate(work) if np.array_equal(one, other)) for one in work]
+    used = sorted(set(work_of))
+    chain = np.concatenate(chains)
+    of_row = chain / np.tile(rows_axis, len(chains))[:, None, None]
+    num_rows = len(rows_axis)
+    return TablePoints(
+        rows=rows_axis,
+        axes=(encoder, decoder),
+        work=tuple(PointTable.of(work[j], num_rows) for j in used),
+        work_of=tuple(used.index(j) for j in work_of),
+        head=tuple(PointTable.of(values, num_rows) for values in head),
+        tail=tuple(PointTable.of(values, num_rows) for values in tail),
+        chain=PointTable.of(chain, num_rows),
+        chain_of_row=PointTable.of(of_row, num_rows),
+        attended_ns=_attended_ns(table, stage_ranks),
+        needed=_hardest([np.concatenate(parts) for parts in zip(*held, strict=True)], beside),
+        has_decoder=table.has_decoder,
+    )
+
+
+def _attended_ns(table: CostTable, stage_ranks: tuple[int, ...]) -> tuple[float, ...] | None:
+    if table.pieces is None:
+        return None
+    layers = [num_layers for num_layers, _ in table.stage_layers()]
+    own = [sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))]
+    return tuple(count * table.pieces.least_attended_ns for count in own)
+
+
+def _merged_axes(table: CostTable) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Rows, encoder and decoder coordinates of all grids together; 0 for the decoder side of a decoder-only table."""
+    axes: tuple[list[FloatArray], ...] = ([], [], [])
+    for (_, kind), grid in table.grids.items():
+        places = (0, 2) if kind == "postprocess" and table.has_decoder else (0, 1, 2)
+        for place, axis in zip(places, grid.axes, strict=False):
+            axes[place].append(axis)
+    rows, encoder, decoder = (np.unique(np.concatenate(parts)) if parts else np.zeros(1) for parts in axes)
+    more = np.array([n for n in _MORE_ROWS if n < rows[-1]], np.float64)
+    return np.union1d(rows, more), encoder, decoder
+
+
+def _running_bytes(
+    table: CostTable, recompute: Recompute, shapes: tuple[FloatArray, FloatArray, FloatArray]
+) -> list[list[FloatArray]]:
+    """Per stage, what it holds while the last of its encoder layers runs, and the last of its decoder layers."""
+    layer: dict[LayerKind, list[FloatArray]] = {}
+    sides: dict[LayerKind, Sequence[FloatArray]] = {"encoder": shapes[:2], "decoder": shapes}
+    for kind, side in sides.items():
+        if grid := table.grids.get((recompute, kind)):
+            values = 1e6 * grid.at(list(side))[0]
+            layer[kind] = [values[grid.columns.index(name)] for name in COLUMNS[2:]]
+    stages = []
+    for num_encoder, num_decoder in table.stage_layers():
+        parts = []
+        if num_encoder:
+            parts.append((num_encoder - 1) * layer["encoder"][0] + layer["encoder"][1])
+        if num_decoder:
+            before = num_encoder * layer["encoder"][0] + (num_decoder - 1) * layer["decoder"][0]
+            parts.append(before + layer["decoder"][1])
+        stages.append(parts)
+    return stages
+
+
+def _that_grow(values: FloatArray) -> FloatArray:
+    """The largest table that is nowhere above this one and grows with rows and lengths."""
+    for axis in range(3):
+        values = least_from_on(values, axis)
+    return values
+
+
+def _hardest(tables: Sequence[FloatArray], static: Sequence[int]) -> tuple[tuple[FloatArray, int], ...]:
+    """Equal tables once, with the most static bytes beside them."""
+    kept: list[tuple[FloatArray, int]] = []
+    for table, beside in zip(tables, static, strict=True):
+        for i, (other, most) in enumerate(kept):
+            if np.array_equal(table, other):
+                kept[i] = (other, max(most, beside))
+                break
+        else:
+            kept.append((table, beside))
+    return tuple(kept)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import mul
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
-from dynapipe_ext.costs.floor import GrowingTimes, growing_times
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.floor import GrowingTimes
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, ModelFacts, PricesShapes, fingerprint, growing_times
 from dynapipe_ext.errors import ConfigError, short
 
 _MOST = 1 << 60
@@ -69,8 +67,6 @@ class TokenCosts:
     transfer_ns_per_token: int = 0
     transfer_bytes_per_token: int = 0
     stage_scale: tuple[float, ...] = ()
-    replica_collectives: ClassVar[None] = None  # a polynomial knows nothing of replicas
-    prices_pieces: ClassVar[bool] = True  # whose keys and values are among the bytes of their tokens
 
     def __post_init__(self) -> None:
         if type(self.num_stages) is not int or self.num_stages < 1:
@@ -84,11 +80,13 @@ class TokenCosts:
             raise ConfigError(f"stage_scale has {len(self.stage_scale)} entries for {self.num_stages} stages")
 
     @property
-    def activation_format(self) -> ActivationFormat | None:
-        """Of 2-byte values, both sides of a sample in every message; None for odd bytes a token, and for none."""
+    def facts(self) -> ModelFacts:
+        """Messages are of 2-byte values, with both sides of a sample; for odd bytes a token, and for none, they are
+        unknown. Keys and values of pieces are among the bytes of their tokens."""
         hidden_size, odd = divmod(self.transfer_bytes_per_token, 2)
-        known = hidden_size and not odd
-        return ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if known else None
+        is_whole = hidden_size and not odd
+        form = ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if is_whole else None
+        return ModelFacts(activation_format=form, prices_pieces=True)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         counted = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2)
@@ -96,15 +94,29 @@ class TokenCosts:
         return self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
 
     def evaluate_shapes(
-        self, rows: npt.ArrayLike, encoder_len: npt.ArrayLike, decoder_len: npt.ArrayLike, recompute: Recompute = "none"
+        self,
+        rows: npt.ArrayLike,
+        encoder_len: npt.ArrayLike,
+        decoder_len: npt.ArrayLike = 0,
+        recompute: Recompute = "none",
     ) -> MicroBatchCosts:
         """Costs of padded shapes given as arrays."""
         r, e, d = (np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len))
         return self._price(r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute))
 
-    def floor(self, stage_ranks: tuple[int, ...], *, split: bool) -> GrowingTimes:
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> GrowingTimes:
         """For bounds over all plans."""
-        return growing_times(self, split=split)
+        return growing_times(least or self, split=split)
+
+    def over(self, topology: Topology | None) -> tuple[TokenCosts, Topology]:
+        """The same costs: stages are priced as they are, wherever they lie."""
+        return self, topology or Topology(pp=self.num_stages)
+
+    def recounted(self, change: Callable[[Any], Any]) -> TokenCosts:
+        return self
+
+    def with_exact_sums(self, value_bytes: int) -> TokenCosts:
+        return self
 
     def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
         full, selective = recompute == "full", recompute == "selective"
@@ -142,11 +154,6 @@ class TokenCosts:
 
     def fingerprint(self) -> str:
         return fingerprint(self.to_json())
-
-
-def fingerprint(settings: Mapping[str, Any]) -> str:
-    """SHA-256 of settings in canonical JSON."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import Recompute
 from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology, placement_of
-from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, as_cost_model
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Transport
@@ -80,7 +79,7 @@ def megatron_pipeline(
     if costs is None and num_expert_ranks % topology.tp == 0:  # else experts are cut otherwise than other layers
         costs = _counted(chunks[0], config, topology, ep)
     if costs is not None:
-        costs, topology = over_topology(costs, topology)
+        costs, topology = as_cost_model(costs).over(topology)
     rank = dist.get_rank()
     groups = make_pipeline_groups(topology, rank, timeout_s=timeout_s)
     return MegatronPipeline(

@@ -9,7 +9,7 @@ from typing import Any
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, ReplicaPlan, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.costs.forwards import ForwardCosts
+from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
@@ -80,7 +80,8 @@ class UniformPlanner:
         micro_batches = tuple(
             MicroBatch(tuple(samples[i : i + rows]), recompute=recompute) for i in range(0, len(samples), rows)
         )
-        model = ForwardCosts(self.pipeline.costs) if self.shape.forward_only else self.pipeline.costs
+        costs_of = self.pipeline.costs
+        model = adjusted(costs_of, ForwardsAlone()) if self.shape.forward_only else costs_of
         costs = model.evaluate(micro_batches)
         schedule = self._scheduled(costs, reserve_bytes)
         trace = simulate(schedule, costs)

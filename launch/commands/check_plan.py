@@ -10,8 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, ReplicaPlan
-from dynapipe_ext.costs.abilities import has_decoder
-from dynapipe_ext.costs.forwards import ForwardCosts
+from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.proven_step import prove
@@ -105,7 +104,7 @@ def _step_plan(
     predictions = tuple(
         Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=0.0) for peaks in peak_bytes
     )
-    costs = ForwardCosts(costs) if plan.forward_only else costs
+    costs = adjusted(costs, ForwardsAlone()) if plan.forward_only else costs
     priced = replica_costs(costs, [replica.micro_batches for replica in replicas])
     return StepPlan(GlobalBatchPlan(step=0, replicas=tuple(replicas)), tuple(schedules), predictions, priced)
 
@@ -134,5 +133,5 @@ def _lengths(args: argparse.Namespace, planning: SettledPlanning) -> Lengths | N
     else:
         return None
     cut = cut_at(args.truncate, planning.config.model.max_seq_len)
-    table, _ = fitted(table, args.extra, cut, has_decoder(planning.costs))
+    table, _ = fitted(table, args.extra, cut, planning.costs.facts.has_decoder)
     return {index: (encoder, decoder) for index, (encoder, decoder, _) in enumerate(table.tolist())}

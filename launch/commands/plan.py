@@ -13,7 +13,6 @@ from rich.console import Console
 
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.core import active_core
-from dynapipe_ext.costs.abilities import has_decoder
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import PROVEN_RULE, ProvenStep, prove_step
 from dynapipe_ext.launch.command_parser import add_json, ending
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     priced = settled_planning(args, config)
     planning = priced.planning
     memory_limit_bytes(args, config)
-    samples, batch_name, notes = batch_samples(args, config, has_decoder(planning.costs))
+    samples, batch_name, notes = batch_samples(args, config, planning.costs.facts.has_decoder)
     if priced.is_measured_grid and args.pad_multiple is None:
         planning = replace(planning, config=replace(config, plan=replace(config.plan, pad_multiple=1)))
     planning, trials = placed_planning(planning, lambda: [samples])

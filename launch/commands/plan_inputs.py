@@ -13,7 +13,6 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MOST_POSITIONS, LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.a100 import A100_HIDDEN_SIZE
-from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.interchange import read_run_costs
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.table import CostTable
@@ -108,13 +107,13 @@ def _of_cost_file(args: argparse.Namespace, config: TrainConfig, topology: Topol
         refuse_table_of_other_model(costs, config, architecture_of(config, config.data.vocab_size), path)
         topology = topology or topology_of(config)
         costs = costs_of_settings(config, costs, path, vocab_size=None, on_host=num_cores is not None)
-        costs, topology = over_topology(costs, topology)
+        costs, topology = costs.over(topology)
         is_of_config = True
     else:
         if topology is None and (config.placement != "linear" or any(getattr(args, name) for name in DEGREES)):
-            tp = config.topology.tp if args.tp is not None else over_topology(costs, None)[1].tp
+            tp = config.topology.tp if args.tp is not None else costs.over(None)[1].tp
             topology = replace(placed_stages(config), tp=tp, layers_per_stage=())
-        costs, topology = over_topology(costs, topology)  # over its own, where none is named
+        costs, topology = costs.over(topology)  # over its own, where none is named
         is_of_config = False
     planning = SettledPlanning(
         config=config,

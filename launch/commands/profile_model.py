@@ -23,8 +23,8 @@ from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recom
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
+from dynapipe_ext.costs.model import fingerprint
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
-from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import RankEnv, limit_threads
@@ -202,7 +202,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
         )
         groups = _held_out(within, args.held_out, args.seed)
         errors = {group: held_out_errors(table, profiler.measure, batches) for group, batches in groups.items()}
-        if table.prices_pieces:
+        if table.facts.prices_pieces:
             between = within.piece_sizes[len(within.piece_sizes) // 2]
             samples = [within.sample_in_pieces(between, kind) for kind in within.recomputes]
             errors["pieces"] = errors_of_pieces(table, profiler.measure_pieces, samples)

@@ -25,7 +25,6 @@ from dynapipe_ext.batch.topology import (
     own_placement,
     placement_of,
 )
-from dynapipe_ext.costs.abilities import over_topology, with_exact_sums
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
@@ -177,7 +176,7 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
         "distributed_optimizer": config.optimizer.distributed,
         "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
     }
-    if not costs.has_decoder:
+    if not costs.facts.has_decoder:
         settled |= {"zero_stage": config.deepspeed.zero_stage, "offload": config.deepspeed.offload, "ep": 1}
         if config.deepspeed.config:
             settled["state_recipe"] = "deepspeed"
@@ -188,7 +187,7 @@ def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> 
     """`costs`, over `topology` and of a model that trains whole, of what the settings train, and how it is summed."""
     model, recipe, exact_sums = config.model, trained_recipe(config), config.optimizer.deterministic
     if not config.lora.enabled or model.described is None:
-        return with_exact_sums(costs, BYTES_PER_PARAMETER[recipe][0]) if exact_sums else costs
+        return costs.with_exact_sums(BYTES_PER_PARAMETER[recipe][0]) if exact_sums else costs
     architecture, zero_stage = model.described.padded(), config.deepspeed.zero_stage
     return adapter_costs(
         costs, config.lora, architecture, topology, recipe=recipe, zero_stage=zero_stage, exact_sums=exact_sums
@@ -298,7 +297,7 @@ def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> s
         for degrees in _degrees(config, num_ranks):
             try:
                 at = replace(config, topology=replace(linear, **degrees))
-                placed = over_topology(costs, topology_of(at))[0]
+                placed = costs.over(topology_of(at))[0]
                 num_bytes, _ = _bytes_alone(at, placed, sample)
             except (ConfigError, PlanError):  # sizes that this topology does not divide, costs of another one
                 continue

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import PlacementName, Topology
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.job.job import global_batches, placed_stages
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
@@ -32,6 +34,16 @@ def placement_trials(
     """
     search = PlacementSearch(base, planner_over, _proven, num_layers, batches)
     return search.trials(get_args(PlacementName), stages_per_rank or None)
+
+
+def layers_to_place(costs: CostModel) -> int:
+    """How many layers stages are made of. Errors: ConfigError for costs of stages as they are."""
+    if (total := costs.facts.total_layers) is None:
+        raise ConfigError(
+            f"{type(costs).__name__} price stages as they are, not the layers in them, so no other placement can be"
+            " tried: name the placement that they are for, or give a measured table or counted costs"
+        )
+    return total
 
 
 def _proven(planner: Planner, samples: Sequence[SampleLength]) -> StepPlan:

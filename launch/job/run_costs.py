@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.batch.micro_batches import round_up
-from dynapipe_ext.costs.abilities import measured_sizes, over_topology, recounted, sharded_state_bytes, unadapted
+from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, fitted_times, without
 from dynapipe_ext.costs.interchange import read_cost_file, run_costs_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
@@ -32,7 +32,7 @@ def refuse_table_of_other_model(costs: CostModel, config: TrainConfig, architect
     """Errors: ConfigError for a table of other layers, weights or states than those of `config`, or of a smaller head
     (a larger one counts too much, which is safe). Of a table that does not say what it is of, what it is made of tells.
     """
-    found = measured_sizes(costs)
+    found = costs.facts.measured_sizes
     wanted = {name: getattr(architecture, name) for name in _SIZES} | {"dtype": config.model.dtype}
     other = [f"{name} {found[name]}, not {value}" for name, value in wanted.items() if found.get(name, value) != value]
     ids, needed = found.get("vocab_size", architecture.vocab_size), architecture.vocab_size
@@ -44,7 +44,7 @@ def refuse_table_of_other_model(costs: CostModel, config: TrainConfig, architect
             " this one (dynapipe profile), or leave the table out"
         )
     divides = config.optimizer.distributed or config.deepspeed.zero_stage or config.lora.enabled
-    if sharded_state_bytes(costs) and config.topology.dp > 1 and not divides:
+    if costs.facts.sharded_state_bytes and config.topology.dp > 1 and not divides:
         raise ConfigError(
             f"the cost table {where} divides optimizer states over replicas and this run does not: set [optimizer]"
             " distributed, or measure without --distributed-optimizer"
@@ -90,13 +90,14 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
             read = read_cost_file(config.plan.costs)
             refuse_table_of_other_model(read, config, architecture, config.plan.costs)
             named = costs_of_settings(config, read, where, vocab_size=vocab_size, on_host=on_host)
-        if saved is None or (named is not None and unadapted(saved) is saved):
+        if saved is None or (named is not None and not fitted_times(saved)):
             assert named is not None
             return named
-        placed = costs_of_settings(config, saved, where, vocab_size=vocab_size, on_host=on_host)
-        if unadapted(saved) is not saved and unadapted(placed) is placed:
+        counted_anew = without(saved, FrozenWeights)  # of what trains: by the settings
+        placed = costs_of_settings(config, counted_anew, where, vocab_size=vocab_size, on_host=on_host)
+        if fitted_times(saved) and not fitted_times(placed):
             print("the costs that the run has fitted are of other stages: it starts from those before", file=sys.stderr)
-        is_fitted_to_named = unadapted(placed) is not placed and named == unadapted(placed)
+        is_fitted_to_named = bool(fitted_times(placed)) and named == without(placed, FittedTimes)
         return placed if named is None or is_fitted_to_named else named
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device
@@ -133,12 +134,12 @@ def costs_of_settings(
         settled = configured_costs(config, counted)
         return _on_host(settled) if on_host else settled
 
-    return recounted(over_topology(costs, topology_of(config))[0], configured)
+    return costs.over(topology_of(config))[0].recounted(configured)
 
 
 def _on_host(costs: CountedCosts) -> CountedCosts:
     """Without what an engine offloads, as ranks that compute on the host keep it."""
-    unmoved: dict[str, Any] = {} if costs.has_decoder else {"offload": "none"}
+    unmoved: dict[str, Any] = {} if costs.facts.has_decoder else {"offload": "none"}
     return replace(costs, **unmoved)
 
 

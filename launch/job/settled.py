@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.costs.abilities import activation_format_of, layers_to_place, over_topology, replica_collectives_of
+from dynapipe_ext.costs.adjustments import FittedTimes, without
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.job.job import configured_format, make_planner, trained_costs
-from dynapipe_ext.launch.job.placement import placement_trials, with_placement
+from dynapipe_ext.launch.job.placement import layers_to_place, placement_trials, with_placement
 from dynapipe_ext.schedules.placements import PlacementTrial, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -43,7 +43,7 @@ class SettledPlanning:
             return ActivationFormat(self.hidden_size, self.config.model.dtype, first_decoder_stage=0)
         if self.is_of_config:
             return configured_format(self.config)
-        if (own := activation_format_of(self.costs)) is not None:
+        if (own := self.costs.facts.activation_format) is not None:
             return own
         raise ConfigError(
             f"{type(self.costs).__name__} do not say how large the messages between ranks are, which must fit beside"
@@ -53,7 +53,7 @@ class SettledPlanning:
     @property
     def collectives(self) -> ReplicaCollectives:
         """What replicas issue together."""
-        own = None if self.is_of_config else replica_collectives_of(self.costs)
+        own = None if self.is_of_config else self.costs.facts.replica_collectives
         return own or ReplicaCollectives.of_zero(self.config.deepspeed.zero_stage)
 
     @property
@@ -69,7 +69,7 @@ class SettledPlanning:
 
     def over(self, topology: Topology) -> SettledPlanning:
         """The same model on other stages."""
-        config, costs = with_placement(self.config, topology), over_topology(self.costs, topology)[0]
+        config, costs = with_placement(self.config, topology), self.costs.over(topology)[0]
         return replace(self, config=config, costs=costs, topology=topology)
 
 
@@ -78,15 +78,17 @@ def placed_planning(
 ) -> tuple[SettledPlanning, tuple[PlacementTrial, ...]]:
     """The same with its placement named, and what was tried on the batches: nothing where it was named already.
 
-    Every process that asks finds the same. Errors as `placement_trials`; ConfigError for costs of one topology alone.
+    Placements are compared by the costs before a fit. Fitted times go on where the best placement is the one that they
+    were fitted for. Every process that asks finds the same. Errors as `placement_trials`; ConfigError for costs of one topology alone.
     """
     config = planning.config
     if config.placement != "auto":
         named = replace(config, topology=replace(config.topology, placement=config.placement))
         return replace(planning, config=named), ()
+    comparable = replace(planning, costs=without(planning.costs, FittedTimes))
     trials = placement_trials(
         planning.topology,
-        lambda topology: planning.over(topology).planner,
+        lambda topology: comparable.over(topology).planner,
         layers_to_place(planning.costs),
         batches(),
         stages_per_rank=config.topology.stages_per_rank,

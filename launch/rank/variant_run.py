@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.checkpoints.folder import least_validation_loss
@@ -103,7 +102,7 @@ def run_variant(
     topology = topology_of(config)
     costs = context.costs.now
     if topology != topology_of(context.config):
-        costs, _ = over_topology(costs, topology)
+        costs, _ = costs.over(topology)
     me = topology.coordinates(context.rank)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -13,11 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import SampleLength
-from dynapipe_ext.costs.abilities import floor_of
-from dynapipe_ext.costs.floor import GrowingTimes
+from dynapipe_ext.costs.floor import NEVER_NS, GrowingTimes, PointTable, TablePoints
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.costs.table_points import NEVER_NS, PointTable, TablePoints
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
 
@@ -204,7 +202,6 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 _NEXT_TO_NOTHING_NS = 1e-12  # of a square, where attention took no time that was measured
-_ROUNDING_NS = 3  # of F and B (or I and W) of one micro-batch on one stage, in the floor and in what it is held against
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +234,7 @@ def batch_floor(
 
     With `packed` it holds for packed and padded micro-batches, else for padded ones alone (and is higher on measured
     tables). `split` allows I and W in place of B. With `pieces` it holds for plans that cut long samples as well.
-    None for a cost model without a `floor`, for no samples, where a sample has no shape that can be priced (or fits the
+    None for costs without a floor, for no samples, where a sample has no shape that can be priced (or fits the
     limit), and with `pieces` where a measured table has no prices of them.
     """
     if not len(lengths):
@@ -247,9 +244,9 @@ def batch_floor(
     pairs, counts = np.unique(encoder * width + decoder, return_counts=True)
     needs = np.stack(np.divmod(pairs, width), axis=1)
     ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
-    match floor_of(costs, stage_ranks, split=split):
-        case None:
-            return None
+    if (floor := costs.floor(tuple(stage_ranks), split=split)) is None:
+        return None
+    match floor:
         case GrowingTimes() as growing:
             times = _growing(growing, needs, counts, ranks, split, pieces)
         case points if pieces and points.attended_ns is None:
@@ -265,10 +262,10 @@ def batch_floor(
     num_parts = int((counts * needs[:, 0]).sum() if pieces else counts.sum())
     longest = int(needs[:, 0].max()) if pieces else 2
     return BatchFloor(
-        work_ns=work_ns - _ROUNDING_NS * num_parts * np.array([len(own) for own in ranks]),
-        head_ns=head_ns - _ROUNDING_NS * before,
-        tail_ns=tail_ns - (0 if split else _ROUNDING_NS) * before,
-        chain_ns=chain_ns - longest * _ROUNDING_NS * num_stages,
+        work_ns=work_ns - floor.error_ns * num_parts * np.array([len(own) for own in ranks]),
+        head_ns=head_ns - floor.error_ns * before,
+        tail_ns=tail_ns - (0 if split else floor.error_ns) * before,
+        chain_ns=chain_ns - longest * floor.error_ns * num_stages,
     )
 
 

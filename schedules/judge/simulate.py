@@ -325,7 +325,7 @@ def check_sizes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
     if schedule.forward_only and costs.stored_bytes.any():
         raise PlanError(
             f"schedule {schedule.name!r} runs forwards alone but its costs store activations for backwards: price the"
-            " micro-batches with ForwardCosts"
+            " micro-batches as forwards alone (Planner.for_forwards)"
         )
     stages, micro_batches = range(costs.num_stages), range(costs.num_micro_batches)
     for rank in schedule.ranks:

@@ -13,7 +13,6 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up, sample_pieces
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.abilities import shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
@@ -97,7 +96,7 @@ class Proposals:
 
     def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Good splits of a few samples with decoder sides, which cuts of one order may miss."""
-        choices, busy = self._shapes(shape_prices(self.costs), 1), min(self.topology.dp, len(samples))
+        choices, busy = self._shapes(self.costs, 1), min(self.topology.dp, len(samples))
         order, costs = subset_costs(samples, choices, self._caps)
         splits = good_partitions(costs.tolist(), (0, busy, busy * (self._depth - 1)), _MOST_FEW)
         made = []
@@ -198,7 +197,7 @@ class Proposals:
         weight = self.topology.dp * (self._depth - 1)
         priced = price_cuts(
             ordered(samples, order),
-            shape_prices(self.costs),
+            self.costs,
             self.kinds,
             self._caps,
             weight=weight,
@@ -335,7 +334,7 @@ class Proposals:
                 rule = partial(
                     dynapipe_rule,
                     samples,
-                    self._shapes(shape_prices(self.costs), stages),
+                    self._shapes(self.costs, stages),
                     pp=stages,
                     dp=dp,
                     max_bytes=limit,

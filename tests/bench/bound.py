@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES
-from dynapipe_ext.costs.abilities import over_topology, shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
@@ -81,7 +80,7 @@ def whole_layers_bound_s(
             f"{num_layers} layers on {costs.topology.pp} ranks: the bound is for even shares on 3 or more"
         )
     uneven = (share - 1, share + 1, *[share] * (costs.topology.pp - 2))  # one more without the head; a share with it
-    shaped, _ = over_topology(costs, replace(costs.topology, placement=(), layers_per_stage=uneven))
+    shaped, _ = costs.over(replace(costs.topology, placement=(), layers_per_stage=uneven))
     order = np.sort(np.array(lengths, np.int64))
     rows = np.arange(1, len(order) + 1)
     works = []
@@ -99,7 +98,7 @@ def _least_work(costs: CostModel, stage: int, rows: IntArray, length: int, limit
     """F + B of so many rows of a length on a stage, by the fastest kind of recomputation that fits alone."""
     kinds = []
     for recompute in LAYER_RECOMPUTES:
-        priced = shape_prices(costs).evaluate_shapes(rows, np.full_like(rows, length), np.zeros_like(rows), recompute)
+        priced = costs.evaluate_shapes(rows, np.full_like(rows, length), np.zeros_like(rows), recompute)
         needed = priced.static_bytes[stage] + priced.stored_bytes[stage] + priced.working_bytes[stage]
         work = priced.forward_ns[stage] + priced.backward_ns[stage]
         runs = (priced.forward_ns.max(axis=0) < INFEASIBLE) & (needed <= limit_bytes)
@@ -108,7 +107,7 @@ def _least_work(costs: CostModel, stage: int, rows: IntArray, length: int, limit
 
 
 def _table_floor(costs: CostTable, lengths: Sequence[int]) -> _Floor:
-    if costs.has_decoder:
+    if costs.facts.has_decoder:
         raise ConfigError("the bound is for decoder-only models, but this cost table has decoder layers")
     axes: list[set[float]] = [set(), set()]
     for grid in costs.grids.values():

@@ -16,12 +16,12 @@ from typing import Any, TypeAlias, get_args
 
 from dynapipe_ext.batch.micro_batches import round_up, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, placement_of
-from dynapipe_ext.costs.abilities import layers_to_place, over_topology
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import DataError, PlanError
+from dynapipe_ext.launch.job.placement import layers_to_place
 from dynapipe_ext.schedules.placements import PlacementSearch, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -159,7 +159,7 @@ def best_topology(planner: Planner, batches: SampledBatches) -> Topology:
     """The best for these batches, each planned without buffers in flight."""
 
     def over(topology: Topology) -> Planner:
-        return replace(planner, topology=topology, costs=over_topology(planner.costs, topology)[0])
+        return replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
 
     search = PlacementSearch(
         planner.topology,

@@ -37,7 +37,6 @@ from peers import peer_plan, renumbered
 from dynapipe_ext.batch.micro_batches import Layout
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import active_core
-from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.notation import plan_json
@@ -79,7 +78,7 @@ def planner_of(case: Case, costs: CostTable, *, split: bool) -> Planner:
 def placed(planner: Planner, batches: Sequence[Mapping[str, Any]], case: Case) -> Planner:
     """The same under what `--placement auto` takes for these batches, where messages take no bytes."""
     best = best_topology(planner, [samples_of(case, batch) for batch in batches])
-    return replace(planner, topology=best, costs=over_topology(planner.costs, best)[0])
+    return replace(planner, topology=best, costs=planner.costs.over(best)[0])
 
 
 def timed(plan: Callable[[], StepPlan], topology: Topology, runs: int) -> tuple[StepPlan, float, bool | None]:

@@ -29,10 +29,10 @@ from plans import placed, planner_of
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
-from dynapipe_ext.costs.adapted import MeasuredAction, adapted, times_by_letter
+from dynapipe_ext.costs.adjustments import FrozenWeights, adjusted, times_by_letter
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
-from dynapipe_ext.costs.frozen import FrozenCosts
+from dynapipe_ext.costs.fitting import MeasuredAction, fitted
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts, count_positions
 from dynapipe_ext.errors import DynaPipeError, PlanError
@@ -157,8 +157,8 @@ def counted(shared: Path) -> Iterator[tuple[str, Callable[[], str]]]:
             ("zero 2", replace(dense, zero_stage=2)),
             ("zero 3", replace(dense, zero_stage=3)),
             ("unfused", replace(dense, flash=False)),
-            ("frozen", FrozenCosts(dense, (0.1,) * topology.num_stages)),
-            ("fitted", adapted(dense, fitted_actions(dense, topology.num_stages))),
+            ("frozen", adjusted(dense, FrozenWeights((0.1,) * topology.num_stages))),
+            ("fitted", fitted(dense, fitted_actions(dense, topology.num_stages))),
         ):
             for layout in ("padded", "packed"):
                 for changes in ({}, {"split_backward": True}, {"pieces": 1024, "layout": "packed"}):

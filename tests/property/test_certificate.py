@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.adjustments import FittedTimes, ForwardsAlone, FrozenWeights, TimeCorrection, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
-from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, UserCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
@@ -313,6 +314,53 @@ def test_no_plan_beats_the_batch_bound_of_a_cost_model_without_a_grid(costs: Cos
     assert best / 4 < bound_ns(costs, lengths, stages=(0, 1), dp=1, split=split, packed=True) <= best
 
 
+def corrections(seed: int, num_stages: int) -> FittedTimes:
+    """Factors alone, or with overheads and rates of tokens and squares; some of one kind of recomputation."""
+    rng = np.random.default_rng(seed)
+
+    def one() -> TimeCorrection:
+        more = rng.uniform(0, [40_000, 900, 20]) * rng.integers(0, 2)
+        return TimeCorrection(float(rng.uniform(0.2, 1.6)), *more.tolist())
+
+    names = rng.permutation(["F", "B", "I", "W", "B none", "B full", "B stage", "I full", "I stage"])
+    return FittedTimes(tuple({str(name): one() for name in names[: rng.integers(1, 10)]} for _ in range(num_stages)))
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 10**6),
+    base=st.sampled_from(["tokens", "analytic", "experts", "table"]),
+    frozen=st.sampled_from([None, 0.0, 0.2, 1.0]),
+    fits=st.booleans(),
+    split=st.booleans(),
+    packed=st.booleans(),
+)
+def test_no_plan_beats_the_batch_bound_of_frozen_weights_or_fitted_times(
+    seed: int, base: str, frozen: float | None, fits: bool, split: bool, packed: bool
+) -> None:
+    topology = Topology(pp=2, layers_per_stage=(1, 1))
+    costs: CostModel = {
+        "tokens": TokenCosts(2, ns_per_token=700, ns_per_token_squared=3.5, overhead_ns=20_000),
+        "analytic": AnalyticCosts(SHAPE, topology, flops_per_s=1e9, overhead_ns=3_000),
+        "experts": AnalyticCosts(EXPERTS, topology, flops_per_s=1e8, overhead_ns=3_000, capacity_factor=1.3),
+        "table": replace(table(Topology(pp=2), seed=seed, missing=0.1 * (seed % 2)), split_w=(seed % 11) / 10),
+    }[base]
+    if frozen is not None:
+        costs = adjusted(costs, FrozenWeights((frozen, 0.5)))
+    if fits:
+        costs = adjusted(costs, corrections(seed, 2))
+    lengths = [(3, 0), (17, 0), (30, 0)][: 2 if split else 3]
+    layouts: tuple[Layout, ...] = ("padded", "packed") if packed else ("padded",)
+    kinds: tuple[Recompute, ...] = ("none", "full", "stage")
+    best = best_makespan_ns(costs, lengths, dp=1, split=split, layouts=layouts, kinds=kinds)
+    bound = bound_ns(costs, lengths, stages=(0, 1), dp=1, split=split, packed=packed)
+    assert bound <= best
+    if base != "table" and not (fits and split):
+        assert bound > best / 4  # and it is one
+        oracle = batch_bound_ns(costs, lengths, (0, 1), dp=1, split=split, packed=packed)
+        assert oracle is None or bound <= oracle <= best + 1
+
+
 def test_the_batch_bound_is_reached_where_one_micro_batch_is_best() -> None:
     costs = TokenCosts(1, ns_per_token=1000, ns_per_token_squared=1.0, overhead_ns=50_000)
     lengths = [(32, 0)] * 5
@@ -322,10 +370,9 @@ def test_the_batch_bound_is_reached_where_one_micro_batch_is_best() -> None:
 
 
 def test_there_is_no_batch_bound_of_an_unknown_model_or_of_a_sample_that_cannot_run() -> None:
-    class Unknown:
-        num_stages = 1
-
-    assert batch_floor(Unknown(), [(1, 0)], (0,), split=False, packed=False) is None  # type: ignore[arg-type]
+    unknown = UserCosts(TokenCosts(1))
+    assert batch_floor(unknown, [(1, 0)], (0,), split=False, packed=False) is None
+    assert batch_floor(adjusted(TokenCosts(1), ForwardsAlone()), [(1, 0)], (0,), split=False, packed=False) is None
     assert batch_floor(TokenCosts(1), [], (0,), split=False, packed=False) is None
     assert batch_floor(table(Topology(), seed=0), [(65, 0)], (0,), split=False, packed=False) is None
     analytic = AnalyticCosts(SHAPE, Topology())

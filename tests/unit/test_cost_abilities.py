@@ -1,4 +1,4 @@
-"""Cost models of one's own: three members plan; what a model offers besides is asked for by name."""
+"""Cost models of one's own: three members plan, and get every ability at the door."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.abilities import floor_of, has_decoder, over_topology, recounted, shape_prices
-from dynapipe_ext.costs.adapted import AdaptedCosts, TimeCorrection
+from dynapipe_ext.costs.adjustments import AdjustedCosts, FittedTimes, TimeCorrection
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.floor import GrowingTimes
+from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.model import MicroBatchCosts, UserCosts, as_cost_model
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
@@ -60,11 +59,12 @@ def test_three_members_plan_as_the_same_prices_with_every_ability(layout: Any) -
 
 
 def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
-    own = Own()
-    assert over_topology(own, None) == (own, Topology(pp=2))
-    assert over_topology(own, Topology(tp=4, pp=2)) == (own, Topology(tp=4, pp=2))
-    assert has_decoder(own) is None
-    assert recounted(own, lambda counted: counted) is own
+    own = as_cost_model(Own())
+    assert as_cost_model(own) is own
+    assert own.over(None) == (own, Topology(pp=2))
+    assert own.over(Topology(tp=4, pp=2)) == (own, Topology(tp=4, pp=2))
+    assert own.facts.has_decoder is None
+    assert own.recounted(lambda counted: counted) is own.with_exact_sums(2) is own
     assert batch_floor(own, [(3, 0)], (0, 1), split=False, packed=False) is None
     with pytest.raises(ConfigError, match="Own has no to_json, by which planner processes"):
         cost_model_to_json(own)
@@ -72,28 +72,27 @@ def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
 
 def test_costs_that_were_fitted_recount_what_they_were_fitted_to() -> None:
     counted = AnalyticCosts(GPT, Topology(pp=2))
-    fitted = AdaptedCosts(counted, ({"F": TimeCorrection(2.0)}, {}))
-    again = recounted(fitted, lambda costs: replace(costs, split_backward=True))
-    assert again == replace(fitted, base=replace(counted, split_backward=True))
+    fitted = AdjustedCosts(counted, (FittedTimes(({"F": TimeCorrection(2.0)}, {})),))
+    again = fitted.recounted(lambda costs: replace(costs, split_backward=True))
+    assert again == replace(fitted, prices=replace(counted, split_backward=True))
 
 
 def test_shapes_are_priced_one_by_one_where_a_model_prices_micro_batches_alone() -> None:
     rows, lengths = [1, 3, 2], [40, 8, 64]
-    given, wanted = (shape_prices(costs).evaluate_shapes(rows, lengths, 0, "full") for costs in (Own(), TOKENS))
+    given, wanted = (as_cost_model(costs).evaluate_shapes(rows, lengths, 0, "full") for costs in (Own(), TOKENS))
     for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "transfer_ns", "static_bytes"):
         assert getattr(given, name).tolist() == getattr(wanted, name).tolist()
-    refused = shape_prices(Own(longest=50)).evaluate_shapes(rows, lengths, 0, "full")
+    refused = as_cost_model(Own(longest=50)).evaluate_shapes(rows, lengths, 0, "full")
     assert (refused.forward_ns >= INFEASIBLE).tolist() == [[False, False, True]] * 2
 
 
 def test_a_model_of_ones_own_may_promise_a_floor_and_is_bounded_by_it() -> None:
-    class Promising(Own):
-        def floor(self, stage_ranks: tuple[int, ...], *, split: bool) -> GrowingTimes:
-            found = floor_of(TOKENS, stage_ranks, split=split)
-            assert isinstance(found, GrowingTimes)
-            return found
+    class Promising(UserCosts):
+        def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: Any = None) -> Floor | None:
+            return TOKENS.floor(stage_ranks, split=split)
 
-    own, full = (batch_floor(c, [(30, 0), (7, 0)], (0, 1), split=False, packed=True) for c in (Promising(), TOKENS))
+    promising = Promising(Own())
+    own, full = (batch_floor(c, [(30, 0), (7, 0)], (0, 1), split=False, packed=True) for c in (promising, TOKENS))
     assert own is not None
     assert full is not None
     assert own.bound_ns(2) == full.bound_ns(2) > 0

@@ -11,16 +11,17 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.abilities import over_topology
-from dynapipe_ext.costs.adapted import (
-    AdaptedCosts,
-    MeasuredAction,
+from dynapipe_ext.costs.adjustments import (
+    AdjustedCosts,
+    FittedTimes,
     TimeCorrection,
-    adapted,
-    prediction_error,
+    adjusted,
+    fitted_times,
     times_by_letter,
+    without,
 )
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.fitting import MeasuredAction, fitted, prediction_error
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -52,7 +53,7 @@ def measured(
     costs: CostModel, right: CostModel, micro_batches: list[MicroBatch], *, letters: str, noise: float = 0.0
 ) -> list[MeasuredAction]:
     """What a step of `micro_batches`, planned with `costs`, has taken where `right` is the truth."""
-    base = costs.base if isinstance(costs, AdaptedCosts) else costs
+    base = without(costs, FittedTimes)
     tables = [times_by_letter(model.evaluate(micro_batches)) for model in (base, costs, right)]
     draw = np.random.default_rng(1)
     return [
@@ -76,7 +77,7 @@ def measured(
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_times_of_actions_tell_the_right_costs_of_other_shapes(wrong: TokenCosts, letters: str) -> None:
     seen, others = batches(0), batches(1) + batches(2, "packed")
-    found = adapted(wrong, measured(wrong, RIGHT, seen, letters=letters)).evaluate(others)
+    found = fitted(wrong, measured(wrong, RIGHT, seen, letters=letters)).evaluate(others)
     right, before = RIGHT.evaluate(others), wrong.evaluate(others)
     assert np.abs(before.forward_ns / right.forward_ns - 1).max() > 0.1
     np.testing.assert_allclose(found.forward_ns, right.forward_ns, rtol=1e-3)
@@ -95,24 +96,26 @@ def test_costs_are_fitted_where_they_are_far_off_and_the_fit_is_much_closer_and_
     assert errors.error_before > 0.4
     assert errors.error_after < 0.1
     assert fitted_costs(measured(costs, RIGHT, batches(3), letters="FB", noise=0.1), costs) is None
-    again = adapted(costs, measured(costs, RIGHT, batches(3), letters="FB"))
-    assert again.base is wrong  # a view of a view would keep the errors of both
-    assert prediction_error(again, measured(again, RIGHT, batches(4), letters="FB"))[0] < 1e-3
+    again = fitted(costs, measured(costs, RIGHT, batches(3), letters="FB"))
+    assert again.prices is wrong  # a fit of a fit would keep the errors of both
+    assert prediction_error(again.adjustments[0], measured(again, RIGHT, batches(4), letters="FB"))[0] < 1e-3
     doubled = replace(RIGHT, ns_per_token=1_100)  # nearly right
     assert fitted_costs(measured(doubled, RIGHT, seen, letters="FB"), doubled) is None
     assert fitted_costs([], wrong) is None
 
 
 def test_noise_alone_makes_no_terms_of_its_own() -> None:
-    corrections = adapted(RIGHT, measured(RIGHT, RIGHT, batches(0), letters="FB", noise=0.15)).corrections
-    for stage in corrections:
+    corrections = fitted(RIGHT, measured(RIGHT, RIGHT, batches(0), letters="FB", noise=0.15))
+    times = fitted_times(corrections)
+    assert times is not None
+    for stage in times.corrections:
         for correction in stage.values():
             assert correction.scale == pytest.approx(1.0, abs=0.06)
             assert (correction.overhead_ns, correction.ns_per_token, correction.ns_per_token_squared) == (0, 0, 0)
 
 
 def test_shapes_cost_what_their_micro_batches_do_and_what_cannot_be_stays_so() -> None:
-    costs = AdaptedCosts(RIGHT, ({"F": TimeCorrection(2.0, 5, 3, 0.5), "B": TimeCorrection(0.5)}, {}, {}, {}))
+    costs = adjusted(RIGHT, FittedTimes(({"F": TimeCorrection(2.0, 5, 3, 0.5), "B": TimeCorrection(0.5)}, {}, {}, {})))
     for recompute in RECOMPUTES:
         one = costs.evaluate([MicroBatch(tuple(SampleLength(i, 40) for i in range(3)), recompute=recompute)])
         shape = costs.evaluate_shapes(np.array([3]), np.array([40]), 0, recompute)
@@ -130,38 +133,38 @@ def test_shapes_cost_what_their_micro_batches_do_and_what_cannot_be_stays_so() -
             of = RIGHT.evaluate_shapes(*shape)
             return replace(of, **{n: np.full_like(getattr(of, n), INFEASIBLE) for n in ("forward_ns", "backward_ns")})
 
-    never = AdaptedCosts(Short(), costs.corrections).evaluate_shapes([1, 2], 8)  # type: ignore[arg-type]
+    never = AdjustedCosts(Short(), costs.adjustments).evaluate_shapes([1, 2], 8)  # type: ignore[arg-type]
     assert (never.forward_ns == INFEASIBLE).all()
     assert (never.backward_ns == INFEASIBLE).all()
 
 
 def test_fitted_times_are_of_their_stages_with_any_number_of_replicas() -> None:
     counted = AnalyticCosts(preset("llama-2-7b"), Topology(tp=2, pp=4).with_layers(32), flops_per_s=1e14)
-    costs = AdaptedCosts(counted, ({"F": TimeCorrection(2.0)},) * 4)
-    wider, _ = over_topology(costs, Topology(tp=2, pp=4, dp=8).with_layers(32))
-    assert isinstance(wider, AdaptedCosts)
-    assert wider.corrections == costs.corrections
-    assert wider.base == over_topology(counted, Topology(tp=2, pp=4, dp=8).with_layers(32))[0]
+    costs = adjusted(counted, FittedTimes(({"F": TimeCorrection(2.0)},) * 4))
+    wider, _ = costs.over(Topology(tp=2, pp=4, dp=8).with_layers(32))
+    assert isinstance(wider, AdjustedCosts)
+    assert wider.adjustments == costs.adjustments
+    assert wider.prices == counted.over(Topology(tp=2, pp=4, dp=8).with_layers(32))[0]
     for other in (Topology(tp=2, pp=8), Topology(tp=1, pp=4), Topology(tp=2, pp=4, layers_per_stage=(7, 9, 8, 8))):
-        assert isinstance(over_topology(costs, other.with_layers(32))[0], AnalyticCosts)
-    of_tokens = AdaptedCosts(RIGHT, ({},) * 4)  # which price stages wherever they are
-    assert over_topology(of_tokens, Topology(pp=4, dp=2, layers_per_stage=(1, 1, 1, 1)))[0] == of_tokens
+        assert isinstance(costs.over(other.with_layers(32))[0], AnalyticCosts)
+    of_tokens = adjusted(RIGHT, FittedTimes(({},) * 4))  # which price stages wherever they are
+    assert of_tokens.over(Topology(pp=4, dp=2, layers_per_stage=(1, 1, 1, 1)))[0] == of_tokens
 
 
 def test_they_survive_json_with_every_bit() -> None:
-    costs = adapted(WRONG["without an overhead"], measured(RIGHT, RIGHT, batches(0), letters="FIW", noise=0.3))
+    costs = fitted(WRONG["without an overhead"], measured(RIGHT, RIGHT, batches(0), letters="FIW", noise=0.3))
     again = cost_model_from_json(json.loads(json.dumps(cost_model_to_json(costs))))
     assert again == costs
-    assert again.fingerprint() == costs.fingerprint() != costs.base.fingerprint()
+    assert again.fingerprint() == costs.fingerprint() != costs.prices.fingerprint()
 
 
 @pytest.mark.parametrize(
     ("error", "make", "says"),
     [
-        (ConfigError, lambda: AdaptedCosts(RIGHT, ({},)), "1 corrections for 4 stages"),
+        (ConfigError, lambda: adjusted(RIGHT, FittedTimes(({},))), "1 corrections for 4 stages"),
         (
             ConfigError,
-            lambda: AdaptedCosts(RIGHT, ({"X": TimeCorrection()}, {}, {}, {})),
+            lambda: adjusted(RIGHT, FittedTimes(({"X": TimeCorrection()}, {}, {}, {}))),
             "of actions 'X': give one of F, B, I, W, B none",
         ),
         (ConfigError, lambda: TimeCorrection(-1.0), r"scale of a correction is -1\.0 but must be a number of 0 to"),

@@ -9,7 +9,6 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
-from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
@@ -32,11 +31,11 @@ def test_costs_cross_as_json_and_go_over_other_topologies() -> None:
     again = cost_model_from_json(cost_model_to_json(COSTS))
     assert again == COSTS
     assert again.fingerprint() == COSTS.fingerprint()
-    moved, topology = over_topology(COSTS, Topology(tp=2, pp=2, layers_per_stage=(5, 3)))
+    moved, topology = COSTS.over(Topology(tp=2, pp=2, layers_per_stage=(5, 3)))
     assert topology.layers_per_stage == (5, 3)
-    assert moved.activation_format == ActivationFormat(64, "bfloat16", first_decoder_stage=0)
+    assert moved.facts.activation_format == ActivationFormat(64, "bfloat16", first_decoder_stage=0)
     with pytest.raises(ConfigError, match="8 layers cannot fill 9 stages"):
-        over_topology(COSTS, Topology(pp=9))
+        COSTS.over(Topology(pp=9))
 
 
 def test_shapes_cost_what_micro_batches_of_them_do_and_never_without_a_decoder_side() -> None:
@@ -72,7 +71,7 @@ def test_a_run_of_its_own_sizes_plans_its_pairs_with_the_messages_of_its_border(
     costs = analytic_costs(config, architecture, flops_per_s=1e11, overhead_ns=1000)
     form = configured_format(config)
     assert form.first_decoder_stage == 2
-    assert form == costs.activation_format
+    assert form == costs.facts.activation_format
     planner = Planner(topology_of(config), costs, memory_limit_bytes=1e9, format=form, layout="packed", effort=0)
     assert {s.index for m in planner.plan(list(PAIRS)).batch.micro_batches for s in m.samples} == {0, 1, 2, 3}
     with pytest.raises(ConfigError, match="would mix the inputs of an encoder-decoder: leave --compare out"):

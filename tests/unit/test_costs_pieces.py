@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.frozen import FrozenCosts
+from dynapipe_ext.costs.adjustments import FrozenWeights, adjusted
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.piece_surcharge import (
     MeasuredPieces,
@@ -154,7 +154,7 @@ def test_files_keep_the_prices_of_pieces_and_tables_without_them_refuse_by_name(
     old = CostTable.from_json(before.to_json())
     with pytest.raises(PlanError, match=r"positions 0 to 64 of sample 0, but tables in which none were measured"):
         old.evaluate([piece(0, 64)])
-    for costs in (old, FrozenCosts(old, (1.0, 1.0))):
+    for costs in (old, adjusted(old, FrozenWeights((1.0, 1.0)))):
         with pytest.raises(ConfigError, match=r"Costs|CostTable have no price for pieces .* `dynapipe profile`"):
             Planner(Topology(pp=2), costs, 1e9, layout="packed", pieces="auto")
     raw = made.to_json()
@@ -298,7 +298,7 @@ def test_a_profile_measures_pieces_as_far_as_they_fit_and_tells_their_error(room
     within, device, profile = ProfileRange(max_len=512, max_tokens=2048, recomputes=KINDS), Device(room), Profile()
     go_on = {"error_target": 0.05, "most_shapes": 8, "go_on": lambda _profile: True}
     choose_and_measure(profile, device.row, within, **go_on)
-    assert not cost_table(profile, within, _MODEL, value_bytes=4).prices_pieces
+    assert not cost_table(profile, within, _MODEL, value_bytes=4).facts.prices_pieces
     done: list[None] = []
     profile.cut(device.row, device.pieces, within, lambda: done.append(None))
     assert len(done) == len(within.cut_samples) == 2 * len(KINDS)
@@ -311,4 +311,4 @@ def test_a_profile_measures_pieces_as_far_as_they_fit_and_tells_their_error(room
     assert errors.worst["stored_bytes"] < 0.001
     assert errors.worst["peak_bytes"] < 0.02
     profile.cut(device.row, Device(room=100).pieces, within, done.clear)
-    assert not cost_table(profile, within, _MODEL, value_bytes=4).prices_pieces
+    assert not cost_table(profile, within, _MODEL, value_bytes=4).facts.prices_pieces

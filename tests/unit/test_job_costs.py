@@ -11,8 +11,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.abilities import over_topology
-from dynapipe_ext.costs.adapted import AdaptedCosts
+from dynapipe_ext.costs.adjustments import FittedTimes, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json, read_cost_file
@@ -64,8 +63,8 @@ def measured_table(**changes: Any) -> CostTable:
 
 def test_costs_are_read_over_their_own_topology_or_the_one_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path, COUNTED)
-    assert over_topology(read_cost_file(path), None) == (COUNTED, COUNTED.topology)
-    wider, topology = over_topology(read_cost_file(path), Topology(pp=4))
+    assert read_cost_file(path).over(None) == (COUNTED, COUNTED.topology)
+    wider, topology = read_cost_file(path).over(Topology(pp=4))
     assert (wider.num_stages, topology.layers_per_stage) == (4, (1, 1, 1, 1))
 
 
@@ -77,8 +76,8 @@ def test_a_file_that_holds_no_costs_is_named(tmp_path: Path) -> None:
 
 def test_token_costs_know_their_stages_alone(tmp_path: Path) -> None:
     path = written(tmp_path, TokenCosts(2))
-    assert over_topology(read_cost_file(path), None)[1] == Topology(pp=2)
-    assert over_topology(read_cost_file(path), Topology(tp=4, pp=2))[1] == Topology(tp=4, pp=2)
+    assert read_cost_file(path).over(None)[1] == Topology(pp=2)
+    assert read_cost_file(path).over(Topology(tp=4, pp=2))[1] == Topology(tp=4, pp=2)
 
 
 def test_a_job_takes_rates_from_its_cost_file_and_widths_and_sharding_from_its_settings(tmp_path: Path) -> None:
@@ -116,7 +115,7 @@ def test_a_table_of_another_model_is_refused_before_it_plans_too_few_bytes(
     model = asdict(architecture_of(CONFIG, VOCABULARY))
     own = {name: value for name, value in changes.items() if name not in model or name in ("num_layers", "hidden_size")}
     table = measured_table(**own, provenance={"model": model | changes})
-    for costs in (table, AdaptedCosts(table, ({},) * table.num_stages)):
+    for costs in (table, adjusted(table, FittedTimes(({},) * table.num_stages))):
         config = CONFIG.with_values(plan={"costs": str(written(tmp_path, costs))})
         with pytest.raises(ConfigError, match=said):
             settle_costs(config, VOCABULARY)
@@ -152,8 +151,8 @@ def test_plans_of_deterministic_mode_count_8_bytes_a_parameter_more() -> None:
         assert (found.static_bytes() - costs.static_bytes()).tolist() == [8 * int(number) for number in counted]
         assert cost_model_from_json(cost_model_to_json(found)).fingerprint() == found.fingerprint()
         assert make_planner(config, costs).costs == costs
-    view, exactly = AdaptedCosts(COUNTED, ({}, {})), replace(COUNTED, exact_sums=True)
-    assert make_planner(CONFIG.with_values(**exact), view).costs == replace(view, base=exactly)
+    view, exactly = adjusted(COUNTED, FittedTimes(({}, {}))), replace(COUNTED, exact_sums=True)
+    assert make_planner(CONFIG.with_values(**exact), view).costs == replace(view, prices=exactly)
     assert "exact_sums" not in COUNTED.to_json()  # costs have the fingerprint of before where they are the same
 
 

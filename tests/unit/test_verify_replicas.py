@@ -49,7 +49,7 @@ KEYS = Keys("topic/1")
 
 def planner(costs: CostModel, **settings: Any) -> Planner:
     options = {"schedule": "1f1b", "max_tokens": 96, "pad_multiple": 1, "format": ActivationFormat(32), **settings}
-    if costs.replica_collectives is None:
+    if costs.facts.replica_collectives is None:
         options = {"collectives": ReplicaCollectives(), **options}
     return Planner(TOPOLOGY, costs, 1e12, **options)
 
@@ -134,11 +134,11 @@ def test_equal_counts_in_two_orders_are_refused_where_collectives_cross() -> Non
 def test_a_cost_model_says_what_its_training_issues_over_replicas_or_that_it_does_not_know() -> None:
     gathers = ("weight gather",)
     three = replace(SHARDED, zero_stage=3)
-    assert three.replica_collectives.of_micro_batches == (gathers, ("gradient scatter",))
-    assert replace(three, ep=2).replica_collectives.inside == (*gathers, "expert all-to-all")
-    assert SHARDED.replica_collectives.of_micro_batches == ((), ("gradient scatter",))
-    assert replace(SHARDED, zero_stage=1).replica_collectives == ReplicaCollectives()
-    assert TokenCosts(2).replica_collectives is None
+    assert three.facts.replica_collectives.of_micro_batches == (gathers, ("gradient scatter",))
+    assert replace(three, ep=2).facts.replica_collectives.inside == (*gathers, "expert all-to-all")
+    assert SHARDED.facts.replica_collectives.of_micro_batches == ((), ("gradient scatter",))
+    assert replace(SHARDED, zero_stage=1).facts.replica_collectives == ReplicaCollectives()
+    assert TokenCosts(2).facts.replica_collectives is None
 
 
 def test_collectives_that_nobody_knows_are_refused_when_a_plan_is_proven_and_not_when_it_is_made() -> None:
@@ -160,7 +160,7 @@ def test_costs_that_do_not_know_of_zero_are_proven_with_the_gathers_of_the_run()
 def test_a_run_that_issues_other_collectives_than_its_costs_price_is_refused(given: ReplicaCollectives) -> None:
     with pytest.raises(ConfigError, match=r"the costs are those of a run with \(\(\), \('gradient scatter',\)\)"):
         planner(SHARDED, collectives=given)
-    at_end_alone = replace(SHARDED.replica_collectives, at_end=("gradient norm",))  # which no costs price
+    at_end_alone = replace(SHARDED.facts.replica_collectives, at_end=("gradient norm",))  # which no costs price
     assert planner(SHARDED, collectives=at_end_alone).replica_collectives == at_end_alone
 
 

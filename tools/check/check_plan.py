@@ -20,7 +20,7 @@ from typing import cast
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Attention, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.forwards import ForwardCosts
+from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.tools.check.pieces import PlainAction, piece_faults, used_samples
@@ -95,7 +95,7 @@ def check(
             "the plan packs, and packed rows cannot be priced without their documents' lengths: give them"
         )
     if plan.forward_only:
-        costs = ForwardCosts(costs)
+        costs = adjusted(costs, ForwardsAlone())
     faults = _cover_faults(plan, lengths, whole_batch=whole_batch)
     figures: list[Compared] = []
     makespans: list[int] = []

@@ -15,7 +15,8 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, Recompute
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, RECOMPUTES, Recompute
+from dynapipe_ext.costs.adjustments import AdjustedCosts
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
@@ -25,7 +26,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 FloatArray = npt.NDArray[np.float64]
 ByteNeed = tuple[int, int]  # encoder, decoder positions of a sample
 MachineJob = tuple[int, int, int]  # earliest start, duration, least time from its end to the micro-batch's end; ns
-_Priced = AnalyticCosts | CostTable | TokenCosts
+_Priced = AnalyticCosts | CostTable | TokenCosts | AdjustedCosts
 
 
 def replica_bounds_ns(
@@ -143,17 +144,23 @@ def batch_bound_ns(
             table = costs
         case AnalyticCosts() if packed and costs.capacity_factor:
             return None  # capacities are rounded up for the row as a whole: no sample has a share of its own
-        case AnalyticCosts() | TokenCosts():
+        case AdjustedCosts(prices=AnalyticCosts() as counted) if packed and counted.capacity_factor:
+            return None
+        case AdjustedCosts() if costs.facts.forwards_alone:
+            return None
+        case AnalyticCosts() | TokenCosts() | AdjustedCosts(prices=AnalyticCosts() | TokenCosts()):
             pass
         case _:
             return None
     ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
+    # A stage that is recomputed whole is slower than one that is not, unless times were fitted.
+    kinds = RECOMPUTES if isinstance(costs, AdjustedCosts) else LAYER_RECOMPUTES
     work, chain = np.zeros(len(ranks)), 0.0
     head, tail = np.full(len(ranks), np.inf), np.full(len(ranks), np.inf)
     counts = Counter(needs)
     most_rows = _most_rows(table, list(counts), stage_ranks, limit_bytes)
     for need, count in counts.items():
-        shapes = {kind: _covering(table, need, len(needs), most_rows.get((need, kind))) for kind in LAYER_RECOMPUTES}
+        shapes = {kind: _covering(table, need, len(needs), most_rows.get((need, kind))) for kind in kinds}
         times = _times(costs, shapes, split=split)
         if not len(times.rows):
             return None
@@ -163,7 +170,7 @@ def batch_bound_ns(
         of_ranks = [float((times.work(own) * times.rows).min()) for own in ranks]
         chain = max(chain, *of_ranks) if pieces else max(chain, float(times.chain.min()))
     if pieces:  # the least of them is a position long
-        edge = _times(costs, {kind: np.ones((3, 1)) * [[1], [1], [0]] for kind in LAYER_RECOMPUTES}, split=split)
+        edge = _times(costs, {kind: np.ones((3, 1)) * [[1], [1], [0]] for kind in kinds}, split=split)
         head = np.array([edge.forward[: own[0]].sum(axis=0).min() for own in ranks])
         tail = np.array([edge.backward[: own[0]].sum(axis=0).min() for own in ranks])
     return max(chain, float((work / dp + head + (0 if split else tail)).max()))

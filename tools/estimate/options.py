@@ -13,7 +13,6 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompute
 from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
-from dynapipe_ext.costs.abilities import prices_pieces
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.states import Offload, StateRecipe
@@ -266,7 +265,7 @@ def _has_equal_counts(strategy: Strategy) -> bool:
 
 def _pieces(wanted: Pieces, costs: EstimatedCosts, layout: Layout) -> Pieces:
     """What is wanted where samples can be cut: not in padded rows, at equal counts or without a price."""
-    can_be = layout == "packed" and not _has_equal_counts(costs.strategy) and prices_pieces(costs)
+    can_be = layout == "packed" and not _has_equal_counts(costs.strategy) and costs.facts.prices_pieces
     return wanted if can_be else "off"
 
 

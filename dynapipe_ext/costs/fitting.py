@@ -1,0 +1,90 @@
+"""Costs fitted to what a run's actions have taken: `MeasuredAction`s in, `FittedTimes` around the costs out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynapipe_ext.batch.micro_batches import Recompute
+from dynapipe_ext.costs.adjustments import (
+    CORRECTED,
+    LETTERS,
+    OF_KIND,
+    AdjustedCosts,
+    FittedTimes,
+    StageCorrections,
+    TimeCorrection,
+    adjusted,
+    corrected_times,
+    correction_terms,
+    fitted_times,
+)
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.reproducible import non_negative_least_squares, product
+
+_ENOUGH = 8  # actions of one kind of recomputation for a correction of their own
+_WORTH_MORE_TERMS = 0.5  # of the error with a factor alone: more terms than are needed follow noise
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredAction:
+    """One action of `letter` that has run. `base_ns`: its time by the costs before any fit. `predicted_ns`: its time by
+    the costs that its plan was made with. `tokens` and `squares` as `count_positions`; `shape` is (rows, encoder_len,
+    decoder_len).
+    """
+
+    stage: int
+    letter: str
+    recompute: Recompute
+    shape: tuple[int, int, int]
+    tokens: int
+    squares: int
+    base_ns: int
+    predicted_ns: int
+    measured_ns: int
+
+
+def fitted(costs: CostModel, actions: Sequence[MeasuredAction]) -> AdjustedCosts:
+    """The costs with the times of measured actions, stage by stage and letter by letter.
+
+    A correction that the costs have and that was not measured this time stays.
+    """
+    alike: dict[tuple[int, str], list[MeasuredAction]] = defaultdict(list)
+    for action in actions:
+        if action.base_ns > 0 and action.measured_ns > 0:
+            alike[action.stage, action.letter].append(action)
+            if of_kind := OF_KIND.get((action.letter, action.recompute)):
+                alike[action.stage, of_kind].append(action)
+    fits = {key: _fit(same) for key, same in alike.items() if key[1] in LETTERS or len(same) >= _ENOUGH}
+    earlier = fitted_times(costs)
+    before: Sequence[StageCorrections] = earlier.corrections if earlier else ({},) * costs.num_stages
+    corrections = tuple(
+        {**stage, **{name: fits[s, name] for name in CORRECTED if (s, name) in fits}} for s, stage in enumerate(before)
+    )
+    return adjusted(costs, FittedTimes(corrections))
+
+
+def prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction]) -> tuple[float, float]:
+    """What predictions are off by, over what was measured: those of the plans, and those by `times`."""
+    measured_ns = sum(action.measured_ns for action in actions)
+    before_ns = sum(abs(action.predicted_ns - action.measured_ns) for action in actions)
+    after_ns = 0.0
+    for action in actions:
+        terms = correction_terms(np.array([action.base_ns]), np.array([action.tokens]), np.array([action.squares]))
+        stage, kind = times.corrections[action.stage], np.array([action.recompute])
+        after_ns += abs(float(corrected_times(stage, action.letter, terms, kind)[0]) - action.measured_ns)
+    return before_ns / measured_ns, after_ns / measured_ns
+
+
+def _fit(actions: Sequence[MeasuredAction]) -> TimeCorrection:
+    """Of least relative errors: a factor alone, unless overhead, tokens and squares explain much of what it leaves."""
+    columns = np.array([(a.base_ns, a.tokens, a.squares) for a in actions], np.int64).T
+    terms, measured = correction_terms(*columns), np.array([a.measured_ns for a in actions], np.float64)
+    factor = np.append(non_negative_least_squares(terms[:, :1], measured), [0.0, 0.0, 0.0])
+    full = non_negative_least_squares(terms, measured)
+    errors = [float(np.abs(product(terms, fit) - measured).sum()) for fit in (factor, full)]
+    chosen = full if errors[1] < _WORTH_MORE_TERMS * errors[0] else factor
+    return TimeCorrection(*chosen.tolist())
