@@ -79,7 +79,8 @@ def placed_planning(
     """The same with its placement named, and what was tried on the batches: nothing where it was named already.
 
     Placements are compared by the costs before a fit. Fitted times go on where the best placement is the one that they
-    were fitted for. Every process that asks finds the same. Errors as `placement_trials`; ConfigError for costs of one topology alone.
+    were fitted for. Every process that asks finds the same. Errors as `placement_trials`; ConfigError for costs of one
+    topology alone.
     """
     config = planning.config
     if config.placement != "auto":
