@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FittedTimes, fitted_times, times_by_letter, without
-from dynapipe_ext.costs.fitting import MeasuredAction, fitted, prediction_error
+from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import count_positions
@@ -119,7 +119,7 @@ def fitted_costs(actions: Sequence[MeasuredAction], costs: CostModel) -> tuple[A
     measured = [action for action in actions if action.measured_ns > 0]
     if not measured:
         return None
-    new_costs = fitted(costs, measured)
+    new_costs = fit_times(costs, measured)
     times = fitted_times(new_costs)
     assert times is not None
     errors = CostsFit(*prediction_error(times, measured))

@@ -41,7 +41,7 @@ CostsBefore = Callable[[Recompute | None], MicroBatchCosts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class AdjustedWork:
     """What adjustments read of M micro-batches, arrays of shape (M,): padded tokens, squared lengths as
     `count_positions` has them, and the kind of recomputation."""
 
@@ -83,7 +83,7 @@ class FrozenWeights:
     def facts(self, facts: ModelFacts) -> ModelFacts:
         return facts
 
-    def adjusted(self, before: CostsBefore, work: Work, kind: Recompute | None) -> MicroBatchCosts:
+    def adjusted(self, before: CostsBefore, work: AdjustedWork, kind: Recompute | None) -> MicroBatchCosts:
         costs = before(kind)
         is_stored = work.kinds(kind) == "none"
         # The work for weight gradients; under full recomputation I does it and W is nothing, so W without says it.
@@ -214,7 +214,7 @@ class FittedTimes:
     def facts(self, facts: ModelFacts) -> ModelFacts:
         return facts
 
-    def adjusted(self, before: CostsBefore, work: Work, kind: Recompute | None) -> MicroBatchCosts:
+    def adjusted(self, before: CostsBefore, work: AdjustedWork, kind: Recompute | None) -> MicroBatchCosts:
         costs, kinds = before(kind), work.kinds(kind)
         times = times_by_letter(costs)
         forward, backward, weight = (np.array(times[letter]) for letter in "FBW")
@@ -307,7 +307,7 @@ class ForwardsAlone:
     def facts(self, facts: ModelFacts) -> ModelFacts:
         return replace(facts, prices_pieces=False, forwards_alone=True)
 
-    def adjusted(self, before: CostsBefore, work: Work, kind: Recompute | None) -> MicroBatchCosts:
+    def adjusted(self, before: CostsBefore, work: AdjustedWork, kind: Recompute | None) -> MicroBatchCosts:
         """Errors: PlanError for micro-batches that ask for recomputation."""
         if (recomputed := work.kinds(kind)[work.kinds(kind) != "none"]).size:
             raise PlanError(
@@ -369,7 +369,7 @@ class AdjustedCosts:
 
         tokens, squares = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2).T
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        return self._adjusted(before, Work(tokens, squares, recompute))
+        return self._adjusted(before, AdjustedWork(tokens, squares, recompute))
 
     def evaluate_shapes(
         self,
@@ -384,9 +384,9 @@ class AdjustedCosts:
         def before(kind: Recompute | None) -> MicroBatchCosts:
             return self.prices.evaluate_shapes(r, e, d, kind or recompute)
 
-        return self._adjusted(before, Work(r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute)))
+        return self._adjusted(before, AdjustedWork(r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute)))
 
-    def _adjusted(self, before: CostsBefore, work: Work) -> MicroBatchCosts:
+    def _adjusted(self, before: CostsBefore, work: AdjustedWork) -> MicroBatchCosts:
         for one in self.adjustments:
             before = partial(one.adjusted, before, work)
         return before(None)

@@ -47,7 +47,7 @@ class MeasuredAction:
     measured_ns: int
 
 
-def fitted(costs: CostModel, actions: Sequence[MeasuredAction]) -> AdjustedCosts:
+def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> AdjustedCosts:
     """The costs with the times of measured actions, stage by stage and letter by letter.
 
     A correction that the costs have and that was not measured this time stays.

@@ -32,7 +32,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, To
 from dynapipe_ext.costs.adjustments import FrozenWeights, adjusted, times_by_letter
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
-from dynapipe_ext.costs.fitting import MeasuredAction, fitted
+from dynapipe_ext.costs.fitting import MeasuredAction, fit_times
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts, count_positions
 from dynapipe_ext.errors import DynaPipeError, PlanError
@@ -158,7 +158,7 @@ def counted(shared: Path) -> Iterator[tuple[str, Callable[[], str]]]:
             ("zero 3", replace(dense, zero_stage=3)),
             ("unfused", replace(dense, flash=False)),
             ("frozen", adjusted(dense, FrozenWeights((0.1,) * topology.num_stages))),
-            ("fitted", fitted(dense, fitted_actions(dense, topology.num_stages))),
+            ("fitted", fit_times(dense, fitted_actions(dense, topology.num_stages))),
         ):
             for layout in ("padded", "packed"):
                 for changes in ({}, {"split_backward": True}, {"pieces": 1024, "layout": "packed"}):

@@ -21,7 +21,7 @@ from dynapipe_ext.costs.adjustments import (
     without,
 )
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitting import MeasuredAction, fitted, prediction_error
+from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -77,7 +77,7 @@ def measured(
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
 def test_times_of_actions_tell_the_right_costs_of_other_shapes(wrong: TokenCosts, letters: str) -> None:
     seen, others = batches(0), batches(1) + batches(2, "packed")
-    found = fitted(wrong, measured(wrong, RIGHT, seen, letters=letters)).evaluate(others)
+    found = fit_times(wrong, measured(wrong, RIGHT, seen, letters=letters)).evaluate(others)
     right, before = RIGHT.evaluate(others), wrong.evaluate(others)
     assert np.abs(before.forward_ns / right.forward_ns - 1).max() > 0.1
     np.testing.assert_allclose(found.forward_ns, right.forward_ns, rtol=1e-3)
@@ -96,7 +96,7 @@ def test_costs_are_fitted_where_they_are_far_off_and_the_fit_is_much_closer_and_
     assert errors.error_before > 0.4
     assert errors.error_after < 0.1
     assert fitted_costs(measured(costs, RIGHT, batches(3), letters="FB", noise=0.1), costs) is None
-    again = fitted(costs, measured(costs, RIGHT, batches(3), letters="FB"))
+    again = fit_times(costs, measured(costs, RIGHT, batches(3), letters="FB"))
     assert again.prices is wrong  # a fit of a fit would keep the errors of both
     assert prediction_error(again.adjustments[0], measured(again, RIGHT, batches(4), letters="FB"))[0] < 1e-3
     doubled = replace(RIGHT, ns_per_token=1_100)  # nearly right
@@ -105,7 +105,7 @@ def test_costs_are_fitted_where_they_are_far_off_and_the_fit_is_much_closer_and_
 
 
 def test_noise_alone_makes_no_terms_of_its_own() -> None:
-    corrections = fitted(RIGHT, measured(RIGHT, RIGHT, batches(0), letters="FB", noise=0.15))
+    corrections = fit_times(RIGHT, measured(RIGHT, RIGHT, batches(0), letters="FB", noise=0.15))
     times = fitted_times(corrections)
     assert times is not None
     for stage in times.corrections:
@@ -152,7 +152,7 @@ def test_fitted_times_are_of_their_stages_with_any_number_of_replicas() -> None:
 
 
 def test_they_survive_json_with_every_bit() -> None:
-    costs = fitted(WRONG["without an overhead"], measured(RIGHT, RIGHT, batches(0), letters="FIW", noise=0.3))
+    costs = fit_times(WRONG["without an overhead"], measured(RIGHT, RIGHT, batches(0), letters="FIW", noise=0.3))
     again = cost_model_from_json(json.loads(json.dumps(cost_model_to_json(costs))))
     assert again == costs
     assert again.fingerprint() == costs.fingerprint() != costs.prices.fingerprint()
