@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
-from dynapipe_ext.executor.checkpoints.manifest import MODEL_FOLDER, RunState, read_manifest, refuse_other_model
+from dynapipe_ext.executor.checkpoints.folder import MODEL_FOLDER, RunState, read_manifest, refuse_other_model
+from dynapipe_ext.executor.checkpoints.saving import SavingTogether
 from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, gathered
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.saving import SAVING_FAULTS, join_stages, write_stages

@@ -35,8 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dynapipe_ext.errors import DataError, ExecutionError
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.all_ranks import SavingRanks
-from dynapipe_ext.executor.checkpoints.manifest import (
+from dynapipe_ext.executor.checkpoints.folder import (
     Manifest,
     OptimizerPlace,
     RunState,
@@ -45,6 +44,7 @@ from dynapipe_ext.executor.checkpoints.manifest import (
     read_manifest,
     refuse_other_model,
 )
+from dynapipe_ext.executor.checkpoints.saving import SavingRanks
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron.optimizer import SHARDING, MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import Chunks

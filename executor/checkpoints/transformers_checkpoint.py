@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
-from dynapipe_ext.executor.checkpoints.manifest import OPTIMIZER_FILES, RunState, read_manifest, refuse_other_model
+from dynapipe_ext.executor.checkpoints.folder import OPTIMIZER_FILES, RunState, read_manifest, refuse_other_model
+from dynapipe_ext.executor.checkpoints.saving import SavingTogether
 from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder

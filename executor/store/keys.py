@@ -1,4 +1,4 @@
-"""The names of everything that planners and ranks of one job put into the store, in one place.
+"""The names of everything that planners and ranks of one job put into the store, and the end of a wait for one.
 
 A store has a namespace (one a run); below it a `prefix` keeps data loaders, and the passes of one loader, apart.
 """
@@ -6,6 +6,8 @@ A store has a namespace (one a run); below it a `prefix` keeps data loaders, and
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from dynapipe_ext.errors import StoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +38,17 @@ class Keys:
     def heartbeat(self, worker: int) -> str:
         """A count that a living planner process raises; readers only look at whether it changes."""
         return f"{self.prefix}/heartbeat/{worker}"
+
+
+class StoreTimeoutError(StoreError):
+    """A key that was not put within the time limit of a `Store.get`."""
+
+
+def overdue(key: str, timeout_s: float, where: str) -> StoreTimeoutError:
+    """
+    >>> str(overdue("plan/0/3/0/1", 2.0, "unix:///tmp/d/s"))
+    "nobody put 'plan/0/3/0/1' into the store at unix:///tmp/d/s within 2.0 s: is its writer running?"
+    """
+    return StoreTimeoutError(
+        f"nobody put {key!r} into the store at {where} within {timeout_s:.1f} s: is its writer running?"
+    )

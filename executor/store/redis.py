@@ -30,7 +30,7 @@ from redis.retry import Retry
 
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.memory import overdue
+from dynapipe_ext.executor.store.keys import overdue
 
 T = TypeVar("T")
 

@@ -43,7 +43,7 @@ from dynapipe_ext.data.sample_selection import (
     weighted_files,
 )
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
-from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.executor.checkpoints.folder import read_manifest
 from dynapipe_ext.launch.job.data_form import (
     DataForm,
     form_of,

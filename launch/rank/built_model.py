@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.executor.checkpoints.manifest import RunState, Saver
+from dynapipe_ext.executor.checkpoints.folder import RunState
+from dynapipe_ext.executor.checkpoints.saving import Saver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from dynapipe_ext.costs.states import state_bytes
-from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import engine_saver, load_engine
+from dynapipe_ext.executor.checkpoints.saving import SavingTogether
 from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, make_engine
 from dynapipe_ext.executor.stages.deepspeed.stage import engine_model, engine_stage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext

@@ -27,8 +27,8 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.checkpoints.folder import latest
-from dynapipe_ext.executor.checkpoints.manifest import EndRequest, read_manifest
+from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
+from dynapipe_ext.executor.checkpoints.saving import EndRequest
 from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.stages.collectives import named_collectives

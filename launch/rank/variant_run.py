@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.executor.checkpoints.folder import least_validation_loss
-from dynapipe_ext.executor.checkpoints.manifest import EndRequest, PeriodicCheckpoints, RunProgress, RunState
+from dynapipe_ext.executor.checkpoints.folder import RunState, least_validation_loss
+from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import Listener, RankFigures, StepDone

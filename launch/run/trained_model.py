@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
-from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, MODEL_FOLDER, OPTIMIZER_FILES, read_manifest
+from dynapipe_ext.executor.checkpoints.folder import MANIFEST, MODEL_FOLDER, OPTIMIZER_FILES, read_manifest
 from dynapipe_ext.launch.job.run_data import named_files
 from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, runs_folder
 from dynapipe_ext.settings.train_config import TrainConfig

@@ -20,8 +20,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.checkpoints.folder import latest
-from dynapipe_ext.executor.checkpoints.manifest import RunState
+from dynapipe_ext.executor.checkpoints.folder import RunState, latest
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import lower

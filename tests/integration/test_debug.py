@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.costs.interchange import cost_model_to_json, read_cost_file
-from dynapipe_ext.executor.checkpoints.folder import latest
-from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
 from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.store import RedisServer

@@ -14,8 +14,7 @@ import transformers
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import load_engine
-from dynapipe_ext.executor.checkpoints.folder import checkpoints
-from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.executor.checkpoints.folder import checkpoints, read_manifest
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.checkpoint import WriterOptions, convert, prepare_conversion

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.executor.checkpoints.folder import checkpoints
-from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.executor.checkpoints.folder import checkpoints, read_manifest
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events

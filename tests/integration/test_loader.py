@@ -18,7 +18,7 @@ from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.plans.channel import PlanDelivery
-from dynapipe_ext.executor.store.memory import MemoryStore
+from dynapipe_ext.executor.store.opening import MemoryStore
 from dynapipe_ext.schedules.planner import Planner
 
 

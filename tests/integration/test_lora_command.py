@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.checkpoints.manifest import read_manifest, refuse_other_model
+from dynapipe_ext.executor.checkpoints.folder import read_manifest, refuse_other_model
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import load_adapters, save_parts
 from dynapipe_ext.settings.train_config import TrainConfig

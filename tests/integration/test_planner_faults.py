@@ -18,7 +18,7 @@ from dynapipe_ext.executor.plans.channel import PlannerProcesses, StorePlanSourc
 from dynapipe_ext.executor.plans.planner_process import publish_failure, recent_places
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.memory import MemoryStore
+from dynapipe_ext.executor.store.opening import MemoryStore
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import encode
 from dynapipe_ext.launch.store import RedisServer

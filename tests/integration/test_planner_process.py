@@ -20,7 +20,7 @@ from dynapipe_ext.executor.plans.channel import PlannerProcesses
 from dynapipe_ext.executor.plans.planner_process import describe_planner, publish_failure
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.memory import MemoryStore
+from dynapipe_ext.executor.store.opening import MemoryStore
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.launch.store import RedisServer
@@ -175,7 +175,7 @@ def test_planners_end_with_their_owner_and_leave_no_file(
         "import sys, numpy as np, time\n"
         "from dynapipe_ext.executor.plans.channel import PlannerProcesses\n"
         "from dynapipe_ext.executor.plans.planner_process import PlannerJob\n"
-        "from dynapipe_ext.executor.store.memory import MemoryStore\n"
+        "from dynapipe_ext.executor.store.opening import MemoryStore\n"
         f"job = PlannerJob.from_json(open({str(tmp_path / 'job.json')!r}).read())\n"
         f"pool = PlannerProcesses(job, MemoryStore(), np.load({str(tmp_path / 'lengths.npy')!r}))\n"
         "print(*[process.pid for process in pool.processes], flush=True)\n"

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.executor.checkpoints.folder import latest
-from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.limits import LIMIT_S

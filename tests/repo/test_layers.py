@@ -30,7 +30,7 @@ RIM = {
         "executor/stages/accumulator.py",
         "executor/stages/collectives.py",
         "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
-        "executor/checkpoints/all_ranks.py",
+        "executor/checkpoints/saving.py",
         "executor/checkpoints/deepspeed*.py",
         "executor/checkpoints/transformers*.py",
         "executor/device.py",

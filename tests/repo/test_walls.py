@@ -60,7 +60,7 @@ CHECKPOINT = Wing(
     ),
     needs=(
         "dynapipe_ext.errors",
-        "dynapipe_ext.executor.checkpoints.manifest",  # a run's own checkpoints say which model they are of
+        "dynapipe_ext.executor.checkpoints.folder",  # a run's own checkpoints say which model they are of
         "dynapipe_ext.executor.stages.megatron.gather",  # weights of a running model
         "dynapipe_ext.executor.stages.megatron.stage",
         "dynapipe_ext.lazy",

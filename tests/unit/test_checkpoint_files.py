@@ -15,7 +15,7 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.manifest import (
+from dynapipe_ext.executor.checkpoints.folder import (
     MANIFEST,
     Manifest,
     OptimizerPlace,

@@ -13,15 +13,8 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.manifest import (
-    EndRequest,
-    Manifest,
-    OptimizerPlace,
-    PeriodicCheckpoints,
-    RunProgress,
-    RunState,
-    SaveVote,
-)
+from dynapipe_ext.executor.checkpoints.folder import Manifest, OptimizerPlace, RunState
+from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, SaveVote
 from dynapipe_ext.executor.events import EvalDone, StepDone
 from dynapipe_ext.settings.tables import CheckpointSettings
 from tests.support.steps import a_step

@@ -24,7 +24,7 @@ from dynapipe_ext.executor.plans.channel import StorePlanSource
 from dynapipe_ext.executor.plans.planner_process import PlanPublisher, describe_planner, planner_of
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
-from dynapipe_ext.executor.store.memory import MemoryStore
+from dynapipe_ext.executor.store.opening import MemoryStore
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job import job
 from dynapipe_ext.launch.job.placement import batches_to_place

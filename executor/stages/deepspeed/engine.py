@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError, in_one_line
-from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
+from dynapipe_ext.executor.checkpoints.folder import OptimizerPlace
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates

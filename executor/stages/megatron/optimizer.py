@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError, NotFiniteError
-from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
+from dynapipe_ext.executor.checkpoints.folder import OptimizerPlace
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron.exact import ExactNorm

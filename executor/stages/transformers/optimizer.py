@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
+from dynapipe_ext.executor.checkpoints.folder import OptimizerPlace
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.chunk_runner import gradient_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError, DataError, short
-from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, read_manifest
+from dynapipe_ext.executor.checkpoints.folder import MANIFEST, read_manifest
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import read_arguments, refuse_another_model

@@ -1,0 +1,252 @@
+"""When a run saves, and what its ranks do together while they save: all of them go on, or none does."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+from typing import Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.checkpoints import folder as folders
+from dynapipe_ext.executor.checkpoints.folder import RECENT_STEPS, Manifest, OptimizerPlace, RunState
+from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
+from dynapipe_ext.settings.tables import CheckpointSettings
+
+_T = TypeVar("_T")
+_PACKAGES = ("dynapipe-ext", "torch")
+
+
+class EndRequest:
+    """`signal` is the first signal that asked this rank to save and end, None before it. From then on the rank has
+    `grace_s` to do so."""
+
+    def __init__(self, grace_s: float) -> None:
+        self.signal: signal.Signals | None = None
+        self._grace_s = grace_s
+
+    @contextmanager
+    def listening(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+        """Inside, these signals are noted instead of obeyed. On any thread but the main one nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            signal.setitimer(signal.ITIMER_REAL, self._grace_s)  # SIGALRM ends a rank that hangs
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """The samples that a run has trained on, over all epochs, and the losses of its last RECENT_STEPS steps."""
+
+    num_samples: int = 0
+    recent_losses: tuple[float, ...] = ()
+
+    def and_step(self, loss: float, num_samples: int) -> RunProgress:
+        return RunProgress(self.num_samples + num_samples, (*self.recent_losses, loss)[-RECENT_STEPS:])
+
+
+@dataclass(frozen=True, slots=True)
+class SaveVote:
+    """Whether a rank wants all ranks to save after this step, and the signal by which it was asked to end, if any."""
+
+    is_due: bool
+    end_signal: signal.Signals | None = None
+
+    @property
+    def saves(self) -> bool:
+        return self.is_due or self.end_signal is not None
+
+    def to_number(self) -> int:
+        """The largest number of all ranks is their common vote: a signal outweighs a save without one.
+
+        >>> [SaveVote(due, end).to_number() for due, end in ((False, None), (True, None), (False, signal.SIGTERM))]
+        [0, 1, 30]
+        """
+        return 2 * (self.end_signal or 0) + self.is_due
+
+    @classmethod
+    def from_number(cls, number: int) -> SaveVote:
+        end_signal, is_due = divmod(number, 2)
+        return cls(bool(is_due), signal.Signals(end_signal) if end_signal else None)
+
+
+class Saver(Protocol):
+    def save(self, run: RunState) -> None: ...
+
+    def advance(self, *, wait: bool = False) -> None: ...
+
+    def most(self, number: int, step: int) -> int:
+        """The largest of every rank's number after so many steps."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class PeriodicCheckpoints:
+    """A listener on every rank. It saves when any rank votes for it, and after `num_steps`.
+
+    Saves are due by `settings`. Where these keep the best checkpoint, a save is also due for a validation loss below
+    all before, and below `least_validation_loss`, that of the checkpoints which a resumed run already has.
+    `state(done, progress)` describes the run after a step; `progress` begins at that of a resumed run.
+    `num_samples(done)` counts the samples of the step's batch. Once a signal has asked any rank to end, all ranks save
+    and raise SystemExit with 128 and the signal's number.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        settings: CheckpointSettings,
+        state: Callable[[StepDone, RunProgress], RunState],
+        request: EndRequest,
+        *,
+        num_steps: int,
+        num_samples: Callable[[StepDone], int],
+        progress: RunProgress,
+        least_validation_loss: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._saver, self._settings, self._state, self._request = saver, settings, state, request
+        self._num_steps, self._num_samples, self._progress, self._clock = num_steps, num_samples, progress, clock
+        self._saved_s = clock()
+        self._least_loss = least_validation_loss
+
+    def step_done(self, done: StepDone) -> None:
+        self._progress = self._progress.and_step(done.loss, self._num_samples(done))
+        self._saver.advance()
+        is_best = self._is_best(done)
+        if is_best and done.evaluation is not None:
+            self._least_loss = done.evaluation.loss
+        own_vote = SaveVote(is_best or self._is_due(done), self._request.signal)
+        vote = SaveVote.from_number(self._saver.most(own_vote.to_number(), done.number))
+        is_last = done.number >= self._num_steps
+        if vote.saves or is_last:
+            self._saver.save(self._state(done, self._progress))
+            self._saved_s = self._clock()
+        if is_last or vote.end_signal is not None:
+            self._saver.advance(wait=True)
+        if vote.end_signal is not None:
+            raise SystemExit(128 + vote.end_signal)
+
+    def _is_best(self, done: StepDone) -> bool:
+        return self._settings.keep_best and done.evaluation is not None and done.evaluation.loss < self._least_loss
+
+    def _is_due(self, done: StepDone) -> bool:
+        every, minutes = self._settings.save_every, self._settings.save_minutes
+        by_steps = every > 0 and done.number % every == 0
+        return by_steps or (minutes > 0 and self._clock() - self._saved_s >= 60 * minutes)
+
+    def close(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._saver.close()
+
+
+class SavingRanks:
+    """This rank among all that save below `root`. `faults` are the errors of writing: where work fails by one of them
+    on one rank, all ranks raise ExecutionError with its words, and none waits for one that is gone."""
+
+    def __init__(
+        self, root: Path, device: torch.device, *, faults: tuple[type[Exception], ...] = (OSError, RuntimeError)
+    ) -> None:
+        self._root, self._device, self._faults = root, device, faults
+
+    def on_first(self, work: Callable[[], object]) -> None:
+        self.on_every(work if dist.get_rank() == 0 else lambda: None)
+
+    def on_every(self, work: Callable[[], _T]) -> _T:
+        """What `work` gives."""
+        result, fault = None, ""
+        try:
+            result = work()
+        except self._faults as error:
+            fault = f"rank {dist.get_rank()} could not write below {self._root}: {error}"
+        if self._most(bool(fault)):
+            first = next(found for found in gather_json(fault, self._device) if found)
+            raise ExecutionError(f"the checkpoint was not saved: {first}: make room there, then resume")
+        return cast(_T, result)
+
+    def most(self, number: int, step: int) -> int:
+        """The largest of every rank's number: what one of them asks for after so many steps, all do."""
+        with named_collectives(f"agreement of all ranks on a checkpoint of step {step}"):
+            return self._most(number)
+
+    def _most(self, number: int) -> int:
+        numbers = torch.tensor([number], dtype=torch.int64, device=self._device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return int(numbers.item())
+
+
+class SavingTogether:
+    """Saves a run below `root`, a folder that all ranks reach; each checkpoint appears there whole or not at all.
+
+    Every rank takes each of `steps(folder, run)` once all have taken the one before: what ranks wait for each other in
+    is a step of its own. Then rank 0 calls `join(folder)`, and `published(folder)` where the checkpoint has its name.
+    `place` says where the optimizer stands, `framework` is the package whose version is kept.
+    Errors: ExecutionError on all ranks where one of them cannot write (`faults`); what was saved before stays.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        settings: CheckpointSettings,
+        device: torch.device,
+        steps: Sequence[Callable[[Path, RunState], object]],
+        *,
+        place: Callable[[], OptimizerPlace],
+        framework: str,
+        join: Callable[[Path], object] = lambda folder: None,
+        published: Callable[[Path], object] = lambda folder: None,
+        faults: tuple[type[Exception], ...] = (OSError, RuntimeError),
+    ) -> None:
+        self._root, self._settings, self._framework = root, settings, framework
+        self._steps, self._join, self._published, self._place = steps, join, published, place
+        self._ranks = SavingRanks(root, device, faults=faults)
+        self.most = self._ranks.most
+        if dist.get_rank() == 0:
+            folders.tidy(root)
+
+    def save(self, run: RunState) -> None:
+        part = folders.part_folder(self._root, run.step)
+        with named_collectives(f"checkpoint of step {run.step}"):
+            self._ranks.on_first(lambda: folders.begin(self._root, run.step))
+            for step in self._steps:
+                self._ranks.on_every(partial(step, part, run))
+            self._ranks.on_first(lambda: self._publish(part, run))
+
+    def _publish(self, part: Path, run: RunState) -> None:
+        self._join(part)
+        manifest = Manifest(
+            run=run,
+            optimizer=self._place(),
+            versions={name: version(name) for name in (*_PACKAGES, self._framework)},
+            files={file.name: file.stat().st_size for file in sorted(part.iterdir()) if file.is_file()},
+            tensors={},
+        )
+        self._published(folders.publish(part, manifest))
+        folders.retain(self._root, last=self._settings.keep_last, best=self._settings.keep_best)
+
+    def advance(self, *, wait: bool = False) -> None:
+        """Nothing goes on in the background."""
+
+    def close(self) -> None: ...
