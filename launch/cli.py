@@ -1,4 +1,4 @@
-"""The `dynapipe` command. It listens for signals before it imports what takes a tenth of a second."""
+"""The `dynapipe` command. It listens for signals before its slow imports, which take a tenth of a second."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ _DYNAPIPE_KV_PORT = "29500"  # DynaPipe's own default
 class RankEnv:
     """A process's place in its job, under torchrun's names.
 
-    `init_method` is for torch.distributed.init_process_group: "env://" under torchrun, a file where all ranks were
-    forked on this machine.
+    `init_method` is for torch.distributed.init_process_group: "env://" under torchrun, a file for ranks forked on this
+    machine.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class RankEnv:
 
 
 def rank_env(variables: Mapping[str, str] | None = None) -> RankEnv:
-    """This process's place from torchrun's variables; raises ConfigError naming what is missing or no number.
+    """This process's place, from torchrun's variables. Errors: ConfigError naming a missing variable or a bad number.
 
     >>> rank_env(RankEnv(rank=3, world_size=8, local_rank=1, local_world_size=2,
     ...                  master_addr="node0", master_port=29500).variables()).rank
@@ -84,12 +84,13 @@ def under_torchrun() -> bool:
 
 
 def store_password() -> str | None:
-    """The password of the user's own store, or None where none was given."""
+    """The password of the user's own store; None where the variable is not set."""
     return os.environ.get(STORE_PASSWORD_VARIABLE) or None
 
 
 def kv_store_url(variables: Mapping[str, str] | None = None, *, tls: bool = True) -> str | None:
-    """The store that DynaPipe's variables name, or None; off this machine with `tls`. The password is apart.
+    """The URL of the store that DynaPipe's variables name, or None. Other machines are reached with `tls`. It has no
+    password.
 
     >>> kv_store_url({"DYNAPIPE_KV_HOST": "node0", "DYNAPIPE_KV_PORT": "6380"}), kv_store_url({"DYNAPIPE_KV_PORT": "1"})
     ('rediss://node0:6380/0', 'redis://localhost:1/0')
@@ -107,71 +108,70 @@ def kv_store_url(variables: Mapping[str, str] | None = None, *, tls: bool = True
 
 
 def debug_settings(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What DynaPipe's variables say of [debug], and no more than that. Errors: ConfigError as DynaPipe's own.
+    """The settings under [debug] that DynaPipe's variables set. Errors: ConfigError for values that DynaPipe refuses.
 
     >>> debug_settings({"DYNAPIPE_DEBUG": "DEBUG", "DYNAPIPE_LOGGING_DEBUG_DIR": "logs"})
     {'log_level': 'debug', 'log_dir': 'logs'}
     """
     variables = os.environ if variables is None else variables
-    said = {}
+    settings = {}
     if level := variables.get("DYNAPIPE_DEBUG"):
         if level not in ("INFO", "DEBUG"):
             raise ConfigError(f"DYNAPIPE_DEBUG is {short(level)} but must be INFO or DEBUG: correct it, or unset it")
-        said["log_level"] = level.lower()
+        settings["log_level"] = level.lower()
     if log_dir := variables.get("DYNAPIPE_LOGGING_DEBUG_DIR"):
-        said["log_dir"] = log_dir
+        settings["log_dir"] = log_dir
     dumps = variables.get("DYNAPIPE_DEBUG_DUMP_EP_STATS", "").lower()
     if dumps in ("true", "1", "t"):
-        said["plan_dir"] = variables.get("DYNAPIPE_DEBUG_DUMP_EP_PREFIX", "")
-        if not said["plan_dir"]:
+        settings["plan_dir"] = variables.get("DYNAPIPE_DEBUG_DUMP_EP_PREFIX", "")
+        if not settings["plan_dir"]:
             raise ConfigError("DYNAPIPE_DEBUG_DUMP_EP_STATS is set: set DYNAPIPE_DEBUG_DUMP_EP_PREFIX to a directory")
     elif dumps not in ("", "false", "0", "f"):
         raise ConfigError(f"DYNAPIPE_DEBUG_DUMP_EP_STATS is {short(dumps)} but must be true or false: correct it")
-    return said
+    return settings
 
 
 def limit_threads(num_threads: int = 1) -> int:
     """Have numeric libraries use `num_threads` each, unless the user chose; returns the number in force.
 
-    They read it once, when first imported: call this before torch and numpy are. Ranks that share cores and run
-    thread pools besides are many times slower.
+    The libraries read it at their first import: call this before torch and numpy are imported. Ranks that share cores
+    are many times slower with thread pools.
     """
     return int(os.environ.setdefault("OMP_NUM_THREADS", str(num_threads)).partition(",")[0] or num_threads)
 
 
 def keep_cuda_forkable() -> None:
-    """Have torch ask the driver's library, not the CUDA runtime, whether there is CUDA. Call before importing torch.
+    """Make torch look for CUDA through the driver's library, not the CUDA runtime. Call before importing torch.
 
-    A process that has touched the runtime cannot fork ranks that use it (pytorch/pytorch#83973): said once, for every
-    command.
+    A process that has touched the runtime cannot fork ranks that use it (pytorch/pytorch#83973).
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def keep_cublas_deterministic() -> None:
-    """Have cuBLAS work in a space of its own, unless the user chose: else torch's deterministic mode refuses matrix
-    products. Call before the first of them."""
+    """Give cuBLAS a workspace of its own, unless the user chose one. Without it torch's deterministic mode refuses
+    matrix products. Call before the first of them."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def named_interface() -> str:
-    """The network interface that the user has chosen for ranks; empty where none was."""
+    """The network interface that the user has chosen for ranks, or nothing."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def use_interface(name: str) -> list[str]:
-    """Have gloo and NCCL connect over a network interface, each unless the user chose; returns the variables set.
+    """Make gloo and NCCL connect over a network interface, unless the user chose one; returns the variables set.
 
     Otherwise gloo resolves the host's name, which fails or hangs on machines without a name service.
     """
-    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # without = any that begins so will do
-    taken = [variable for variable in wanted if not os.environ.get(variable)]
-    os.environ.update({variable: wanted[variable] for variable in taken})
-    return taken
+    interfaces = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # without = it would be a prefix
+    unset = [variable for variable in interfaces if not os.environ.get(variable)]
+    os.environ.update({variable: interfaces[variable] for variable in unset})
+    return unset
 
 
 def agent_attempt() -> str | None:
-    """Which start of the job this is, by the torchrun agent whose store ranks share; None where there is none."""
+    """The number of this start of the job, by the torchrun agent whose store the ranks share; None without an agent."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -179,7 +179,7 @@ def agent_attempt() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The `dynapipe launch` that watches the ranks of a node, and the folder in which they tell it how they are."""
+    """The process of `dynapipe launch` that watches a node's ranks, and the folder with their records."""
 
     pid: int
     records: Path
@@ -189,15 +189,15 @@ class Launcher:
 
 
 def launcher() -> Launcher | None:
-    """Whose rank this is; None under another launcher, or none."""
+    """The `dynapipe launch` that watches this rank; None under another launcher or none."""
     pid, separator, records = os.environ.get(_LAUNCHER_VARIABLE, "").partition(":")
     return Launcher(int(pid), Path(records)) if separator and pid.isdigit() else None
 
 
 def agent_variables(logs: Path, password: str | None) -> dict[str, str]:
-    """What a torchrun that is started here is told besides its arguments, which everybody on the machine can read."""
-    said = {"PET_LOG_DIR": str(logs)}
-    return said if password is None else said | {STORE_PASSWORD_VARIABLE: password}
+    """The variables for a torchrun started here. Everybody on the machine can read arguments, so secrets go here."""
+    variables = {"PET_LOG_DIR": str(logs)}
+    return variables if password is None else variables | {STORE_PASSWORD_VARIABLE: password}
 
 
 def num_cores() -> int:
@@ -206,7 +206,7 @@ def num_cores() -> int:
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A copy of this process's environment with `extra` in it, for a process it starts."""
+    """A copy of this process's environment with `extra` added, for a child process."""
     return {**os.environ, **(extra or {})}
 
 

@@ -1,11 +1,11 @@
-"""A complete training script on megatron.core alone, to copy from: its model, data parallelism and optimizer, and steps
-of uneven samples by proven plans.
+"""A complete training script to copy from, on megatron.core alone: its model, data parallelism and optimizer, with
+steps of uneven samples by proven plans.
 
     dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared
     torchrun --nproc-per-node 4 -m dynapipe_ext.launch.megatron_core --data prepared --tp 2 --pp 2
 
-What is this package's: `PlannedSteps` for the data, `ForwardBackward` where Megatron's schedule would be called. All
-else is as megatron-core's examples have it.
+Only two things come from this package: `PlannedSteps` for the data, and `ForwardBackward` in the place of Megatron's
+schedule. Everything else follows megatron-core's examples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SEED = 1234
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """The loss of every step, in nats a token, on ranks of the last stage; a rank of torchrun runs it."""
+    """Train on a rank of torchrun. Ranks of the last stage return the loss of every step, in nats a token."""
     args = _parser().parse_args(argv)
     env = rank_env()
     device = rank_device(env.local_rank)
@@ -81,7 +81,7 @@ def _train(args: argparse.Namespace, device: torch.device) -> list[float]:
             forward_step_func=forward_step,
             data_iterator=steps,
             model=model,
-            num_microbatches=1,  # the plan's number counts, as do its shapes
+            num_microbatches=1,  # ignored: the plan sets numbers and shapes
             seq_length=int(dataset.lengths[:, 0].max()),
             micro_batch_size=1,
         )
@@ -113,7 +113,7 @@ def _model(args: argparse.Namespace, dataset: TokenDataset, device: torch.device
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        calculate_per_token_loss=True,  # every target token weighs the same, whatever micro-batch it is in
+        calculate_per_token_loss=True,  # every target token weighs the same in any micro-batch
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=device.type == "cpu",
@@ -129,7 +129,7 @@ def _model(args: argparse.Namespace, dataset: TokenDataset, device: torch.device
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-    ).to(device, dtype)  # torch's norms, which Megatron takes without Apex, are made in float32
+    ).to(device, dtype)  # torch creates its norms, which Megatron uses without Apex, in float32
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(config, ddp_config, model)
     wrapped.broadcast_params()
@@ -137,11 +137,11 @@ def _model(args: argparse.Namespace, dataset: TokenDataset, device: torch.device
 
 
 def forward_step(data_iterator: Iterator[Mapping[str, Any]], model: Any) -> tuple[torch.Tensor, Any]:
-    """A micro-batch on this rank's stage. Stages in the middle are given nothing, and need nothing."""
+    """A micro-batch on this rank's stage. Stages in the middle get no tensors and need none."""
     device = next(model.parameters()).device
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(data_iterator).items()}
     output = model(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    mask: Any = batch.get("loss_mask")  # on the last stage, which alone asks for a loss
+    mask: Any = batch.get("loss_mask")  # only the last stage computes a loss
     return output, partial(loss_func, mask)
 
 
@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--batch-size", type=int, default=16, help="samples of a global batch")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--memory-limit-gb", type=float, help="of a rank; without, the device")
+    parser.add_argument("--memory-limit-gb", type=float, help="of a rank (default: that of the device)")
     parser.add_argument("--layout", choices=("padded", "packed"), default="padded")
     parser.add_argument("--split-backward", action="store_true")
     return parser

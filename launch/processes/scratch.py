@@ -1,4 +1,4 @@
-"""Files of a process alone: scratch folders, secrets, locks."""
+"""Private files of a process: scratch folders, secrets and locks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _UNFINISHED, _OWNED, _LOCK = "dynapipe-new-", "dynapipe-run-", "lock"
 class ScratchDirectory:
     """A directory (mode 0700) under `base`, removed by `close`.
 
-    Its owner holds a file lock in it. An owner that was killed could not clean up, but its lock is gone: the next
-    ScratchDirectory under the same base removes what it left.
+    Its owner holds a file lock in it. A killed owner cannot clean up, but its lock is gone: the next ScratchDirectory
+    under the same base removes the directory.
     """
 
     def __init__(self, base: Path | None = None) -> None:
@@ -31,7 +31,8 @@ class ScratchDirectory:
         self._owner_pid = os.getpid()
         self._lock = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Only a name that says "owned" is ever judged by its lock, and it says so only once the lock is held.
+        # Only directories with the "owned" name are judged by their locks, and they get that name once the lock is
+        # held.
         self.path = unfinished.rename(base / unfinished.name.replace(_UNFINISHED, _OWNED, 1))
 
     def close(self) -> None:
@@ -65,10 +66,10 @@ def _remove_abandoned(base: Path) -> None:
 _MOST_BYTES = 4096
 
 
-def read_secret(path: Path, given: str | None) -> str:
-    """The only line of a file that nobody else can read; `given` is what the environment says, which must agree.
+def read_secret(path: Path, from_environment: str | None) -> str:
+    """The only line of a file that nobody else can read. A password `from_environment` must be the same.
 
-    Errors: ConfigError, which never shows what the file holds.
+    Errors: ConfigError, which never shows the file's content.
     """
     path = path.expanduser()
     try:
@@ -85,7 +86,7 @@ def read_secret(path: Path, given: str | None) -> str:
         lines = []
     if len(lines) != 1 or not lines[0] or len(text) > _MOST_BYTES:
         raise ConfigError(f"the secret file {path} must be one line of text of at most {_MOST_BYTES} B, the password")
-    if given is not None and given != lines[0]:
+    if from_environment is not None and from_environment != lines[0]:
         raise ConfigError(f"the secret file {path} and DYNAPIPE_STORE_PASSWORD differ: leave out one of them")
     return lines[0]
 
@@ -94,10 +95,9 @@ _POLL_S = 0.1
 
 
 class FileLock:
-    """Held from its making to `close`; forks of the holder hold it too. The file stays, with the holder's pid in it.
+    """A lock that is held until `close`; forks of the holder hold it too. Its file stays, with the holder's pid in it.
 
-    Errors: ConfigError, naming the process that holds it, where it is not free within `wait_s`; and where it cannot be
-    made at all.
+    Errors: ConfigError naming the holder where the lock is not free within `wait_s`, and where the file cannot be made.
     """
 
     def __init__(self, path: Path, what: str, *, wait_s: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""Signals that ask a job to end, turned into exceptions so that every `with` block on the way out is closed."""
+"""Signals that ask a job to end become exceptions, so that every `with` block on the way out is closed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_num_blocks = 0  # of `ending_signals_blocked` that the main thread is in
-_waiting = 0  # the signal that came there: another thread, which has not blocked it, took it for the process
+_num_blocks = 0  # blocks of `ending_signals_blocked` around the main thread
+_waiting = 0  # a signal that arrived inside such a block: a thread without the block took it for the process
 _raised = 0  # the signal that has raised since handlers were installed
 
 
@@ -19,8 +19,8 @@ _raised = 0  # the signal that has raised since handlers were installed
 def ending_signals_raise() -> Iterator[None]:
     """Inside, SIGINT raises KeyboardInterrupt, SIGTERM and SIGUSR1 raise SystemExit (143, 138), in the main thread.
 
-    A second such signal is ignored: the first one's clean-up is bounded, and cut short it would leave processes.
-    Nested use and use outside the main thread change nothing.
+    A second such signal is ignored: the clean-up after the first one is bounded, and an interrupted clean-up would
+    leave processes behind. Nested use and use outside the main thread change nothing.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) in (
         _raise,
@@ -40,16 +40,18 @@ def ending_signals_raise() -> Iterator[None]:
 
 
 def raise_if_lost() -> None:
-    """Raise again what a signal has raised where nothing could pass it on (a destructor, a callback from C), so that
-    who waits for the job to end need not wait for ever."""
+    """Raise a signal's exception again where it was lost in a destructor or a callback from C.
+
+    Loops that wait for the job call this, so that they cannot wait forever.
+    """
     if _raised:
         raise _ending(_raised)
 
 
 @contextlib.contextmanager
 def ending_signals_blocked() -> Iterator[None]:
-    """Inside, ending signals wait: for a fork, whose child must not run the parent's handlers, and around which Python
-    runs hooks that swallow what these raise."""
+    """Inside, ending signals wait. Forks need it: the child must not run the parent's handlers, and Python's hooks
+    around a fork would swallow their exceptions."""
     global _num_blocks, _waiting
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     block = int(threading.current_thread() is threading.main_thread())
@@ -67,14 +69,14 @@ def ending_signals_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stacks_asked_for() -> Iterator[threading.Event]:
-    """Inside, SIGUSR2 to this process sets the event; outside the main thread, which alone can listen, nothing does."""
-    asked = threading.Event()
+    """Inside, SIGUSR2 to this process sets the event. Only the main thread can listen; in others nothing sets it."""
+    requested = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield requested
         return
-    before = signal.signal(signal.SIGUSR2, lambda *_: asked.set())
+    before = signal.signal(signal.SIGUSR2, lambda *_: requested.set())
     try:
-        yield asked
+        yield requested
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
 
@@ -95,7 +97,7 @@ def _ending(number: int) -> BaseException:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Swallows a signal. A handler, not SIG_IGN: processes started during the clean-up must not inherit deafness."""
+    """Ignore a signal. A handler instead of SIG_IGN, which processes started during the clean-up would inherit."""
 
 
 def _forget() -> None:
@@ -103,4 +105,4 @@ def _forget() -> None:
     _num_blocks = _waiting = _raised = 0
 
 
-os.register_at_fork(after_in_child=_forget)  # what was asked of the parent
+os.register_at_fork(after_in_child=_forget)  # signals to the parent do not concern the child

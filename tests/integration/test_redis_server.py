@@ -239,7 +239,7 @@ def test_a_server_that_falls_again_and_again_is_given_up(
                 until_served(server, other_than=pid)
         server._keeper.join(LIMIT_S)
         assert not server._keeper.is_alive()
-    assert "as 3 times in a row: it is given up" in capfd.readouterr().err
+    assert "3 times in a row: it is given up" in capfd.readouterr().err
 
 
 def until_served(server: RedisServer, *, other_than: int) -> None:

@@ -141,8 +141,8 @@ print(len(shown("cmdline")) > 100, shown("environ").partition(chr(0))[0])
 def test_the_interface_that_is_named_is_taken_where_routes_do_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the refusal advises: by its address the job's own store is reached."""
     monkeypatch.setattr(network, "_addresses", lambda: {"fe80::2": "ib0", "10.0.0.1": "eth0", "10.1.0.2": "ib0"})
-    monkeypatch.setattr(network, "_own_addresses", lambda host: [])
+    monkeypatch.setattr(network, "_addresses_towards", lambda host: [])
     assert network.interface_towards(["node0"], "ib0") == ("ib0", "10.1.0.2")
     for named in ("", "ib1"):
-        with pytest.raises(ConfigError, match=r"\(eth0, ib0\).* node0 says no more: name the one"):
+        with pytest.raises(ConfigError, match=r"\(eth0, ib0\).* node0 does not decide: name the one"):
             network.interface_towards(["node0"], named)
