@@ -27,6 +27,7 @@ from dynapipe_ext.launch.job.model_folder import (
     refuse_unsupported,
     settings_of_model,
     usual_settings,
+    widened_line,
 )
 from dynapipe_ext.launch.job.placement import batches_to_place, followed_placement, trials_table
 from dynapipe_ext.launch.job.run_costs import resumed_costs, settle_costs
@@ -209,6 +210,7 @@ def run(args: argparse.Namespace) -> int:
             notices = (
                 followed_placement(config),
                 adapters_line(config),
+                widened_line(config),
                 dropout_line(config),
                 prediction_line(config.model.architecture),
             )

@@ -39,6 +39,25 @@ def refuse_unsupported(config: TrainConfig) -> None:
         )
 
 
+def widened_line(config: TrainConfig) -> str:
+    """What becomes of a folder's 16-bit weights in a run of float32; else nothing.
+
+    The output is not rounded back to the folder's type: it holds the weights of which the losses were computed.
+    """
+    model, folder = config.model, config.model.init_from
+    if not folder or model.described is None or model.dtype != "float32":
+        return ""
+    raw = raw_config(folder)
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or model.described.dtype).removeprefix("torch.")
+    if dtype not in ("bfloat16", "float16"):
+        return ""
+    what = "train as float32" if config.lora.enabled else "train and are saved as float32"
+    return (
+        f"note: the {dtype} weights of {folder} {what}, in twice the bytes: --dtype bf16 keeps them in"
+        " 16 bits, beside float32 masters"
+    )
+
+
 def adapters_line(config: TrainConfig) -> str:
     """What of a run's model trains, where that are adapters; else nothing."""
     lora, described = config.lora, config.model.described

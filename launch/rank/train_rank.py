@@ -44,7 +44,13 @@ from dynapipe_ext.launch.job.job import (
     topology_of,
     variants,
 )
-from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, refuse_unsupported
+from dynapipe_ext.launch.job.model_folder import (
+    adapters_line,
+    dropout_line,
+    prediction_line,
+    refuse_unsupported,
+    widened_line,
+)
 from dynapipe_ext.launch.job.placement import batches_to_place, followed_placement, trials_table
 from dynapipe_ext.launch.job.run_costs import RunCosts, resumed_costs, settle_costs
 from dynapipe_ext.launch.job.run_data import (
@@ -134,7 +140,13 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
     timeout_s = config.job.timeout_s
     meeting = Meeting(env, limit_s=max(timeout_s, PREPARE_LIMIT_S), silent_s=timeout_s)
     if costs is None and env.rank == 0:
-        said = [ranks_line(topology), followed_placement(config), adapters_line(config), dropout_line(config)]
+        said = [
+            ranks_line(topology),
+            followed_placement(config),
+            adapters_line(config),
+            widened_line(config),
+            dropout_line(config),
+        ]
         said.append(prediction_line(config.model.architecture))
         print("\n".join(line for line in said if line), file=sys.stderr)
         progress, advance = data_progress(config)

@@ -21,7 +21,7 @@ from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.launch.job.job import check_fits, configured_costs, make_planner, topology_of, trained_costs
-from dynapipe_ext.launch.job.model_folder import refuse_unsupported
+from dynapipe_ext.launch.job.model_folder import refuse_unsupported, widened_line
 from dynapipe_ext.launch.job.run_costs import settle_costs
 from dynapipe_ext.models.flops import step_flops, work_of
 from dynapipe_ext.models.named_models import LAYER_PATTERNS, pattern_of
@@ -118,6 +118,25 @@ def test_peft_scores_with_saved_adapters_what_the_stages_scored(family: str, tar
         loaded = peft.PeftModel.from_pretrained(base, tmp_path / name)
         torch.testing.assert_close(loaded(tokens).logits, scores, rtol=1e-4, atol=1e-4)
         assert (unadapted - scores).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", "phi"])  # what megatron-core has a twin of, and what it has not
+def test_sixteen_bit_weights_that_train_in_float32_are_told(family: str, tmp_path: Path) -> None:
+    model: Any = CONFIGS[family]()
+    model.dtype = torch.bfloat16
+    model.save_pretrained(tmp_path)
+    named = {"architecture": str(tmp_path), "init_from": str(tmp_path)}
+    config = TrainConfig().with_values(model=named)
+    assert widened_line(config) == (
+        f"note: the bfloat16 weights of {tmp_path} train and are saved as float32, in twice the bytes: --dtype bf16"
+        " keeps them in 16 bits, beside float32 masters"
+    )
+    adapts = config.with_values(lora={"enabled": True, "target_modules": ALL})
+    assert f"weights of {tmp_path} train as float32, in twice" in widened_line(adapts)
+    assert widened_line(config.with_values(model={"dtype": "bfloat16"})) == ""
+    model.dtype = torch.float32
+    model.save_pretrained(tmp_path)
+    assert widened_line(TrainConfig().with_values(model=named)) == ""
 
 
 def test_plans_know_what_adapters_do_not_compute_and_hold(tmp_path: Path) -> None:
