@@ -83,7 +83,7 @@ def test_every_option_that_stands_for_a_setting_has_the_declared_form() -> None:
 
 
 def test_no_flag_of_a_setting_is_declared_by_hand() -> None:
-    """Those of `estimate` that take several values are; and `--split-backward` cannot have a default but its own."""
+    """But `estimate` takes a range of tokens where others take a number."""
     sources = [*(HOUSE / "launch" / "commands").glob("*.py"), HOUSE / "launch" / "setting_flags.py"]
     by_hand = {
         (source.stem, call.args[0].value)
