@@ -258,6 +258,31 @@ def test_a_damaged_plan_is_refused_for_its_reason(
     assert any(reason in fault for fault in verdict["faults"]), verdict["faults"]
 
 
+@pytest.mark.parametrize("other", [0, 1], ids=["in a replica", "between replicas"])
+def test_whole_micro_batches_may_change_places_where_the_claims_still_hold(
+    other: int, sound: tuple[Path, Raw], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same samples train, in the same rows: `test_exact_sums_of_the_same_micro_batches` has the gradients."""
+    folder, raw = sound
+    raw = json.loads(json.dumps(raw))
+    a, b = raw["replicas"][0]["micro_batches"], raw["replicas"][other]["micro_batches"]
+    assert a[0] != b[-1]
+    a[0], b[-1] = b[-1], a[0]
+    status, verdict = checked(folder, raw, "gpt_6.7b", capsys)
+    assert status == 1
+    assert all("claimed" in fault for fault in verdict["faults"]), verdict["faults"]
+    found = {(figure["where"], figure["what"]): figure["found"] for figure in verdict["figures"]}
+    for number, replica in enumerate(raw["replicas"]):
+        replica["predicted"] = {
+            "makespan_s": found[f"replica {number}", "makespan"],
+            "lower_bound_s": found[f"replica {number}", "lower bound"],
+            "peak_bytes": [found[f"replica {number}", f"peak bytes of pipeline rank {rank}"] for rank in range(2)],
+        }
+    assert checked(folder, raw, "gpt_6.7b", capsys)[0] == 0
+    b[-1] = a[0]  # a copy in the place of another is no exchange
+    assert checked(folder, raw, "gpt_6.7b", capsys)[0] == 1
+
+
 def test_a_plan_above_the_limit_is_refused(sound: tuple[Path, Raw], capsys: pytest.CaptureFixture[str]) -> None:
     folder, raw = sound
     peak = max(peak for replica in raw["replicas"] for peak in replica["predicted"]["peak_bytes"])

@@ -6,6 +6,11 @@ Checked: every sample in one row that holds it; on every stage F before B (or I 
 alone where the plan says that it is forwards alone; no deadlock; a simulation in the order of the lists; peak bytes
 under the limit; every bound. What the plan claims of these must be what comes out. Packed rows are priced with
 attention that restarts at each document; where the first is a piece of a longer sample, with what it attends to before.
+
+A valid plan promises: the step trains on every sample once, cut and padded as the file says, ends within the limit, and
+takes what the file claims. It does not promise one order: whole micro-batches may change places, within a replica or
+between two, if the claims hold. A step's gradient is the sum over all its micro-batches, and random numbers go by
+samples, so only the rounding of that sum changes, and under deterministic sums nothing.
 """
 
 from __future__ import annotations
