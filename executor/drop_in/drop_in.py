@@ -94,8 +94,8 @@ class ForwardBackward:
             p2p_communicator=p2p_communicator,
             pg_collection=pg_collection,
         )
-        found = self._planned(chunks, config)
-        check_collects(found.pipeline.topology, collect_non_loss_data)
+        planned_model = self._planned(chunks, config)
+        check_collects(planned_model.pipeline.topology, collect_non_loss_data)
         if not forward_only:
             check_sync(chunks, config)
         step = LoopStep(
@@ -108,24 +108,23 @@ class ForwardBackward:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             force_all_reduce=bool(force_all_reduce),
-            in_v=found.pipeline.in_v,
+            in_v=planned_model.pipeline.in_v,
         )
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        if (planned := planned_steps_in(data_iterator)) is not None:
-            reports = self._run_planned(step, found, *planned)
-        else:
-            if found.pipeline.topology.pp > 1:
-                check_shapes(config)
-            shape = UniformShape(
-                num_micro_batches=num_microbatches, rows=micro_batch_size, seq_len=seq_length, forward_only=forward_only
-            )
-            plan = self._uniform_plan(found, shape, compare=not collect_non_loss_data)
-            empty: list[Batch] = [{} for _ in plan.micro_batches]
-            reports = _run(step, found.pipeline, plan, empty, lambda number, _: step.iterators[number])
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        return reports
+        with _timed(config):
+            if (planned := planned_steps_in(data_iterator)) is not None:
+                return self._run_planned(step, planned_model, *planned)
+            return self._run_uniform(step, planned_model, rows=micro_batch_size, seq_len=seq_length)
+
+    def _run_uniform(self, step: LoopStep, model: _PlannedModel, *, rows: int, seq_len: int) -> list[Any]:
+        """A step of micro-batches of one shape."""
+        if model.pipeline.topology.pp > 1:
+            check_shapes(step.config)
+        shape = UniformShape(
+            num_micro_batches=step.num_micro_batches, rows=rows, seq_len=seq_len, forward_only=step.forward_only
+        )
+        plan = self._uniform_plan(model, shape, compare=not step.collect_non_loss_data)
+        empty: list[Batch] = [{} for _ in plan.micro_batches]
+        return _run(step, model.pipeline, plan, empty, lambda number, _: step.iterators[number])
 
     def _run_planned(self, step: LoopStep, model: _PlannedModel, steps: PlannedSteps, iterator: Any) -> list[Any]:
         """Errors: ConfigError for data that were planned for training where none is, or the other way round."""
@@ -140,8 +139,8 @@ class ForwardBackward:
             check_planned_experts(step.config)
             model.around = _as_planned(step.chunks, model.pipeline, settings.layout)
             _say_planned(step.config, settings.layout)
-        if (told := steps.bind(model.pipeline, settings)) is not None:
-            check_same_on_all_ranks(told, model.pipeline.device, what="steps of these data")
+        if (must_agree := steps.bind(model.pipeline, settings)) is not None:
+            check_same_on_all_ranks(must_agree, model.pipeline.device, what="steps of these data")
         if model.pipeline.topology.dp > 1 and not any(model.pipeline.replica_collectives.of_micro_batches):
             step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
         micro_batches, plan = next(iterator)
@@ -155,17 +154,16 @@ class ForwardBackward:
         return reports
 
     def _planned(self, chunks: list[Any], config: Any) -> _PlannedModel:
-        found = self._models.get(chunks[0])
-        if found is None:
+        if chunks[0] not in self._models:
             check_config(config, chunks)
-            if self.settings.split_backward:
-                split_megatron_linears()
             settings = self.settings
+            if settings.split_backward:
+                split_megatron_linears()
             pipeline = megatron_pipeline(
                 chunks, config, costs=settings.costs, placement=settings.placement, timeout_s=settings.timeout_s
             )
-            found = self._models[chunks[0]] = _PlannedModel(pipeline)
-        return found
+            self._models[chunks[0]] = _PlannedModel(pipeline)
+        return self._models[chunks[0]]
 
     def _uniform_plan(self, planned: _PlannedModel, shape: UniformShape, *, compare: bool) -> ExecutionPlan:
         """`compare` unless one rank may call alone, as Megatron-LM's evaluation does to collect what is no loss."""
@@ -181,6 +179,16 @@ class ForwardBackward:
             )
             _say(planned.plans[shape], shape)
         return planned.plans[shape]
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """By Megatron's own timer, where the configuration has timers."""
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
 
 
 def _say(plan: ExecutionPlan, shape: UniformShape) -> None:
