@@ -20,6 +20,7 @@ from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.drop_in.samples import SampleSource, megatron_arrays
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
+from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.schedules.planner import Planner
@@ -91,7 +92,8 @@ class PlannedSteps:
         if settings.store is None or self.forward_only:
             return {}
         namespace = gather_json(secrets.token_hex(8), pipeline.device)[0]  # the first rank's, on all
-        return {"num_workers": 1, "store": settings.store, "namespace": namespace, "timeout_s": settings.timeout_s}
+        delivery = PlanDelivery(namespace=namespace, timeout_s=settings.timeout_s)
+        return {"num_workers": 1, "store": settings.store, "delivery": delivery}
 
     def _loaded(
         self, planner: Planner, pipeline: MegatronPipeline, processes: dict[str, Any]
