@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
@@ -23,8 +22,9 @@ from dynapipe_ext.costs.model import (
     fingerprint,
     growing_times,
     refuse_carried,
+    scaled_bytes,
 )
-from dynapipe_ext.costs.parameters import checked_topology, largest_layers, states_of_stages
+from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.costs.states import (
     BYTES_PER_PARAMETER,
     Offload,
@@ -32,6 +32,9 @@ from dynapipe_ext.costs.states import (
     StateRecipe,
     ZeroStage,
     check_states,
+    checked_topology,
+    largest_layers,
+    states_of_stages,
 )
 from dynapipe_ext.costs.tokens import carried_start, count_positions, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -266,8 +269,8 @@ class AnalyticCosts:
             forward_ns=overhead_ns + self._ns(forward),
             backward_ns=overhead_ns + self._ns(2 * forward + again),
             weight_ns=self._ns(np.where(full, 0, matmul)),
-            stored_bytes=_scaled(stored, self.layer_bytes_factor)
-            + _scaled(is_last * head_bytes, self.head_bytes_factor),
+            stored_bytes=scaled_bytes(stored, self.layer_bytes_factor)
+            + scaled_bytes(is_last * head_bytes, self.head_bytes_factor),
             working_bytes=np.maximum(working, is_last * (values * logits)) + self._unsharded_bytes()[:, None],
             transfer_ns=links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
@@ -386,7 +389,3 @@ class AnalyticCosts:
 
     def fingerprint(self) -> str:
         return fingerprint(self.to_json())
-
-
-def _scaled(num_bytes: IntArray, factor: float) -> IntArray:
-    return num_bytes if factor == 1.0 else np.ceil(num_bytes * factor).astype(np.int64)

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
@@ -26,6 +25,7 @@ from dynapipe_ext.costs.model import (
     fingerprint,
     refuse_carried,
 )
+from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, Offload, StateRecipe
 from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.errors import ConfigError

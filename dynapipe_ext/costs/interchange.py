@@ -9,7 +9,7 @@ from typing import Any
 
 from dynapipe_ext.costs.adjustments import FittedTimes, ForwardsAlone, FrozenWeights, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
+from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts, as_cost_model
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts

@@ -1,13 +1,14 @@
-"""What one layer of each kind was measured to cost, and what the stages of a pipeline cost by it."""
+"""What the stages of a pipeline cost by measurements of one layer of each kind, and what they hold beside layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Literal, get_args
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
 
@@ -107,3 +108,56 @@ def weight_as_backward(grid: Grid) -> Grid:
     """The grid's W where `stage_values` looks for the backward; zero where it has none."""
     row = grid.values[grid.columns.index(WEIGHT)] if WEIGHT in grid.columns else np.zeros(len(grid.known))
     return Grid(("forward_ms", "backward_ms"), grid.axes, np.stack([row, row]), grid.known)
+
+
+def equivalent_shape(m: MicroBatch, grid: Grid | None) -> tuple[float, float, float]:
+    """(rows, encoder_len, decoder_len), not always whole.
+
+    A packed row of P positions with document attention is the padded shape with the same tokens and the same sum of
+    squared lengths, P / L rows of length L = sum(l^2) / P: matrix products depend on the first and attention on the
+    second. L never goes below the shortest row of `grid`, its layers' of all sides, so that many tiny documents cost
+    their tokens; nor, on either side of pairs, above the longest row where no document does. Whole-row attention is one
+    padded row of P positions.
+    """
+    encoder, decoder = m.encoder_len, m.decoder_len
+    if m.layout == "padded" or m.attention == "row":
+        return m.rows, encoder, decoder
+    pad = (encoder - sum(s.encoder for s in m.samples)) + (decoder - sum(s.decoder for s in m.samples))
+    squares = sum(s.tokens**2 for s in m.samples) + pad**2
+    rows = (encoder + decoder) ** 2 / squares
+    if grid:
+        lengths = zip((encoder, decoder), grid.axes[1:], strict=False)
+        rows = min([rows, *(length / float(axis[0]) for length, axis in lengths)])
+    if grid and decoder:
+        most_e, most_d = (float(axis[-1]) for axis in grid.axes[1:])
+        if all(s.encoder <= most_e and s.decoder <= most_d for s in m.samples):
+            rows = max(rows, encoder / most_e, decoder / most_d)
+    rows = max(1.0, rows)
+    return rows, encoder / rows, decoder / rows
+
+
+def parameters_by_stage(layers: Sequence[tuple[int, int]], parameters: Mapping[str, float]) -> FloatArray:
+    """Of every stage its layers; of the "embedding" one copy on the first stage and one where the decoder begins; where
+    known, the "head" on the last stage and, unless an embedding is there, the "tied_head"; the "encoder_norm" where
+    the encoder ends; and "position_biases" once for each side that it has layers of.
+    """
+    end, last = encoder_end_stage(layers), len(layers) - 1
+    embeddings = {0, first_decoder_stage(layers) or 0}
+    total = [
+        num_encoder * parameters["encoder"]
+        + (num_decoder * parameters["decoder"] if num_decoder else 0.0)
+        + (parameters["embedding"] if stage in embeddings else 0.0)
+        + (parameters.get("head", 0.0) if stage == last else 0.0)
+        + (parameters.get("tied_head", 0.0) if stage == last and stage not in embeddings else 0.0)
+        + (parameters.get("encoder_norm", 0.0) if stage == end else 0.0)
+        + parameters.get("position_biases", 0.0) * ((num_encoder > 0) + (num_decoder > 0))
+        for stage, (num_encoder, num_decoder) in enumerate(layers)
+    ]
+    return np.array(total)
+
+
+def once_by_stage(layers: Sequence[tuple[int, int]], once: Mapping[LayerKind, float]) -> FloatArray:
+    """`once["encoder"]` on the stage where the encoder ends, `once["decoder"]` on every stage with decoder layers."""
+    end, decoder = encoder_end_stage(layers), once.get("decoder", 0.0)
+    held = [once.get("encoder", 0.0) * (stage == end) + decoder * (n > 0) for stage, (_, n) in enumerate(layers)]
+    return np.array(held)

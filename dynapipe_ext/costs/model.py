@@ -162,6 +162,11 @@ def bytes_keeping_inputs(
     return np.where(chosen, received, stored), working + chosen * np.maximum(stored - received, 0)
 
 
+def scaled_bytes(num_bytes: IntArray, factor: float) -> IntArray:
+    """Bytes times a measured factor, rounded up."""
+    return num_bytes if factor == 1.0 else np.ceil(num_bytes * factor).astype(np.int64)
+
+
 def within_layers(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Recomputed as their layers are: not at all where the stage is as a whole."""
     return [replace(m, recompute="none") if m.recompute == "stage" else m for m in micro_batches]

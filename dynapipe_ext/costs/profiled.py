@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, Layout, MicroBatch, Recompute, SampleLength, round_up
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.beside_layers import once_bytes, parameter_counts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
-from dynapipe_ext.costs.piece_surcharge import MeasurePieces, PieceSurcharge, PieceSurcharges, SampleInPieces
+from dynapipe_ext.costs.pieces import MeasurePieces, PieceSurcharge, PieceSurcharges, SampleInPieces
+from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.surface import (
     PARTS,
     QUANTITIES,
@@ -29,6 +29,7 @@ from dynapipe_ext.costs.surface import (
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.reproducible import exp, log
 
 _TIMES, _LEAST_SHAPES, _FEWEST = ("forward_s", "backward_s"), 8, 3
@@ -353,6 +354,42 @@ def cost_table(
         value_bytes=value_bytes,
         provenance=dict(provenance or {}),
     )
+
+
+def parameter_counts(a: Architecture, tp: int) -> dict[str, int]:
+    """Parameters on one tensor-parallel rank, under the names that `parameters_by_stage` knows."""
+
+    def of_one_stage(more: int = 0, more_decoder: int = 0) -> int:
+        if not a.num_decoder_layers:
+            return parameters_per_stage(replace(a, num_layers=1 + more), Topology(tp=tp))[0]
+        pair = replace(a, num_layers=1 + more, num_decoder_layers=1 + more_decoder)
+        return int(stage_parameters(pair, Topology(tp=tp)).total[0])
+
+    least = of_one_stage()
+    layers = {"encoder": of_one_stage(more=1) - least}
+    if a.num_decoder_layers:
+        layers["decoder"] = of_one_stage(more_decoder=1) - least
+    head = a.hidden_size * a.vocab_size // tp
+    embedding = head + (a.hidden_size * a.max_seq_len if a.position == "learned" else 0)
+    norms = least - sum(layers.values()) - embedding - (0 if a.tied_embeddings else head)
+    more: dict[str, int] = {}
+    if a.num_decoder_layers:  # each side has a norm and position biases
+        more = {"encoder_norm": a.hidden_size, "position_biases": norms // 2 - a.hidden_size}
+        norms = a.hidden_size
+    ends = {"embedding": embedding, "head": norms, "tied_head": head}
+    if not a.tied_embeddings:
+        ends |= {"head": norms + head, "tied_head": 0}
+    return layers | ends | more
+
+
+def once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerKind, float]:
+    """Of each encoder position, on one of the `shards` ranks that share a sequence: what the encoder's final RMSNorm
+    keeps (its input and the normalised values, of 16-bit ones in fp32), and its output, which all decoder layers of a
+    stage read. Nothing for a decoder-only model, whose final norm is measured with its head.
+    """
+    if not a.num_decoder_layers:
+        return {}
+    return {"encoder": 2 * 4 * a.hidden_size / shards, "decoder": value_bytes * a.hidden_size / shards}
 
 
 def _grid(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> Grid:

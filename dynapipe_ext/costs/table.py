@@ -16,8 +16,6 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology
 from dynapipe_ext.costs.a100 import hidden_size_of, read_grids, read_parameter_bytes
-from dynapipe_ext.costs.beside_layers import once_by_stage, parameters_by_stage
-from dynapipe_ext.costs.equivalent_shape import equivalent_shape
 from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, least_from_on
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
@@ -25,8 +23,11 @@ from dynapipe_ext.costs.layers import (
     KINDS,
     WEIGHT,
     LayerKind,
+    equivalent_shape,
     first_decoder_stage,
     layers_of_stages,
+    once_by_stage,
+    parameters_by_stage,
     stage_values,
     weight_as_backward,
 )
@@ -40,7 +41,7 @@ from dynapipe_ext.costs.model import (
     refuse_carried,
     within_layers,
 )
-from dynapipe_ext.costs.piece_surcharge import PieceSurcharges
+from dynapipe_ext.costs.pieces import PieceSurcharges
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES
 from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, DataError, PlanError

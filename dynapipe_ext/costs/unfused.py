@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.models.architecture import Architecture
 
 _IDS = 25  # bytes a token: ids (8) and labels (8), weights and losses (8), a mask (1)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.piece_surcharge import MeasuredPieces
+from dynapipe_ext.costs.pieces import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.data.pairs import pair_borders
 from dynapipe_ext.executor.device import process_group_backend

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
+from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.stages.chunk_runner import StoredBytes

@@ -22,7 +22,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
+from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import fingerprint
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.errors import ConfigError, did_you_mean, short

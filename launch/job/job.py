@@ -27,7 +27,7 @@ from dynapipe_ext.batch.topology import (
 )
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
+from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe

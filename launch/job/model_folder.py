@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.parameters import parameters_per_stage
+from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config

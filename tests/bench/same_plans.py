@@ -31,7 +31,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_le
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.adjustments import FrozenWeights, adjusted, times_by_letter
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
+from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts, count_positions

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 import torch
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.costs.piece_surcharge import MeasuredPieces
+from dynapipe_ext.costs.pieces import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.executor.measuring import profiling

@@ -9,7 +9,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.parameters import parameters_per_stage, replica_and_expert_parameters
+from dynapipe_ext.costs.states import parameters_per_stage, replica_and_expert_parameters
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 

@@ -17,7 +17,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import FrozenWeights, adjusted
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
-from dynapipe_ext.costs.piece_surcharge import (
+from dynapipe_ext.costs.pieces import (
     MeasuredPieces,
     PairGrowth,
     PieceSurcharge,

@@ -14,7 +14,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
-from dynapipe_ext.costs.parameters import parameters_per_stage, replica_and_expert_parameters
+from dynapipe_ext.costs.states import parameters_per_stage, replica_and_expert_parameters
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.flops import Positions, forward_flops

@@ -15,7 +15,7 @@ from dynapipe_ext.costs.adjustments import FittedTimes, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json, read_cost_file
-from dynapipe_ext.costs.parameters import parameters_per_stage
+from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.surface import Measured, ModelPart, Surface, left_out_errors, next_shape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.carried import SUM_BYTES
-from dynapipe_ext.costs.piece_surcharge import MeasurePieces
+from dynapipe_ext.costs.pieces import SUM_BYTES, MeasurePieces
 from dynapipe_ext.costs.profiled import MeasureShape
 from dynapipe_ext.costs.surface import ModelPart
 from dynapipe_ext.costs.table import CostTable

@@ -1,5 +1,5 @@
-"""What a piece of a long sample costs beyond a document of its length: measured in pairs of what it has and what was
-before it, fitted, and added to the prices of packed rows.
+"""What pieces of a long sample keep for one another, and what one costs beyond a document of its length: measured in
+pairs of what it has and what was before it, fitted, and added to the prices of packed rows.
 """
 
 from __future__ import annotations
@@ -10,13 +10,51 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
-from dynapipe_ext.costs.carried import SUM_BYTES, CarriedPositions
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
+
+SUM_BYTES = 4  # gradients of keys and values are summed in fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CarriedPositions:
+    """Positions, (M,); 0 for whole samples. `own`: of the piece. `joined`: of its sample up to its end. On the first
+    piece, from whose F to whose B, which is the last, they are held: `buffered`, of the whole sample, and `summed`,
+    those before the last piece, to which later pieces give gradients."""
+
+    own: IntArray
+    joined: IntArray
+    buffered: IntArray
+    summed: IntArray
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[MicroBatch]) -> CarriedPositions:
+        """All pieces of a sample are among these micro-batches."""
+        pieces: dict[int, list[SampleLength]] = {}
+        for m in micro_batches:
+            if m.attention == "carried":
+                pieces.setdefault(m.samples[0].index, []).append(m.samples[0])
+        counted = np.zeros((4, len(micro_batches)), np.int64)
+        for i, m in enumerate(micro_batches):
+            if m.attention != "carried":
+                continue
+            piece = m.samples[0]
+            counted[:2, i] = piece.encoder, piece.start + piece.encoder
+            if not piece.start:
+                every = pieces[piece.index]
+                counted[2:, i] = sum(s.encoder for s in every), max(s.start for s in every)
+        own, joined, buffered, summed = counted
+        return cls(own=own, joined=joined, buffered=buffered, summed=summed)
+
+    def kept_bytes(self, value_bytes: int) -> IntArray:
+        """Of one key or value a position: the buffers of samples, and sums of gradients."""
+        kept: IntArray = value_bytes * self.buffered + SUM_BYTES * self.summed
+        return kept
+
 
 _MOST = 1e6  # ns or bytes for a position or a pair of them: so that those of the longest samples fit into 64 bits
 
