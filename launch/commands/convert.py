@@ -21,7 +21,7 @@ from dynapipe_ext.tools.progress import WorkProgress
 
 _INTERRUPTED_STATUS = 130
 _MB = 1_000_000
-_SOURCES = tuple(known.name for known in FORMATS)
+_SOURCES = tuple(one.name for one in FORMATS)
 
 _EPILOG = """examples:
   dynapipe convert llama-3-8b-hf megatron-8b --to megatron --tp 2 --pp 4 --verify
@@ -131,10 +131,10 @@ def _options(args: argparse.Namespace) -> WriterOptions:
             f"--layers-per-stage has {len(stages)} stages but --pp is {args.pp}: give one number of layers a stage"
         )
     if args.to in ("hf", "deepspeed"):
-        given = [f"--{name.replace('_', '-')}" for name in ("tp", "pp", "layers_per_stage", "vocab_divisible_by")]
-        told = [flag for flag in given if getattr(args, flag[2:].replace("-", "_"))]
-        if told:
-            raise ConfigError(f"--to {args.to} has no ranks of tensors or stages: leave out {', '.join(told)}")
+        flags = [f"--{name.replace('_', '-')}" for name in ("tp", "pp", "layers_per_stage", "vocab_divisible_by")]
+        refused = [flag for flag in flags if getattr(args, flag[2:].replace("-", "_"))]
+        if refused:
+            raise ConfigError(f"--to {args.to} has no ranks of tensors or stages: leave out {', '.join(refused)}")
     return WriterOptions(
         tp=args.tp or 1,
         pp=args.pp or len(stages) or 1,
@@ -171,12 +171,12 @@ def _in_mb(progress: WorkProgress) -> Callable[[int], None]:
 
 def _table(report: dict[str, Any]) -> Table:
     table = Table(title=f"{report['destination']} ({report['format']})", show_header=False, title_justify="left")
-    kept = report["pieces_kept_from_before"]
+    num_from_before = report["pieces_kept_from_before"]
     rows = {
         "from": f"{report['source']} ({report['source_format']}, {report['family']})",
         "parameters": f"{report['parameters']:,}",
         "tensors": f"{report['tensors']:,}, {report['bytes'] / 1e9:,.3f} GB",
-        "pieces": f"{report['pieces']:,}" + (f", {kept:,} of them from before" if kept else ""),
+        "pieces": f"{report['pieces']:,}" + (f", {num_from_before:,} of them from before" if num_from_before else ""),
         "compared bit for bit": "yes, all equal" if report["verified"] else "no (--verify)",
         "time": f"{report['seconds']:,.1f} s",
     }

@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}: 0 or more is needed")
-    found = read_records(args.records)
+    records = read_records(args.records)
     say_loading("scipy", "sklearn")
     from dynapipe_ext.batching.inference.memory_training import NUM_FITS, train
 
     with WorkProgress("fits", NUM_FITS) as progress:
-        if found.cut:
+        if records.cut:
             progress.log(f"the last line of {args.records} was cut short and is left out")
-        training = train(found.measured_on, found.records, seed=args.seed, on_fit=progress.advance)
+        training = train(records.measured_on, records.records, seed=args.seed, on_fit=progress.advance)
     write_atomic(args.out, json.dumps(training.model.to_json(), allow_nan=False) + "\n")
     on = training.model.measured_on
     rows, longest, tokens = training.model.ceiling()
@@ -70,12 +70,12 @@ def run(args: argparse.Namespace) -> int:
 def _summary(training: Training) -> dict[str, Any]:
     """All but the model."""
     names = ("num_records", "num_out_of_memory", "num_phases", "num_pairs", "median_error", "largest_error")
-    found: dict[str, Any] = {name: getattr(training, name) for name in names}
-    found["phases_only_error"] = training.phases_only_error
-    found["out_of_memory_foreseen"] = training.out_of_memory_foreseen
-    found["coverage"] = [asdict(one) for one in training.coverage]
-    found["measured_on"] = asdict(training.model.measured_on)
-    return found
+    summary: dict[str, Any] = {name: getattr(training, name) for name in names}
+    summary["phases_only_error"] = training.phases_only_error
+    summary["out_of_memory_foreseen"] = training.out_of_memory_foreseen
+    summary["coverage"] = [asdict(one) for one in training.coverage]
+    summary["measured_on"] = asdict(training.model.measured_on)
+    return summary
 
 
 def _error_table(training: Training) -> Table:

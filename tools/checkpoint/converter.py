@@ -154,14 +154,14 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
         with ConversionJournal(partial, conversion.identity) as journal:
             num_resumed = _resume(conversion, journal, advance)
             _refuse_no_room(conversion, journal)
-            known = journals.files_below(partial)
+            settled_files = journals.files_below(partial)
             for piece in conversion.pieces:
                 if piece.name not in journal.finished:
-                    known = _write(conversion, journal, piece, known, advance)
+                    settled_files = _write(conversion, journal, piece, settled_files, advance)
             records = {piece.name: journal.finished[piece.name].record for piece in conversion.pieces}
             conversion.writer.finish(records)
             _settle_configs(conversion)
-            for name in journals.files_below(partial) - known:
+            for name in journals.files_below(partial) - settled_files:
                 journals.settled(partial, name)
             if conversion.verify:
                 verify_conversion(conversion, advance)
@@ -194,11 +194,13 @@ def verify_conversion(conversion: Conversion, advance: Callable[[int], None] = l
         raise DataError(f"{conversion.partial} reads back as another model: {written.architecture}")
     faults = []
     for group, kind in conversion.groups.values():
-        wanted = _digests(source.read(group, kind))
+        in_source = _digests(source.read(group, kind))
         advance(_bytes(source, group, kind))
-        found = _digests(written.read(group, kind))
+        in_target = _digests(written.read(group, kind))
         advance(_bytes(source, group, kind))
-        faults += [f"{name} ({kind})" for name in sorted(wanted | found) if wanted.get(name) != found.get(name)]
+        faults += [
+            f"{name} ({kind})" for name in sorted(in_source | in_target) if in_source.get(name) != in_target.get(name)
+        ]
     if faults:
         raise DataError(
             f"{conversion.partial} differs from {conversion.source} in {len(faults)} tensors: {', '.join(faults)}."
@@ -210,28 +212,28 @@ def _write(
     conversion: Conversion,
     journal: ConversionJournal,
     piece: CheckpointPiece,
-    known: set[str],
+    settled_files: set[str],
     advance: Callable[[int], None],
 ) -> set[str]:
     """Writes a piece beside the files that are known; all that are there then."""
-    asked: set[PieceKey] = set()
+    read_keys: set[PieceKey] = set()
 
     def source(group: TensorGroup, kind: StateKind) -> GroupTensors:
         tensors = conversion.reader.read(group, kind)
-        if (group.name, kind) not in asked:
-            asked.add((group.name, kind))
+        if (group.name, kind) not in read_keys:
+            read_keys.add((group.name, kind))
             advance(_bytes(conversion.reader, group, kind))
         return tensors
 
     record = conversion.writer.write(piece, source)
-    if lost := {(group.name, kind) for group, kind in piece.groups} - asked:
+    if lost := {(group.name, kind) for group, kind in piece.groups} - read_keys:
         raise DataError(
             f"{piece.name} was written without {', '.join(f'{name} ({kind})' for name, kind in sorted(lost))}"
         )
-    found = journals.files_below(conversion.partial)
-    files = {name: journals.settled(conversion.partial, name) for name in sorted(found - known)}
+    all_files = journals.files_below(conversion.partial)
+    files = {name: journals.settled(conversion.partial, name) for name in sorted(all_files - settled_files)}
     journal.add(piece.name, Finished(record, files))
-    return found
+    return all_files
 
 
 def _resume(conversion: Conversion, journal: ConversionJournal, advance: Callable[[int], None]) -> int:
@@ -242,8 +244,8 @@ def _resume(conversion: Conversion, journal: ConversionJournal, advance: Callabl
             advance(_piece_bytes(conversion.reader, by_name[name]))
         else:
             journal.forget(name)
-    kept = {file for finished in journal.finished.values() for file in finished.files}
-    for file in journals.files_below(conversion.partial) - kept:
+    whole_files = {file for finished in journal.finished.values() for file in finished.files}
+    for file in journals.files_below(conversion.partial) - whole_files:
         (conversion.partial / file).unlink()
     return len(journal.finished)
 

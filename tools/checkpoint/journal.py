@@ -152,9 +152,9 @@ def is_whole(directory: Path, finished: Finished) -> bool:
 
 def source_fingerprint(source: Path) -> str:
     """Changes when any file below `source` does: of names, sizes and times of change."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(files_below(source)):
         with contextlib.suppress(OSError):  # gone meanwhile, or a link to nowhere
             stat = (source / name).stat()
-            found.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape"))
-    return found.hexdigest()
+            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()

@@ -80,11 +80,11 @@ def iteration_folder(path: Path) -> Path:
         if text != RELEASE and not text.isdecimal():
             raise DataError(f"{tracker} says {short(text)}: it must be a number or {RELEASE!r}")
         return path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
-    found = sorted(entry for entry in path.iterdir() if entry.is_dir() and _ITERATION.fullmatch(entry.name))
-    if len(found) > 1:
-        names = ", ".join(entry.name for entry in found)
+    iterations = sorted(entry for entry in path.iterdir() if entry.is_dir() and _ITERATION.fullmatch(entry.name))
+    if len(iterations) > 1:
+        names = ", ".join(entry.name for entry in iterations)
         raise DataError(f"{path} holds {names} and no {TRACKER}: give the one that you mean")
-    return found[0] if found else path
+    return iterations[0] if iterations else path
 
 
 def rank_files(folder: Path) -> list[Path]:
@@ -108,10 +108,10 @@ def is_tag(path: Path) -> bool:
 def told_tag(path: Path, name: str) -> Path | None:
     """The tag's folder that a file like `latest` names, where both are there."""
     try:
-        told = (path / name).read_text(encoding="utf-8").strip()
+        tag = (path / name).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
-    return path / told if told and Path(told).name == told and is_tag(path / told) else None
+    return path / tag if tag and Path(tag).name == tag and is_tag(path / tag) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +170,15 @@ FORMATS = (
         "a tag folder with *model_states.pt",
     ),
 )
-TARGETS = tuple(known.name for known in FORMATS if known.writer)
+TARGETS = tuple(one.name for one in FORMATS if one.writer)
 
 
 def format_of(name: str) -> Format:
     """Errors: ConfigError where no format has that name."""
-    for known in FORMATS:
-        if known.name == name:
-            return known
-    raise ConfigError(f"format {name!r} is not known: give one of {', '.join(known.name for known in FORMATS)}")
+    for format_ in FORMATS:
+        if format_.name == name:
+            return format_
+    raise ConfigError(f"format {name!r} is not known: give one of {', '.join(format_.name for format_ in FORMATS)}")
 
 
 def recognise(path: Path) -> tuple[Format, tuple[str, ...]]:
@@ -187,16 +187,16 @@ def recognise(path: Path) -> tuple[Format, tuple[str, ...]]:
         raise DataError(f"{path} does not exist: give the folder of a checkpoint")
     if not path.is_dir():
         raise DataError(f"{path} is a file: give the folder that it lies in")
-    found = [known for known in FORMATS if known.recognises(path)]
-    if not found:
+    matching = [one for one in FORMATS if one.recognises(path)]
+    if not matching:
         inside = (entry for entry in sorted(path.iterdir()) if entry.is_dir())
-        if holder := next((entry for entry in inside if any(known.recognises(entry) for known in FORMATS)), None):
+        if holder := next((entry for entry in inside if any(one.recognises(entry) for one in FORMATS)), None):
             raise DataError(f"{path} is no checkpoint but holds {holder.name}, which is: give {holder}")
-        wanted = "; ".join(f"{known.name}: {known.needs}" for known in FORMATS)
-        raise DataError(f"{path} holds no checkpoint that is known ({wanted}): give the folder that holds one of these")
-    return found[0], tuple(known.name for known in found[1:])
+        needs = "; ".join(f"{one.name}: {one.needs}" for one in FORMATS)
+        raise DataError(f"{path} holds no checkpoint that is known ({needs}): give the folder that holds one of these")
+    return matching[0], tuple(one.name for one in matching[1:])
 
 
 def _member(module: str, name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(importlib.import_module(f"dynapipe_ext.tools.checkpoint.{module}"), name)
-    return found
+    member: Callable[..., Any] = getattr(importlib.import_module(f"dynapipe_ext.tools.checkpoint.{module}"), name)
+    return member

@@ -32,10 +32,10 @@ class GeneratedBatch:
 
 def generate(model: Any, batches: Iterable[Any], *, max_new_tokens: int, **options: Any) -> list[list[int]]:
     """New tokens of every text in the texts' own order; options as in `generate_batches`."""
-    found: dict[int, list[int]] = {}
+    tokens_of_text: dict[int, list[int]] = {}
     for batch in generate_batches(model, batches, max_new_tokens=max_new_tokens, **options):
-        found.update(zip(batch.indices, map(list, batch.tokens), strict=True))
-    return [found[index] for index in sorted(found)]
+        tokens_of_text.update(zip(batch.indices, map(list, batch.tokens), strict=True))
+    return [tokens_of_text[index] for index in sorted(tokens_of_text)]
 
 
 def generate_batches(
@@ -134,7 +134,7 @@ class _Driver:
 
     def run(self, inputs: BatchTensors, indices: tuple[int, ...]) -> GeneratedBatch:
         waiting, num_splits, peaks = [slice(0, len(indices))], 0, list[int]()
-        found: dict[int, tuple[int, ...]] = {}
+        tokens_of_text: dict[int, tuple[int, ...]] = {}
         while waiting:
             rows = waiting.pop()
             part = _part(inputs, rows)
@@ -143,7 +143,7 @@ class _Driver:
             fits = num_texts == 1 or self._failed_positions is None or positions < self._failed_positions
             outcome = self._attempt(part) if fits else None
             if outcome is not None:
-                found.update(zip(indices[rows], outcome[0], strict=True))
+                tokens_of_text.update(zip(indices[rows], outcome[0], strict=True))
                 peaks += [] if outcome[1] is None else [outcome[1]]
                 continue
             if fits:
@@ -154,9 +154,9 @@ class _Driver:
             middle = (rows.start + rows.stop) // 2
             waiting += [slice(middle, rows.stop), slice(rows.start, middle)]
             num_splits += 1
-        kept = tuple(index for index in indices if index in found)
-        tokens = tuple(found[index] for index in kept)
-        return GeneratedBatch(indices=kept, tokens=tokens, peak_bytes=max(peaks, default=None), num_splits=num_splits)
+        done = tuple(index for index in indices if index in tokens_of_text)
+        tokens = tuple(tokens_of_text[index] for index in done)
+        return GeneratedBatch(indices=done, tokens=tokens, peak_bytes=max(peaks, default=None), num_splits=num_splits)
 
     def _attempt(self, inputs: BatchTensors) -> tuple[list[tuple[int, ...]], int | None] | None:
         """New tokens and peak, or None out of memory: the failed call's frames are gone by then, and their tensors."""

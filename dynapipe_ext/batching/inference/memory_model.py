@@ -132,11 +132,11 @@ class Trees:
 
     def to_lists(self) -> list[dict[str, list[Any]]]:
         """What `from_lists` takes."""
-        found = []
+        trees = []
         for tree in range(len(self.left)):
             used = 1 + int(max(self.left[tree].max(), self.right[tree].max()))
             leaf = self.left[tree, :used] == np.arange(used)
-            found.append(
+            trees.append(
                 {
                     "feature": np.where(leaf, 0, self.feature[tree, :used]).tolist(),
                     "threshold": np.where(leaf, 0.0, self.threshold[tree, :used]).tolist(),
@@ -145,7 +145,7 @@ class Trees:
                     "value": np.where(leaf, self.value[tree, :used], 0.0).tolist(),
                 }
             )
-        return found
+        return trees
 
     def predict(self, table_BF: FloatArray) -> FloatArray:
         """The sum of the leaves for each batch."""
@@ -222,8 +222,8 @@ class LearnedMemory:
     def ratio(self, shapes_B4: IntArray, first_B4: IntArray) -> FloatArray:
         """Predicted peaks of batches over those of their first ones, both as `shapes_of` gives them."""
         here, there = (product(terms(shapes), self.phases.T).max(axis=1) for shapes in (shapes_B4, first_B4))
-        found: FloatArray = here / there * exp(self.trees.predict(features(shapes_B4, first_B4)))
-        return found
+        ratio: FloatArray = here / there * exp(self.trees.predict(features(shapes_B4, first_B4)))
+        return ratio
 
     def margin(self, threshold: float) -> float:
         """Factor on predictions that peaks exceed with probability `threshold` at most, by the held-out errors.
@@ -300,9 +300,11 @@ class LearnedMemory:
     @classmethod
     def from_json(cls, data: Any, where: str) -> LearnedMemory:
         """Errors: DataError naming the field; nothing in the data is executed or trusted."""
-        found = data.get("format") if isinstance(data, dict) else None
-        if found != MODEL_FORMAT:
-            raise DataError(f"{where} has format {found!r:.60} but {MODEL_FORMAT!r} is needed: train a memory model")
+        file_format = data.get("format") if isinstance(data, dict) else None
+        if file_format != MODEL_FORMAT:
+            raise DataError(
+                f"{where} has format {file_format!r:.60} but {MODEL_FORMAT!r} is needed: train a memory model"
+            )
         if field(data, "features", list, where) != list(FEATURES):
             raise DataError(f"{where} has other features than {', '.join(FEATURES)}: train it again")
         names = ("rows", "longest", "tokens", "peak_bytes", "limit_bytes")

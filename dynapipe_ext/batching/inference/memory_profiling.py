@@ -55,8 +55,8 @@ def measured_on(model: Any, *, max_new_tokens: int, num_beams: int) -> MeasuredO
 def _sizes(value: Any) -> Any:
     """The part of a config's dictionary that decides about memory, as JSON."""
     if isinstance(value, Mapping):
-        kept = {str(k): v for k, v in value.items() if k not in _NO_SIZES and not any(p in k for p in _NO_SIZES_PARTS)}
-        return {name: _sizes(one) for name, one in kept.items()}
+        sizes = {str(k): v for k, v in value.items() if k not in _NO_SIZES and not any(p in k for p in _NO_SIZES_PARTS)}
+        return {name: _sizes(one) for name, one in sizes.items()}
     if isinstance(value, list | tuple):
         return [_sizes(one) for one in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -74,8 +74,8 @@ class MeasuredOn:
     @classmethod
     def from_json(cls, data: Any, where: str) -> MeasuredOn:
         """Errors: DataError naming the field."""
-        known = {f.name: int if f.type == "int" else str for f in fields(cls)}
-        values = {name: field(data, name, kind, where) for name, kind in known.items()}
+        types = {f.name: int if f.type == "int" else str for f in fields(cls)}
+        values = {name: field(data, name, kind, where) for name, kind in types.items()}
         return cls(**values)
 
 
@@ -163,10 +163,10 @@ def read_records(path: str | Path) -> MemoryRecords:
         raw = Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): name a file that collect-memory wrote") from error
-    found = _records(raw, str(path))
-    if found is None:
+    parsed = _records(raw, str(path))
+    if parsed is None:
         raise DataError(f"{path} has no records: run collect-memory first")
-    return found
+    return parsed
 
 
 def _records(raw: bytes, where: str) -> MemoryRecords | None:
@@ -184,8 +184,10 @@ def _records(raw: bytes, where: str) -> MemoryRecords | None:
             raise DataError(f"{where}, line {number} is not UTF-8: name a file that collect-memory wrote") from error
     head, head_where = lines[0]
     if not isinstance(head, dict) or head.get("format") != RECORDS_FORMAT:
-        found = short(head.get("format") if isinstance(head, dict) else head)
-        raise DataError(f"{where} has format {found} but {RECORDS_FORMAT!r} is needed: name a file of collect-memory")
+        file_format = short(head.get("format") if isinstance(head, dict) else head)
+        raise DataError(
+            f"{where} has format {file_format} but {RECORDS_FORMAT!r} is needed: name a file of collect-memory"
+        )
     measured_on = MeasuredOn.from_json(head.get("measured_on"), head_where)
     records = tuple(MemoryRecord.from_json(data, at) for data, at in lines[1:])
     return MemoryRecords(measured_on, records, cut=bool(rest))
@@ -224,19 +226,19 @@ class RecordFile:
     def _resume(self, file: IO[bytes]) -> None:
         file.seek(0)
         raw = file.read()
-        found = _records(raw, str(self._path))
-        if found is None:
+        parsed = _records(raw, str(self._path))
+        if parsed is None:
             file.truncate(0)
             self._append([{"format": RECORDS_FORMAT, "measured_on": asdict(self._measured_on)}])
             return
-        if differing := found.measured_on.same_series(self._measured_on):
+        if differing := parsed.measured_on.same_series(self._measured_on):
             then, now = (
                 ", ".join(f"{name} {short(getattr(on, name))}" for name in differing)
-                for on in (found.measured_on, self._measured_on)
+                for on in (parsed.measured_on, self._measured_on)
             )
             raise ConfigError(f"{self._path} was measured with {then}, not {now}: choose another file")
         file.truncate(raw.rfind(b"\n") + 1)
-        self.records = list(found.records)
+        self.records = list(parsed.records)
 
     def append(self, record: MemoryRecord) -> None:
         """Put a record behind the others, on the disk before this returns."""

@@ -163,9 +163,11 @@ def _check_enough(table: _Table) -> None:
         ("lengths", table.shapes[:, 1], FEWEST_LENGTHS, "--max-length"),
         ("numbers of texts", table.shapes[:, 0], FEWEST_SIZES, "--max-rows"),
     ):
-        found = len(np.unique(values[table.fitted]))
-        if found < fewest:
-            raise DataError(f"{found} different {name} are too few: {fewest} are needed, so collect with more {flag}")
+        num_values = len(np.unique(values[table.fitted]))
+        if num_values < fewest:
+            raise DataError(
+                f"{num_values} different {name} are too few: {fewest} are needed, so collect with more {flag}"
+            )
 
 
 def _pairs(table: _Table) -> tuple[IntArray, IntArray]:
@@ -179,10 +181,10 @@ def _pairs(table: _Table) -> tuple[IntArray, IntArray]:
 
 def _ratios(table: _Table, i: IntArray, j: IntArray, phases: FloatArray, trees: Trees | None) -> FloatArray:
     height = product(terms(table.shapes), phases.T).max(axis=1)
-    found: FloatArray = height[j] / height[i]
+    ratio: FloatArray = height[j] / height[i]
     if trees is not None:
-        found = found * exp(trees.predict(_features(table, i, j)))
-    return found
+        ratio = ratio * exp(trees.predict(_features(table, i, j)))
+    return ratio
 
 
 def _features(table: _Table, i: IntArray, j: IntArray) -> FloatArray:
@@ -239,22 +241,22 @@ def _alternated(x_BT: FloatArray, peak: FloatArray, num_phases: int) -> FloatArr
 def _held_out_phases(table: _Table, fold: IntArray) -> tuple[list[FloatArray], int]:
     """Phases without each fold, and how many: the fewest whose held-out error no further one lowers by much."""
     scores: list[float] = []
-    found: list[list[FloatArray]] = []
+    phases_of_fold: list[list[FloatArray]] = []
     for num_phases in range(1, _MOST_PHASES + 1):
         squares = []
-        found.append([])
+        phases_of_fold.append([])
         for k in range(_NUM_FOLDS):
             seen, held = table.take(fold != k), table.take((fold == k) & table.fitted)
             phases = fit_phases(seen.shapes, seen.peak, seen.fitted, num_phases)
             heights = product(terms(held.shapes), phases.T).max(axis=1)
             squares.append(log(heights / held.peak) ** 2)
-            found[-1].append(phases)
+            phases_of_fold[-1].append(phases)
         scores.append(float(np.sqrt(np.concatenate(squares).mean())))
     chosen = 0
     for number, score in enumerate(scores):
         if score < _BETTER * scores[chosen]:
             chosen = number
-    return found[chosen], chosen + 1
+    return phases_of_fold[chosen], chosen + 1
 
 
 def _boosted(table: _Table, phases: FloatArray, generator: np.random.Generator) -> Trees:

@@ -43,9 +43,9 @@ def check_packing(
         plain = twin
         if _attention_of(model) == DOCUMENT_ATTENTION:  # it knows no rows without borders: held against another kernel
             plain = _twin(model, limit, "sdpa")
-        found = _difference(twin, collator, _documents(_TWIN_DOCUMENTS, _TWIN_VOCABULARY), plain)
-        _refuse(model, collator, found, tolerance, f" where documents exceed its {limit} of {value}")
-        error = max(error, found)
+        difference = _difference(twin, collator, _documents(_TWIN_DOCUMENTS, _TWIN_VOCABULARY), plain)
+        _refuse(model, collator, difference, tolerance, f" where documents exceed its {limit} of {value}")
+        error = max(error, difference)
     return error
 
 
@@ -113,24 +113,24 @@ def _limits(model: Any, collator: PackingCollator, longest: int | None) -> dict[
     """Lengths in positions at which the model changes its arithmetic, of those that documents or rows can exceed."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ()
-    found: dict[str, int] = {}
+    limits: dict[str, int] = {}
     window = getattr(config, "sliding_window", None)
     if window and (not kinds or any("sliding" in kind for kind in kinds)):
-        found["sliding_window"] = int(window)
+        limits["sliding_window"] = int(window)
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk and (not kinds or "chunked_attention" in kinds):
-        found["attention_chunk_size"] = int(chunk)
+        limits["attention_chunk_size"] = int(chunk)
     for rope in rotary_settings(config):
         if rope.get("rope_type") in ("dynamic", "longrope"):  # their frequencies follow the longest document of a row
             original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            found["original_max_position_embeddings"] = int(original)
-    found = {name: value for name, value in found.items() if longest is None or longest > value}
+            limits["original_max_position_embeddings"] = int(original)
+    limits = {name: value for name, value in limits.items() if longest is None or longest > value}
     scale = getattr(config, "floor_scale", None)
     if getattr(config, "attn_temperature_tuning", False) and scale:  # counts positions of the row, not of documents
         row = collator.max_tokens
         if row is None or row > scale:
-            found["floor_scale"] = int(scale)
-    return found
+            limits["floor_scale"] = int(scale)
+    return limits
 
 
 def _twin(model: Any, limit: str, attention: str) -> Any:

@@ -229,11 +229,11 @@ def make_record(
     for field in fields:
         if field.name not in tokens:
             raise DataError(f"a record has {', '.join(sorted(tokens)) or 'no fields'} but no {field.name!r}: add it")
-        kept = list(tokens[field.name])
-        if field.max_length is not None and len(kept) > field.max_length:
-            kept = kept[-field.max_length :] if field.cut == "left" else kept[: field.max_length]
-        input_ids += kept
-        loss_mask += [int(field.loss)] * len(kept)
+        ids = list(tokens[field.name])
+        if field.max_length is not None and len(ids) > field.max_length:
+            ids = ids[-field.max_length :] if field.cut == "left" else ids[: field.max_length]
+        input_ids += ids
+        loss_mask += [int(field.loss)] * len(ids)
     return {"input_ids": [*input_ids, *end], "loss_mask": [*loss_mask, *[int(fields[-1].loss)] * len(end)]}
 
 

@@ -69,15 +69,15 @@ def _tokenized(
         return
     with _Workers(task, num_workers) as workers:
         done: dict[int, list[Feature] | str] = {}
-        wanted = 0
-        for given, (first, chunk) in enumerate(chunks):
-            while workers.busy and (not chunk or not workers.idle or given - wanted >= _AHEAD * num_workers):
+        next_number = 0
+        for number, (first, chunk) in enumerate(chunks):
+            while workers.busy and (not chunk or not workers.idle or number - next_number >= _AHEAD * num_workers):
                 done |= workers.collect()
-                while wanted in done:
-                    yield from _features(done.pop(wanted))
-                    wanted += 1
+                while next_number in done:
+                    yield from _features(done.pop(next_number))
+                    next_number += 1
             if chunk:
-                workers.give(given, first, chunk)
+                workers.give(number, first, chunk)
 
 
 def _chunks(records: Iterable[Mapping[str, str]], size: int) -> Iterator[tuple[int, list[Mapping[str, str]]]]:
@@ -126,10 +126,10 @@ class _Task:
                 if not isinstance(one[name], str):
                     raise DataError(f"its {name!r} is of type {type(one[name]).__name__}, not a text")
                 texts.append(one[name])
-        found = self.encode(texts)
-        if isinstance(found, Mapping):
-            raise DataError(f"encode gave {', '.join(map(str, found))}: have it return the input_ids of these")
-        encoded = [[int(token) for token in tokens] for tokens in found]
+        ids_of_texts = self.encode(texts)
+        if isinstance(ids_of_texts, Mapping):
+            raise DataError(f"encode gave {', '.join(map(str, ids_of_texts))}: have it return the input_ids of these")
+        encoded = [[int(token) for token in tokens] for tokens in ids_of_texts]
         if len(encoded) != len(texts):
             raise DataError(f"encode gave {len(encoded)} lists of ids for {len(texts)} texts")
         groups = (encoded[i : i + len(names)] for i in range(0, len(encoded), len(names)))
@@ -182,15 +182,15 @@ class _Workers:
 
     def collect(self) -> dict[int, list[Feature] | str]:
         """Results of the workers that are done, of one at least."""
-        found: dict[int, list[Feature] | str] = {}
+        results: dict[int, list[Feature] | str] = {}
         for worker in wait(list(self._at_work)):
             assert isinstance(worker, Connection)
             try:
                 result = worker.recv()
             except (EOFError, OSError):
                 raise self._died(worker) from None
-            found[self._at_work.pop(worker)[0]] = result
-        return found
+            results[self._at_work.pop(worker)[0]] = result
+        return results
 
     def _died(self, worker: Connection) -> ExecutionError:
         process, (_, first) = self._processes[worker], self._at_work[worker]

@@ -80,8 +80,8 @@ class Bins:
         def differences(values: IntArray, scale: FloatArray, gap: FloatArray) -> FloatArray:
             of_a = values[item_a] * (2.0 * scale)[:, None] - gap[:, None]
             of_b = values[item_b] * (2.0 * scale)[:, None]
-            found: FloatArray = of_a[:, :, None] - of_b[:, None, :]
-            return found
+            pairs: FloatArray = of_a[:, :, None] - of_b[:, None, :]
+            return pairs
 
         off_t = differences(self.length, scale_t, gap_t)
         # The fuller of the two is to stay within the cap, or within what it has if that is more.
@@ -131,12 +131,12 @@ class Bins:
         tried = min(slots - 1, int(counts.max()))
         shift = number * 40503 % 65536  # steps of the golden ratio cover the samples evenly
         spread = (np.arange(tried, dtype=np.int64) * 65536 + shift) % (tried * 65536)
-        found = np.where(
+        slots_tried = np.where(
             counts[:, None] <= tried,
             np.minimum(np.arange(tried, dtype=np.int64), counts[:, None]),
             spread * counts[:, None] // (tried * 65536),
         )
-        return np.concatenate([found, counts[:, None]], axis=1)
+        return np.concatenate([slots_tried, counts[:, None]], axis=1)
 
     def swap(self, a: IntArray, slot_a: IntArray, b: IntArray, slot_b: IntArray) -> None:
         width = self.slots.shape[1]

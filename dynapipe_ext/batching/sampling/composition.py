@@ -46,11 +46,11 @@ def alike_in_length(grouped: IntArray, load: IntArray, filled: IntArray, counts:
         without = _dearest_other(cost_of)
         mine_off, mine_cost, mine_without = off_of[at, worst], cost_of[at, worst], without[at, worst]
         # (blocks, bins of the worst step, steps, their bins)
-        given = mine_off[:, :, None, None] - off_of[:, None, :, :]
+        moved = mine_off[:, :, None, None] - off_of[:, None, :, :]
         price = np.maximum(mine_without[:, :, None, None], cost_of[:, None, :, :])
         price += np.maximum(without[:, None, :, :], mine_cost[:, :, None, None])
         price += _WEIGHT * (
-            _over(apart[at, worst][:, None, None, None] - given) + _over(apart[:, None, :, None] + given)
+            _over(apart[at, worst][:, None, None, None] - moved) + _over(apart[:, None, :, None] + moved)
         )
         now = cost_of.max(axis=2) + _WEIGHT * _over(apart)
         gain = price - (now[at, worst][:, None] + now)[:, None, :, None]
@@ -72,17 +72,17 @@ def apart_in_length(filled: IntArray, counts: IntArray) -> FloatArray:
     filled, counts: (blocks, steps, ranks).
     """
     num_samples, num_tokens = (x.sum(axis=(1, 2), keepdims=True) for x in (counts, filled))
-    found: FloatArray = (counts - filled * (num_samples / num_tokens)) * (counts.shape[1] / num_samples)
-    return found
+    surplus: FloatArray = (counts - filled * (num_samples / num_tokens)) * (counts.shape[1] / num_samples)
+    return surplus
 
 
 def _over(apart: FloatArray) -> FloatArray:
-    found: FloatArray = np.maximum(np.abs(apart) - FURTHEST, 0)
-    return found
+    excess: FloatArray = np.maximum(np.abs(apart) - FURTHEST, 0)
+    return excess
 
 
 def _dearest_other(cost: FloatArray) -> FloatArray:
     """Of each rank of (blocks, steps, ranks), the dearest of the others of its step."""
     two = np.partition(cost, -2, axis=2)[:, :, -2:]
-    found: FloatArray = np.where(cost >= two[:, :, 1:], two[:, :, :1], two[:, :, 1:])
-    return found
+    other_cost: FloatArray = np.where(cost >= two[:, :, 1:], two[:, :, :1], two[:, :, 1:])
+    return other_cost

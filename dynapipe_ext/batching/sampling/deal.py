@@ -112,8 +112,8 @@ def _deal_chunk(
     length = np.take_along_axis(length, sorted_columns, axis=1)
     cost = np.where(real, costs[place], 0)
 
-    kept = (place < first) & real
-    chosen = _longest_first(length, cost, sizes, kept, num_bins, cap)
+    stays = (place < first) & real
+    chosen = _longest_first(length, cost, sizes, stays, num_bins, cap)
     columns = ascending(chosen)
     bins = np.take_along_axis(chosen, columns, axis=1)
     blocks = np.arange(len(sizes), dtype=np.int64)[:, None]
@@ -127,7 +127,7 @@ def _deal_chunk(
         for number in range(rounds):
             if not members.exchange(number, slots, cap) and number >= 2 * num_bins:
                 break
-    members.eject(cap, np.append(kept.ravel(), False))
+    members.eject(cap, np.append(stays.ravel(), False))
     held, counts, out = members.contents()
     flat = place.ravel()
     return flat[held], counts, flat[np.concatenate([out, np.flatnonzero((chosen == num_bins).ravel() & real.ravel())])]
@@ -183,10 +183,10 @@ def _longest_first(
             take[few] = real[few] & (ranks < (each * num_open[few])[:, None])
             by_load[few] = np.take_along_axis(by_load[few], ranks % num_open[few, None], axis=1)
         row, rank = np.nonzero(take)
-        column, found = columns[row, rank], by_load[row, rank]
-        chosen[rows[row], column] = found
-        np.add.at(load, (rows[row], found), costs[row, rank])
-        np.add.at(filled, (rows[row], found), lengths[row, rank])
+        column, to_bin = columns[row, rank], by_load[row, rank]
+        chosen[rows[row], column] = to_bin
+        np.add.at(load, (rows[row], to_bin), costs[row, rank])
+        np.add.at(filled, (rows[row], to_bin), lengths[row, rank])
         next_up[rows] += take.sum(axis=1)
         for stuck in rows[~take.any(axis=1)].tolist():  # on to the first sample for which there is room
             if kept[stuck, next_up[stuck]]:
@@ -206,5 +206,5 @@ def _longest_first(
 
 def heavy(largest: IntArray, total: IntArray, num_bins: int | IntArray) -> BoolArray:
     """Blocks with a sample of more than half of a bin's mean cost: there costs are hard to even out."""
-    found: BoolArray = 2 * largest * num_bins > total
-    return found
+    is_heavy: BoolArray = 2 * largest * num_bins > total
+    return is_heavy

@@ -62,8 +62,8 @@ class EpochPlan:
     def batch(self, step: int, rank: int) -> list[int]:
         """Samples of one rank in one step."""
         number = step * self.num_replicas + rank
-        found: list[int] = self.samples[self.starts[number] : self.starts[number + 1]].tolist()
-        return found
+        samples: list[int] = self.samples[self.starts[number] : self.starts[number + 1]].tolist()
+        return samples
 
     def trained(self, num_steps: int) -> IntArray:
         """Samples of the first steps, over all ranks."""
@@ -201,10 +201,10 @@ def _one_step(tokens: IntArray, costs: IntArray, rule: StepRule) -> Steps:
         steps = fill_steps(tokens, costs, num_steps=1, num_ranks=rule.num_replicas, cap=rule.max_tokens, target=target)
         return place_rest(steps, tokens, cap=rule.max_tokens)
     # Longest first, each group as long as it fits: at most one group a rank, which a few samples more may need.
-    found = fill_padded(tokens, num_ranks=rule.num_replicas, cap=rule.max_tokens, all_of_them=True)
-    end = int(found.starts[rule.num_replicas])
-    left = np.sort(np.concatenate([found.left, found.places[end:]]))
-    return Steps(found.places[:end], found.starts[: rule.num_replicas + 1], left)
+    filled = fill_padded(tokens, num_ranks=rule.num_replicas, cap=rule.max_tokens, all_of_them=True)
+    end = int(filled.starts[rule.num_replicas])
+    left = np.sort(np.concatenate([filled.left, filled.places[end:]]))
+    return Steps(filled.places[:end], filled.starts[: rule.num_replicas + 1], left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

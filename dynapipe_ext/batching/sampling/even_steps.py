@@ -89,10 +89,10 @@ def least_cost(tokens: IntArray, costs: IntArray, *, num_ranks: int, cap: int) -
     52.0
     """
     dearest = int(costs.argmax())
-    found = max(float(costs.sum()) / num_ranks, float(costs[dearest]))
+    least = max(float(costs.sum()) / num_ranks, float(costs[dearest]))
     missing = min(int(tokens.sum()) - (num_ranks - 1) * cap, int(tokens.sum())) - int(tokens[dearest])
     if missing <= 0:
-        return found
+        return least
     others = np.delete(np.arange(len(tokens)), dearest)
     others = others[np.argsort(costs[others] / tokens[others], kind="stable")]
     sums = np.append(0, np.cumsum(tokens[others]))
@@ -100,24 +100,24 @@ def least_cost(tokens: IntArray, costs: IntArray, *, num_ranks: int, cap: int) -
     filled = float(costs[dearest] + costs[others[:whole]].sum())
     if whole < len(others):
         filled += (missing - int(sums[whole])) / int(tokens[others[whole]]) * int(costs[others[whole]])
-    return max(found, filled)
+    return max(least, filled)
 
 
 def _excess(load: IntArray, largest: IntArray, num_ranks: int) -> FloatArray:
     """Of each step, its dearest rank's cost over its mean, or its dearest sample's where that is more."""
     by_step = load.reshape(-1, num_ranks)
-    found: FloatArray = by_step.max(axis=1) / _inevitable(by_step, largest)
-    return found
+    excess: FloatArray = by_step.max(axis=1) / _inevitable(by_step, largest)
+    return excess
 
 
 def _furthest(filled: IntArray, counts: IntArray) -> FloatArray:
-    found: FloatArray = np.abs(apart_in_length(filled, counts).sum(axis=2)).max(axis=1)
-    return found
+    furthest: FloatArray = np.abs(apart_in_length(filled, counts).sum(axis=2)).max(axis=1)
+    return furthest
 
 
 def _inevitable(load: IntArray, largest: IntArray) -> FloatArray:
-    found: FloatArray = np.maximum(np.maximum(load.mean(axis=1), largest.reshape(load.shape).max(axis=1)), 1)
-    return found
+    inevitable: FloatArray = np.maximum(np.maximum(load.mean(axis=1), largest.reshape(load.shape).max(axis=1)), 1)
+    return inevitable
 
 
 def _trade(work: Bins, largest: IntArray, num_ranks: int, cap: int, most_tried: int) -> int:
@@ -134,7 +134,7 @@ def _trade(work: Bins, largest: IntArray, num_ranks: int, cap: int, most_tried: 
         others = np.arange(first, first + work.num_bins, dtype=np.int64)
         elsewhere = others // num_ranks != giver // num_ranks
         room = np.maximum(most[others] - work.load[others], 0)
-        given = _sums(work, giver, dearest_first=True)
+        giver_sums = _sums(work, giver, dearest_first=True)
         for taker in others[np.lexsort((-room, elsewhere))][: min(num_ranks, 2 * _OTHERS) + _OTHERS].tolist():
             over = work.load[giver] - most[giver]
             if over <= 0 or work.counts[giver] < 2:
@@ -143,8 +143,8 @@ def _trade(work: Bins, largest: IntArray, num_ranks: int, cap: int, most_tried: 
                 return tried
             if taker != giver and most[taker] > work.load[taker]:
                 tried += 1
-                if _trade_with(work, giver, given, taker, over=over, most=most[taker] - work.load[taker], cap=cap):
-                    given = _sums(work, giver, dearest_first=True)
+                if _trade_with(work, giver, giver_sums, taker, over=over, most=most[taker] - work.load[taker], cap=cap):
+                    giver_sums = _sums(work, giver, dearest_first=True)
     return tried
 
 
@@ -202,7 +202,7 @@ def _exchange(work: Bins, largest: IntArray, number: int, num_ranks: int, cap: i
     slot_a, slot_b = work.some_slots(a, number, _SLOTS), work.some_slots(b, number + 1, _SLOTS)
     item_a, item_b = np.take_along_axis(work.slots[a], slot_a, 1), np.take_along_axis(work.slots[b], slot_b, 1)
     moved = work.length[item_a][:, :, None] - work.length[item_b][:, None, :]  # tokens from a to b
-    given = work.cost[item_a][:, :, None] - work.cost[item_b][:, None, :]
+    moved_cost = work.cost[item_a][:, :, None] - work.cost[item_b][:, None, :]
     allowed = work.filled[b, None, None] + moved <= np.maximum(cap, work.filled[b])[:, None, None]
     allowed &= work.filled[a, None, None] - moved <= np.maximum(cap, work.filled[a])[:, None, None]
 
@@ -210,10 +210,10 @@ def _exchange(work: Bins, largest: IntArray, number: int, num_ranks: int, cap: i
         shape = (len(bins),) + (1,) * (loads.ndim - 1)
         over = np.maximum(loads / most[bins].reshape(shape) - 1, 0)
         under = np.maximum(least[bins].reshape(shape) - loads, 0) / most[bins].reshape(shape)
-        found: FloatArray = over * over + _UNDER * under * under
-        return found
+        squares: FloatArray = over * over + _UNDER * under * under
+        return squares
 
-    score = penalty(a, work.load[a, None, None] - given) + penalty(b, work.load[b, None, None] + given)
+    score = penalty(a, work.load[a, None, None] - moved_cost) + penalty(b, work.load[b, None, None] + moved_cost)
     score[~allowed] = np.inf
     work.keep_last(score, a, b, item_a, item_b)
     score = score.reshape(len(a), -1)

@@ -171,9 +171,9 @@ def _like_costs(load: IntArray, largest: IntArray, num_ranks: int) -> IntArray:
         if float(worst.max(initial=1.0)) < 1.002:
             break
         other = np.roll(ranked, -shift, axis=1)
-        found = _excess(load, largest, other, num_ranks)
-        best = np.where((found < worst)[:, None], other, best)
-        worst = np.minimum(worst, found)
+        excess = _excess(load, largest, other, num_ranks)
+        best = np.where((excess < worst)[:, None], other, best)
+        worst = np.minimum(worst, excess)
     return best
 
 
@@ -182,8 +182,8 @@ def _excess(load: IntArray, largest: IntArray, bins: IntArray, num_ranks: int) -
     shape = (len(load), -1, num_ranks)
     loads = np.take_along_axis(load, bins, axis=1).reshape(shape)
     samples = np.take_along_axis(largest, bins, axis=1).reshape(shape).max(axis=2)
-    found: FloatArray = (loads.max(axis=2) / np.maximum(np.maximum(loads.mean(axis=2), samples), 1)).max(axis=1)
-    return found
+    excess: FloatArray = (loads.max(axis=2) / np.maximum(np.maximum(loads.mean(axis=2), samples), 1)).max(axis=1)
+    return excess
 
 
 def rearranged(places: IntArray, starts: IntArray, bins: IntArray) -> tuple[IntArray, IntArray]:
@@ -223,9 +223,9 @@ def place_rest(steps: Steps, tokens: IntArray, *, cap: int) -> Steps:
         room = cap - filled - np.bincount(bins, tokens[placed], len(filled)).astype(np.int64)
         lengths, left = tokens[steps.places], []
         for place in lacking:
-            found = _moved_for(int(tokens[place]), lengths, owner, room)
-            (left if found is None else placed).append(place)
-            bins += [] if found is None else [found]
+            to_bin = _moved_for(int(tokens[place]), lengths, owner, room)
+            (left if to_bin is None else placed).append(place)
+            bins += [] if to_bin is None else [to_bin]
     owner = np.concatenate([owner, np.array(bins, np.int64)])
     places = np.concatenate([steps.places, np.array(placed, np.int64)])
     by_bin = np.argsort(owner, kind="stable")

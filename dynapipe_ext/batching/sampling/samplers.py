@@ -253,9 +253,9 @@ class DistributedTokenBatchSampler:
 
 def check_format(state: Any, form: str) -> None:
     """Errors: DataError for what is no state of that form."""
-    found = state.get("format") if isinstance(state, Mapping) else state
-    if found != form:
-        raise DataError(f"the state has format {short(found)} but {form} is read here")
+    state_format = state.get("format") if isinstance(state, Mapping) else state
+    if state_format != form:
+        raise DataError(f"the state has format {short(state_format)} but {form} is read here")
 
 
 def world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:

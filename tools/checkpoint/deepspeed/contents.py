@@ -41,11 +41,11 @@ class DeepSpeedContents:
 
 def numbered(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
     """The files of a folder that match, by the numbers in their names, in order."""
-    found = {}
+    files = {}
     for path in folder.iterdir():
         if match := pattern.fullmatch(path.name):
-            found[tuple(int(group or 0) for group in match.groups())] = path
-    return dict(sorted(found.items()))
+            files[tuple(int(group or 0) for group in match.groups())] = path
+    return dict(sorted(files.items()))
 
 
 def ranks_of(files: Mapping[tuple[int, ...], Path], num_ranks: int, what: str, folder: Path) -> list[Path]:
@@ -98,12 +98,12 @@ def shape(value: Any, name: str, where: Path) -> tuple[int, ...]:
 
 def tensors(tree: Mapping[Any, Any], where: Path) -> dict[str, SplitTensor]:
     """The tensors of a state dict. Errors: DataError for a name that is no text or a value that is neither."""
-    found = {}
+    by_name = {}
     for name, value in tree.items():
         if name == "_metadata" or (isinstance(name, str) and name.endswith("_extra_state")):
             continue
-        found[str(name)] = tensor(value, f"module entry {short(name)}", where)
-    return found
+        by_name[str(name)] = tensor(value, f"module entry {short(name)}", where)
+    return by_name
 
 
 def plain_number(value: Any) -> Any:

@@ -63,11 +63,11 @@ class SplitTensor:
         """`read()` cast to another type, a few megabytes at a time."""
         if dtype == self.dtype or self.strides:
             return self.read().to(dtype)
-        found = torch.empty(self.size, dtype=dtype)
+        cast = torch.empty(self.size, dtype=dtype)
         for start in range(0, self.size, _CHUNK_VALUES):
             values = self.part(start, (min(_CHUNK_VALUES, self.size - start),)).read()
-            found[start : start + values.numel()] = values
-        return found.view(self.shape)
+            cast[start : start + values.numel()] = values
+        return cast.view(self.shape)
 
     def read(self) -> torch.Tensor:
         """Contiguous, on the CPU. Errors: DataError where a file has become shorter or cannot be read."""

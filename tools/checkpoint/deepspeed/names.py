@@ -57,13 +57,13 @@ def tied_names(architecture: Architecture) -> tuple[str, ...]:
 
 def module_tensors(architecture: Architecture) -> tuple[ModuleTensor, ...]:
     """Every parameter as transformers 5 names it, in the order of the Hub's groups; tied ones once."""
-    found: dict[str, ModuleTensor] = {}
+    by_name: dict[str, ModuleTensor] = {}
     for group in tensor_groups(architecture):
         for info in group.tensors:
             name, _, whole = _in_module(architecture, group, info.name, info.shape)
-            parts = found[name].parts if name in found else ()
-            found[name] = ModuleTensor(name, whole, (*parts, (group, info.name)))
-    return tuple(found.values())
+            parts = by_name[name].parts if name in by_name else ()
+            by_name[name] = ModuleTensor(name, whole, (*parts, (group, info.name)))
+    return tuple(by_name.values())
 
 
 def _in_module(
@@ -92,7 +92,7 @@ def canonical(contents: DeepSpeedContents) -> DeepSpeedContents:
     return DeepSpeedContents(
         weights={short[name]: stored for name, stored in contents.weights.items()},
         casts={short[name]: dtype for name, dtype in contents.casts.items()},
-        states={kind: {short[name]: t for name, t in found.items()} for kind, found in contents.states.items()},
+        states={kind: {short[name]: t for name, t in by_name.items()} for kind, by_name in contents.states.items()},
         aliases={short[name]: short.get(other, other) for name, other in contents.aliases.items()},
         training=contents.training,
         notices=contents.notices,

@@ -109,9 +109,9 @@ class TorchFileWriter:
             self._next_storage()
 
     def _promise(self, promised: Promised) -> None:
-        known = self._promised.setdefault(promised.storage, promised)
-        if (known.num_bytes, known.dtype) != (promised.num_bytes, promised.dtype):
-            raise ValueError(f"storage {promised.storage} is promised as {known} and as {promised}")
+        earlier = self._promised.setdefault(promised.storage, promised)
+        if (earlier.num_bytes, earlier.dtype) != (promised.num_bytes, promised.dtype):
+            raise ValueError(f"storage {promised.storage} is promised as {earlier} and as {promised}")
         if promised.dtype not in _STORAGES:
             raise DataError(f"{self.path}: {promised.dtype} cannot be written: give float32, bfloat16 or float16")
 

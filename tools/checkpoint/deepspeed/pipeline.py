@@ -53,19 +53,19 @@ def read_pipeline(
         raise DataError(f"{tag} is a pipeline of a t5 model: the order of its layers is not known here")
     if parallel := [path.name for key, path in layers.items() if key[1] > 0]:
         raise DataError(f"{tag} has {named(parallel)}: layers cut by tensor parallelism are not supported")
-    found = []
+    with_tensors = []
     for (number, _), path in layers.items():
         tree = read_deepspeed_tree(path)
         if not isinstance(tree, Mapping):
             raise DataError(f"{path} holds {short(tree)} where a layer's state dict must be")
         if entries := tensors(tree, path):
-            found.append(_Layer(number, path, entries))
-    names = _names(tag, architecture, found)
-    weights = {names[layer.number, local]: stored for layer in found for local, stored in layer.tensors.items()}
+            with_tensors.append(_Layer(number, path, entries))
+    names = _names(tag, architecture, with_tensors)
+    weights = {names[layer.number, local]: stored for layer in with_tensors for local, stored in layer.tensors.items()}
     trees = {key[0]: _model_tree(path) for key, path in models.items()}
     _check_stages(tag, models, trees)
     states, first, notices = _states(tag, models, trees, optimizers)
-    renamed = _renamed(found, names, states)
+    renamed = _renamed(with_tensors, names, states)
     if renamed is None:
         notices.append("tied layers of one shape cannot be told apart: the optimizer's state stays behind")
         renamed = {}
@@ -210,8 +210,8 @@ def _states(
                 " stages together"
             )
         first = first or zero
-        for kind, found in zero.states.items():
-            for name, stored in found.items():
+        for kind, by_name in zero.states.items():
+            for name, stored in by_name.items():
                 states.setdefault(kind, {}).setdefault(name, stored)  # a tied one is on several stages
     return states, first, list(first.notices) if first else []
 
@@ -221,18 +221,18 @@ def _renamed(
 ) -> dict[StateKind, dict[str, SplitTensor]] | None:
     """States by the module's names; None where a tied layer could be any of several."""
     own = {f"{number}.{local}": name for (number, local), name in names.items()}
-    listed = {name for found in states.values() for name in found}
+    listed = {name for by_name in states.values() for name in by_name}
     shared = [layer for layer in layers if not any(f"{layer.number}.{local}" in listed for local in layer.tensors)]
     for name in listed - set(own):
         _, _, local = name.removeprefix("tied_modules.").partition(".")
-        shape = next(found[name].shape for found in states.values() if name in found)
+        shape = next(by_name[name].shape for by_name in states.values() if name in by_name)
         fits = [x for x in shared if local in x.tensors and x.tensors[local].shape == shape]
         if not name.startswith("tied_modules.") or not fits:
             return None
         own[name] = names[fits[0].number, local]
     renamed: dict[StateKind, dict[str, SplitTensor]] = {}
-    for kind, found in states.items():
-        renamed[kind] = {own[name]: stored for name, stored in found.items()}
-        if len(renamed[kind]) != len(found):
+    for kind, by_name in states.items():
+        renamed[kind] = {own[name]: stored for name, stored in by_name.items()}
+        if len(renamed[kind]) != len(by_name):
             return None
     return renamed

@@ -131,10 +131,10 @@ class DeepSpeedReader(CheckpointReader):
 
     def _state(self, kind: StateKind, name: str) -> SplitTensor | None:
         """A tied weight's state is under whichever of its names the engine met first."""
-        found = self._states[kind]
+        by_name = self._states[kind]
         names: tuple[str, ...] = (name, self._contents.aliases.get(name, name))
         names += self._tied if name in self._tied else ()
-        return next((found[other] for other in names if other in found), None)
+        return next((by_name[other] for other in names if other in by_name), None)
 
 
 def _with_own_head(architecture: Architecture, weights: Mapping[str, SplitTensor]) -> Architecture:

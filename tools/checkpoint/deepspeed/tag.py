@@ -101,23 +101,23 @@ def _of_stages(tag: Path, models: Sequence[Path], optimizers: Mapping[tuple[int,
 
     Errors: DataError where a stage lacks its optimizer, or copies of a weight differ.
     """
-    found = []
+    stages = []
     for stage, where in enumerate(models):
         own = {key: path for key, path in optimizers.items() if key[1] == stage}
         if optimizers and not own:
             raise DataError(f"{tag}: pipeline rank {stage} has no optimizer states: copy the files of every node")
-        found.append(_unsharded(_tree(where), where, own))
+        stages.append(_unsharded(_tree(where), where, own))
     weights: dict[str, SplitTensor] = {}
-    for stage, contents in enumerate(found):
+    for stage, contents in enumerate(stages):
         for name, weight in contents.weights.items():
             if not same_bytes(weights.setdefault(name, weight), weight):
                 raise DataError(f"{tag}: {name} of pipeline rank {stage} differs from the copy of an earlier one")
     states: dict[StateKind, dict[str, SplitTensor]] = {}
-    for contents in found:
+    for contents in stages:
         for kind, of_stage in contents.states.items():
             states[kind] = {**of_stage, **states.get(kind, {})}
-    notices = dict.fromkeys(notice for contents in found for notice in contents.notices)
-    return replace(found[0], weights=weights, states=states, notices=tuple(notices))
+    notices = dict.fromkeys(notice for contents in stages for notice in contents.notices)
+    return replace(stages[0], weights=weights, states=states, notices=tuple(notices))
 
 
 def _unsharded(model: Mapping[Any, Any], where: Path, optimizers: Mapping[tuple[int, ...], Path]) -> DeepSpeedContents:
@@ -157,12 +157,12 @@ def _frozen(model: Mapping[Any, Any], where: Path, paths: list[Path]) -> dict[st
         return {}
     shapes = {str(n): shape(s, str(n), where) for n, s in mapping(model, "frozen_param_shapes", where).items()}
     trees = [mapping(read_deepspeed_tree(path), "frozen_param_fragments", path) for path in paths]
-    found = {}
+    frozen = {}
     for name, size in shapes.items():
         parts = [tensor(tree.get(name), f"the part of {name}", path) for tree, path in zip(trees, paths, strict=True)]
         whole = joined_pieces([part.part(0, (part.size,)) for part in parts], (sum(part.size for part in parts),))
-        found[name] = whole.part(0, size)
-    return found
+        frozen[name] = whole.part(0, size)
+    return frozen
 
 
 def _contents(
@@ -173,7 +173,7 @@ def _contents(
     return DeepSpeedContents(
         weights=weights,
         casts=casts,
-        states={kind: found for kind, found in zero.states.items() if found and zero.has_optimizer},
+        states={kind: by_name for kind, by_name in zero.states.items() if by_name and zero.has_optimizer},
         aliases={a: b for a, b in aliases.items() if a not in weights},
         training=training_state(model, zero.step, zero.groups),
         notices=tuple(zero.notices),

@@ -62,7 +62,7 @@ def read_universal(tag: Path, model: Mapping[Any, Any], where: Path) -> ZeroStat
         if "step.pt" in present:
             step = max(step, count(read_deepspeed_tree(folder / "step.pt")))
         other |= present - _KNOWN
-    result = ZeroState(0, 0, {kind: found for kind, found in states.items() if found})
+    result = ZeroState(0, 0, {kind: by_name for kind, by_name in states.items() if by_name})
     if not states["exp_avg"] or not states["exp_avg_sq"]:
         for kind in MOMENTS:
             result.states.pop(kind, None)
@@ -82,10 +82,10 @@ def _read(path: Path, wanted: tuple[int, ...] | None) -> SplitTensor:
         if tree.get("ep_is_expert_param"):
             raise DataError(f"{path} is sharded by experts: expert parallelism is not supported")
         tree = tree.get("param")
-    found = tensor(tree, "its tensor", path)
-    if wanted is not None and len(found.shape) == 1 and found.shape != wanted:
-        return found.part(0, wanted) if found.size == SplitTensor(wanted, found.dtype, ()).size else found
-    return found
+    stored = tensor(tree, "its tensor", path)
+    if wanted is not None and len(stored.shape) == 1 and stored.shape != wanted:
+        return stored.part(0, wanted) if stored.size == SplitTensor(wanted, stored.dtype, ()).size else stored
+    return stored
 
 
 def _step(tree: Mapping[Any, Any]) -> int:

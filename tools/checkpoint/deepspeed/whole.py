@@ -39,19 +39,19 @@ def read_whole(optimizer: Mapping[Any, Any], weights: Mapping[str, SplitTensor],
     if not all(isinstance(entry, Mapping) for entry in entries):
         result.notices.append(_UNNAMED)
         return result
-    found: dict[StateKind, list[SplitTensor] | None] = {
+    by_kind: dict[StateKind, list[SplitTensor] | None] = {
         kind: _by_parameter([entry.get(kind) for entry in entries], shapes, where)  # type: ignore[union-attr]
         for kind in MOMENTS
     }
     if masters is None:
-        found["master"] = [weights[name] for name in names]
+        by_kind["master"] = [weights[name] for name in names]
     else:
         first = masters[0] if isinstance(masters, list) and masters else None
-        found["master"] = _by_parameter(first if isinstance(first, list) else [first], shapes, where)
-    if any(kind is None for kind in found.values()):
+        by_kind["master"] = _by_parameter(first if isinstance(first, list) else [first], shapes, where)
+    if any(kind is None for kind in by_kind.values()):
         result.notices.append(_UNNAMED)
         return result
-    for kind, values in found.items():
+    for kind, values in by_kind.items():
         result.states[kind] = dict(zip(names, values or (), strict=True))
     result.step = count(entries[0].get("step"))  # type: ignore[union-attr]
     return result

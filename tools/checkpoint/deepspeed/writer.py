@@ -104,10 +104,10 @@ class DeepSpeedWriter(CheckpointWriter):
     def _carried_kinds(self) -> dict[StateKind, StateKind]:
         """What each file of a parameter is filled with; the weight where there is no master."""
         kinds = self._reader.kinds
-        found: dict[StateKind, StateKind] = {"master": "master" if "master" in kinds else "weight"}
+        filled_with: dict[StateKind, StateKind] = {"master": "master" if "master" in kinds else "weight"}
         if {"exp_avg", "exp_avg_sq"} <= set(kinds):
-            found |= {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-        return found
+            filled_with |= {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+        return filled_with
 
     def _write_module(self, source: Source) -> None:
         promised = {}

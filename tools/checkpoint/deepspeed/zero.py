@@ -92,12 +92,12 @@ def read_zero(model: Mapping[Any, Any], where: Path, files: Mapping[tuple[int, .
 
 def _shapes(model: Mapping[Any, Any], where: Path) -> list[Shapes]:
     groups = items(model, "param_shapes", where)
-    found: list[Shapes] = []
+    shapes: list[Shapes] = []
     for group in groups:
         if not isinstance(group, Mapping):
             raise DataError(f"{where}: field 'param_shapes' has {short(group)} where a mapping must be")
-        found.append({str(name): shape(value, str(name), where) for name, value in group.items()})
-    return found
+        shapes.append({str(name): shape(value, str(name), where) for name, value in group.items()})
+    return shapes
 
 
 def _paddings(tree: Mapping[Any, Any], shapes: Sequence[Shapes], where: Path) -> list[list[int]]:
@@ -136,8 +136,8 @@ def _rank(path: Path, tree: Mapping[Any, Any], stage: int, num_shapes: int) -> _
 
 
 def _flat(value: Any, what: str, where: Path) -> SplitTensor:
-    found = tensor(value, what, where)
-    return found.part(0, (found.size,))
+    stored = tensor(value, what, where)
+    return stored.part(0, (stored.size,))
 
 
 def _by_group(
@@ -197,8 +197,8 @@ def _step(rank: _Rank, tree: Mapping[Any, Any]) -> int:
 
 
 def _what_is_left(rank: _Rank, kinds: Sequence[StateKind]) -> list[str]:
-    known = {"step", *MOMENTS}
-    other = sorted({str(key) for entry in rank.entries for key in entry} - known)
+    carried = {"step", *MOMENTS}
+    other = sorted({str(key) for entry in rank.entries for key in entry} - carried)
     notices = []
     if other:
         notices.append(f"the optimizer's {named(other)} are not Adam's moments and stay behind")

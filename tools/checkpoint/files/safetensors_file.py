@@ -67,15 +67,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise _broken(path, "has a header that is no object")
     header.pop("__metadata__", None)
-    found = {name: _entry(path, name, value, 8 + header_bytes) for name, value in header.items()}
+    entries = {name: _entry(path, name, value, 8 + header_bytes) for name, value in header.items()}
     end = 8 + header_bytes
-    for name, tensor in sorted(found.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+    for name, tensor in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
         if tensor.offset != end:
             raise _broken(path, f"has a gap or an overlap before tensor {name!r}")
         end += tensor.num_bytes
     if end != file_bytes:
         raise _broken(path, f"has {file_bytes:,} bytes, but its header says {end:,}")
-    return found
+    return entries
 
 
 def write_safetensors(
@@ -112,8 +112,8 @@ def _write_values(
 ) -> None:
     for spec in specs:
         name, tensor = next(tensors, ("", torch.empty(0)))
-        found = (name, tensor.dtype, tuple(tensor.shape))
-        if found != (spec.name, spec.dtype, spec.shape):
+        tensor_spec = (name, tensor.dtype, tuple(tensor.shape))
+        if tensor_spec != (spec.name, spec.dtype, spec.shape):
             raise DataError(
                 f"{path}: {spec.name} {list(spec.shape)} of {spec.dtype} was to be written, but came as"
                 f" {name or 'nothing'} {list(tensor.shape)} of {tensor.dtype}"
@@ -144,10 +144,10 @@ def _entry(path: Path, name: str, value: Any, start: int) -> StoredTensor:
 
 
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    by_name = dict(pairs)
+    if len(by_name) != len(pairs):
         raise _broken(path, "names a tensor twice")
-    return found
+    return by_name
 
 
 def _broken(path: Path, what: str) -> DataError:

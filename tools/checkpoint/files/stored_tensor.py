@@ -129,10 +129,10 @@ def byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """SHA-256 of type, shape and bytes: equal for tensors of equal bits alone."""
-    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for chunk in byte_chunks(tensor):
-        found.update(chunk)
-    return found.hexdigest()
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def shape_faults(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:

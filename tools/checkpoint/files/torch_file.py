@@ -78,14 +78,16 @@ def read_torch_file(path: Path) -> dict[str, StoredTensor]:
     def refuse(module: str, name: str) -> NoReturn:
         raise DataError(f"{path} names {module}.{name}, which is no plain tensor: save the state dict alone")
 
-    found = read_tree(ArchiveRecord(path), refuse)
-    if not isinstance(found, Mapping):
-        raise DataError(f"{path} holds {type(found).__name__} where a state dict is needed: save model.state_dict()")
-    others = [name for name, value in found.items() if not isinstance(name, str) or not isinstance(value, StoredTensor)]
+    tensors = read_tree(ArchiveRecord(path), refuse)
+    if not isinstance(tensors, Mapping):
+        raise DataError(f"{path} holds {type(tensors).__name__} where a state dict is needed: save model.state_dict()")
+    others = [
+        name for name, value in tensors.items() if not isinstance(name, str) or not isinstance(value, StoredTensor)
+    ]
     if others:
         shown = ", ".join(map(short, others[:5])) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
         raise DataError(f"{path} holds {shown} besides tensors: save the model's state dict alone")
-    return dict(found)
+    return dict(tensors)
 
 
 def _guarded(record: ArchiveRecord, what: str, read: Callable[[_View], Any]) -> Any:
@@ -124,12 +126,12 @@ class _Zip:
         return next_pickle(io.BytesIO(self._archive.read(info)))
 
     def locate(self, key: str, _dtype: torch.dtype) -> tuple[int, int]:
-        said = f"{self._path}: tensor {short(key)}"
+        subject = f"{self._path}: tensor {short(key)}"
         info = self._records.get(f"{self._root}data/{key}")
         if info is None:
             raise DataError(f"{self._path}: the bytes of tensor {short(key)} are absent: the file is not whole")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise DataError(f"{said} is compressed or encrypted: save it again with torch.save")
+            raise DataError(f"{subject} is compressed or encrypted: save it again with torch.save")
         # The data follow the local header, the name and an extra field, whose length is its own.
         self._file.seek(info.header_offset)
         header = self._file.read(_LOCAL_HEADER_BYTES)
@@ -137,7 +139,7 @@ class _Zip:
         offset = info.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes
         end = self._file.seek(0, io.SEEK_END)
         if offset + info.file_size > end:
-            raise DataError(f"{said} reaches beyond the end of the file: it is cut short; copy it again")
+            raise DataError(f"{subject} reaches beyond the end of the file: it is cut short; copy it again")
         return self._file.start + offset, info.file_size
 
 
@@ -208,6 +210,6 @@ class _View(io.RawIOBase):
         left = max(0, self._length - self._at)
         count = left if size is None or size < 0 else min(size, left)
         self._file.seek(self.start + self._at)
-        found = self._file.read(count)
-        self._at += len(found)
-        return found
+        data = self._file.read(count)
+        self._at += len(data)
+        return data

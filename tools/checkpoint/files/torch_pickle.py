@@ -153,15 +153,15 @@ class _Unpickler(pickle.Unpickler):
                 return _Function(self._stored)
             case "torch._utils", "_rebuild_tensor_v3":
                 return _Function(self._stored_as)
-        found = _KNOWN.get((module, name))
-        if found is None:
-            found = self._classes(module, name)
-        if found is None:
+        replacement = _KNOWN.get((module, name))
+        if replacement is None:
+            replacement = self._classes(module, name)
+        if replacement is None:
             qualified = f"{module}.{name}"
             if qualified not in self._inert:
                 self._inert[qualified] = type("Inert", (Inert,), {"qualified": qualified})
-            found = self._inert[qualified]
-        return found
+            replacement = self._inert[qualified]
+        return replacement
 
     def persistent_load(self, pid: Any) -> _Storage:
         tag, kind, key, _device, _num_values, *view = pid
@@ -184,16 +184,16 @@ class _Unpickler(pickle.Unpickler):
         if not isinstance(storage, _Storage):
             raise DataError(f"{self._path}: a tensor has {short(storage)} where a storage belongs")
         shape, stride, dtype = tuple(shape), tuple(stride), storage.dtype
-        said = f"{self._path}: a tensor of shape {short(shape)}, strides {short(stride)} and start {short(start)}"
+        subject = f"{self._path}: a tensor of shape {short(shape)}, strides {short(stride)} and start {short(start)}"
         if not all(type(n) is int and n >= 0 for n in (start, *shape, *stride)):
-            raise DataError(f"{said} cannot be read: all are numbers >= 0")
+            raise DataError(f"{subject} cannot be read: all are numbers >= 0")
         if len(shape) != len(stride) or len(shape) > _MOST_DIMENSIONS:
-            raise DataError(f"{said} cannot be read: both have one number for each of {_MOST_DIMENSIONS} dimensions")
+            raise DataError(f"{subject} cannot be read: both have one number for each of {_MOST_DIMENSIONS} dimensions")
         if 0 in shape:
             return self._tensor(StoredTensor(self._path, dtype, shape, storage.offset))
         last = start + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
         if (last + 1) * dtype.itemsize > storage.num_bytes:
-            raise DataError(f"{said} needs more than its {storage.num_bytes} bytes: copy the file again, it was cut")
+            raise DataError(f"{subject} needs more than its {storage.num_bytes} bytes: copy the file again, it was cut")
         end_to_end = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         straight = all(n == 1 or a == b for n, a, b in zip(shape, stride, end_to_end, strict=True))
         offset = storage.offset + start * dtype.itemsize

@@ -67,8 +67,10 @@ def settle_config(path: Path, architecture: Architecture, fields: Mapping[str, A
     settled = {**(raw or fields), **write_config(architecture)}
     if "architectures" in raw:
         settled["architectures"] = raw["architectures"]
-    if (said := read_config(settled, str(path))) != architecture:
-        raise DataError(f"{path} cannot say what the weights are: it would read as {said}, but they are {architecture}")
+    if (as_read := read_config(settled, str(path))) != architecture:
+        raise DataError(
+            f"{path} cannot say what the weights are: it would read as {as_read}, but they are {architecture}"
+        )
     write_atomic(path, json.dumps(settled, indent=2) + "\n")
 
 

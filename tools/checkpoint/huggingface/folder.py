@@ -225,23 +225,23 @@ def _stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor]]:
         raise DataError(f"{path} has no weights: one of {', '.join(WEIGHT_FILES)} is needed")
     if name in _WHOLE:
         return [], _read_weights(path / name)
-    told = read_json_object(path / name, "the index of the model's shards").get("weight_map")
-    if not isinstance(told, dict) or not all(isinstance(shard, str) for shard in told.values()):
+    shard_of = read_json_object(path / name, "the index of the model's shards").get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
         raise DataError(f"{path / name} has no weight_map of names to files: copy it again")
-    shards = sorted(set(told.values()))
+    shards = sorted(set(shard_of.values()))
     if outside := [shard for shard in shards if Path(shard).name != shard]:
         raise DataError(f"{path / name} points to {short(outside[0])}, outside its folder: name files beside it")
     if absent := [shard for shard in shards if not (path / shard).is_file()]:
         raise DataError(f"{path} lacks {_some(absent)}, which {name} names: copy them too")
-    found: dict[str, StoredTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     faults = []
     for shard in shards:
         tensors = _read_weights(path / shard)
-        faults += [f"{tensor} is in {shard} and another shard" for tensor in tensors if tensor in found]
-        faults += [f"{tensor} is in {shard} but not in {name}" for tensor in tensors if told.get(tensor) != shard]
-        found |= tensors
-    faults += [f"{tensor} is in {name} but in no file" for tensor in told if tensor not in found]
-    return faults, found
+        faults += [f"{tensor} is in {shard} and another shard" for tensor in tensors if tensor in stored]
+        faults += [f"{tensor} is in {shard} but not in {name}" for tensor in tensors if shard_of.get(tensor) != shard]
+        stored |= tensors
+    faults += [f"{tensor} is in {name} but in no file" for tensor in shard_of if tensor not in stored]
+    return faults, stored
 
 
 def _read_weights(file: Path) -> dict[str, StoredTensor]:

@@ -107,8 +107,8 @@ class MegatronDistReader(CheckpointReader):
 
     def check(self) -> None:
         """Errors: DataError naming every missing, extra and misshapen tensor."""
-        used = {key.name for places in self._places.values() for found in places.values() for key in found.keys}
-        used |= {key.name for places in self._places.values() for found in places.values() for key in found.others}
+        used = {key.name for places in self._places.values() for place in places.values() for key in place.keys}
+        used |= {key.name for places in self._places.values() for place in places.values() for key in place.others}
         extra = [
             f"{name} {list(stored.shape)} is extra"
             for name, stored in self._stored.items()
@@ -118,25 +118,25 @@ class MegatronDistReader(CheckpointReader):
 
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
         tensor = megatron_tensors(self.architecture, group)[0]
-        found = self._places[kind].get(tensor.name) or self._places["weight"].get(tensor.name)
-        if found is None:
+        place = self._places[kind].get(tensor.name) or self._places["weight"].get(tensor.name)
+        if place is None:
             raise DataError(f"{self.folder} lacks {tensor.name}: copy it again")
-        return self._stored[found.keys[0].name].dtype
+        return self._stored[place.keys[0].name].dtype
 
     def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         wanted = megatron_tensors(self.architecture, group)
         return from_megatron(self.architecture, group, {tensor.name: self._read(tensor, kind) for tensor in wanted})
 
     def _read(self, tensor: MegatronTensor, kind: StateKind) -> torch.Tensor:
-        found = self._places[kind].get(tensor.name)
-        if found is None and kind == "master":  # a weight that is trained in fp32 has no copy
-            found = self._places["weight"].get(tensor.name)
-        if found is None and tensor.is_added and kind != "weight":
+        place = self._places[kind].get(tensor.name)
+        if place is None and kind == "master":  # a weight that is trained in fp32 has no copy
+            place = self._places["weight"].get(tensor.name)
+        if place is None and tensor.is_added and kind != "weight":
             return torch.zeros(tensor.shape)  # not trained: published models have none
-        if found is None:
+        if place is None:
             raise DataError(f"{self.folder} lacks {tensor.name} ({kind}): copy it again")
         boxes = []
-        for key in found.keys:
+        for key in place.keys:
             stored = self._stored[key.name]
             if len(stored.shape) == len(key.index) + len(tensor.shape) + 1:
                 return _unflatten(tensor, stored, key)
@@ -145,17 +145,17 @@ class MegatronDistReader(CheckpointReader):
 
     def _optimizer_tensors(self) -> tuple[dict[StateKind, dict[str, str]], tuple[str, ...]]:
         """Keys of the optimizer's tensors by kind and the weight's key; and what of it is not carried."""
-        found: dict[StateKind, dict[str, str]] = {}
+        by_kind: dict[StateKind, dict[str, str]] = {}
         others: set[str] = set()
         for name in self._stored:
             if match := _OPTIMIZER.fullmatch(name):
                 kind = _STATE_KEYS.get(match[1])
                 if kind is None:
                     others.add(match[1])
-                elif match[2] in found.setdefault(kind, {}):  # fp32_param and param, for the two optimizers with one
+                elif match[2] in by_kind.setdefault(kind, {}):  # fp32_param and param, for the two optimizers with one
                     self._doubles.add(name)
                 else:
-                    found[kind][match[2]] = name
+                    by_kind[kind][match[2]] = name
         notices = []
         if others:
             notices.append(f"the optimizer's {', '.join(sorted(others))} are not Adam's and are not carried")
@@ -164,7 +164,7 @@ class MegatronDistReader(CheckpointReader):
                 "the optimizer's state lies in buffers of the distributed optimizer (dp_reshardable) and is not"
                 " carried: save with --dist-ckpt-optim-fully-reshardable to have it converted"
             )
-        return found, tuple(notices)
+        return by_kind, tuple(notices)
 
     def _is_other_optimizer(self, name: str) -> bool:
         match = _OPTIMIZER.fullmatch(name)
@@ -177,21 +177,21 @@ class MegatronDistReader(CheckpointReader):
         """Where each tensor of a kind lies; what is wrong goes to the faults."""
         names = {name: name for name in self._stored if not _OPTIMIZER.fullmatch(name)} if kind == "weight" else {}
         names = names or self._optimizer.get(kind, {})
-        found = {}
+        places = {}
         for group in self._groups:
             for tensor in megatron_tensors(self.architecture, group):
                 options = keys_of(self.architecture, tensor)
                 present = [keys for keys in options if all(key.name in names for key in keys)]
                 if present:
                     one, *rest = [tuple(replace(key, name=names[key.name]) for key in keys) for keys in present]
-                    found[tensor.name] = _Found(one, tuple(key for keys in rest for key in keys))
+                    places[tensor.name] = _Found(one, tuple(key for keys in rest for key in keys))
                     self._faults += self._misshapen(tensor, one)
                 elif kind == "weight" or not (
                     tensor.is_added or tensor.is_buffer or (kind == "master" and self._is_fp32(tensor))
                 ):
                     where = "" if kind == "weight" else f" ({kind})"
                     self._faults.append(f"{tensor.name} {list(tensor.shape)}{where} is missing")
-        return found
+        return places
 
     def _is_fp32(self, tensor: MegatronTensor) -> bool:
         weight = self._places["weight"].get(tensor.name)
@@ -216,13 +216,13 @@ class _Found:
 
 
 def _tensor(stored: Stored, chunk: Chunk) -> StoredTensor:
-    found = read_tensor_record(chunk.record)
-    if found.shape != chunk.shape or found.dtype != stored.dtype:
+    tensor = read_tensor_record(chunk.record)
+    if tensor.shape != chunk.shape or tensor.dtype != stored.dtype:
         raise DataError(
-            f"{chunk.record.path} holds {found.dtype} {list(found.shape)} at byte {chunk.record.offset:,} where"
+            f"{chunk.record.path} holds {tensor.dtype} {list(tensor.shape)} at byte {chunk.record.offset:,} where"
             f" .metadata says {stored.dtype} {list(chunk.shape)}: copy the checkpoint again"
         )
-    return found
+    return tensor
 
 
 def _boxes(key: StoredKey, stored: Stored) -> list[Box]:

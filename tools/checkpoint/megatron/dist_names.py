@@ -52,19 +52,19 @@ def keys_of(architecture: Architecture, tensor: MegatronTensor) -> tuple[tuple[S
         names = (tensor.name, *tensor.aliases)
         return tuple(way for name in names for way in _ways(tensor, name, (), ()))
     layer, count = int(match["layer"]), _num_layers(architecture, match["stem"])
-    found: list[tuple[StoredKey, ...]] = []
+    ways: list[tuple[StoredKey, ...]] = []
     for rest in _rests(match["rest"], _FUSED_LATENT_NORMS if architecture.latent else _FUSED_NORMS):
         expert = _EXPERT.fullmatch(rest)
         if expert is None:
-            found += _ways(tensor, f"{match['stem']}.{rest}", (layer,), (count,))
-            found += _ways(tensor, f"{match['stem']}.{layer}.{rest}", (), ())
+            ways += _ways(tensor, f"{match['stem']}.{rest}", (layer,), (count,))
+            ways += _ways(tensor, f"{match['stem']}.{layer}.{rest}", (), ())
             continue
         e, num_experts = int(expert["expert"]), architecture.num_experts
         fused, apart = f"mlp.experts.experts.{expert['rest']}", f"mlp.experts.experts.{e}.{expert['rest']}"
-        found += _ways(tensor, f"{match['stem']}.{fused}", (layer, e), (count, num_experts))
-        found += _ways(tensor, f"{match['stem']}.{layer}.{fused}", (e,), (num_experts,))
-        found += _ways(tensor, f"{match['stem']}.{layer}.{apart}", (), ())
-    return tuple(found)
+        ways += _ways(tensor, f"{match['stem']}.{fused}", (layer, e), (count, num_experts))
+        ways += _ways(tensor, f"{match['stem']}.{layer}.{fused}", (e,), (num_experts,))
+        ways += _ways(tensor, f"{match['stem']}.{layer}.{apart}", (), ())
+    return tuple(ways)
 
 
 def written_keys(architecture: Architecture, tensor: MegatronTensor) -> tuple[StoredKey, ...]:
@@ -78,17 +78,17 @@ def written_keys(architecture: Architecture, tensor: MegatronTensor) -> tuple[St
 
 def extra_state_keys(architecture: Architecture, tensor: MegatronTensor) -> tuple[str, ...]:
     """Keys of the state, empty here, that modules keep beside a weight and that loading asks for."""
-    found = []
+    keys = []
     for key in written_keys(architecture, tensor):
         module = key.name.rpartition(".")[0]
         if not _HAS_STATE.fullmatch(module):
             continue
         index, counts = key.index or (0,), key.counts or (1,)
         shard = f"shard_{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
-        found.append(f"{module}._extra_state/{shard}")
+        keys.append(f"{module}._extra_state/{shard}")
         if module.endswith("linear_proj"):
-            found.append(f"{module.removesuffix('linear_proj')}core_attention._extra_state/{shard}")
-    return tuple(found)
+            keys.append(f"{module.removesuffix('linear_proj')}core_attention._extra_state/{shard}")
+    return tuple(keys)
 
 
 def extra_state(name: str) -> bool:

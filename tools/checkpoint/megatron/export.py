@@ -56,39 +56,39 @@ def export_hf_weights(
     gatherer = WeightGatherer(_held(chunks), receivers)
     names = _names(architecture, gatherer, [tensor for _, tensors in wanted for tensor in tensors])
     for group, tensors in wanted:
-        found = {}
+        gathered = {}
         for tensor in tensors:
             whole = gatherer.whole(names[tensor.name], tp_dim=tensor.tp_dim, tp_parts=tensor.tp_parts)
             if whole is not None:
-                found[tensor.name] = whole[: tensor.shape[0]] if tensor.vocabulary else whole
-        if found:
+                gathered[tensor.name] = whole[: tensor.shape[0]] if tensor.vocabulary else whole
+        if gathered:
             del whole
-            given = from_megatron(architecture, group, found)
-            found.clear()
-            while given:
-                name = next(iter(given))
-                yield name, _of_its_own(given.pop(name))
+            converted = from_megatron(architecture, group, gathered)
+            gathered.clear()
+            while converted:
+                name = next(iter(converted))
+                yield name, _of_its_own(converted.pop(name))
 
 
 def _held(chunks: Chunks) -> dict[str, torch.Tensor]:
     """This rank's weights by their names in the whole model, under the local layer specs."""
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for chunk in chunks:
         model: Any = unwrapped(chunk)
         layers = model.decoder.layers
         first_layers = {"decoder": layers[0].layer_number - 1 if len(layers) else 0}
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and not name.endswith("_extra_state"):
-                found[whole_name(name, first_layers)] = value
-    return found
+                weights[whole_name(name, first_layers)] = value
+    return weights
 
 
 def _names(architecture: Architecture, gatherer: WeightGatherer, wanted: list[MegatronTensor]) -> Mapping[str, str]:
     """Under which name the model has each weight, which may be an alias. Errors: DataError for what does not fit."""
     names, faults = {}, []
-    known = {tied_head_name(architecture)} if architecture.tied_embeddings else set()
+    expected = {tied_head_name(architecture)} if architecture.tied_embeddings else set()
     for tensor in wanted:
-        known |= {tensor.name, *tensor.aliases}
+        expected |= {tensor.name, *tensor.aliases}
         name = next((name for name in (tensor.name, *tensor.aliases) if name in gatherer.places), None)
         if name is None:
             faults.append(f"no {tensor.name}")
@@ -98,7 +98,7 @@ def _names(architecture: Architecture, gatherer: WeightGatherer, wanted: list[Me
         rows_fit = shape[0] >= tensor.shape[0] if tensor.vocabulary else shape[:1] == tensor.shape[:1]
         if not rows_fit or shape[1:] != tensor.shape[1:]:
             faults.append(f"{name} of shape {shape}, not {tensor.shape}")
-    faults += [f"{name}, which {architecture.family} has not" for name in gatherer.places if name not in known]
+    faults += [f"{name}, which {architecture.family} has not" for name in gatherer.places if name not in expected]
     if faults:
         shown = "; ".join(faults[:8]) + (f" and {len(faults) - 8} more" if len(faults) > 8 else "")
         raise DataError(f"the model has {shown}: give the architecture that it was built from")

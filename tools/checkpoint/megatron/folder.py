@@ -63,22 +63,22 @@ def read_architecture(
                 raw = json.loads(config.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise DataError(f"{config} cannot be read ({error}): put the model's configuration there") from error
-            found = read_config(raw, str(config))
-            if arguments.get("multi_latent_attention") and not found.latent:
+            architecture = read_config(raw, str(config))
+            if arguments.get("multi_latent_attention") and not architecture.latent:
                 raise DataError(
                     f"{folder}: multi_latent_attention is on but {config} is of a model without latent attention: put"
                     " the checkpoint's own there"
                 )
-            notices += _contradictions(found, arguments, config)
+            notices += _contradictions(architecture, arguments, config)
         elif "lost" in arguments and (folder / MANIFEST).is_file():  # a run's own, which says what arguments cannot
-            found = Architecture.from_json(read_manifest(folder).run.model)
+            architecture = Architecture.from_json(read_manifest(folder).run.model)
         elif arguments:
-            found = read_arguments(arguments, f"{folder}: arguments")
+            architecture = read_arguments(arguments, f"{folder}: arguments")
             if not isinstance(arguments.get("vocab_size"), int):
                 notices.append(
-                    f"the vocabulary is taken as {found.vocab_size:,}, padding included: the checkpoint does not say"
-                    f" the size before padding; put the model's {CONFIG} into {folder.parent / CARRIED_FOLDER} to have"
-                    " it removed"
+                    f"the vocabulary is taken as {architecture.vocab_size:,}, padding included: the checkpoint does not"
+                    f" say the size before padding; put the model's {CONFIG} into {folder.parent / CARRIED_FOLDER} to"
+                    " have it removed"
                 )
         else:
             raise DataError(
@@ -87,24 +87,24 @@ def read_architecture(
     except ConfigError as error:
         raise DataError(str(error)) from error
     if dtype in _DTYPES:
-        found = replace(found, dtype=_DTYPES[dtype])
-    return found, tuple(notices)
+        architecture = replace(architecture, dtype=_DTYPES[dtype])
+    return architecture, tuple(notices)
 
 
-def _contradictions(found: Architecture, arguments: Mapping[str, Any], config: Path) -> Iterator[str]:
+def _contradictions(architecture: Architecture, arguments: Mapping[str, Any], config: Path) -> Iterator[str]:
     """Where a config.json and Megatron's arguments tell of different models. What shapes tell is checked by them."""
-    if not arguments or found.family == "t5":
+    if not arguments or architecture.family == "t5":
         return
     try:
-        told = read_arguments({"vocab_size": found.vocab_size, **arguments}, "Megatron's arguments")
+        by_arguments = read_arguments({"vocab_size": architecture.vocab_size, **arguments}, "Megatron's arguments")
     except ConfigError as error:
-        if not unsayable(found):
+        if not unsayable(architecture):
             yield f"{config} is followed, not what the checkpoint says besides ({error})"
         return
     differing = [
-        f"{name} ({short(getattr(found, name))}, not {short(getattr(told, name))})"
+        f"{name} ({short(getattr(architecture, name))}, not {short(getattr(by_arguments, name))})"
         for name in _INVISIBLE
-        if getattr(found, name) != getattr(told, name)
+        if getattr(architecture, name) != getattr(by_arguments, name)
     ]
     if differing:
         yield f"{config} is followed where Megatron's arguments say otherwise: {', '.join(differing)}"

@@ -36,15 +36,15 @@ def launch_options(
     """Options for the model, its ranks, its vocabulary and the format of its `files`; none that say another model."""
     if unsayable(layout.architecture):
         return ()
-    found = [*command_line(layout.architecture), "--seq-length", str(layout.architecture.max_seq_len)]
-    found += ["--make-vocab-size-divisible-by", str(options.vocab_divisible_by)]
-    found += ["--padded-vocab-size", str(layout.padded_vocab_size)]
-    found += ["--tensor-model-parallel-size", str(layout.tp), "--pipeline-model-parallel-size", str(layout.pp)]
+    words = [*command_line(layout.architecture), "--seq-length", str(layout.architecture.max_seq_len)]
+    words += ["--make-vocab-size-divisible-by", str(options.vocab_divisible_by)]
+    words += ["--padded-vocab-size", str(layout.padded_vocab_size)]
+    words += ["--tensor-model-parallel-size", str(layout.tp), "--pipeline-model-parallel-size", str(layout.pp)]
     if uneven := pipeline_layout(layout):
-        found += ["--pipeline-model-parallel-layout", uneven]
+        words += ["--pipeline-model-parallel-layout", uneven]
     if state is not None:
-        found.append("--no-load-rng")
-    return (*found, *files)
+        words.append("--no-load-rng")
+    return (*words, *files)
 
 
 def pipeline_layout(layout: RankLayout) -> str | None:

@@ -53,10 +53,10 @@ class _Rank:
     def models(self) -> list[Mapping[str, Any]]:
         """One, or one for each virtual stage."""
         names = sorted((n for n in self.content if re.fullmatch(r"model\d+", str(n))), key=lambda n: int(n[5:]))
-        found = [self.content[name] for name in (names or ["model"]) if name in self.content]
-        if not found or not all(isinstance(model, Mapping) for model in found):
+        models = [self.content[name] for name in (names or ["model"]) if name in self.content]
+        if not models or not all(isinstance(model, Mapping) for model in models):
             raise DataError(f"{self.path} holds no model: give a checkpoint with weights")
-        return found
+        return models
 
 
 def open_checkpoint(path: Path) -> MegatronLegacyReader:
@@ -104,18 +104,18 @@ class MegatronLegacyReader(CheckpointReader):
         faults = list(self._faults)
         for kind, places in self._places.items():
             for tensor in self._tensors.values():
-                found = places.get(tensor.name, {})
+                by_rank = places.get(tensor.name, {})
                 has_none = tensor.is_added or tensor.is_buffer or (kind == "master" and self._is_fp32(tensor))
-                if not found and kind != "weight" and has_none:
+                if not by_rank and kind != "weight" and has_none:
                     continue
                 where = "" if kind == "weight" else f" ({kind})"
                 shape = list(self._layout.local_shape(tensor))
                 faults += [
                     f"{tensor.name} {shape}{where} of tensor parallel rank {rank} is missing"
                     for rank in range(self._tp)
-                    if rank not in found
+                    if rank not in by_rank
                 ]
-                faults += self._misshapen(tensor, found)
+                faults += self._misshapen(tensor, by_rank)
         refuse_faults(self.folder, faults, _ADVICE)
         embedding = self._places["weight"][EMBEDDING]
         self._say_differing_copies()
@@ -141,26 +141,26 @@ class MegatronLegacyReader(CheckpointReader):
 
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
         name = megatron_tensors(self.architecture, group)[0].name
-        found = self._places[kind].get(name) or self._places["weight"].get(name)
-        if not found:
+        by_rank = self._places[kind].get(name) or self._places["weight"].get(name)
+        if not by_rank:
             raise DataError(f"{self.folder} lacks {name}: copy it again")
-        return next(iter(found.values())).dtype
+        return next(iter(by_rank.values())).dtype
 
     def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         wanted = megatron_tensors(self.architecture, group)
         return from_megatron(self.architecture, group, {tensor.name: self._read(tensor, kind) for tensor in wanted})
 
     def _read(self, tensor: MegatronTensor, kind: StateKind) -> torch.Tensor:
-        found = self._places[kind].get(tensor.name)
-        if found is None and kind == "master":  # a weight that is trained in fp32 has no copy
-            found = self._places["weight"].get(tensor.name)
-        if not found and tensor.is_added and kind != "weight":
+        by_rank = self._places[kind].get(tensor.name)
+        if by_rank is None and kind == "master":  # a weight that is trained in fp32 has no copy
+            by_rank = self._places["weight"].get(tensor.name)
+        if not by_rank and tensor.is_added and kind != "weight":
             return torch.zeros(tensor.shape)  # not trained: published models have none
-        if not found or (tensor.tp_dim is not None and len(found) < self._tp):
+        if not by_rank or (tensor.tp_dim is not None and len(by_rank) < self._tp):
             raise DataError(f"{self.folder} lacks {tensor.name} ({kind}): give the files of all ranks")
         boxes: list[Box] = []
-        for rank in sorted(found) if tensor.tp_dim is not None else sorted(found)[:1]:
-            boxes += self._boxes(tensor, rank, found[rank])
+        for rank in sorted(by_rank) if tensor.tp_dim is not None else sorted(by_rank)[:1]:
+            boxes += self._boxes(tensor, rank, by_rank[rank])
         return assemble(tensor.name, tensor.shape, boxes, clip_rows=tensor.vocabulary)
 
     def _boxes(self, tensor: MegatronTensor, rank: int, stored: StoredTensor) -> Iterator[Box]:
@@ -230,17 +230,17 @@ class MegatronLegacyReader(CheckpointReader):
         return self.architecture.tied_embeddings and name == tied_head_name(self.architecture)
 
     def _without_copies(self, tensors: Mapping[str, dict[int, StoredTensor]]) -> dict[str, dict[int, StoredTensor]]:
-        return {name: found for name, found in tensors.items() if not self._is_tied_copy(name)}
+        return {name: by_rank for name, by_rank in tensors.items() if not self._is_tied_copy(name)}
 
     def _is_fp32(self, tensor: MegatronTensor) -> bool:
-        found = self._places["weight"].get(tensor.name, {})
-        return bool(found) and all(stored.dtype == torch.float32 for stored in found.values())
+        by_rank = self._places["weight"].get(tensor.name, {})
+        return bool(by_rank) and all(stored.dtype == torch.float32 for stored in by_rank.values())
 
-    def _misshapen(self, tensor: MegatronTensor, found: Mapping[int, StoredTensor]) -> list[str]:
+    def _misshapen(self, tensor: MegatronTensor, by_rank: Mapping[int, StoredTensor]) -> list[str]:
         wanted = self._layout.local_shape(tensor)
         return [
             f"{tensor.name} of {stored.path.parent.name} is {list(stored.shape)}, not {list(wanted)}"
-            for stored in found.values()
+            for stored in by_rank.values()
             if stored.shape != wanted
         ]
 
@@ -263,12 +263,14 @@ def _read_ranks(folder: Path) -> list[_Rank]:
     have = {(rank.tp_rank, rank.pp_rank) for rank in ranks}
     lacking = [f"mp_rank_{t:02d}" + f"_{p:03d}" * (pp > 1) for p in range(pp) for t in range(tp) if (t, p) not in have]
     arguments = ranks[0].content.get("args")
-    said = [getattr(arguments, f"{kind}_model_parallel_size", None) for kind in ("tensor", "pipeline")]
-    if lacking or any(isinstance(size, int) and size != found for size, found in zip(said, (tp, pp), strict=True)):
+    saved_sizes = [getattr(arguments, f"{kind}_model_parallel_size", None) for kind in ("tensor", "pipeline")]
+    if lacking or any(
+        isinstance(size, int) and size != num_ranks for size, num_ranks in zip(saved_sizes, (tp, pp), strict=True)
+    ):
         what = (
             f"lacks {', '.join(lacking)}"
             if lacking
-            else f"was written by tp {said[0]} x pp {said[1]} ranks, not {tp} x {pp}"
+            else f"was written by tp {saved_sizes[0]} x pp {saved_sizes[1]} ranks, not {tp} x {pp}"
         )
         raise DataError(f"{folder} {what}: give the files of all ranks")
     return ranks
@@ -279,8 +281,8 @@ def _stages(ranks: Sequence[_Rank]) -> list[tuple[_Rank, Mapping[str, Any]]]:
     rounds = max(len(rank.models) for rank in ranks)
     if any(len(rank.models) != rounds for rank in ranks):
         raise DataError(f"{ranks[0].path.parent.parent}: ranks hold different numbers of virtual stages: copy it again")
-    found = [(rank, rank.models[i]) for i in range(rounds) for rank in ranks]
-    for rank, model in found:
+    stages = [(rank, rank.models[i]) for i in range(rounds) for rank in ranks]
+    for rank, model in stages:
         if "language_model" in model or any(str(name).startswith("language_model.") for name in model):
             raise DataError(f"{rank.path} is older than megatron-core (language_model): save it with mcore models")
         if any(re.search(r"\.mlp\.experts\.weight[12]$", str(name)) for name in model):
@@ -288,7 +290,7 @@ def _stages(ranks: Sequence[_Rank]) -> list[tuple[_Rank, Mapping[str, Any]]]:
                 f"{rank.path} holds the experts of a layer in one tensor (GroupedMLP), which is not read: save it with"
                 " --ckpt-format torch_dist"
             )
-    return found
+    return stages
 
 
 def _refuse_other_versions(folder: Path, content: Mapping[str, Any]) -> None:

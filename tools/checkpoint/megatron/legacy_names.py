@@ -81,8 +81,8 @@ def _place(name: str, implementation: Implementation) -> StagePlace:
     if is_fused:  # held by the linear layer behind it, before that layer's own parameters
         module = _INSIDE.index("self_attention.linear_qkv")
     expert, part = 0, 0
-    if found := re.match(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc(\d)", rest):
-        expert, part = int(found[1]), int(found[2])
+    if expert_match := re.match(r"mlp\.experts\.local_experts\.(\d+)\.linear_fc(\d)", rest):
+        expert, part = int(expert_match[1]), int(expert_match[2])
         if implementation == "transformer_engine":
             expert, part = part, expert
     return (top, int(match[2]), module, expert, part, (not is_fused) * 2 + rest.endswith("bias"), "")

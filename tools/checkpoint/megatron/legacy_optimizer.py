@@ -40,16 +40,16 @@ def optimizer_tensors(ranks: Sequence[RankOptimizer]) -> tuple[NumberedStates, t
     """All ranks' optimizer tensors, or why there are none to carry."""
     if all(not isinstance(rank.optimizer, Mapping | list) for rank in ranks):
         return {}, ()
-    found: NumberedStates = {}
+    by_kind: NumberedStates = {}
     try:
         for rank in ranks:
             for kind, tensors in _of_rank(rank).items():
                 for name, stored in tensors.items():
-                    found.setdefault(kind, {}).setdefault(name, {})[rank.tp_rank] = stored
+                    by_kind.setdefault(kind, {}).setdefault(name, {})[rank.tp_rank] = stored
     except _UnclearError as why:
         return {}, (f"optimizer state is not carried: {why}",)
     order: tuple[StateKind, ...] = ("master", *MOMENTS)
-    return {kind: found[kind] for kind in order if kind in found}, ()
+    return {kind: by_kind[kind] for kind in order if kind in by_kind}, ()
 
 
 def _of_rank(rank: RankOptimizer) -> dict[StateKind, dict[str, StoredTensor]]:
@@ -68,7 +68,7 @@ def _of_rank(rank: RankOptimizer) -> dict[StateKind, dict[str, StoredTensor]]:
     masters: list[Any] = next(
         (rank.optimizer[name] for name in _MASTERS if isinstance(rank.optimizer.get(name), list)), []
     )
-    found: dict[StateKind, dict[str, StoredTensor]] = {}
+    by_kind: dict[StateKind, dict[str, StoredTensor]] = {}
     seen = 0
     for i, group in enumerate(groups):
         names = _names_of(rank, group, where)
@@ -84,14 +84,14 @@ def _of_rank(rank: RankOptimizer) -> dict[StateKind, dict[str, StoredTensor]]:
                     raise _UnclearError(
                         f"{where} has no {kind} of {name} in its shape {list(rank.weights[name].shape)}"
                     )
-                found.setdefault(kind, {})[name] = stored
+                by_kind.setdefault(kind, {})[name] = stored
             if not tensors:
                 raise _UnclearError(f"{where} has no moments of {name}")
         if copies:
             raise _UnclearError(f"{where} has {len(copies)} fp32 copies more than 16-bit weights")
     if not len(rank.weights) - len(rank.added) <= seen <= len(rank.weights):
         raise _UnclearError(f"{where} has {seen} parameters in its groups, but {len(rank.weights)} weights")
-    return found
+    return by_kind
 
 
 def _names_of(rank: RankOptimizer, group: Any, where: str) -> list[str]:

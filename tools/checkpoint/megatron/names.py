@@ -210,8 +210,8 @@ def megatron_weights(reader: CheckpointReader, names: Collection[str]) -> Iterat
     a = reader.architecture
     for group in tensor_groups(a):
         if any(tensor.name in names for tensor in megatron_tensors(a, group)):
-            found = to_megatron(a, group, reader.read(group, "weight"))
-            yield from ((name, tensor) for name, tensor in found.items() if name in names)
+            tensors = to_megatron(a, group, reader.read(group, "weight"))
+            yield from ((name, tensor) for name, tensor in tensors.items() if name in names)
 
 
 def from_megatron(architecture: Architecture, group: TensorGroup, tensors: GroupTensors) -> dict[str, torch.Tensor]:
@@ -221,17 +221,17 @@ def from_megatron(architecture: Architecture, group: TensorGroup, tensors: Group
     """
     wanted = megatron_tensors(architecture, group)
     _check("Megatron", group, {t.name: t.shape for t in wanted}, tensors.keys())
-    given = [_taken(tensors, tensor.name, tensor.shape) for tensor in wanted]
+    values = [_taken(tensors, tensor.name, tensor.shape) for tensor in wanted]
     if _is_norm(group):
-        for tensor, value in zip(wanted, given, strict=True):
+        for tensor, value in zip(wanted, values, strict=True):
             if tensor.is_added and bool(value.any()):
                 raise DataError(
                     f"{tensor.name} is not zero: a published {architecture.family} model has no such weight, so this"
                     " one cannot be written as one without changing what it computes"
                 )
-        return {info.name: value for info, value in zip(group.tensors, given, strict=False)}
+        return {info.name: value for info, value in zip(group.tensors, values, strict=False)}
     repeats, rows = _rows(architecture, group)
-    whole = given[0].reshape(repeats, sum(rows), *wanted[0].shape[1:])
+    whole = values[0].reshape(repeats, sum(rows), *wanted[0].shape[1:])
     pieces = [piece.reshape(-1, *wanted[0].shape[1:]) for piece in torch.split(whole, list(rows), dim=1)]
     if len(group.tensors) == 1 and len(pieces) > 1:
         pieces = [torch.cat(pieces)]

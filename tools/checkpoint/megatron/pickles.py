@@ -32,10 +32,10 @@ def read_archive(record: ArchiveRecord) -> Any:
 
 def read_tensor_record(record: ArchiveRecord) -> StoredTensor:
     """The one tensor that a record holds. Errors: DataError."""
-    found = read_archive(record)
-    if not isinstance(found, StoredTensor):
+    tensor = read_archive(record)
+    if not isinstance(tensor, StoredTensor):
         raise DataError(f"{record.path} holds no tensor at byte {record.offset:,}: copy it again, or save it anew")
-    return found
+    return tensor
 
 
 def scalar(value: Any, default: float = 0.0) -> float:

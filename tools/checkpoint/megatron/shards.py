@@ -100,21 +100,21 @@ def _refuse_uncuttable(a: Architecture, tp: int) -> None:
 
 
 def _layers_per_stage(a: Architecture, options: WriterOptions) -> tuple[int, ...]:
-    total, pp, given = a.total_layers, options.pp, options.layers_per_stage
+    total, pp, layers_per_stage = a.total_layers, options.pp, options.layers_per_stage
     if pp < 1:
         raise ConfigError(f"--pp {pp} must be at least 1")
-    if not given:
+    if not layers_per_stage:
         if total % pp:
             raise ConfigError(
                 f"--pp {pp} does not divide {total} layers: give a divisor, or --layers-per-stage with {pp} numbers"
             )
         return (total // pp,) * pp
-    if len(given) != pp or sum(given) != total or min(given) < 0:
+    if len(layers_per_stage) != pp or sum(layers_per_stage) != total or min(layers_per_stage) < 0:
         raise ConfigError(
-            f"--layers-per-stage {','.join(map(str, given))} must be --pp {pp} numbers of at least 0 that sum to"
-            f" {total} layers; these sum to {sum(given)}"
+            f"--layers-per-stage {','.join(map(str, layers_per_stage))} must be --pp {pp} numbers of at least 0 that"
+            f" sum to {total} layers; these sum to {sum(layers_per_stage)}"
         )
-    return given
+    return layers_per_stage
 
 
 @dataclass(frozen=True, slots=True)

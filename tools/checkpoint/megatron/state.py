@@ -58,8 +58,8 @@ class MegatronContents:
 def read_contents(common: Mapping[str, Any]) -> MegatronContents:
     """From the top level of common.pt, or of a rank's model_optim_rng.pt."""
     arguments = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else {}
-    kept = {name: plain(value) for name, value in arguments.items() if is_plain(value)}
-    dropped = tuple(sorted(str(name) for name in arguments.keys() - kept.keys()))
+    plain_arguments = {name: plain(value) for name, value in arguments.items() if is_plain(value)}
+    dropped = tuple(sorted(str(name) for name in arguments.keys() - plain_arguments.keys()))
     notices = []
     if others := sorted(name for name in common if name not in _KNOWN and not re.fullmatch(r"model\d*", str(name))):
         notices.append(f"the checkpoint also holds {', '.join(map(str, others))}, which are not carried")
@@ -74,7 +74,7 @@ def read_contents(common: Mapping[str, Any]) -> MegatronContents:
         state = TrainingState(
             iteration=int(scalar(common.get("iteration"))),
             optimizer_step=_step(optimizer),
-            consumed_samples=int(scalar(kept.get("consumed_train_samples"))),
+            consumed_samples=int(scalar(plain_arguments.get("consumed_train_samples"))),
             param_groups=groups,
             scheduler=plain(schedule) if isinstance(schedule, Mapping) else {},
         )
@@ -82,7 +82,9 @@ def read_contents(common: Mapping[str, Any]) -> MegatronContents:
     outer = common.get("optimizer")
     scaler = outer.get("grad_scaler") if isinstance(outer, Mapping) else None
     loss_scale = plain(scaler) if isinstance(scaler, Mapping) else {}
-    values = MegatronValues(arguments=kept, dropped_arguments=dropped, progress=progress, grad_scaler=loss_scale)
+    values = MegatronValues(
+        arguments=plain_arguments, dropped_arguments=dropped, progress=progress, grad_scaler=loss_scale
+    )
     return MegatronContents(values, state, tuple(notices))
 
 
@@ -107,12 +109,12 @@ def _groups(optimizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def _step(optimizer: Mapping[str, Any]) -> int:
     """Of the first place that says it: a common step, a group's, a parameter's."""
     states = optimizer.get("state")
-    found = [states.get("common_step")] if isinstance(states, Mapping) else []
-    found += [group.get("step") for group in _groups(optimizer)]
-    found += (
+    steps = [states.get("common_step")] if isinstance(states, Mapping) else []
+    steps += [group.get("step") for group in _groups(optimizer)]
+    steps += (
         [one.get("step") for one in states.values() if isinstance(one, Mapping)] if isinstance(states, Mapping) else []
     )
-    return next((int(scalar(step)) for step in found if step is not None), 0)
+    return next((int(scalar(step)) for step in steps if step is not None), 0)
 
 
 def written_kinds(reader: CheckpointReader) -> tuple[StateKind, ...]:
@@ -144,12 +146,12 @@ def param_groups(state: TrainingState) -> list[dict[str, Any]]:
         decayed = {**_GROUP, **{key: value for key, value in (groups[0] if groups else {}).items() if key in _GROUP}}
         return [decayed, {**decayed, "wd_mult": 0.0, "weight_decay": 0.0}]
     lacking = {key: _GROUP[key] for key in ("is_decoupled_lr", "lr_mult")}
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    by_settings: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in sorted(groups, key=lambda group: bool(group.get("is_expert_parallel"))):
         whole = {**lacking, **group, "is_expert_parallel": False}
         key = tuple(whole.get(name, whole.get(f"pre_{name}")) for name in ("wd_mult", "lr_mult", "is_decoupled_lr"))
-        found.setdefault(key, whole)
-    return list(found.values())
+        by_settings.setdefault(key, whole)
+    return list(by_settings.values())
 
 
 def decays(group: Mapping[str, Any]) -> bool:
@@ -159,14 +161,15 @@ def decays(group: Mapping[str, Any]) -> bool:
 
 def arguments_of(reader: CheckpointReader, layout: RankLayout, options: WriterOptions, *, is_training: bool) -> Any:
     """Megatron's argument namespace: the source's where it has one, the model's, and the new layout."""
-    known = dict(reader.megatron.arguments)
-    known.setdefault("add_position_embedding", True)
-    if known.get("tokenizer_type") is None:  # Megatron-LM compares it where a vocabulary's file is given: GPT-2's alone
-        known["tokenizer_type"] = "GPT2BPETokenizer" if layout.architecture.family == "gpt2" else None
+    arguments = dict(reader.megatron.arguments)
+    arguments.setdefault("add_position_embedding", True)
+    # Megatron-LM compares the type where a vocabulary's file is given: GPT-2's alone.
+    if arguments.get("tokenizer_type") is None:
+        arguments["tokenizer_type"] = "GPT2BPETokenizer" if layout.architecture.family == "gpt2" else None
     described = write_arguments(layout.architecture)
-    known |= {
+    arguments |= {
         **described,
-        "vocab_size": layout.architecture.vocab_size - num_added_tokens(known),
+        "vocab_size": layout.architecture.vocab_size - num_added_tokens(arguments),
         "make_vocab_size_divisible_by": options.vocab_divisible_by,
         "padded_vocab_size": layout.padded_vocab_size,
         "tensor_model_parallel_size": layout.tp,
@@ -178,8 +181,8 @@ def arguments_of(reader: CheckpointReader, layout: RankLayout, options: WriterOp
         "iteration": reader.state.iteration if reader.state and is_training else 0,
         "consumed_train_samples": reader.state.consumed_samples if reader.state and is_training else 0,
     }
-    known["pipeline_model_parallel_layout"] = pipeline_layout(layout)
-    return argparse.Namespace(**known)
+    arguments["pipeline_model_parallel_layout"] = pipeline_layout(layout)
+    return argparse.Namespace(**arguments)
 
 
 def grad_scaler(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def _copy(part: StoredTensor, place: torch.Tensor) -> None:
 
 
 def _shard_files(path: Path) -> list[Path]:
-    numbers = sorted(int(found[1]) for file in path.iterdir() if (found := _SHARD.fullmatch(file.name)))
+    numbers = sorted(int(match[1]) for file in path.iterdir() if (match := _SHARD.fullmatch(file.name)))
     if numbers != list(range(len(numbers))):
         missing = sorted(set(range(numbers[-1])) - set(numbers))
         raise DataError(
