@@ -73,7 +73,7 @@ def draw(schedule: PipelineSchedule, trace: Trace, *, width: int = 100) -> str:
 
 
 def picture(schedule: PipelineSchedule, trace: Trace, *, width: int) -> list[list[tuple[str, Kind | None]]]:
-    """The rows of `draw` in pieces, each an action's text with its kind, or dots and None where the rank is idle."""
+    """The rows of `draw` as texts, each an action's with its kind, or dots and None where the rank is idle."""
     if width < 1:
         raise PlanError(f"width is {width} columns but a picture needs at least 1")
     start_s = min((span.start_s for span in trace.spans), default=0.0)
@@ -94,15 +94,15 @@ def picture(schedule: PipelineSchedule, trace: Trace, *, width: int) -> list[lis
     )
     rows = []
     for row in columns:
-        pieces: list[tuple[str, Kind | None]] = []
+        texts: list[tuple[str, Kind | None]] = []
         end = 0
         for left, right, action in row:
             label = _label(action, with_stage=with_stage)
-            pieces.append(("." * (left - end), None))
-            pieces.append((label.ljust(right - left, _FILL[action.kind])[: right - left], action.kind))
+            texts.append(("." * (left - end), None))
+            texts.append((label.ljust(right - left, _FILL[action.kind])[: right - left], action.kind))
             end = right
-        pieces.append(("." * (width - end), None))
-        rows.append([(text, kind) for text, kind in pieces if text])
+        texts.append(("." * (width - end), None))
+        rows.append([(text, kind) for text, kind in texts if text])
     return rows
 
 
@@ -118,7 +118,7 @@ def plan_json(
     `in_flight_bytes` [dp_rank][pp_rank], beside the peaks, are of buffers that only instructions have. A plan of
     forwards alone says so: "forward_only" is true.
 
-    A micro-batch that carries a piece of a long sample, its first, says which: "carried" is [start, end] in positions.
+    A micro-batch whose first document is a piece of a long sample says which: "carried" is [start, end] in positions.
 
     Errors: PlanError for a plan that cuts samples in another way (fixed rows) and for one of ranks that share cores.
     """
@@ -160,8 +160,8 @@ def plan_json(
 def _refuse_cut_samples(step_plan: StepPlan) -> None:
     seen: set[int] = set()
     for micro_batch in step_plan.batch.micro_batches:
-        carried = micro_batch.attention == "carried"
-        for sample in micro_batch.samples[1 if carried else 0 :]:
+        has_piece = micro_batch.attention == "carried"
+        for sample in micro_batch.samples[1 if has_piece else 0 :]:
             if sample.start or sample.index in seen:
                 raise PlanError(
                     f"the plan cuts sample {sample.index} into pieces, which {PLAN_FORMAT} cannot hold: write plans of"
@@ -182,29 +182,44 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
     if not isinstance(forward_only, bool):
         raise PlanError(f"the plan's forward_only is {short(forward_only)} but must be true or false")
     shape = _mapping(_field(root, "topology", "plan"), "topology")
+    micro_batches, schedules = [], []
+    for dp_rank, raw in enumerate(_replicas_in_order(root, _field(shape, "dp", "topology"))):
+        shapes, schedule = _read_replica(raw, f"replica {dp_rank}", forward_only=forward_only)
+        micro_batches.append(shapes)
+        schedules.append(schedule)
+    return _read_topology(shape, schedules), micro_batches, schedules
+
+
+def _replicas_in_order(root: Mapping[str, Any], dp: Any) -> list[Mapping[str, Any]]:
+    """The replicas by dp_rank, which must be 0 to dp - 1."""
     replicas = [_mapping(raw, f"replicas[{i}]") for i, raw in enumerate(_list(root, "replicas", "plan"))]
     numbers = [_field(raw, "dp_rank", f"replicas[{i}]") for i, raw in enumerate(replicas)]
-    dp = _field(shape, "dp", "topology")
     if not replicas or dp != len(replicas) or sorted(numbers, key=str) != sorted(range(len(replicas)), key=str):
         raise PlanError(
             f"the replicas have dp_rank {short(numbers)} but the topology needs each of 0..dp-1 with dp {short(dp)}"
             " once"
         )
-    replicas = [raw for _, raw in sorted(zip(numbers, replicas, strict=True), key=lambda pair: int(pair[0]))]
-    micro_batches, schedules = [], []
-    for dp_rank, raw in enumerate(replicas):
-        where = f"replica {dp_rank}"
-        shapes = [
-            _check_micro_batch(m, f"{where} micro-batch {i}") for i, m in enumerate(_list(raw, "micro_batches", where))
-        ]
-        schedule = _read_schedule(_mapping(_field(raw, "schedule", where), f"{where} schedule"), where)
-        schedule = replace(schedule, forward_only=forward_only)
-        try:
-            validate(schedule, len(shapes), sample_pieces([_micro_batch_of(shape) for shape in shapes]))
-        except PlanError as error:
-            raise PlanError(f"{where}: {error}") from error
-        micro_batches.append(shapes)
-        schedules.append(schedule)
+    return [raw for _, raw in sorted(zip(numbers, replicas, strict=True), key=lambda pair: int(pair[0]))]
+
+
+def _read_replica(
+    raw: Mapping[str, Any], where: str, *, forward_only: bool
+) -> tuple[list[dict[str, Any]], PipelineSchedule]:
+    """A replica's micro-batches, and its schedule, proven to run."""
+    shapes = [
+        _check_micro_batch(m, f"{where} micro-batch {i}") for i, m in enumerate(_list(raw, "micro_batches", where))
+    ]
+    schedule = _read_schedule(_mapping(_field(raw, "schedule", where), f"{where} schedule"), where)
+    schedule = replace(schedule, forward_only=forward_only)
+    try:
+        validate(schedule, len(shapes), sample_pieces([_micro_batch_of(shape) for shape in shapes]))
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from error
+    return shapes, schedule
+
+
+def _read_topology(shape: Mapping[str, Any], schedules: Sequence[PipelineSchedule]) -> Topology:
+    """The topology of schedules that place stages alike."""
     placements = {schedule.stage_ranks for schedule in schedules}
     if len(placements) != 1:
         raise PlanError(f"the replicas place stages differently: {sorted(placements)}")
@@ -216,23 +231,22 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
     if pp != len(schedules[0].ranks):
         raise PlanError(f"the schedules have {len(schedules[0].ranks)} ranks but the topology has pp {short(pp)}")
     try:
-        topology = Topology(
+        return Topology(
             tp=tp,
             pp=pp,
-            dp=dp,
+            dp=_field(shape, "dp", "topology"),
             layers_per_stage=tuple(shape.get("layers_per_stage", ())),
             placement=() if identity else placement,
         )
     except (DynaPipeError, TypeError) as error:
         raise PlanError(f"the plan's topology {short(shape)}: {error}") from error
-    return topology, micro_batches, schedules
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
-    carried = {}
+    positions = {}
     if micro_batch.attention == "carried":
         piece = micro_batch.samples[0]
-        carried["carried"] = [piece.start, piece.start + piece.encoder]
+        positions["carried"] = [piece.start, piece.start + piece.encoder]
     return {
         "samples": [sample.index for sample in micro_batch.samples],
         "layout": micro_batch.layout,
@@ -240,7 +254,7 @@ def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
         "encoder_len": micro_batch.encoder_len,
         "decoder_len": micro_batch.decoder_len,
         "recompute": micro_batch.recompute,
-        **carried,
+        **positions,
     }
 
 

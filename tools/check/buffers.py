@@ -14,17 +14,17 @@ def with_buffers(
 ) -> Verdict:
     """The verdict on a plan that runs to its end, with the most bytes in flight [dp_rank][pp_rank] as proven."""
     figures, faults = [], []
-    for number, (replica, peaks, found) in enumerate(
+    for number, (replica, peaks, proven_bytes) in enumerate(
         zip(plan.replicas, verdict.peak_bytes, in_flight_bytes, strict=True)
     ):
         where = f"replica {number}"
-        if replica.in_flight_bytes and len(replica.in_flight_bytes) != len(found):
+        if replica.in_flight_bytes and len(replica.in_flight_bytes) != len(proven_bytes):
             faults.append(
                 f"{where}: bytes in flight of {len(replica.in_flight_bytes)} ranks are claimed but there are"
-                f" {len(found)}"
+                f" {len(proven_bytes)}"
             )
             continue
-        for rank, num_bytes in enumerate(found):
+        for rank, num_bytes in enumerate(proven_bytes):
             claimed = replica.in_flight_bytes[rank] if replica.in_flight_bytes else None
             figures.append(Compared(where, f"bytes in flight on pipeline rank {rank}", claimed, num_bytes, "B"))
             if claimed is not None and claimed != num_bytes:

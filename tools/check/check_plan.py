@@ -40,7 +40,7 @@ Lengths = Mapping[int, ByteNeed]  # of samples, by index
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure, as claimed (None: it is not) and as found (None: it could not be); seconds, or bytes."""
+    """One figure, in seconds or bytes: as the plan claims it and as this check found it; None where there is none."""
 
     where: str
     what: str
@@ -51,7 +51,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Every reason against a plan (none: it is valid), and the figures. Bounds, gaps and peaks are those found here.
+    """Every reason against a plan (none: it is valid), and the figures. Bounds, gaps and peaks are worked out here.
 
     `peak_bytes` [dp_rank][pp_rank] are empty, and the seconds None, unless every replica runs to its end.
     """
@@ -101,71 +101,104 @@ def check(
         )
     if plan.forward_only:
         costs = adjusted(costs, ForwardsAlone())
+    replicas = [
+        _checked_replica(replica, f"replica {number}", plan, costs, lengths, memory_limit_bytes)
+        for number, replica in enumerate(plan.replicas)
+    ]
     faults = _cover_faults(plan, lengths, whole_batch=whole_batch)
-    figures: list[Compared] = []
-    makespans: list[int] = []
-    bounds: list[int] = []
-    peaks_found: list[tuple[int, ...]] = []
-    split = False
-    for number, replica in enumerate(plan.replicas):
-        where = f"replica {number}"
-        actions, wrong = _ordered_actions(replica, plan.topology, forward_only=plan.forward_only)
-        wrong += _shape_faults(replica, lengths) + piece_faults(replica, actions, lengths)
-        if not wrong:
-            try:
-                priced = costs.evaluate([micro_batch_of(m, lengths) for m in replica.micro_batches])
-            except PlanError as error:
-                wrong.append(str(error))
-        if wrong:
-            faults += [f"{where}: {reason}" for reason in wrong]
-            continue
-        is_split = any(kind == "I" for rank in actions for _, kind, _ in rank)
-        split = split or is_split
-        makespan, stuck = _simulated_ns(actions, priced, stage_ranks)
-        if makespan is None:
-            faults.append(f"{where}: deadlock, waiting for ever at {', '.join(stuck)}: the lists have a circular wait")
-            continue
-        found = replica_bounds_ns(
-            priced, stage_ranks, split=is_split, limit_bytes=memory_limit_bytes, forward_only=plan.forward_only
-        )
-        peaks = _peak_bytes(actions, priced, stage_ranks)
-        compared, wrong = _compared(replica, where, makespan, found, peaks, memory_limit_bytes)
-        figures += compared
-        faults += [f"{where}: {reason}" for reason in wrong]
-        makespans.append(makespan)
-        bounds.append(max(found.values()))
-        peaks_found.append(peaks)
-    if len(makespans) < len(plan.replicas):
+    faults += [f"{one.where}: {reason}" for one in replicas for reason in one.faults]
+    figures = [figure for one in replicas for figure in one.figures]
+    timed = [one.timed for one in replicas if one.timed]
+    if len(timed) < len(replicas):
         return Verdict(faults=tuple(faults), figures=tuple(figures))
-    batch = free = None
-    planned = [s for replica in plan.replicas for s in used_samples(replica)]
-    if lengths is not None and all(s in lengths for s in planned):
-        packed = any(m.layout == "packed" for replica in plan.replicas for m in replica.micro_batches)
-        needs = [lengths[s] for s in planned]
-        pieces = any(m.carried is not None for replica in plan.replicas for m in replica.micro_batches)
-        bound = partial(batch_bound_ns, costs, needs, split=split, packed=packed, pieces=pieces)
-        batch = bound(stage_ranks, dp=len(plan.replicas), limit_bytes=memory_limit_bytes)
-        alone = bound((0,) * len(stage_ranks), dp=1)  # all stages on one rank: nothing but work
-        free = None if alone is None else alone / (len(set(stage_ranks)) * len(plan.replicas))
-    for what, name, claimed, found_ns in (
+    is_split = any(one.is_split for one in timed)
+    batch, free = _batch_bounds_ns(plan, costs, lengths, is_split=is_split, limit_bytes=memory_limit_bytes)
+    for what, name, claimed, bound_ns in (
         ("bound of every plan", "batch", plan.batch_bound_s, batch),
         ("bound of every plan, wherever layers live", "free batch", plan.free_batch_bound_s, free),
     ):
-        figures.append(Compared("batch", what, claimed, None if found_ns is None else found_ns / 1e9))
-        if found_ns is not None and not (claimed or 0.0) <= found_ns / 1e9 * (1 + _TOLERANCE):
+        figures.append(Compared("batch", what, claimed, None if bound_ns is None else bound_ns / 1e9))
+        if bound_ns is not None and not (claimed or 0.0) <= bound_ns / 1e9 * (1 + _TOLERANCE):
             faults.append(
-                f"the {name} bound is claimed to be {claimed:.6f} s but no more than {found_ns / 1e9:.6f} s can be"
+                f"the {name} bound is claimed to be {claimed:.6f} s but no more than {bound_ns / 1e9:.6f} s can be"
                 " proven: a better plan may exist"
             )
     return Verdict(
         faults=tuple(faults),
         figures=tuple(figures),
-        peak_bytes=tuple(peaks_found),
-        makespan_s=max(makespans) / 1e9,
-        bound_s=max(bounds) / 1e9,
+        peak_bytes=tuple(one.peak_bytes for one in timed),
+        makespan_s=max(one.makespan_ns for one in timed) / 1e9,
+        bound_s=max(one.bound_ns for one in timed) / 1e9,
         batch_bound_s=None if batch is None else batch / 1e9,
         free_batch_bound_s=None if free is None else free / 1e9,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TimedReplica:
+    """What a replica that runs to its end comes to."""
+
+    makespan_ns: int
+    bound_ns: int
+    peak_bytes: tuple[int, ...]
+    is_split: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedReplica:
+    """A replica's faults and figures; `timed` is None unless it runs to its end."""
+
+    where: str
+    faults: Sequence[str]
+    figures: Sequence[Compared] = ()
+    timed: _TimedReplica | None = None
+
+
+def _checked_replica(
+    replica: ReplicaFile, where: str, plan: PlanFile, costs: CostModel, lengths: Lengths | None, limit_bytes: int
+) -> _CheckedReplica:
+    """One replica by itself: its actions, shapes, pieces, prices, times, bounds and bytes."""
+    stage_ranks, forward_only = plan.topology.stage_ranks, plan.forward_only
+    actions, faults = _ordered_actions(replica, plan.topology, forward_only=forward_only)
+    faults += _shape_faults(replica, lengths) + piece_faults(replica, actions, lengths)
+    if faults:
+        return _CheckedReplica(where, faults)
+    try:
+        priced = costs.evaluate([micro_batch_of(m, lengths) for m in replica.micro_batches])
+    except PlanError as error:
+        return _CheckedReplica(where, [str(error)])
+    makespan_ns, stuck = _simulated_ns(actions, priced, stage_ranks)
+    if makespan_ns is None:
+        waiting = ", ".join(stuck)
+        return _CheckedReplica(where, [f"deadlock, waiting for ever at {waiting}: the lists have a circular wait"])
+    is_split = any(kind == "I" for rank in actions for _, kind, _ in rank)
+    bounds_ns = replica_bounds_ns(
+        priced, stage_ranks, split=is_split, limit_bytes=limit_bytes, forward_only=forward_only
+    )
+    peaks = _peak_bytes(actions, priced, stage_ranks)
+    figures, faults = _compared(replica, where, makespan_ns, bounds_ns, peaks, limit_bytes)
+    timed = _TimedReplica(
+        makespan_ns=makespan_ns, bound_ns=max(bounds_ns.values()), peak_bytes=peaks, is_split=is_split
+    )
+    return _CheckedReplica(where, faults, figures, timed)
+
+
+def _batch_bounds_ns(
+    plan: PlanFile, costs: CostModel, lengths: Lengths | None, *, is_split: bool, limit_bytes: int
+) -> tuple[float | None, float | None]:
+    """The bound of every plan of the samples, on the plan's placement and wherever layers live; None if not known."""
+    samples = [s for replica in plan.replicas for s in used_samples(replica)]
+    if lengths is None or not all(s in lengths for s in samples):
+        return None, None
+    micro_batches = [m for replica in plan.replicas for m in replica.micro_batches]
+    packed = any(m.layout == "packed" for m in micro_batches)
+    pieces = any(m.piece is not None for m in micro_batches)
+    needs = [lengths[s] for s in samples]
+    bound = partial(batch_bound_ns, costs, needs, split=is_split, packed=packed, pieces=pieces)
+    stage_ranks, dp = plan.topology.stage_ranks, len(plan.replicas)
+    batch = bound(stage_ranks, dp=dp, limit_bytes=limit_bytes)
+    alone = bound((0,) * len(stage_ranks), dp=1)  # all stages on one rank: nothing but work
+    return batch, None if alone is None else alone / (len(set(stage_ranks)) * dp)
 
 
 def _cover_faults(plan: PlanFile, lengths: Lengths | None, *, whole_batch: bool) -> list[str]:
@@ -194,26 +227,26 @@ def _shape_faults(replica: ReplicaFile, lengths: Lengths | None) -> list[str]:
                 f" recompute {short(m.recompute)} cannot be for {len(m.samples)} samples"
             )
             continue
-        if m.carried is not None and (m.layout != "packed" or m.decoder_len):
+        if m.piece is not None and (m.layout != "packed" or m.decoder_len):
             faults.append(f"micro-batch {i} carries a piece but is no packed row without a decoder side")
             continue
-        known = [(s, lengths[s]) for s in m.samples if lengths is not None and s in lengths]
-        if m.carried is not None and len(known) == len(m.samples):
-            known[0] = (m.samples[0], (m.carried[1] - m.carried[0], 0))
+        needs = [(s, lengths[s]) for s in m.samples if lengths is not None and s in lengths]
+        if m.piece is not None and len(needs) == len(m.samples):
+            needs[0] = (m.samples[0], (m.piece[1] - m.piece[0], 0))
         if m.layout == "padded":
             faults += [
                 f"micro-batch {i}: rows of {m.encoder_len} + {m.decoder_len} are too short for sample {s}, which needs"
                 f" {encoder} + {decoder}"
-                for s, (encoder, decoder) in known
+                for s, (encoder, decoder) in needs
                 if encoder > m.encoder_len or decoder > m.decoder_len
             ]
-        elif lengths is not None and len(known) == len(m.samples) and _packed(m, lengths) is None:
-            sums = " + ".join(str(sum(need[side] for _, need in known)) for side in (0, 1))
+        elif lengths is not None and len(needs) == len(m.samples) and _packed(m, lengths) is None:
+            sums = " + ".join(str(sum(need[side] for _, need in needs)) for side in (0, 1))
             faults.append(
                 f"micro-batch {i}: a packed row of {m.encoder_len} + {m.decoder_len} does not follow from documents of"
                 f" {sums} in all, by any rounding"
             )
-        elif len(known) < len(m.samples):
+        elif len(needs) < len(m.samples):
             faults.append(f"micro-batch {i} packs samples of unknown length: it has no price")
     return faults
 
@@ -231,14 +264,14 @@ def micro_batch_of(m: ShapeFile, lengths: Lengths | None) -> MicroBatch:
 def _packed(m: ShapeFile, lengths: Lengths) -> MicroBatch | None:
     """A packed row with these documents and the file's lengths; None if rounding up cannot lead to them."""
     samples = tuple(SampleLength(s, *lengths[s]) for s in m.samples)
-    if m.carried is not None:
-        start, end = m.carried
+    if m.piece is not None:
+        start, end = m.piece
         samples = (SampleLength(m.samples[0], end - start, start=start), *samples[1:])
     sides = [sum(s.encoder for s in samples), sum(s.decoder for s in samples)]
     if m.encoder_len < sides[0] or m.decoder_len < sides[1]:
         return None
     if not m.decoder_len:
-        attention: Attention = "document" if m.carried is None else "carried"
+        attention: Attention = "document" if m.piece is None else "carried"
         return MicroBatch(samples, "packed", cast(Recompute, m.recompute), attention, min_len=m.encoder_len)
     for multiple in _divisors(math.gcd(m.encoder_len, m.decoder_len)):
         if [-(-side // multiple) * multiple for side in sides] == [m.encoder_len, m.decoder_len]:
@@ -278,9 +311,9 @@ def _ordered_actions(
             kinds[stage, m] = kinds.get((stage, m), "") + match[2]
     for stage in range(topology.num_stages):
         for m in range(len(replica.micro_batches)):
-            if (found := kinds.get((stage, m), "nothing")) not in (("F",) if forward_only else ("FB", "FIW")):
-                wanted = "F alone" if forward_only else "F and B, or F, I and W"
-                faults.append(f"micro-batch {m} runs {found} on stage {stage}: it must run {wanted}")
+            if (runs := kinds.get((stage, m), "nothing")) not in (("F",) if forward_only else ("FB", "FIW")):
+                must_run = "F alone" if forward_only else "F and B, or F, I and W"
+                faults.append(f"micro-batch {m} runs {runs} on stage {stage}: it must run {must_run}")
     return ranks, faults
 
 

@@ -12,8 +12,8 @@ PlainAction = tuple[int, str, int]  # stage, kind, micro-batch
 
 def used_samples(replica: ReplicaFile) -> list[int]:
     """The samples of a replica as often as they are trained; pieces are parts of one training."""
-    whole = [s for m in replica.micro_batches for s in m.samples[0 if m.carried is None else 1 :]]
-    return whole + sorted({m.samples[0] for m in replica.micro_batches if m.carried is not None and m.samples})
+    whole = [s for m in replica.micro_batches for s in m.samples[0 if m.piece is None else 1 :]]
+    return whole + sorted({m.samples[0] for m in replica.micro_batches if m.piece is not None and m.samples})
 
 
 def piece_faults(
@@ -58,8 +58,8 @@ def piece_faults(
 
 def _pieces(micro_batches: Sequence[ShapeFile]) -> dict[int, list[tuple[int, int, int]]]:
     """Of each cut sample: (start, end, micro-batch) of its pieces in turn."""
-    found: dict[int, list[tuple[int, int, int]]] = {}
+    pieces_of: dict[int, list[tuple[int, int, int]]] = {}
     for number, m in enumerate(micro_batches):
-        if m.carried is not None and m.samples:
-            found.setdefault(m.samples[0], []).append((*m.carried, number))
-    return {sample: sorted(pieces) for sample, pieces in found.items()}
+        if m.piece is not None and m.samples:
+            pieces_of.setdefault(m.samples[0], []).append((*m.piece, number))
+    return {sample: sorted(pieces) for sample, pieces in pieces_of.items()}

@@ -31,7 +31,8 @@ _MOST_SECONDS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeFile:
-    """A micro-batch as the file has it; `carried`: from where to where its first sample is a piece of a longer one."""
+    """A micro-batch as the file has it; `piece`: the positions (start, end) of its first
+    sample, where that is a piece of a longer one."""
 
     samples: tuple[int, ...]
     layout: str
@@ -39,7 +40,7 @@ class ShapeFile:
     encoder_len: int
     decoder_len: int
     recompute: str
-    carried: tuple[int, int] | None = None
+    piece: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +125,10 @@ def _count(fields: Fields, name: str, most: int = _MOST_POSITIONS) -> int:
 
 def _read_piece(fields: Fields) -> tuple[int, int]:
     """Errors: DataError for what is no pair of positions; which ones make sense is for the check to say."""
-    found = fields.many("carried", int)
-    if len(found) != 2:
-        raise DataError(f"carried has {len(found)} numbers but must be [start, end] of a piece: correct it")
-    start, end = (fields.within("carried", position, 0, _MOST_POSITIONS) for position in found)
+    positions = fields.many("carried", int)
+    if len(positions) != 2:
+        raise DataError(f"carried has {len(positions)} numbers but must be [start, end] of a piece: correct it")
+    start, end = (fields.within("carried", position, 0, _MOST_POSITIONS) for position in positions)
     return start, end
 
 
@@ -154,7 +155,7 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
                 encoder_len=encoder_len,
                 decoder_len=decoder_len,
                 recompute=one.one("recompute", str),
-                carried=_read_piece(one) if "carried" in shape else None,
+                piece=_read_piece(one) if "carried" in shape else None,
             )
         )
     claimed: dict[str, float] = {}

@@ -134,24 +134,37 @@ def batch_bound_ns(
     """
     if not needs:
         return None
-    table: CostTable | None = None
     match costs:  # by their definitions: what a model says of its own floor is what is judged here
         case CostTable() if pieces and costs.pieces is None:
             return None
         case CostTable() if packed or pieces:
             return _packed_bound_ns(costs, needs, stage_ranks, dp=dp, split=split, pieces=pieces)
-        case CostTable():
-            table = costs
         case AnalyticCosts() if packed and costs.capacity_factor:
             return None  # capacities are rounded up for the row as a whole: no sample has a share of its own
         case AdjustedCosts(prices=AnalyticCosts() as counted) if packed and counted.capacity_factor:
             return None
         case AdjustedCosts() if costs.facts.forwards_alone:
             return None
-        case AnalyticCosts() | TokenCosts() | AdjustedCosts(prices=AnalyticCosts() | TokenCosts()):
-            pass
+        case CostTable() | AnalyticCosts() | TokenCosts() | AdjustedCosts(prices=AnalyticCosts() | TokenCosts()):
+            return _padded_bound_ns(
+                costs, needs, stage_ranks, dp=dp, split=split, pieces=pieces, limit_bytes=limit_bytes
+            )
         case _:
             return None
+
+
+def _padded_bound_ns(
+    costs: _Priced,
+    needs: Sequence[ByteNeed],
+    stage_ranks: Sequence[int],
+    *,
+    dp: int,
+    split: bool,
+    pieces: bool,
+    limit_bytes: int | None,
+) -> float | None:
+    """The bound from the least work a row of every sample; see `batch_bound_ns`."""
+    table = costs if isinstance(costs, CostTable) else None
     ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
     # A stage that is recomputed whole is slower than one that is not, unless times were fitted.
     kinds = RECOMPUTES if isinstance(costs, AdjustedCosts) else LAYER_RECOMPUTES
@@ -169,7 +182,7 @@ def batch_bound_ns(
         tail = np.minimum(tail, [times.backward[: own[0]].sum(axis=0).min() for own in ranks])
         of_ranks = [float((times.work(own) * times.rows).min()) for own in ranks]
         chain = max(chain, *of_ranks) if pieces else max(chain, float(times.chain.min()))
-    if pieces:  # the least of them is a position long
+    if pieces:  # a piece may be as short as one position
         edge = _times(costs, {kind: np.ones((3, 1)) * [[1], [1], [0]] for kind in kinds}, split=split)
         head = np.array([edge.forward[: own[0]].sum(axis=0).min() for own in ranks])
         tail = np.array([edge.backward[: own[0]].sum(axis=0).min() for own in ranks])
@@ -188,7 +201,7 @@ def _most_rows(
     static = table.static_bytes()
     beside = np.array([static[[r == rank for r in stage_ranks]].sum() for rank in stage_ranks])[:, None]
     encoder, decoder = np.array(needs, np.int64).T
-    found: dict[tuple[ByteNeed, Recompute], int] = {}
+    most_rows: dict[tuple[ByteNeed, Recompute], int] = {}
     for recompute in LAYER_RECOMPUTES:
         fit = np.zeros(len(needs), np.int64)
         too_many = np.full(len(needs), int(_points(table)[0][-1]) + 1)
@@ -197,8 +210,8 @@ def _most_rows(
             priced = table.evaluate_shapes(np.maximum(1, rows), encoder, decoder, recompute)
             fits = (priced.stored_bytes + priced.working_bytes + beside <= limit_bytes).all(axis=0)
             fit, too_many = np.where(fits, rows, fit), np.where(fits, too_many, rows)
-        found |= {(need, recompute): int(most) for need, most in zip(needs, fit, strict=True)}
-    return found
+        most_rows |= {(need, recompute): int(most) for need, most in zip(needs, fit, strict=True)}
+    return most_rows
 
 
 def _covering(table: CostTable | None, need: ByteNeed, num_samples: int, most_rows: int | None) -> FloatArray:
@@ -218,8 +231,8 @@ def _points(costs: CostTable) -> tuple[list[float], list[float], list[float]]:
     for (_, kind), grid in costs.grids.items():
         of_kind = {"encoder": (rows, encoder), "decoder": (rows, encoder, decoder)}
         sides = of_kind.get(kind, (rows, decoder if costs.has_decoder else encoder))
-        for known, axis in zip(sides, grid.axes, strict=True):
-            known.update(axis.tolist())
+        for points, axis in zip(sides, grid.axes, strict=True):
+            points.update(axis.tolist())
     return sorted(rows), sorted(encoder), sorted(decoder)
 
 
@@ -294,13 +307,13 @@ def _least_mixture(
             total * min(x / size for x, size in sizes if size) for total, sizes in zip(totals, held, strict=True)
         )
     lengths = [(length, x) for (length, _), x in cost.items()]
-    found = [x * max(tokens / length, squares / length**2) for length, x in lengths]
+    mixtures = [x * max(tokens / length, squares / length**2) for length, x in lengths]
     for (a, cost_a), (b, cost_b) in itertools.combinations(lengths, 2):
         of_b = (squares - tokens * a) / (b * b - a * b)  # a rows_a + b rows_b = tokens, the same with squares
         of_a = (tokens - b * of_b) / a
         if of_a >= 0 and of_b >= 0:
-            found.append(of_a * cost_a + of_b * cost_b)
+            mixtures.append(of_a * cost_a + of_b * cost_b)
     for length, x in lengths:
         if square_ns < np.inf and (rest := squares - tokens * length) > 0:
-            found.append(x * tokens / length + square_ns * rest)
-    return min(found)
+            mixtures.append(x * tokens / length + square_ns * rest)
+    return min(mixtures)
