@@ -35,7 +35,7 @@ def measured_actions(
     predicted = times_by_letter(costs.evaluate(plan.micro_batches))
     fitted_from = without(costs, FittedTimes)
     before = predicted if fitted_from is costs else times_by_letter(fitted_from.evaluate(plan.micro_batches))
-    found = []
+    actions = []
     for span in spans:
         label = _LABEL.fullmatch(span.label)
         assert label is not None, span.label
@@ -43,20 +43,21 @@ def measured_actions(
         base_ns, predicted_ns = (int(table[letter][stage, int(label[3])]) for table in (before, predicted))
         measured_ns = round(1e9 * (span.cpu_s if in_cpu_s else span.duration_s))
         shape, (tokens, squares) = (m.rows, m.encoder_len, m.decoder_len), count_positions(m)
-        found.append(
+        actions.append(
             MeasuredAction(stage, letter, m.recompute, shape, tokens, squares, base_ns, predicted_ns, measured_ns)
         )
-    return tuple(found)
+    return tuple(actions)
 
 
 class CostWatch:
-    """The costs that a run plans with, and what they are off by; all ranks call it alike, each with its own spans.
+    """The costs that a run plans with, and how far measured times are from them. All ranks call it alike, each with
+    its own spans.
 
-    `in_cpu_s`: actions take their CPU time, on ranks that share cores. With `adapts` the costs are fitted anew after
-    steps 4, 8, 16 and so on (never to a process's first step), where actions are off by more than a fifth and fitted
-    costs are much closer. `gather` gives rank 0 the bytes of all ranks, and the others nothing; `share` gives rank 0's
-    to all; both are told what these are, for errors. `adopt` is told of new costs, with the number of the first plan
-    to be made with them.
+    `in_cpu_s`: on ranks that share cores, actions are measured in CPU seconds. With `adapts`, costs are fitted again
+    after steps 4, 8, 16 and so on (never to a process's first step), if measured times differ by more than a fifth and
+    fitted costs are much closer. `gather(bytes, name)` gives rank 0 the bytes of all ranks, and the others nothing;
+    `share(bytes, name)` gives rank 0's to all; errors have the name. `adopt(step, costs)` takes new costs, from the
+    plan of `step` on.
     """
 
     def __init__(
@@ -95,9 +96,9 @@ class CostWatch:
         mine, self._observed = self._observed, []
         measured = json.dumps([astuple(action) for action in mine]).encode()
         ranks = self._gather(measured, f"step {step}, times of actions on all ranks")
-        found = fitted_costs([_action(raw) for rank in ranks for raw in json.loads(rank)], self.costs)
-        told = json.dumps(found and [cost_model_to_json(found[0]), *astuple(found[1])])
-        shared = json.loads(self._share(told.encode(), f"step {step}, costs that rank 0 has fitted"))
+        fit = fitted_costs([_action(raw) for rank in ranks for raw in json.loads(rank)], self.costs)
+        message = json.dumps(fit and [cost_model_to_json(fit[0]), *astuple(fit[1])])
+        shared = json.loads(self._share(message.encode(), f"step {step}, costs that rank 0 has fitted"))
         if shared is None:
             return None
         self.costs = cost_model_from_json(shared[0])

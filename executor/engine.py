@@ -1,9 +1,9 @@
 """Runs a rank's instructions: takes buffers from one stage call to the next and to the transport.
 
-In order, or, where it is told how to see arrivals, with weight gradients run while a transfer is waited for: the next W
-of the plan whose I has run. The W keep their order among each other, none passes a backward that adds to the same
-weights, and no other instruction moves, so transfers, buffers and sums of gradients are those of the plan (`filling`
-has the proof that nothing else changes for the worse).
+Instructions run in the plan's order. With `arrived`, weight gradients fill the wait for a transfer: the next W of the
+plan whose I has run is run early. The W keep their order among each other, none passes a backward that adds to the same
+weights, and no other instruction moves. So transfers, buffers and sums of gradients are those of the plan (`filling`
+proves that nothing else changes for the worse).
 """
 
 from __future__ import annotations

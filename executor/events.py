@@ -1,4 +1,4 @@
-"""What a training step came to, as one value, and who is told.
+"""The result of a training step, as one value, and who receives it.
 
     every rank: StepDone ─► listeners          every `log_every` steps: RankFigures of each rank ─► AllRanks in StepDone
 
@@ -21,8 +21,8 @@ from dynapipe_ext.timeline import Span
 
 @dataclass(frozen=True, slots=True)
 class DriftingShape:
-    """Actions of one letter on one stage and shape (rows, encoder_len, decoder_len): what all of them in a step took,
-    and what its plan predicted for them."""
+    """Actions of one letter on one stage and shape (rows, encoder_len, decoder_len): their measured and their predicted
+    seconds, summed over a step."""
 
     stage: int
     letter: str
@@ -40,13 +40,13 @@ class DriftingShape:
 
     @classmethod
     def furthest(cls, actions: Iterable[MeasuredAction]) -> DriftingShape | None:
-        """The shape that takes most from, or adds most to, what was predicted; None of no actions."""
+        """The shape whose measured time differs most from the prediction; None without actions."""
         sums: dict[tuple[int, str, tuple[int, int, int]], list[int]] = defaultdict(lambda: [0, 0])
         for action in actions:
             of = sums[action.stage, action.letter, action.shape]
             of[0] += action.measured_ns
             of[1] += action.predicted_ns
-        return furthest_off(cls(*key, took / 1e9, told / 1e9) for key, (took, told) in sums.items())
+        return furthest_off(cls(*key, measured / 1e9, predicted / 1e9) for key, (measured, predicted) in sums.items())
 
     def numbers(self) -> list[float]:
         return [self.stage, LETTERS.index(self.letter), *self.shape, self.measured_s, self.predicted_s]
@@ -64,8 +64,8 @@ def furthest_off(shapes: Iterable[DriftingShape | None]) -> DriftingShape | None
 
 @dataclass(frozen=True, slots=True)
 class CostsFit:
-    """That costs were fitted, which hold from the next step on. Errors are those of predicted times of actions, over
-    what these took: with the costs before, and with the new ones."""
+    """Costs were fitted, and hold from the next step on. Errors are relative, of predicted times of actions: with the
+    costs before, and with the new ones."""
 
     error_before: float
     error_after: float
@@ -73,12 +73,11 @@ class CostsFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
-    """What a rank tells the others of a step.
+    """A rank's figures of a step, for all ranks.
 
-    Times are seconds on rank 0's clock; a rank whose replica has nothing to do has neither start nor end (infinities),
-    and `busy_s` is not a number where nobody recorded spans; `furthest_off` is then None. `cpu_s` and `work` are sums
-    over the steps since the last time that figures were gathered; `work` is counted by one rank of each replica. Bytes
-    are the most so far.
+    Times are seconds on rank 0's clock. A rank whose replica has no micro-batch has neither start nor end (infinities).
+    Without recorded spans `busy_s` is not a number and `furthest_off` is None. `cpu_s` and `work` are sums over the
+    steps since figures were gathered last; one rank of each replica counts `work`. Bytes are the most so far.
     """
 
     busy_s: float
@@ -125,10 +124,10 @@ def _own_figures() -> list[str]:
 class AllRanks:
     """A step over all ranks. `cpu_s` and `work` are sums over the last `num_steps` steps, this one included.
 
-    `makespan_s` is from the first start to the last end; `bubble_ratio` is None where some rank recorded no spans. The
-    predictions are those of the plan; `furthest_off` is the shape whose actions they were furthest off on, on any rank
-    (None without spans). Per rank, in rank order, the most so far:
-    `predicted_peak_bytes` and `peak_bytes`. `exposed_planning_s` is that of the rank that has waited longest.
+    `makespan_s` is from the first start to the last end. `bubble_ratio` is None where a rank recorded no spans. The
+    predictions are the plan's; `furthest_off` is the shape whose measured time differs most from them on any rank (None
+    without spans). `predicted_peak_bytes` and `peak_bytes` are the most so far of each rank, in rank order.
+    `exposed_planning_s` is that of the rank that has waited longest.
     """
 
     num_steps: int
@@ -241,10 +240,10 @@ class StepDone:
 
 
 class Listener(Protocol):
-    """Told of every step of a run, on the rank it was given to.
+    """Receives every step of a run, on the ranks that it was given to.
 
-    One that communicates (a checkpoint) is given to all ranks, in one order: the loop tells them in the
-    order of its list, before the next step begins. An exception ends the run.
+    A listener that communicates (a checkpoint) must be on all ranks, at the same place of their lists: the loop calls
+    listeners in the order of its list, before the next step begins. An exception ends the run.
     """
 
     def step_done(self, done: StepDone) -> None: ...

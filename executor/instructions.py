@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple, assert_never
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, LossNorm, MicroBatch
 from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec
+from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
@@ -345,16 +346,14 @@ def lower(
     *,
     fill_waits: bool = False,
     replicas_meet: bool = False,
-    known: Mapping[int, RankPrograms] = MappingProxyType({}),
+    unchanged: Mapping[int, RankPrograms] = MappingProxyType({}),
 ) -> tuple[tuple[ExecutionPlan, ...], ...]:
-    """Execution plans indexed [dp_rank][pp_rank]; replicas whose instructions are `known` keep them.
+    """Execution plans indexed [dp_rank][pp_rank]. Replicas whose instructions are `unchanged` keep them.
 
-    `replicas_meet` inside micro-batches, in collectives: transfers of all replicas are then ordered by the times of the
-    first, so that they have one order with the collectives.
+    Where `replicas_meet` in collectives inside micro-batches, the times of the first replica order the transfers of
+    all, so that transfers and collectives have one order.
 
-    `fill_waits` makes plans for executors that run weight gradients while they wait (see `filling`): the makespan that
-    they promise is that of filling ranks, the peaks are those of the schedule. Where ranks share cores, which a filled
-    wait does not free, the makespan is the schedule's, too.
+    `fill_waits` makes plans for executors that run weight gradients while they wait: see `_with_filled_waits`.
     """
     batch = step_plan.batch
     counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
@@ -364,13 +363,12 @@ def lower(
         batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.costs, strict=True
     ):
         if fill_waits and schedule.is_split:
-            schedule = with_room_to_fill(schedule, replica_costs)
-            if step_plan.cores is None:
-                filling_ns = filling_makespan_ns(schedule, replica_costs)
-                bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
-                prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
-        same_order = replicas_meet and counts[0] == len(replica.micro_batches)  # of others the proof says what is wrong
-        instructions = known.get(replica.dp_rank) or lower_schedule(
+            schedule, prediction = _with_filled_waits(
+                schedule, prediction, replica_costs, share_cores=step_plan.cores is not None
+            )
+        # Where replicas have unequal numbers of micro-batches the proof says what is wrong.
+        same_order = replicas_meet and counts[0] == len(replica.micro_batches)
+        instructions = unchanged.get(replica.dp_rank) or lower_schedule(
             schedule,
             simulate_ns(schedule, replica_costs),
             replica.micro_batches,
@@ -400,6 +398,19 @@ def lower(
             )
         )
     return tuple(plans)
+
+
+def _with_filled_waits(
+    schedule: PipelineSchedule, prediction: Prediction, costs: MicroBatchCosts, *, share_cores: bool
+) -> tuple[PipelineSchedule, Prediction]:
+    """The schedule with room to fill waits, and its prediction: the makespan of ranks that fill their waits, the peaks
+    of the schedule. A filled wait does not free a core, so ranks that share cores keep the schedule's makespan."""
+    schedule = with_room_to_fill(schedule, costs)
+    if share_cores:
+        return schedule, prediction
+    filling_ns = filling_makespan_ns(schedule, costs)
+    bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
+    return schedule, replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
 
 
 def loss_divisor(batch: GlobalBatchPlan) -> int:

@@ -406,7 +406,7 @@ def with_collectives(
 
     A group that stays within a replica issues the same on every member by construction.
     """
-    found = []
+    issued = []
     groups = [
         tuple((dp_rank, pp_rank) for dp_rank in range(len(replicas)))
         for pp_rank in range(max(map(len, replicas), default=0))
@@ -418,8 +418,8 @@ def with_collectives(
             if collectives.inside or collectives.with_gradients:
                 events = [event for one in program for event in (one, *_issued(one, group, collectives))]
             ranks.append((*events, *(Collective(group, name) for name in collectives.at_end)))
-        found.append(tuple(ranks))
-    return tuple(found)
+        issued.append(tuple(ranks))
+    return tuple(issued)
 
 
 def _issued(instruction: Instruction, group: tuple[Member, ...], collectives: ReplicaCollectives) -> list[Collective]:

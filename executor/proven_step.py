@@ -148,8 +148,10 @@ def prove(
             " replicas (ZeRO stage 2 or 3), which needs one order on all: leave fill_waits out, or take ZeRO stage 1"
         )
     replicas_meet = any(collectives.of_micro_batches)  # then one's times order the transfers of all
-    known = {} if like is None or replicas_meet else _unchanged(step_plan, like)
-    lowered = lower(step_plan, activation_format, fill_waits=fill_waits, replicas_meet=replicas_meet, known=known)
+    unchanged = {} if like is None or replicas_meet else _unchanged(step_plan, like)
+    lowered = lower(
+        step_plan, activation_format, fill_waits=fill_waits, replicas_meet=replicas_meet, unchanged=unchanged
+    )
     programs = [[plan.instructions for plan in replica] for replica in lowered]
     counts = [len(replica.micro_batches) for replica in step_plan.batch.replicas]
     if step_plan.forward_only:

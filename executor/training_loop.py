@@ -216,7 +216,7 @@ def train_steps(
     settings: LoopSettings,
     listeners: Sequence[Listener],
     *,
-    gather: Callable[[RankFigures, str], list[RankFigures]] = lambda mine, name: [mine],
+    gather: Callable[[RankFigures, str], list[RankFigures]] = lambda own_figures, name: [own_figures],
     own_bytes: Callable[[int], int] = lambda activation_bytes: activation_bytes,
     counts_work: bool = True,
     micro_batch_losses: Callable[[], Mapping[int, float]] = dict,
@@ -257,8 +257,8 @@ def train_steps(
         if settings.gathers(plan.step):
             interval = (start_s - offset_s, executed_s - offset_s)
             drifting = DriftingShape.furthest(actions)
-            mine = _figures(totals, spans, interval, plan, loader.exposed_planning_s, drifting)
-            everyone = gather(mine, f"step {plan.step}, figures of all ranks")
+            own_figures = _figures(totals, spans, interval, plan, loader.exposed_planning_s, drifting)
+            everyone = gather(own_figures, f"step {plan.step}, figures of all ranks")
             all_ranks = AllRanks.of(everyone, num_steps=totals.num_steps)
             origin_s, totals = min(rank.start_s for rank in everyone), totals.told()
         done = StepDone(

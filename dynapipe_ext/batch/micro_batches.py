@@ -82,8 +82,10 @@ def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) ->
     is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str | bytes)
     if not is_list and not (isinstance(lengths, np.ndarray) and lengths.ndim):
         raise DataError(f"lengths are {short(lengths)} but must be a list of SampleLength or of integers, or an array")
-    given = len(lengths) and isinstance(lengths[0], SampleLength)
-    samples = list(cast("Sequence[SampleLength]", lengths)) if given else sample_lengths(cast(LengthArray, lengths))
+    are_samples = len(lengths) and isinstance(lengths[0], SampleLength)
+    samples = (
+        list(cast("Sequence[SampleLength]", lengths)) if are_samples else sample_lengths(cast(LengthArray, lengths))
+    )
     if not _are_plain(samples):
         _check_one_by_one(samples)
     return samples
@@ -241,20 +243,21 @@ class GlobalBatchPlan:
 
 def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
     """Refuse a plan that does not train every sample exactly once (pieces of a cut sample must tile it)."""
-    wanted = {s.index: s for s in samples}
+    whole_samples = {s.index: s for s in samples}
     planned = [sample for micro_batch in plan.micro_batches for sample in micro_batch.samples]
-    is_whole = len(planned) == len(wanted) and {s.index: s.start for s in planned} == dict.fromkeys(wanted, 0)
-    if is_whole and all(wanted[s.index] is s for s in planned):
+    starts = {s.index: s.start for s in planned}
+    is_whole = len(planned) == len(whole_samples) and starts == dict.fromkeys(whole_samples, 0)
+    if is_whole and all(whole_samples[s.index] is s for s in planned):
         return  # each as it was given
     pieces: dict[int, list[SampleLength]] = {}
     for sample in planned:
         pieces.setdefault(sample.index, []).append(sample)
-    if missing := sorted(wanted.keys() - pieces.keys()):
+    if missing := sorted(whole_samples.keys() - pieces.keys()):
         raise PlanError(f"the plan of step {plan.step} leaves out samples {missing[:9]} ({len(missing)} in all)")
-    if extra := sorted(pieces.keys() - wanted.keys()):
+    if extra := sorted(pieces.keys() - whole_samples.keys()):
         raise PlanError(f"the plan of step {plan.step} has samples {extra[:9]} that are not in the batch")
     for index, parts in pieces.items():
-        whole = wanted[index]
+        whole = whole_samples[index]
         if len(parts) == 1 and not parts[0].start:
             part = parts[0]
             if part is whole:

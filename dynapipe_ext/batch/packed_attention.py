@@ -1,4 +1,5 @@
-"""Attention of packed rows, each document alone: one call whichever kernel is here, and torch's own one a document.
+"""Attention of packed rows, each document alone: one call by the best installed kernel, else torch's own, one call a
+document.
 
 Shapes: T positions of all documents end to end, (T, heads, D); fewer key and value heads are shared in groups.
 """
@@ -22,10 +23,12 @@ SDPA = "sdpa"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenKernel:
-    """A function of (q, k, v), where it lies and how it calls what else it takes; "" for what it has not.
+    """An attention function of an installed package: its module, and the names of its arguments beside q, k and v.
 
-    Called by names alone, for versions put new arguments between old ones. `capabilities`: majors of devices that it
-    runs on. `unbounded` is a window's side without a bound. `shares_heads` is an argument that some versions ask for.
+    "" stands for an argument that the function does not have. All are passed by name, since new versions insert
+    arguments between old ones. `capabilities`: the major compute capabilities of the devices it runs on. `unbounded`:
+    the value for a window side without a bound. `shares_heads`: the argument that lets key and value heads be fewer,
+    which some versions need.
     """
 
     name: str
@@ -44,7 +47,7 @@ class VarlenKernel:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """That every version must have."""
+        """The names of all arguments that this package passes."""
         named = (self.scale, "window_size", self.causal, self.dropout, self.softcap, self.deterministic)
         return (*self.borders, *self.longest, *filter(None, named))
 
@@ -98,14 +101,15 @@ class Borders:
 
 
 def load_kernel(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, str]:
-    """Its function, or why there is none: the package is absent or broken, or is of a version with other arguments."""
+    """The kernel's function, or None and the reason: the package is broken, or its version has other arguments. The
+    reason is empty where the package is not installed."""
     try:
         function = getattr(importlib.import_module(kernel.module), kernel.function)
-        known = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
         absent = isinstance(error, ModuleNotFoundError) and (error.name or "") in _prefixes(kernel.module)
         return None, "" if absent else f"broken: {' '.join(str(error).split())}"
-    if lacking := [name for name in kernel.arguments if name not in known]:
+    if lacking := [name for name in kernel.arguments if name not in parameters]:
         return None, f"has no {', '.join(lacking)}"
     return function, ""
 
@@ -123,14 +127,14 @@ def _loaded(kernel: VarlenKernel) -> Callable[..., Any] | None:
 
 
 def kernel_for(q_THD: torch.Tensor, rule: DocumentRule) -> VarlenKernel | None:
-    """The best kernel that is here for these tensors; None where torch's calls, one a document, are to be made."""
+    """The best installed kernel for these tensors; None where torch is called instead, once a document."""
     if not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
         return None
     major = torch.cuda.get_device_capability(q_THD.device)[0]
     for kernel in KERNELS:
-        wanted = (rule.dropout, rule.softcap, rule.is_deterministic)
+        needs = (rule.dropout, rule.softcap, rule.is_deterministic)
         arguments = (kernel.dropout, kernel.softcap, kernel.deterministic)
-        lacks = any(want and not argument for want, argument in zip(wanted, arguments, strict=True))
+        lacks = any(want and not argument for want, argument in zip(needs, arguments, strict=True))
         if major in kernel.capabilities and not lacks and _loaded(kernel) is not None:
             return kernel
     return None
@@ -227,8 +231,8 @@ def _window_mask(length: int, window: int | None, is_causal: bool, device: torch
     """(S, S), true where a position may look, for a document longer than its window; None where no mask is needed."""
     if window is None or window >= length:
         return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
-    return seen.tril() if is_causal else seen.tril(window - 1)
+    visible = torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
+    return visible.tril() if is_causal else visible.tril(window - 1)
 
 
 def attention_kernels() -> tuple[str, ...]:

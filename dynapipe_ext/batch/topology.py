@@ -184,20 +184,20 @@ def own_placement(schedule: ScheduleName) -> PlacementName:
 
 def check_placed(schedule: ScheduleName, topology: Topology, where: str = "") -> None:
     """Refuse stages on other ranks than the schedule has them; the adaptive one takes any. Errors: ConfigError."""
-    found, needed = topology.placement_name, own_placement(schedule)
+    placement, needed = topology.placement_name, own_placement(schedule)
     if schedule == "adaptive":
         return
     match needed:
         case "linear":
-            is_placed, stages = found == needed, "one stage a rank"
+            is_placed, stages = placement == needed, "one stage a rank"
         case "interleaved":
-            is_placed, stages = found.startswith(needed), "interleaved stages"
+            is_placed, stages = placement.startswith(needed), "interleaved stages"
         case "v":
-            is_placed, stages = found == "v, 2 stages a rank", "two stages a rank in a V"
+            is_placed, stages = placement == "v, 2 stages a rank", "two stages a rank in a V"
     if not is_placed:
         raise ConfigError(
-            f"{where}schedule {schedule!r} is for {stages}, but the placement is {topology.stage_ranks} ({found}): take"
-            f" placement {needed!r}, or the adaptive schedule, which runs under any"
+            f"{where}schedule {schedule!r} is for {stages}, but the placement is {topology.stage_ranks} ({placement}):"
+            f" take placement {needed!r}, or the adaptive schedule, which runs under any"
         )
 
 
@@ -310,10 +310,10 @@ class ReplicaCollectives:
         >>> str(ReplicaCollectives.of_zero(2))
         'gradient scatter with each backward, gradient reduction at the end'
         """
-        told = [f"{name} inside micro-batches" for name in self.inside]
-        told += [f"{name} with each backward" for name in self.with_gradients]
-        told += [f"{name} at the end" for name in self.at_end]
-        return ", ".join(told) or "nothing"
+        described = [f"{name} inside micro-batches" for name in self.inside]
+        described += [f"{name} with each backward" for name in self.with_gradients]
+        described += [f"{name} at the end" for name in self.at_end]
+        return ", ".join(described) or "nothing"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

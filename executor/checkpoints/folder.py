@@ -266,16 +266,16 @@ def checkpoints(root: Path) -> tuple[Path, ...]:
     """The complete checkpoints, those of fewer steps first."""
     if not root.is_dir():
         return ()
-    found = [entry for entry in root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()]
-    return tuple(sorted(found, key=lambda entry: int(entry.name.removeprefix("iter_"))))
+    folders = [entry for entry in root.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()]
+    return tuple(sorted(folders, key=lambda entry: int(entry.name.removeprefix("iter_"))))
 
 
 def latest(root: Path) -> Path:
     """The complete checkpoint of the most steps. Errors: DataError where there is none."""
-    found = checkpoints(root)
-    if not found:
+    folders = checkpoints(root)
+    if not folders:
         raise DataError(f"{root} holds no complete checkpoint: start the run anew, or name another run to resume")
-    return found[-1]
+    return folders[-1]
 
 
 def best(root: Path) -> Path:
@@ -323,13 +323,13 @@ def retain(root: Path, *, last: int, best: bool) -> tuple[Path, ...]:
     """Remove all but the `last` newest complete checkpoints (0: keep all) and, with `best`, the one of the least score;
     returns those removed. The newest always stays.
     """
-    found = checkpoints(root)
-    if not last or len(found) <= last:
+    folders = checkpoints(root)
+    if not last or len(folders) <= last:
         return ()
-    kept = set(found[-last:])
+    retained = set(folders[-last:])
     if best:
-        kept.add(min(found, key=_score))
-    removed = tuple(folder for folder in found if folder not in kept)
+        retained.add(min(folders, key=_score))
+    removed = tuple(folder for folder in folders if folder not in retained)
     for folder in removed:
         doomed = root / f".{folder.name}{_REMOVED}"
         folder.rename(doomed)  # first: what is half removed must not look complete
@@ -350,8 +350,8 @@ def tidy(root: Path) -> None:
                 shutil.rmtree(entry, ignore_errors=True)
         elif entry.name == f".{POINTER}{_PART}":
             entry.unlink()
-    if found := checkpoints(root):
-        _point(root, int(found[-1].name.removeprefix("iter_")))
+    if folders := checkpoints(root):
+        _point(root, int(folders[-1].name.removeprefix("iter_")))
 
 
 def _score(folder: Path) -> tuple[bool, float]:

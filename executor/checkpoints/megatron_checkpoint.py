@@ -110,8 +110,8 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
         for file, _, rows in everyone:
             for key, dtype, whole, begin, shape, offset, num_bytes in rows:
                 if dtype:
-                    found = tensors.setdefault(key, (dtype, tuple(whole), []))
-                    found[2].append(StoredChunk(tuple(begin), tuple(shape), file, offset, num_bytes))
+                    tensor = tensors.setdefault(key, (dtype, tuple(whole), []))
+                    tensor[2].append(StoredChunk(tuple(begin), tuple(shape), file, offset, num_bytes))
         index = {key: SavedTensor(dtype, whole, tuple(chunks)) for key, (dtype, whole, chunks) in tensors.items()}
         if dist.get_rank() == 0:
             self._metadata = pickle.dumps(_metadata(index, objects))
@@ -183,15 +183,15 @@ def _stored(folder: Path, index: Mapping[str, SavedTensor], shard: ShardedTensor
             weight = shard.key.removeprefix(prefix)
             names += [*(other + weight for other in _MASTERS), weight]
     dtype = str(shard.dtype).removeprefix("torch.")
-    found = [index[name] for name in names if name in index]
-    if not found:
+    stored = [index[name] for name in names if name in index]
+    if not stored:
         raise DataError(f"{folder} lacks {shard.key}: it is of another model, or was saved without its optimizer")
-    if found[0].shape != tuple(shard.global_shape) or found[0].dtype != dtype:
+    if stored[0].shape != tuple(shard.global_shape) or stored[0].dtype != dtype:
         raise DataError(
-            f"{folder} holds {shard.key} as {found[0].dtype} {list(found[0].shape)}, but the model has {dtype}"
+            f"{folder} holds {shard.key} as {stored[0].dtype} {list(stored[0].shape)}, but the model has {dtype}"
             f" {list(shard.global_shape)}: resume with the model it was saved with"
         )
-    return found[0]
+    return stored[0]
 
 
 def _fill(folder: Path, stored: SavedTensor, shard: ShardedTensor) -> None:

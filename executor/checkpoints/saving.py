@@ -182,7 +182,7 @@ class SavingRanks:
         except self._faults as error:
             fault = f"rank {dist.get_rank()} could not write below {self._root}: {error}"
         if self._most(bool(fault)):
-            first = next(found for found in gather_json(fault, self._device) if found)
+            first = next(text for text in gather_json(fault, self._device) if text)
             raise ExecutionError(f"the checkpoint was not saved: {first}: make room there, then resume")
         return cast(_T, result)
 

@@ -1,4 +1,4 @@
-"""Whether a clone of Megatron-LM has what the drop-in replaces and calls, read from its sources; none of it is run."""
+"""Whether a clone of Megatron-LM has the functions that the drop-in replaces and calls; read, not run."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ STEP_KEYWORDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
-    """A function of Megatron-LM, and the parameters that this package knows of it.
+    """A function of Megatron-LM, and the parameters that this package relies on.
 
-    One that is `replaced` may have no others, since its callers may give any; one that is called must have all of
-    these, and no others without a default.
+    Where this package replaces the function, Megatron may call it with any of its parameters: it must have no others.
+    Where this package calls the function, it must have all of these, and others only with defaults.
     """
 
     file: str
@@ -44,15 +44,15 @@ class EntryPoint:
     parameters: frozenset[str] = frozenset()
     replaced: bool = False
 
-    def misfit(self, found: ast.arguments) -> str:
-        """What does not fit of its parameters as found; empty where all does."""
-        names, required = _parameters(found)
+    def misfit(self, actual: ast.arguments) -> str:
+        """How the parameters in the clone's source differ from what is needed; empty where they fit."""
+        names, required = _parameters(actual)
         if self.replaced:
             others, missing = names - self.parameters, frozenset[str]()
         else:
             others, missing = required - self.parameters, self.parameters - names
-        told = {"takes": others, "does not take": missing}
-        return ", ".join(f"{verb} {' and '.join(sorted(names))}" for verb, names in told.items() if names)
+        faults = {"takes": others, "does not take": missing}
+        return ", ".join(f"{verb} {' and '.join(sorted(names))}" for verb, names in faults.items() if names)
 
 
 def _named(*names: str) -> frozenset[str]:
@@ -88,7 +88,7 @@ ENTRY_POINTS = (
 
 
 def clone_version(clone: Path) -> tuple[int, int, int]:
-    """Of its megatron-core. Errors: ConfigError for a folder that is no clone."""
+    """The version of its megatron-core. Errors: ConfigError for a folder that is no clone."""
     place = clone / "megatron" / "core" / "package_info.py"
     values = {
         target.id: node.value.value
@@ -104,18 +104,18 @@ def clone_version(clone: Path) -> tuple[int, int, int]:
 
 
 def misfits(clone: Path) -> list[str]:
-    """What its sources lack or have otherwise; empty where planned schedules fit. Errors: ConfigError as above."""
-    found = {
+    """How the clone's functions differ from what planned schedules need; empty where they fit. Errors: ConfigError."""
+    functions = {
         file: {node.name: node.args for node in _parsed(clone / file).body if isinstance(node, ast.FunctionDef)}
         for file in sorted({entry.file for entry in ENTRY_POINTS})
     }
-    told = []
+    faults = []
     for entry in ENTRY_POINTS:
-        arguments = found[entry.file].get(entry.name)
+        arguments = functions[entry.file].get(entry.name)
         misfit = "is not there" if arguments is None else entry.misfit(arguments)
         if misfit:
-            told.append(f"{entry.name} of {entry.file} {misfit}")
-    return told
+            faults.append(f"{entry.name} of {entry.file} {misfit}")
+    return faults
 
 
 def _parsed(place: Path) -> ast.Module:

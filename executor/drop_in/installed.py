@@ -72,8 +72,8 @@ def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -
     def get_forward_backward_func(
         pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
     ) -> ForwardBackward:
-        given = {"pp_size": pp_size, "vp_size": vp_size, "schedule_pg_collection": schedule_pg_collection}
-        for name, value in given.items():
+        arguments = {"pp_size": pp_size, "vp_size": vp_size, "schedule_pg_collection": schedule_pg_collection}
+        for name, value in arguments.items():
             if value is not None:
                 raise ConfigError(
                     f"get_forward_backward_func was asked for {name} {value}, but planned schedules run on the ranks"
@@ -151,16 +151,17 @@ def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         args = parsed_arguments()
         path = wishes.wish(args, "data")
-        found = planned_iterators(provider, args, None if path is None else str(path), training)
-        if found is None:
+        planned = planned_iterators(provider, args, None if path is None else str(path), training)
+        if planned is None:
             wishes.check_unplanned(args)
             chunk = getattr(provider, "keywords", {}).get("vp_stage")
             with as_interleaved(chunk) if wishes.wish(args, "placement") == "v" else nullcontext():
                 return build(provider)
-        if not trained and found[0] is not None:  # with virtual stages the first chunk's iterator is the one that moves
-            trained.append(found[0])
-            patches.callback(found[0].close)
-        return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in found)
+        # With virtual stages the first chunk's iterator is the one that moves.
+        if not trained and planned[0] is not None:
+            trained.append(planned[0])
+            patches.callback(planned[0].close)
+        return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in planned)
 
     def num_floating_point_operations(args: Any, batch_size: int, *others: Any, **keywords: Any) -> float:
         if trained:

@@ -169,10 +169,10 @@ def _with_found_layers(
         )
         for chunk in chunks
     ]
-    found = gather_json(own, device)
+    of_ranks = gather_json(own, device)
     ranks = [topology.rank(tp_rank=0, pp_rank=pp_rank, dp_rank=0) for pp_rank in topology.stage_ranks]
     places = [topology.stages_of(pp_rank).index(stage) for stage, pp_rank in enumerate(topology.stage_ranks)]
-    by_stage = [found[rank][place] for rank, place in zip(ranks, places, strict=True)]
+    by_stage = [of_ranks[rank][place] for rank, place in zip(ranks, places, strict=True)]
     layers, num_parameters, ends = (tuple(column) for column in zip(*by_stage, strict=True))
     for stage, (is_first, is_last) in enumerate(ends):
         if (is_first, is_last) not in ((None, None), (stage == 0, stage == topology.num_stages - 1)):

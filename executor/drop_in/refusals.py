@@ -150,12 +150,12 @@ def check_call(
     """Refuse arguments of a forward-backward function that would otherwise have no effect. Errors: ConfigError."""
     if num_microbatches < 1:
         raise ConfigError(f"num_microbatches is {num_microbatches} but must be at least 1")
-    given = {
+    refused = {
         "adjust_tensor_shapes_fn": (adjust_tensor_shapes_fn, "hidden states travel in the shapes of the plan"),
         "p2p_communicator": (p2p_communicator, "transfers run over process groups of this package"),
         "pg_collection": (pg_collection, "process groups are those of megatron.core.parallel_state"),
     }
-    for name, (value, reason) in given.items():
+    for name, (value, reason) in refused.items():
         if value is not None:
             raise ConfigError(f"{name} was given, but {reason}: leave it out")
 

@@ -63,8 +63,8 @@ def sent_to_last_rank(reports: list[Any], topology: Topology, here: Coordinates,
     if topology.stage_ranks[-1] == topology.pp - 1:
         return reports
     source = topology.rank(tp_rank=here.tp_rank, pp_rank=topology.stage_ranks[-1], dp_rank=here.dp_rank)
-    told = [{name: _written(name, value) for name, value in report.items()} for report in reports]
-    sent = send_json(told, source, parallel_state.get_pipeline_model_parallel_group(), device)
+    written = [{name: _written(name, value) for name, value in report.items()} for report in reports]
+    sent = send_json(written, source, parallel_state.get_pipeline_model_parallel_group(), device)
     if here.pp_rank != topology.pp - 1:
         return []
     return [{name: _read(dtype, values, device) for name, (dtype, values) in report.items()} for report in sent]

@@ -38,8 +38,8 @@ class DropInSettings(PlanRules):
         if limit is not None and not 0 < limit < math.inf:
             raise ConfigError(f"memory_limit_gb is {limit} but must be above 0: give the gigabytes of a rank's device")
         if self.placement not in get_args(MegatronPlacement):
-            known = ", ".join(get_args(MegatronPlacement))
-            raise ConfigError(f"placement is {self.placement!r}: choose from {known}")
+            choices = ", ".join(get_args(MegatronPlacement))
+            raise ConfigError(f"placement is {self.placement!r}: choose from {choices}")
         check_rules(self)
         for rule in fields(PlanRules):
             if rule.name in _OF_MEGATRON and getattr(self, rule.name) != rule.default:

@@ -78,11 +78,13 @@ def _restart_attention(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, Attention) and isinstance(module.core_attention, DotProductAttention):
             kind, fine = type(module).__name__, {"window_size": None, "softmax_type": "vanilla"}
-            told = [f"{name} is {value!r}" for name in fine if (value := getattr(module.config, name)) != fine[name]]
-            if told or not isinstance(module, SelfAttention):
+            differing = [
+                f"{name} is {value!r}" for name in fine if (value := getattr(module.config, name)) != fine[name]
+            ]
+            if differing or not isinstance(module, SelfAttention):
                 raise ConfigError(
-                    f"{(told or [f'a layer has {kind}'])[0]}, which packed rows do not support with local layers: plan"
-                    " padded rows (--dynapipe-layout padded)"
+                    f"{(differing or [f'a layer has {kind}'])[0]}, which packed rows do not support with local layers:"
+                    " plan padded rows (--dynapipe-layout padded)"
                 )
             module.core_attention = CoreAttention(
                 module.config, module.layer_number, softmax_scale=module.config.softmax_scale

@@ -451,13 +451,13 @@ class StorePlanSource:
             self.exposed_planning_s += time.monotonic() - asked_s
         if self._marks_taken:
             self._store.put(self._keys.taken(epoch=place.epoch, step=place.step), b"1")
-        found, wanted = (
+        plan_place, rank_place = (
             (plan.step, plan.dp_rank, plan.pp_rank),
             (place.global_step, self._dp_rank, self._pp_rank),
         )
-        if found != wanted:
+        if plan_place != rank_place:
             raise StoreError(
-                f"the plan at {key!r} is for (step, dp_rank, pp_rank) {found} but this rank is at {wanted}:"
+                f"the plan at {key!r} is for (step, dp_rank, pp_rank) {plan_place} but this rank is at {rank_place}:"
                 " ranks and planners must start from the same checkpoint"
             )
         return plan

@@ -122,9 +122,9 @@ def replicas_json(step_plan: StepPlan) -> list[dict[str, Any]]:
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
     shape = {name: getattr(micro_batch, name) for name in ("rows", "encoder_len", "decoder_len")}
     tokens = {name: getattr(micro_batch, name) for name in ("real_tokens", "padded_tokens", "target_tokens")}
-    kept = {name: getattr(micro_batch, name) for name in ("layout", "recompute", "attention")}
+    rules = {name: getattr(micro_batch, name) for name in ("layout", "recompute", "attention")}
     samples = [[s.index, s.start, s.encoder, s.decoder, s.target] for s in micro_batch.samples]
-    return {**shape, **tokens, **kept, "samples": samples}
+    return {**shape, **tokens, **rules, "samples": samples}
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""One planner process: what it is told on standard input, and what it publishes to the store."""
+"""One planner process: the job that it reads from standard input, and the plans that it publishes to the store."""
 
 from __future__ import annotations
 
@@ -74,24 +74,26 @@ class PlanPublisher:
                 self._delete(recent[0][0])
 
     def answer(self, recent: RecentPlaces, *, pending: StepPosition | None = None) -> StepPosition | None:
-        """Where a rank misses a plan of one of the `recent` places: its place.
+        """Publishes again what the store has lost; the place of the plan that a rank misses, None where none does.
 
-        Of that place and later ones, this worker's plans that are not in the store are published again, except those of
-        `pending`, which follow anyway; the other workers are told.
+        From that place on, this worker publishes those of its `recent` plans that are not in the store, except those of
+        `pending`, which follow anyway. It passes the request on to the other workers.
         """
-        wanted = self.store.try_get(self.keys.wanted(self.worker))
-        if wanted is None:
+        wanted_key = self.store.try_get(self.keys.wanted(self.worker))
+        if wanted_key is None:
             return None
         self.store.delete(self.keys.wanted(self.worker))
-        key = wanted.decode(errors="replace")
+        key = wanted_key.decode(errors="replace")
         missed = next((place for place, _ in recent if key in self._plans(place)), None)
         if missed is None:
             return None
-        mine = [(place, indices) for place, indices in recent if missed <= place != pending and self._is_mine(place)]
-        for place, indices in mine:
+        own_places = [
+            (place, indices) for place, indices in recent if missed <= place != pending and self._is_mine(place)
+        ]
+        for place, indices in own_places:
             if self.store.try_get(key if place == missed else self._plans(place)[0]) is None:
                 if place == missed:
-                    self._pass_on(wanted)
+                    self._pass_on(wanted_key)
                 self._publish(place, indices)
         return missed
 
@@ -126,8 +128,8 @@ class PlanPublisher:
         try:
             proven = prove_step(self.planner, sample_lengths(self.lengths, indices), step=place.global_step)
         except Exception as error:
-            said = failure_sentence(error, self.worker, place)
-            publish_failure(self.store, self.keys, self.plan_key, self.worker, said, of_planning=True)
+            sentence = failure_sentence(error, self.worker, place)
+            publish_failure(self.store, self.keys, self.plan_key, self.worker, sentence, of_planning=True)
             raise
         plans, keys = [plan for replica in proven.plans for plan in replica], self._plans(place)
         encoded = encode_all(plans, self.plan_key, contexts=[key.encode() for key in keys])
@@ -158,7 +160,7 @@ def recent_places(ahead: int) -> RecentPlaces:
 
 
 def failure_sentence(error: Exception, worker: int, place: StepPosition | None = None) -> str:
-    """What ranks are told of an error that ended a planner process."""
+    """The sentence in which ranks report the error that ended a planner process."""
     if isinstance(error, DynaPipeError):
         return str(error)
     where = f"on step {place.step} of epoch {place.epoch}" if place else "while starting"
@@ -262,8 +264,8 @@ def run(job: PlannerJob, lengths: LengthArray, order: SampleOrder | None, store:
     except StoreError:
         raise
     except Exception as error:
-        said = failure_sentence(error, job.worker)
-        publish_failure(store, keys, plan_key, job.worker, said, of_planning=True)
+        sentence = failure_sentence(error, job.worker)
+        publish_failure(store, keys, plan_key, job.worker, sentence, of_planning=True)
         raise
     finally:
         stop.set()

@@ -56,8 +56,8 @@ class ExactSums:
     def sum_over(self, ranks: Sum, parameters: Sequence[torch.Tensor]) -> None:
         """Add up the sums of some parameters. All ranks give those of one order; what one has no sum of, a parameter
         that does not train or a stand-in of its shape, counts nothing."""
-        found = [self._of.get(parameter, self._nothing(parameter)) for parameter in parameters]
-        for parts in zip(*found, strict=True):
+        sums = [self._of.get(parameter, self._nothing(parameter)) for parameter in parameters]
+        for parts in zip(*sums, strict=True):
             whole = torch.cat([part.reshape(-1) for part in parts])
             ranks(whole)
             for part, summed in zip(parts, torch.split(whole, [part.numel() for part in parts]), strict=True):

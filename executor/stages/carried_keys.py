@@ -64,12 +64,12 @@ class PieceOrder:
         due = turns[num_run] if num_run < len(turns) else None
         if due != (what, micro_batch):
             sample = self._micro_batches[micro_batch].samples[0].index
-            wanted = (
+            due_text = (
                 f"the {due[0]} of piece {pieces.index(due[1]) + 1} (micro-batch {due[1]})" if due else "none of them"
             )
             raise ExecutionError(
                 f"stage {stage} was to run the {what} of piece {place.number + 1} of sample {sample} (micro-batch"
-                f" {micro_batch}), but {wanted} is due: forwards go from the first piece to the last and input"
+                f" {micro_batch}), but {due_text} is due: forwards go from the first piece to the last and input"
                 " gradients from the last to the first, so this plan was not verified; `dynapipe check-plan` says where"
             )
         self._num_run[stage, pieces] += 1
@@ -119,11 +119,11 @@ class CarriedKeys:
         return CarriedPiece(place, self._samples.setdefault((stage, place.pieces), {}), self.storages)
 
     def num_bytes(self) -> int:
-        return sum(kept.num_bytes for layers in self._samples.values() for kept in layers.values())
+        return sum(layer.num_bytes for layers in self._samples.values() for layer in layers.values())
 
     def _free(self, stage: int, pieces: SamplePieces) -> None:
-        for kept in self._samples.pop((stage, pieces)).values():
-            self.storages.difference_update(kept.storages)
+        for layer in self._samples.pop((stage, pieces)).values():
+            self.storages.difference_update(layer.storages)
 
 
 class CarriedPiece:
@@ -141,11 +141,11 @@ class CarriedPiece:
         """Keys and values, (length, ...), behind those of the earlier pieces: (end, ...), for a causal attention whose
         queries are the last of the keys. `layer` is whatever stands for the layer within its stage.
         """
-        kept = self._layers.get(layer)
-        if kept is None:
-            kept = self._layers[layer] = _LayerKeys(keys, values, self._total)
-            self._storages.update(kept.storages)
-        joined: tuple[torch.Tensor, torch.Tensor] = _Joined.apply(keys, values, kept, self.start)  # type: ignore[no-untyped-call]
+        layer_keys = self._layers.get(layer)
+        if layer_keys is None:
+            layer_keys = self._layers[layer] = _LayerKeys(keys, values, self._total)
+            self._storages.update(layer_keys.storages)
+        joined: tuple[torch.Tensor, torch.Tensor] = _Joined.apply(keys, values, layer_keys, self.start)  # type: ignore[no-untyped-call]
         return joined
 
     def attend(

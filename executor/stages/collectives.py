@@ -48,10 +48,10 @@ def gather_json(value: Any, device: Any) -> list[Any]:
     import torch
     import torch.distributed as dist
 
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    own_text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)], dtype=torch.int64, device=device))
+    dist.all_gather(sizes, torch.tensor([len(own_text)], dtype=torch.int64, device=device))
     longest = max(int(size) for size in sizes)
     rows = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+    dist.all_gather(rows, torch.nn.functional.pad(own_text, (0, longest - len(own_text))))
     return [json.loads(row[: int(size)].cpu().numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]

@@ -160,10 +160,10 @@ def check_rows(batch: Batch, planned: MicroBatch, name: str, names: Collection[s
     lengths = dict.fromkeys(("tokens", "encoder_tokens", "position_ids"), planned.encoder_len)
     lengths |= dict.fromkeys(("decoder_tokens", "labels", "loss_weights"), planned.decoder_len or planned.encoder_len)
     for key in lengths.keys() & names:
-        shape, given = (planned.rows, lengths[key]), batch[key]
-        if isinstance(given, torch.Tensor) and given.shape[:2] != shape:
+        shape, tensor = (planned.rows, lengths[key]), batch[key]
+        if isinstance(tensor, torch.Tensor) and tensor.shape[:2] != shape:
             raise DataError(
-                f"{key} of {name} has shape {tuple(given.shape)}, not {shape} as planned: give collate functions that"
+                f"{key} of {name} has shape {tuple(tensor.shape)}, not {shape} as planned: give collate functions that"
                 " keep to the plan"
             )
 

@@ -45,12 +45,12 @@ class StoreAddress:
         parts = _split(text)
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         url = _without_password(parts)
-        found = unquote(parts.password or "") or options.get("password") or password or ""
-        if not found:
+        secret = unquote(parts.password or "") or options.get("password") or password or ""
+        if not secret:
             raise ConfigError(
                 f"the store {url} has no password: set DYNAPIPE_STORE_PASSWORD (or write redis://:PASSWORD@HOST:PORT/0)"
             )
-        return cls(url, found, insecure=insecure)
+        return cls(url, secret, insecure=insecure)
 
     def to_json(self) -> dict[str, Any]:
         """All of it, the password too: for channels that nobody else reads."""

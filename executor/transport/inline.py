@@ -121,8 +121,8 @@ class InlineReductions:
         self._job.add(tensor)
 
     def sum_over_pipeline(self, pp_ranks: tuple[int, ...]) -> Callable[[Any], None]:
-        said = f"pipeline ranks {pp_ranks}"
-        return self._of_ranks.setdefault(pp_ranks, _ThreadSum(len(pp_ranks), said, self._timeout_s)).add
+        members = f"pipeline ranks {pp_ranks}"
+        return self._of_ranks.setdefault(pp_ranks, _ThreadSum(len(pp_ranks), members, self._timeout_s)).add
 
 
 class _ThreadSum:

@@ -88,15 +88,15 @@ class StrictTransport:
                 transfer(tensor, peer, group=group, tag=tag).wait(limit)
 
             try:
-                mine = _header(pending.instruction)
+                own_header = _header(pending.instruction)
                 if isinstance(pending.instruction, Recv):
-                    move(dist.isend, mine, _READY_TAG)
+                    move(dist.isend, own_header, _READY_TAG)
                     for tensor in pending.tensors:
                         move(dist.irecv, tensor, _PAYLOAD_TAG)
                 else:
-                    theirs = torch.empty_like(mine)
+                    theirs = torch.empty_like(own_header)
                     move(dist.irecv, theirs, _READY_TAG)
-                    if not torch.equal(mine, theirs):
+                    if not torch.equal(own_header, theirs):
                         raise ExecutionError(
                             f"pipeline rank {me.pp_rank} sends the {pending.instruction.buffer} where rank {peer}"
                             f" expects the {_describe(theirs)}: under NCCL this corrupts memory or hangs"

@@ -61,10 +61,10 @@ def empty_tensors(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[
 
 def check_tensors(instruction: Send, tensors: Tensors) -> None:
     """Refuse to send what the plan does not announce: the receiver has already posted that shape."""
-    found = tuple(TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
-    if found != instruction.specs:
+    specs = tuple(TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
+    if specs != instruction.specs:
         raise ExecutionError(
-            f"the {instruction.buffer} has {[(s.shape, s.dtype) for s in found]} but the plan says"
+            f"the {instruction.buffer} has {[(s.shape, s.dtype) for s in specs]} but the plan says"
             f" {[(s.shape, s.dtype) for s in instruction.specs]}:"
             " check hidden size, dtype and order of the ActivationFormat"
         )
@@ -89,11 +89,11 @@ class TorchP2PTransport:
 
     def send(self, instruction: Send, tensors: Tensors) -> Pending:
         check_tensors(instruction, tensors)
-        kept = tuple(tensor.detach().contiguous() for tensor in tensors)
+        sent = tuple(tensor.detach().contiguous() for tensor in tensors)
         group, peer = self._route(instruction)
-        works = [dist.isend(tensor, dst=peer, group=group) for tensor in kept]
+        works = [dist.isend(tensor, dst=peer, group=group) for tensor in sent]
         who = self._who("to take", instruction.buffer, instruction.peer)
-        return _TorchPending(works, kept, (), who, self._limit_s)
+        return _TorchPending(works, sent, (), who, self._limit_s)
 
     def recv(self, instruction: Recv) -> Pending:
         tensors = empty_tensors(instruction.specs, self._device)

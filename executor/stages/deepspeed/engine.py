@@ -183,8 +183,8 @@ class DeepSpeedOptimizer:
         if self._rates is not None:
             self._rates.step(1)
         self._num_updates += 1
-        told = self._engine.get_global_grad_norm()
-        return norm if told is None else float(told)
+        engine_norm = self._engine.get_global_grad_norm()
+        return norm if engine_norm is None else float(engine_norm)
 
     def _engine_norm(self) -> float:
         """Where the engine tells none, which then holds all gradients; not a number where it was told not to."""

@@ -181,36 +181,36 @@ class EngineGradients(GradientAccumulator):
 
 def _refuse_engine(engine: Any) -> None:
     """Errors: ConfigError for an engine whose steps would not be those of plans."""
-    asked = {
+    unsupported = {
         "fp16: its loss scale leaves steps out": engine.fp16_enabled(),
         "sequence parallelism": getattr(engine, "sequence_parallel_size", 1) > 1,
         "overlap_comm with ZeRO 1, which reduces once a step": engine.zero_optimization_stage() == 1
         and bool(engine.zero_overlap_comm()),
         "managed_gradient_accumulation false": not getattr(engine, "managed_gradient_accumulation", lambda: True)(),
     }
-    if found := [name for name, is_asked in asked.items() if is_asked]:
-        raise ConfigError(f"plans do not run through an engine with {'; '.join(found)}: leave it out of its config")
+    if names := [name for name, is_asked in unsupported.items() if is_asked]:
+        raise ConfigError(f"plans do not run through an engine with {'; '.join(names)}: leave it out of its config")
 
 
 def _refuse_plan(plan: ExecutionPlan, zero_stage: int) -> None:
     """Errors: ConfigError for what the collectives of each micro-batch forbid."""
-    said = f"ZeRO {zero_stage} has collectives with each micro-batch, but step {plan.step}"
+    conflict = f"ZeRO {zero_stage} has collectives with each micro-batch, but step {plan.step}"
     if plan.num_stages > 1:
-        raise ConfigError(f"{said} has {plan.num_stages} stages: take pp 1, or ZeRO 0 or 1")
+        raise ConfigError(f"{conflict} has {plan.num_stages} stages: take pp 1, or ZeRO 0 or 1")
     if len(set(plan.num_micro_batches)) > 1:
         raise ConfigError(
-            f"{said} has {plan.num_micro_batches} micro-batches: plan with replica_counts='equal' and"
+            f"{conflict} has {plan.num_micro_batches} micro-batches: plan with replica_counts='equal' and"
             f" collectives=ReplicaCollectives.of_zero({zero_stage})"
         )
     if any(m.recompute == "stage" for m in plan.micro_batches):
         raise ConfigError(
-            f"{said} recomputes whole stages, so an engine would run forwards without a backward: recompute layers"
+            f"{conflict} recomputes whole stages, so an engine would run forwards without a backward: recompute layers"
             ' ("full")'
         )
     actions = [i for i in plan.instructions if isinstance(i, Forward | Backward | BackwardInput | BackwardWeight)]
     pairs = [(Forward(0, m), Backward(0, m)) for m in (action.micro_batch for action in actions[::2])]
     if actions != [action for pair in pairs for action in pair]:
         raise ConfigError(
-            f"{said} runs {' '.join(map(str, actions[:6]))} …: take a schedule of whole backwards that has one"
+            f"{conflict} runs {' '.join(map(str, actions[:6]))} …: take a schedule of whole backwards that has one"
             " micro-batch in flight, such as 1f1b"
         )

@@ -50,9 +50,9 @@ class WeightGatherer:
         self.places = self._exchange()
 
     def _exchange(self) -> dict[str, HeldWeight]:
-        mine = {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in self._held.items()}
+        own_specs = {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in self._held.items()}
         with named_collectives("exchange of names of weights"):
-            rows = gather_json(mine, self._device)
+            rows = gather_json(own_specs, self._device)
         places: dict[str, HeldWeight] = {}
         for pp_rank, rank in enumerate(dist.get_process_group_ranks(self._pp_group)):
             for name, (dtype, *shape) in rows[rank].items():

@@ -87,22 +87,23 @@ def fill_weights(model: Any, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
     from megatron.core import parallel_state
 
     tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    held = dict(held_weights(model))
+    weights = dict(held_weights(model))
     for name, tensor in whole:
-        if (parameter := held.pop(name, None)) is None:
+        if (parameter := weights.pop(name, None)) is None:
             continue
         shape = full_shape(parameter, tp)
         if name in _VOCABULARY and tensor.shape[0] < shape[0]:
             tensor = torch.cat([tensor, tensor.new_zeros(shape[0] - tensor.shape[0], *tensor.shape[1:])])
         if list(tensor.shape) != shape:
             raise DataError(f"{name} is {list(tensor.shape)} but the model's is {shape}: give the model's own weights")
-        mine = tensor_slice(tensor, parameter, tp_rank, tp)
-        if mine.dtype != parameter.dtype and not torch.equal(mine.to(parameter.dtype).to(mine.dtype), mine):
-            parameter.unrounded = mine.float().clone()  # type: ignore[attr-defined]
+        own_slice = tensor_slice(tensor, parameter, tp_rank, tp)
+        rounded = own_slice.to(parameter.dtype)
+        if own_slice.dtype != parameter.dtype and not torch.equal(rounded.to(own_slice.dtype), own_slice):
+            parameter.unrounded = own_slice.float().clone()  # type: ignore[attr-defined]
         with torch.no_grad():
-            parameter.copy_(mine)
-    if held:
-        raise DataError(f"the checkpoint has no {', '.join(sorted(held))}: give the model's own weights")
+            parameter.copy_(own_slice)
+    if weights:
+        raise DataError(f"the checkpoint has no {', '.join(sorted(weights))}: give the model's own weights")
 
 
 def take_unrounded(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -162,8 +163,8 @@ def _embedding_ranks(architecture: Architecture | None, topology: Topology) -> C
         return None
     from dynapipe_ext.executor.stages.megatron.t5 import embedding_ranks
 
-    held = embedding_ranks(architecture, topology)
-    return lambda ranks, *_: [ranks[pp_rank] for pp_rank in held]
+    holders = embedding_ranks(architecture, topology)
+    return lambda ranks, *_: [ranks[pp_rank] for pp_rank in holders]
 
 
 def destroy_parallel() -> None:
@@ -413,13 +414,13 @@ def _hide_padding(model: Any, a: Architecture, columns: int) -> None:
 
     if not model.post_process:
         return
-    kept = a.vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
-    if kept >= columns:
+    num_real = a.vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
+    if num_real >= columns:
         return
 
     def hide(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         logits, bias = output
-        logits[..., max(kept, 0) :] = torch.finfo(logits.dtype).min
+        logits[..., max(num_real, 0) :] = torch.finfo(logits.dtype).min
         return logits, bias
 
     model.output_layer.register_forward_hook(hide)

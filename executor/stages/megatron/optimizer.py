@@ -47,17 +47,17 @@ class StepGuard:
 
     def _is_finite(self, loss: float) -> bool:
         """Of the loss, and of the gradient buffers by their largest magnitudes, which no sum can overflow."""
-        held = [buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        buffers = [buffer.grad_data for buffer in held]
+        grouped = [buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        buffers = [buffer.grad_data for buffer in grouped]
         largest = [torch.linalg.vector_norm(buffer, torch.inf) for buffer in buffers if buffer.numel()]
         return math.isfinite(loss) and all(math.isfinite(value) for value in map(float, largest))
 
     def _refuse(self, executed: ExecutedStep) -> Refused:
         step = executed.plan.step
-        found = [fault for rank in gather_json(list(self._faults(executed)), self._device) for fault in rank]
-        faults = list(dict.fromkeys(fault for _, fault in sorted(map(tuple, found))))
-        said = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
-        reason = f"step {step} is not finite (loss {executed.loss:g}): {said}"
+        of_ranks = [fault for rank in gather_json(list(self._faults(executed)), self._device) for fault in rank]
+        faults = list(dict.fromkeys(fault for _, fault in sorted(map(tuple, of_ranks))))
+        reasons = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+        reason = f"step {step} is not finite (loss {executed.loss:g}): {reasons}"
         return self._policy.refused(reason)
 
     def _faults(self, executed: ExecutedStep) -> Iterator[tuple[int, str]]:

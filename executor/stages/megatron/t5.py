@@ -63,8 +63,8 @@ def copy_holders(architecture: Architecture, topology: Topology) -> dict[str, tu
         "encoder": {0} | {stage for stage, (count, _) in enumerate(layers) if count},
         "decoder": {last} | {stage for stage, (_, count) in enumerate(layers) if count},
     }
-    held = {EMBEDDING: embedding} | {f"{side}_{_POSITIONS}": stages for side, stages in sides.items()}
-    return {name: tuple(sorted(stages)) for name, stages in held.items()}
+    holders = {EMBEDDING: embedding} | {f"{side}_{_POSITIONS}": stages for side, stages in sides.items()}
+    return {name: tuple(sorted(stages)) for name, stages in holders.items()}
 
 
 def embedding_ranks(architecture: Architecture, topology: Topology) -> tuple[int, ...]:

@@ -49,14 +49,14 @@ class CausalPart(TransformersPart):
 
     def _run(self, inputs: Sequence[torch.Tensor], batch: Batch) -> Any:
         (x,) = inputs
-        given = batch["model_inputs"] | {name: batch[name] for name in ("carried",) if name in batch}
+        arguments = batch["model_inputs"] | {name: batch[name] for name in ("carried",) if name in batch}
         if self.place.is_first:
-            given["input_ids"] = x
+            arguments["input_ids"] = x
         else:
             assert isinstance(self._entry, StageEntry)
-            given["inputs_embeds"] = self._entry.received = x
+            arguments["inputs_embeds"] = self._entry.received = x
         self._seed("embedding")
-        output = self._call(use_cache=False, **given)
+        output = self._call(use_cache=False, **arguments)
         if self.place.is_last:
             return output.logits
         assert isinstance(self._exit, StageExit)

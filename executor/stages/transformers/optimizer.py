@@ -111,8 +111,8 @@ class TransformersOptimizer:
     def _said(self, executed: ExecutedStep) -> str:
         """What all ranks see of a step that is not finite."""
         own = list(self._faults(executed))
-        found = [own] if self._parallel is None else gather_json(own, self._device)
-        faults = list(dict.fromkeys(fault for rank in found for fault in rank))
+        of_ranks = [own] if self._parallel is None else gather_json(own, self._device)
+        faults = list(dict.fromkeys(fault for rank in of_ranks for fault in rank))
         more = f"; and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
         return "; ".join(faults[:_MOST_FAULTS]) + more
 
@@ -135,15 +135,15 @@ class TransformersOptimizer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments, once there are any, and masters of 16-bit weights, by kind and the weight's name in the whole model.
         A copy's are left to the rank that has the weight itself."""
-        found = {}
+        tensors = {}
         for parameter, name in self._names.items():
             master = self._masters[parameter]
             if parameter in self._copies:
                 continue
             if master is not parameter:
-                found[f"master.{name}"] = master.detach()
-            found |= {f"{kind}.{name}": self._adam.state[master][kind] for kind in _MOMENTS if self._num_updates}
-        return found
+                tensors[f"master.{name}"] = master.detach()
+            tensors |= {f"{kind}.{name}": self._adam.state[master][kind] for kind in _MOMENTS if self._num_updates}
+        return tensors
 
     def restore(self, place: OptimizerPlace, read: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
         """Take on the state of `place`; `read(key, like)` gives the tensors that `tensors` gave.

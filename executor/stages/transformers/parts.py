@@ -64,7 +64,7 @@ def parts_of_folder(
 
     def load(part_class: Any) -> Any:
         try:
-            model, found = part_class.from_pretrained(
+            model, loading = part_class.from_pretrained(
                 folder, config=config, local_files_only=True, output_loading_info=True, **options
             )
         except (OSError, RuntimeError, SafetensorError, UnpicklingError, MemoryError) as error:  # of files that are cut
@@ -76,7 +76,7 @@ def parts_of_folder(
             raise DataError(
                 f"{folder} has weights that cannot be read ({in_one_line(error)}): give the folder of a whole model"
             ) from error
-        if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
+        if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
             raise DataError(
                 f"{folder} lacks weights of {type(model).__name__} or has them in other shapes: {', '.join(lacking)}:"
                 " give the folder of a whole model"

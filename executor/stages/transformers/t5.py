@@ -49,22 +49,22 @@ class T5Part(TransformersPart):
 
     def _run(self, inputs: Sequence[torch.Tensor], batch: Batch) -> Any:
         encoder, decoder = self._own
-        given = dict(batch["model_inputs"])
+        arguments = dict(batch["model_inputs"])
         if encoder and encoder.start == 0:
-            given["input_ids"] = inputs[0]
+            arguments["input_ids"] = inputs[0]
         elif encoder:
-            given["inputs_embeds"] = self.model.encoder.block[0].received = inputs[0]
+            arguments["inputs_embeds"] = self.model.encoder.block[0].received = inputs[0]
         else:
-            given["encoder_outputs"] = (inputs[0],)
+            arguments["encoder_outputs"] = (inputs[0],)
         if not decoder:
-            output = self.model.encoder(**given)
+            output = self.model.encoder(**arguments)
             end = self.model.encoder.block[-1]
             return end.take() if isinstance(end, StageExit) else output.last_hidden_state
         if decoder.start == 0:
-            given["decoder_input_ids"] = batch["decoder_tokens"]
+            arguments["decoder_input_ids"] = batch["decoder_tokens"]
         else:
-            given["decoder_inputs_embeds"] = self.model.decoder.block[0].received = inputs[1]
-        output = self._call(use_cache=False, **given)
+            arguments["decoder_inputs_embeds"] = self.model.decoder.block[0].received = inputs[1]
+        output = self._call(use_cache=False, **arguments)
         if self.place.is_last:
             return output.logits
         return output.encoder_last_hidden_state, self.model.decoder.block[-1].take()
@@ -90,8 +90,8 @@ class T5Part(TransformersPart):
 
     def checked(self, batch: Batch, micro_batch: MicroBatch, name: str) -> Batch:
         planned = pair_borders(micro_batch).get("encoder_padding")
-        given = batch.get("encoder_padding")
-        if given is not None and (planned is None or not torch.equal(given.cpu(), torch.from_numpy(planned))):
+        padding = batch.get("encoder_padding")
+        if padding is not None and (planned is None or not torch.equal(padding.cpu(), torch.from_numpy(planned))):
             raise DataError(f"encoder_padding of {name} is not that of its plan: pad rows on the right")
         read = ["encoder_tokens"] * self.place.is_first + ["decoder_tokens"] * (0 in self._own[1])
         if lacking := [key for key in read if key not in batch]:
@@ -193,6 +193,6 @@ def _holders(config: Any, layers_per_stage: tuple[int, ...], *, tied: bool) -> d
     last = len(layers_per_stage) - 1
     own = [_own_layers(config, PartPlace(stage, layers_per_stage)) for stage in range(last + 1)]
     at = {side: {stage for stage, ranges in enumerate(own) if ranges[i]} for i, side in enumerate(_SIDES)}
-    held = {EMBEDDING: {0, min(at["decoder"])} | ({last} if tied else set())}
-    held |= {f"{side}.{_BIAS}.weight": stages for side, stages in at.items()}
-    return {name: tuple(sorted(stages)) for name, stages in held.items()}
+    holders = {EMBEDDING: {0, min(at["decoder"])} | ({last} if tied else set())}
+    holders |= {f"{side}.{_BIAS}.weight": stages for side, stages in at.items()}
+    return {name: tuple(sorted(stages)) for name, stages in holders.items()}
