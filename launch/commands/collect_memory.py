@@ -26,10 +26,10 @@ _EPILOG = """examples:
   dynapipe collect-memory --model config.json --device cpu --generate 16 --max-length 128 --out records.jsonl
   dynapipe train-memory-model records.jsonl --out model.json
 
-Measure with the most new tokens, the dtype and the beams that you will generate with, and up to batches as large as
-your first one: the memory model holds inside what was measured. Ctrl-C keeps what is measured; the same command goes
-on from there. On a GPU, leave --memory-limit-gb out: batches that run out of memory are found, recorded and stayed
-under. On a CPU a real lack of memory may end the process, so bound batches by --max-tokens and --max-rows there.
+Measure with the dtype, the beams and the largest number of new tokens that you will generate with, and up to batches
+as large as your first one: the memory model is valid only within its measurements. Ctrl-C keeps them; the same command
+goes on from there. On a GPU leave --memory-limit-gb out: batches that run out of memory are recorded, and larger ones
+avoided. On a CPU a real lack of memory may end the process, so bound batches by --max-tokens and --max-rows there.
 """
 
 
@@ -38,15 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="MODEL", help="a transformers model's folder, or its config.json alone"
     )
-    parser.add_argument("--out", required=True, metavar="FILE", help="records, one a line; appended to if they exist")
+    parser.add_argument(
+        "--out", required=True, metavar="FILE", help="file of records, one a line; an existing file is extended"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="to measure on (default: cuda where there is one)")
     add_flag(parser, "model.dtype", "of weights (default: the model's own)", choices=DTYPES)
     parser.add_argument(
         "--generate", type=int, default=32, metavar="N", help="new tokens of each text; 0: one forward pass"
     )
     parser.add_argument("--beams", type=int, metavar="N", help="of beam search (default: the generation config's)")
-    parser.add_argument("--shapes", choices=CHOICES, default="adaptive", help="climb to the limits first, or only draw")
-    parser.add_argument("--batches", type=int, default=160, metavar="N", help="batches in all, earlier runs' too")
+    parser.add_argument(
+        "--shapes", choices=CHOICES, default="adaptive", help="grow batches to the limits first, or draw all of them"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=160, metavar="N", help="batches in all, with those of earlier runs"
+    )
     parser.add_argument(
         "--max-length",
         type=int,
@@ -70,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if limit_gb is not None and not 1e-9 <= limit_gb < 1e9:
         raise ConfigError(f"--memory-limit-gb is {limit_gb:g} but must make 1 B to 10^18 B: give GB, such as 2.5")
     limit_bytes = None if limit_gb is None else round(limit_gb * 1e9)
-    if not Path(args.model).exists():  # said before torch is loaded
+    if not Path(args.model).exists():  # before torch is loaded
         raise DataError(f"{args.model} does not exist: give a model's folder, or its config.json")
     say_loading("torch", "transformers")
     from dynapipe_ext.batching.inference.memory_profiling import (

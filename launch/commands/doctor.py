@@ -29,7 +29,7 @@ from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.launch.store import RedisServer, find_server_binary
 from dynapipe_ext.tools.console import deliver, say_loading
 
-_MEGATRON_VERSIONS = ((0, 16), (0, 20))  # from, up to but without: pyproject.toml has the same
+_MEGATRON_VERSIONS = ((0, 16), (0, 20))  # first supported, first unsupported: as in pyproject.toml
 _GB = 1e9
 
 _EPILOG = """examples:
@@ -41,7 +41,7 @@ _EPILOG = """examples:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. A run can start if every `required` check is `ok`; `hint` is the next move if not."""
+    """One line of the report. A run can start if every `required` check is `ok`. `hint` is the next move otherwise."""
 
     name: str
     ok: bool
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(_EPILOG, {1: "a run cannot start here"})
     add_flag(parser, "job.redis_server", "server program of the store (default: the one found)")
     parser.add_argument(
-        "--megatron", type=Path, metavar="DIR", help="a clone of Megatron-LM that is to train by planned schedules"
+        "--megatron", type=Path, metavar="DIR", help="a clone of Megatron-LM to train with planned schedules"
     )
     add_json(parser, "the report")
 
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdout.isatty():
         report: list[RenderableType] = [_table(checks)]
     else:
-        found = ((f"{_mark(check):<8}{check.name:<18}{check.value}", check.hint) for check in checks)
-        report = ["  ".join(filter(None, line)) for line in found]
+        lines = ((f"{_mark(check):<8}{check.name:<18}{check.value}", check.hint) for check in checks)
+        report = ["  ".join(filter(None, line)) for line in lines]
     verdict = "A training run can start here." if ready else "A training run cannot start here: see what is missing."
     facts = {"can_train": ready, "checks": [asdict(check) for check in checks]}
     deliver(args.json, facts, *report, verdict)
@@ -79,9 +79,9 @@ def can_train(checks: tuple[Check, ...]) -> bool:
 
 
 def all_checks(redis_server: str | None = None, megatron_lm: Path | None = None) -> tuple[Check, ...]:
-    """Every check in the order of the report, of Megatron-LM where a clone is given.
+    """Every check in the order of the report, with one of a clone of Megatron-LM if there is one.
 
-    A probe that raises is a failed check, never the end of the report.
+    A probe that raises becomes a failed check, and the report goes on.
     """
     limit_threads()
     clone: list[tuple[str, Callable[[], Check]]] = []
@@ -114,7 +114,7 @@ def all_checks(redis_server: str | None = None, megatron_lm: Path | None = None)
 def _guarded(name: str, probe: Callable[[], Check]) -> Check:
     try:
         return probe()
-    except Exception as error:  # noqa: BLE001 - a package that is broken in any way is what this command is to report
+    except Exception as error:  # noqa: BLE001 - this command reports packages that are broken in any way
         reason = " ".join(str(error).split()) or type(error).__name__
         return Check(name, False, f"broken: {reason}", required=True, hint=f"reinstall {name}")
 
@@ -152,7 +152,7 @@ def _core() -> Check:
 def _torch() -> Check:
     if importlib.util.find_spec("torch") is None:
         return Check("torch", False, "not installed", True, "pip install torch, then 'dynapipe-ext[train]'")
-    if _is_cpu_build():  # then nothing is asked of it that its files do not say: its import takes seconds
+    if _is_cpu_build():  # its files say everything; an import would take seconds
         return Check("torch", True, f"{_version('torch')}  CPU build", True)
     say_loading("torch")
     import torch
@@ -166,8 +166,7 @@ def _torch() -> Check:
 
 
 def _is_cpu_build() -> bool:
-    """Whether the installed torch says in its version.py that it was built without CUDA, ROCm and XPU, and its library
-    is there."""
+    """Whether the version.py of the installed torch names no CUDA, ROCm or XPU, and its library exists."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -203,20 +202,20 @@ def _megatron() -> Check:
 
 
 def _megatron_lm(clone: Path) -> Check:
-    """A training script of such a clone runs its own megatron-core, whatever is installed."""
+    """The check of a clone, whose training scripts run its own megatron-core instead of the installed one."""
     try:
-        version, told = clone_version(clone), misfits(clone)
+        version, faults = clone_version(clone), misfits(clone)
     except DynaPipeError as error:
         return Check("Megatron-LM", False, "cannot be read", True, str(error))
     if not _MEGATRON_VERSIONS[0] <= version[:2] < _MEGATRON_VERSIONS[1]:
-        told.insert(0, "its version is not supported")
+        faults.insert(0, "its version is not supported")
     value = f"{'.'.join(map(str, version))}  {clone}"
-    hint = f"{'; '.join(told)}: take core_v0.16.1" if told else ""
-    return Check("Megatron-LM", not told, value, True, hint)
+    hint = f"{'; '.join(faults)}: take core_v0.16.1" if faults else ""
+    return Check("Megatron-LM", not faults, value, True, hint)
 
 
 def _attention() -> Check:
-    """What packed rows run on, best first; a package that is there and cannot serve is named."""
+    """The attention kernels for packed rows, best first. The hint names installed packages that cannot be used."""
     if _is_cpu_build():
         return Check("attention", True, "sdpa")
     try:

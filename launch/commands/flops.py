@@ -25,12 +25,12 @@ _EPILOG = """examples:
   dynapipe flops --model config.json --lengths lengths.npy --seconds-per-step 2.1 --gpus 8
   dynapipe flops --log train.log --model config.json
 
-Model FLOPs count real tokens, attention document by document, forward and backward; what padding and recomputation add
-is counted apart. MFU is model FLOPs over the devices' peak, HFU all that was executed over it.
+Model FLOPs count forward and backward of the real tokens, with attention document by document. Padding and
+recomputation are counted apart. MFU is model FLOPs over the devices' peak, HFU executed FLOPs over it.
 """
 
 _MOST_TFLOPS = 1e9  # of a device
-_BOUNDS = {  # of what a step is
+_BOUNDS = {  # of the figures of a step
     "seq_len": (1, 10**12),
     "decoder_len": (0, 10**12),
     "batch_size": (1, 10**12),
@@ -38,9 +38,13 @@ _BOUNDS = {  # of what a step is
     "gpus": (1, 10**9),
     "seconds_per_step": (1e-9, 1e9),
 }
+_OF_STEP = (  # flags that describe a step; a report has all of that
+    "log", "model", "lengths", "seq_len", "decoder_len", "batch_size", "seconds_per_step", "gpus", "padded_tokens",
+    "recompute",
+)  # fmt: skip
 _COUNT_OF_LOG_CAUSAL = (
-    "TFLOP/s/GPU in the log of Megatron-LM (core_v0.16) counts so, too: half of the attention, every position of a row"
-    " as a token, the vocabulary with its padding, nothing recomputed."
+    "TFLOP/s/GPU in the log of Megatron-LM (core_v0.16) also counts half of the attention, every position of a row as a"
+    " token, the vocabulary with its padding, and nothing recomputed."
 )
 _COUNT_OF_LOG = (
     "TFLOP/s/GPU in the log of Megatron-LM (core_v0.16) counts half of the attention, as --causal does, every"
@@ -59,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, metavar="N", help="positions of every sample instead")
     parser.add_argument("--decoder-len", type=int, metavar="N", help="decoder positions of every sample")
     add_flag(parser, "data.batch_size", "samples of a step, with --seq-len")
-    parser.add_argument("--padded-tokens", type=int, metavar="N", help="rows x length that a step really executed")
+    parser.add_argument("--padded-tokens", type=int, metavar="N", help="rows x length that a step executed")
     parser.add_argument("--recompute", choices=RECOMPUTES, help="what every micro-batch recomputed")
     parser.add_argument("--seconds-per-step", type=float, metavar="SECONDS", help="what one step took")
-    parser.add_argument("--gpus", type=int, metavar="N", help="devices that it took them on")
+    parser.add_argument("--gpus", type=int, metavar="N", help="devices of the step")
     peak = parser.add_mutually_exclusive_group()
     peak.add_argument("--device", choices=tuple(DEVICES), help="whose published peak counts")
     peak.add_argument("--peak-tflops", type=float, metavar="T", help="of one device in the run's precision")
@@ -77,12 +81,12 @@ def run(args: argparse.Namespace) -> int:
     hints = [] if peak or accounts[0].seconds is None else ["Give --device or --peak-tflops for MFU and HFU."]
     if args.log:
         hints.append(_COUNT_OF_LOG_CAUSAL if args.causal else _COUNT_OF_LOG)
-    deliver(args.json, [one.to_json() for one in accounts], flops_table(accounts), *hints)
+    deliver(args.json, [entry.to_json() for entry in accounts], flops_table(accounts), *hints)
     return 0
 
 
 def _peak(args: argparse.Namespace) -> float:
-    """FLOP/s of one device, 0 where nobody said."""
+    """Peak FLOP/s of one device; 0 where no flag names it."""
     if args.device:
         return DEVICES[args.device].peak_flops_per_s[args.precision]
     if args.peak_tflops is None:
@@ -94,19 +98,8 @@ def _peak(args: argparse.Namespace) -> float:
 
 
 def _of_report(args: argparse.Namespace, peak: float) -> list[Account]:
-    given: tuple[str, ...] = (
-        "log",
-        "model",
-        "lengths",
-        "seq_len",
-        "decoder_len",
-        "batch_size",
-        "seconds_per_step",
-        "gpus",
-    )
-    given += ("padded_tokens", "recompute")
-    if also := [f"--{name.replace('_', '-')}" for name in given if getattr(args, name) is not None]:
-        raise ConfigError(f"a report says what was run: give it, or {', '.join(also)}")
+    if flags := [f"--{name.replace('_', '-')}" for name in _OF_STEP if getattr(args, name) is not None]:
+        raise ConfigError(f"a report says what was run: give it, or {', '.join(flags)}")
     path = Path(args.report)
     path = path / "report.json" if path.is_dir() else path
     return accounts_of_report(path, peak_flops_per_s=peak, causal=args.causal)
@@ -170,7 +163,7 @@ class _Shape:
 
 
 def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Shape) -> tuple[Positions, int]:
-    """Of the step's samples, with the longest of them."""
+    """(positions of the step's samples, length of the longest one)."""
     if (args.lengths is None) == (shape.seq_len is None):
         raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
     t5 = architecture.family == "t5"

@@ -1,6 +1,6 @@
-"""`dynapipe launch`: a job under torchrun, on this machine or many, that starts again from its last checkpoint.
+"""`dynapipe launch`: a job under torchrun, on one machine or many, that restarts from its last checkpoint.
 
-every attempt: torchrun on each node ─► ranks ─► all end well, or what failed first ends the rest ─► the next one
+an attempt: torchrun on each node ─► ranks ─► all end well, or the first failure ends the rest ─► the next attempt
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _EPILOG = """examples:
   dynapipe launch --config mine.toml --hosts hosts.txt --dry-run
 """
 _PORT = 29400  # torchrun's own for c10d
-_SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=8"  # it ends where a host is lost
+_SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=8"  # it ends when a host is lost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,34 +65,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(
         _EPILOG, {LOST_STATUS: "ranks were lost: the same command goes on", 138: "saved on SIGUSR1 (143: SIGTERM)"}
     )
-    _add_own(parser.add_argument_group("nodes"))
+    _add_launch_flags(parser.add_argument_group("nodes"))
 
 
-def _add_own(parser: argparse._ActionsContainer) -> None:
-    """Those that torchrun knows by these names mean what they mean there."""
+def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags that `dynapipe train` lacks. Those with torchrun's names have torchrun's meaning."""
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines of the job")
-    parser.add_argument("--node-rank", type=int, metavar="N", help="this machine's, from 0 (default: they settle it)")
     parser.add_argument(
-        "--rdzv-endpoint", metavar="HOST[:PORT]", help=f"where they meet (default: the first of --hosts, {_PORT})"
+        "--node-rank", type=int, metavar="N", help="of this machine, from 0 (default: the nodes agree on it)"
+    )
+    parser.add_argument(
+        "--rdzv-endpoint", metavar="HOST[:PORT]", help=f"where the nodes meet (default: the first of --hosts, {_PORT})"
     )
     parser.add_argument(
         "--rdzv-backend", choices=get_args(RendezvousBackend), default="c10d", help="static keeps the order of nodes"
     )
-    parser.add_argument("--rdzv-id", metavar="ID", default="dynapipe", help="of the job, among those that meet there")
-    parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="starts from the last checkpoint")
-    parser.add_argument("--hosts", metavar="FILE", help="start all from here: a host a line, slots=N if it has fewer")
+    parser.add_argument(
+        "--rdzv-id", metavar="ID", default="dynapipe", help="of the job, where several meet at one place"
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=3, metavar="N", help="most restarts from the last checkpoint"
+    )
+    parser.add_argument(
+        "--hosts", metavar="FILE", help="start all nodes from here: a host a line, then slots=N if it has few"
+    )
     parser.add_argument("--ssh", default=_SSH, metavar="COMMAND", help="runs `COMMAND HOST sh -s` on a host")
     parser.add_argument("--ray", action="store_true", help="start all from here, on --nnodes nodes of a Ray cluster")
-    parser.add_argument("--ray-address", metavar="ADDRESS", help="of a running one, or auto (default: a new local one)")
-    parser.add_argument("--secret-file", metavar="FILE", help="password of --store, there on every node, mode 600")
-    parser.add_argument(FOLLOW_FLAG, action="store_true", help="end when standard input does")
+    parser.add_argument(
+        "--ray-address", metavar="ADDRESS", help="of a running cluster, or auto (default: a new local one)"
+    )
+    parser.add_argument("--secret-file", metavar="FILE", help="password of --store, on every node, mode 600")
+    parser.add_argument(FOLLOW_FLAG, action="store_true", help="end when standard input ends")
     parser.add_argument("--dry-run", action="store_true", help="print every command, and start nothing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedJob:
-    """What every attempt shares. `words` are flags of `dynapipe train`; `hosts` are empty where torchrun is started
-    here, or Ray says where (`place.num_nodes` of them)."""
+    """What all attempts share. `words` are flags of `dynapipe train`. `hosts` is empty where torchrun starts here, or
+    where Ray chooses `place.num_nodes` nodes."""
 
     config: TrainConfig
     words: tuple[str, ...]
@@ -101,7 +111,7 @@ class LaunchedJob:
     secret_file: str
 
     def node_command(self, place: NodePlace) -> list[str]:
-        """The launcher of one of several nodes, as it is started on that node."""
+        """The command that starts the launcher of one of several nodes, on that node."""
         words = [sys.executable, "-m", "dynapipe_ext.launch.cli", "launch", "--nnodes", str(place.num_nodes)]
         words += ["--node-rank", str(place.node_rank), "--rdzv-endpoint", place.rdzv_endpoint]
         words += ["--rdzv-backend", place.rdzv_backend, "--rdzv-id", place.rdzv_id]
@@ -111,7 +121,7 @@ class LaunchedJob:
         return [*words, *self.words]
 
     def places(self, first_address: str, attempt: int) -> list[NodePlace]:
-        """Of all nodes; they meet at the first unless told otherwise, those of one attempt among themselves."""
+        """The places of all nodes. They meet at the first one by default; each attempt has its own rendezvous."""
         endpoint = self.place.rdzv_endpoint or _with_port(first_address)
         same = replace(self.place, rdzv_endpoint=endpoint, rdzv_id=f"{self.place.rdzv_id}-{attempt}")
         return [replace(same, node_rank=i) for i in range(self.place.num_nodes)]
@@ -122,10 +132,10 @@ def run(args: argparse.Namespace) -> int:
     config = train.config_from(args)
     job = _job(args, config)
     from_here = bool(job.hosts) or args.ray
-    by_hand = job.place.num_nodes > 1 and not from_here  # others are started elsewhere: torchrun counts the restarts
+    by_hand = job.place.num_nodes > 1 and not from_here  # people start the other nodes, so torchrun counts restarts
     if args.dry_run or from_here:
-        if said := missing_file(config):
-            say_at_once(f"dynapipe launch: warning: {said}: it must be on every node")
+        if fault := missing_file(config):
+            say_at_once(f"dynapipe launch: warning: {fault}: it must be on every node")
     else:
         refuse_missing_file(config)
     if args.dry_run:
@@ -133,51 +143,56 @@ def run(args: argparse.Namespace) -> int:
         return 0
     run_dir, job = _with_run_directory(args, job, by_hand)
 
-    def ends_with(newest: Path) -> bool:  # the steps of epochs are not known before the data are read
+    def ends_with(newest: Path) -> bool:  # the number of steps in epochs is unknown before the data are read
         return not (args.compare or config.run.epochs) and is_done(newest, config)
 
     try:
         if from_here:
-            end = _attempts(lambda attempt: _run_from_here(args, job, attempt), args.max_restarts, run_dir, ends_with)
+            start: Callable[[int], NodeEnd] = lambda attempt: _run_from_here(args, job, attempt)  # noqa: E731
         else:
-            password = read_secret(Path(args.secret_file), store_password()) if args.secret_file else None
-            asked_store(args.store, password, insecure=args.insecure_store)  # refused here, once, not by every rank
-            if job.place.num_nodes > 1:
-                refuse_unknown_host(_host_of(job.place.rdzv_endpoint))
-            place = replace(job.place, local_addr=_local_address(job.place))
-            command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
-            end = _attempts(
-                lambda _: run_agent(
-                    command,
-                    password=password,
-                    timeout_s=config.job.timeout_s,
-                    grace_s=config.checkpoint.grace_s,
-                    order=order_of_stdin if args.follow_stdin else lambda: "",
-                ),
-                0 if by_hand else args.max_restarts,
-                run_dir,
-                ends_with,
-            )
+            start = _agent_starter(args, job, by_hand)
+        end = _attempts(start, 0 if by_hand else args.max_restarts, run_dir, ends_with)
         if end.status:
             raise JobError(end.cause, end.status)
     except BaseException as error:
-        if not args.follow_stdin:  # else that is for whoever started this
+        if not args.follow_stdin:  # else the process that started this one reports
             report_what_ran(run_dir, reason_of(error) or "ranks failed: the log says why")
-        if isinstance(error, JobError) and not error.cause:  # a rank has said it
+        if isinstance(error, JobError) and not error.cause:  # a rank has printed it
             return error.exit_status
         raise
     finally:
         if not (job.config.run.run_dir or args.resume):
             with suppress(OSError):
-                run_dir.rmdir()  # where nothing has begun
+                run_dir.rmdir()  # if it is empty, since nothing has begun
     return 0
+
+
+def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Callable[[int], NodeEnd]:
+    """A function that runs torchrun here once. Errors: ConfigError or StoreError now, once, instead of on every
+    rank."""
+    password = read_secret(Path(args.secret_file), store_password()) if args.secret_file else None
+    asked_store(args.store, password, insecure=args.insecure_store)
+    if job.place.num_nodes > 1:
+        refuse_unknown_host(_host_of(job.place.rdzv_endpoint))
+    place = replace(job.place, local_addr=_local_address(job.place))
+    command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
+    return lambda _: run_agent(
+        command,
+        password=password,
+        timeout_s=job.config.job.timeout_s,
+        grace_s=job.config.checkpoint.grace_s,
+        order=order_of_stdin if args.follow_stdin else lambda: "",
+    )
 
 
 def _attempts(
     start: Callable[[int], NodeEnd], max_restarts: int, run_dir: Path, ends_with: Callable[[Path], bool]
 ) -> NodeEnd:
-    """Start until all ends well or a restart would not help. `ends_with` says of the run's newest checkpoint whether
-    nothing is left to do: then a rank, or this launcher before, was lost once all had been done."""
+    """Start again until all ends well or a restart would not help.
+
+    `ends_with` says whether the run's newest checkpoint is its last one: then a rank, or an earlier launcher, was lost
+    after the last step.
+    """
     end = NodeEnd(0)
     for attempt in range(max_restarts + 2):
         saved = checkpoints(run_dir / CHECKPOINTS)
@@ -197,7 +212,7 @@ def _attempts(
 
 
 def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
-    """Errors: ConfigError for what torchrun, or every rank, would refuse later."""
+    """The job of a command line. Errors: ConfigError for what torchrun or every rank would refuse later."""
     refuse_unsupported(config)
     variants(config, compare=args.compare)
     hosts = read_hosts(Path(args.hosts)) if args.hosts else ()
@@ -207,7 +222,9 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         raise ConfigError(f"--hosts names {len(hosts)} hosts and starts all: leave out --nnodes and --node-rank")
     num_nodes, world_size = len(hosts) or args.nnodes, topology_of(config).world_size
     if num_nodes < 1 or world_size % num_nodes:
-        raise ConfigError(f"{world_size} ranks (tp x pp x dp) do not spread evenly over {num_nodes} nodes: change one")
+        raise ConfigError(
+            f"{world_size} ranks (tp x pp x dp) do not spread evenly over {num_nodes} nodes: change one of them"
+        )
     num_ranks = world_size // num_nodes
     if small := [host for host in hosts if host.slots is not None and host.slots < num_ranks]:
         raise ConfigError(f"{small[0].name} has {small[0].slots} slots but {num_ranks} ranks: name more hosts")
@@ -218,15 +235,17 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
     if num_nodes > 1 and not (args.rdzv_endpoint or hosts or args.ray):
         raise ConfigError(f"{num_nodes} nodes must meet somewhere: give --rdzv-endpoint HOST:PORT, or --hosts FILE")
     if args.ray_address and not args.ray:
-        raise ConfigError(f"--ray-address {args.ray_address} is of a Ray cluster: add --ray, or leave it out")
+        raise ConfigError(f"--ray-address {args.ray_address} names a Ray cluster: add --ray, or leave it out")
     if args.secret_file and not (args.store or kv_store_url()):
-        raise ConfigError(f"--secret-file {args.secret_file} is of your own store: name it by --store, or leave it out")
+        raise ConfigError(
+            f"--secret-file {args.secret_file} is for your own store: name the store by --store, or leave it out"
+        )
     if args.rdzv_backend == "static" and num_nodes > 1 and not (hosts or args.ray or args.node_rank is not None):
         raise ConfigError("--rdzv-backend static needs --node-rank on every node: give it, or --hosts FILE")
     if num_nodes > 1 and not (config.run.run_dir or args.resume):
-        raise ConfigError(f"{num_nodes} nodes must mean the same directory: give --run-dir DIR where all see it")
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_own(own)
+        raise ConfigError(f"{num_nodes} nodes need one directory that all of them see: give it as --run-dir DIR")
+    launch_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_launch_flags(launch_flags)
     place = NodePlace(
         num_ranks=num_ranks,
         num_nodes=num_nodes,
@@ -235,20 +254,19 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         rdzv_endpoint=_with_port(args.rdzv_endpoint) if args.rdzv_endpoint else "",
         rdzv_id=args.rdzv_id,
     )
-    words = (*_said_by_variables(args), *own.parse_known_args(args.words)[1])
+    words = (*_flags_of_variables(args), *launch_flags.parse_known_args(args.words)[1])
     return LaunchedJob(config=config, words=words, place=place, hosts=hosts, secret_file=args.secret_file or "")
 
 
-def _said_by_variables(args: argparse.Namespace) -> list[str]:
-    """As flags, which reach all nodes, what this process's variables say of the store and of debugging."""
+def _flags_of_variables(args: argparse.Namespace) -> list[str]:
+    """Flags, which reach all nodes, for this process's variables of the store and of debugging."""
     store = None if args.store else kv_store_url(tls=not args.insecure_store)
-    said = debug_settings() | ({"store": store} if store else {})
-    return [word for name, value in said.items() for word in (f"--{name.replace('_', '-')}", value)]
+    settings = debug_settings() | ({"store": store} if store else {})
+    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def _with_port(endpoint: str) -> str:
-    """
-    Errors: ConfigError for what names no host, or no port that there is.
+    """The endpoint with torchrun's port where it has none. Errors: ConfigError for a missing host or an invalid port.
 
     >>> _with_port("host"), _with_port("host:1234"), _with_port("fe80::1"), _with_port("[fe80::1]:1234")
     ('host:29400', 'host:1234', '[fe80::1]:29400', '[fe80::1]:1234')
@@ -264,22 +282,22 @@ def _with_port(endpoint: str) -> str:
 
 
 def _with_run_directory(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> tuple[Path, LaunchedJob]:
-    """The run's directory, the same for every attempt, and the job that names it."""
+    """The run's directory, which all attempts share, and the job with a flag for it."""
     if args.resume:
         return run_to_resume(args.resume), job
     if not job.config.run.run_dir:
         run_dir = new_run_directory()
         return run_dir, replace(job, words=(*job.words, "--run-dir", str(run_dir)))
     run_dir = Path(job.config.run.run_dir)
-    if args.overwrite and not args.follow_stdin:  # once, not by every attempt
+    if args.overwrite and not args.follow_stdin:  # once, not in every attempt
         if by_hand:
-            raise ConfigError(f"nodes that are started one by one do not know who loses {run_dir}: remove it first")
+            raise ConfigError(f"nodes that are started one by one cannot agree who removes {run_dir}: remove it first")
         begin_anew(run_dir)
     return run_dir, job
 
 
 def _local_address(place: NodePlace) -> str:
-    """Where other nodes reach this one; empty where there are none, or several ways."""
+    """The address at which other nodes reach this one; empty without other nodes, or where several are possible."""
     if place.num_nodes == 1:
         return ""
     with suppress(ConfigError):
@@ -302,15 +320,15 @@ def _run_from_here(args: argparse.Namespace, job: LaunchedJob, attempt: int) -> 
 
 
 def _commands(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Sequence[str]:
-    """Every command of the job, as a shell would be given it; those that a node runs itself are set in."""
+    """Every command of the job as a line of shell; commands that a node runs itself are indented."""
     if not (job.hosts or args.ray):
         place = replace(job.place, local_addr=_local_address(job.place))
         return [shlex.join(torchrun_command(place, args.max_restarts if by_hand else 0, job.words))]
-    said = []
+    commands = []
     names = [host.name for host in job.hosts] or [f"ray-node-{i}" for i in range(job.place.num_nodes)]
     for name, place in zip(names, job.places(names[0].rpartition("@")[2], 0), strict=True):
         line = shell_line(job.node_command(place), Path.cwd())
         shell = [*shlex.split(args.ssh), name, "sh", "-s"] if job.hosts else ["sh", "-s"]
-        said += [f"{shlex.join(shell)} <<< {shlex.quote(line)}"]
-        said += [f"    {shlex.join(torchrun_command(place, 0, job.words))}"]
-    return said
+        commands += [f"{shlex.join(shell)} <<< {shlex.quote(line)}"]
+        commands += [f"    {shlex.join(torchrun_command(place, 0, job.words))}"]
+    return commands

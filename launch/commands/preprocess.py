@@ -1,4 +1,4 @@
-"""`dynapipe preprocess`: corpora to tokens on disk with a lengths file, for this project or in Megatron's format."""
+"""`dynapipe preprocess`: corpora to tokens on disk with a lengths file, for this package or in Megatron's format."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from dynapipe_ext.settings.agreement import check_data_settings
 from dynapipe_ext.settings.tables import DataSettings
 from dynapipe_ext.tools.console import deliver
 
-_OF_TEXT = (  # options that an .idx cannot follow
+_OF_TEXT = (  # flags for text, which an .idx no longer has
     "input_format",
     "json_keys",
     "pair_keys",
@@ -87,17 +87,29 @@ _EPILOG = """examples:
   dynapipe preprocess --input my-gpt2_text_document --vocab-size 50257 --output prepared
   dynapipe plan --lengths prepared/lengths.npy --pp 4
 
---output writes what `dynapipe train` and DynaPipeDataLoader read: chats, pairs of input and target, or text, each
-sample with the end of text behind it. A model's folder as tokenizer does what `dynapipe train --model FOLDER` has it
-do, beginning of text included, unless --eod-token, --separator or --special-tokens make another one. --output-prefix
-writes Megatron's .bin and .idx, and lengths beside them. A run that was stopped, by Ctrl-C or a kill, goes on where it
-was when it is started again.
+--output writes a folder for `dynapipe train` and DynaPipeDataLoader: chats, pairs of input and target, or text; every
+sample ends with the end of text. With a model's folder as tokenizer, samples are those of `dynapipe train --model
+FOLDER`, beginning of text included, unless --eod-token, --separator or --special-tokens change them. --output-prefix
+writes Megatron's .bin and .idx, and lengths beside them. After Ctrl-C or a kill the same command goes on from there.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(_EPILOG)
-    reading = parser.add_argument_group("input")
+    _add_input(parser.add_argument_group("input"))
+    _add_tokenizer(parser.add_argument_group("tokenizer"))
+    _add_output(parser.add_argument_group("output"))
+    running = parser.add_argument_group("processes")
+    running.add_argument(
+        "--workers", type=int, metavar="N", help="processes (default: one for each core, or CPU of Ray)"
+    )
+    running.add_argument("--ray", action="store_true", help="encode on a Ray cluster")
+    running.add_argument(
+        "--ray-address", metavar="ADDRESS", help="of a running cluster, or auto (default: a new local one)"
+    )
+
+
+def _add_input(reading: argparse._ArgumentGroup) -> None:
     reading.add_argument(
         "--input",
         nargs="+",
@@ -105,14 +117,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx; a folder, whose tree the output mirrors",
     )
-    reading.add_argument("--input-format", choices=get_args(Form), help="where a file's name does not say it")
+    reading.add_argument("--input-format", choices=get_args(Form), help="form of the files (default: by their names)")
     add_flags(reading, "data.template", "data.input_key", "data.target_key", "data.text_key")
     reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="--input-key and --target-key")
-    reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields with text, whatever others there are")
+    reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields with text; other fields are ignored")
     reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")
-    reading.add_argument("--skip-empty", action="store_true", help="leave out, and count, what has nothing to train on")
+    reading.add_argument(
+        "--skip-empty", action="store_true", help="leave out and count records with nothing to train on"
+    )
 
-    tokens = parser.add_argument_group("tokenizer")
+
+def _add_tokenizer(tokens: argparse._ArgumentGroup) -> None:
     add_flag(tokens, "data.tokenizer", "tokenizer.json, folder of transformers, tiktoken's name, bytes, or bpe")
     tokens.add_argument("--tokenizer-type", metavar="TYPE", help="Megatron's GPT2BPETokenizer or HuggingFaceTokenizer")
     tokens.add_argument("--tokenizer-model", metavar="NAME", help="Megatron's name for --tokenizer")
@@ -120,23 +135,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tokens.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     tokens.add_argument("--vocab-size", type=int, metavar="N", help="of the bpe to train, or of the ids in an .idx")
     tokens.add_argument("--append-eod", action="store_true", help="end of text after each document (--output always)")
-    tokens.add_argument("--eod-token", metavar="TOKEN", help="which token that is, where the tokenizer does not say")
+    tokens.add_argument("--eod-token", metavar="TOKEN", help="the end of text, where the tokenizer does not name it")
     tokens.add_argument(
         "--separator", metavar="TOKEN", help="token between input and target (default: its own, or none)"
     )
     tokens.add_argument(
-        "--special-tokens", choices=get_args(Specials), help="what a special token spelt in a text becomes"
+        "--special-tokens", choices=get_args(Specials), help="how to read special tokens that a text spells"
     )
     tokens.add_argument(
-        "--add-special-tokens", action="store_true", help="what the tokenizer itself puts around a text (.bin/.idx)"
+        "--add-special-tokens", action="store_true", help="add the tokenizer's own tokens around a text (.bin/.idx)"
     )
 
-    writing = parser.add_argument_group("output")
+
+def _add_output(writing: argparse._ArgumentGroup) -> None:
     where = writing.add_mutually_exclusive_group(required=True)
     add_flag(where, "checkpoint.output", "a dataset folder")
     where.add_argument("--output-prefix", metavar="PREFIX", help="Megatron's PREFIX_KEY_document.bin and .idx")
     where.add_argument("--lengths-only", action="store_true", help="lengths of an existing .idx, beside it")
-    writing.add_argument("--dataset-impl", choices=["mmap"], help="Megatron's: the one kind of .bin/.idx there is")
+    writing.add_argument("--dataset-impl", choices=["mmap"], help="Megatron's flag: the only kind of .bin/.idx")
     add_flag(writing, "model.max_seq_len", "longest sample in tokens (default: no bound)")
     add_flag(writing, "data.max_input_len", "most tokens of an input; 0: only of a sample", default=0)
     add_flag(writing, "data.max_target_len", "most tokens of a target; 0: only of a sample", default=0)
@@ -144,13 +160,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_truncate(writing, "--max-seq-len; without --truncate longer ones are refused")
     writing.add_argument("--overwrite", action="store_true", help="replace an output that exists")
     add_json(writing, "the result")
-
-    running = parser.add_argument_group("processes")
-    running.add_argument("--workers", type=int, metavar="N", help="processes (default: a core or CPU of Ray each)")
-    running.add_argument("--ray", action="store_true", help="encode on a Ray cluster")
-    running.add_argument(
-        "--ray-address", metavar="ADDRESS", help="of a running one, or auto (default: a new local one)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,10 +171,12 @@ def run(args: argparse.Namespace) -> int:
     files = tuple(file for inputs, _ in parts for file in inputs)
     settings, encoder = chosen_encoding(args, files, console)
     if lost := lost_characters(encoder):
-        console.print(f"warning: the tokenizer has no token for {', '.join(lost)} and drops such characters unsaid")
+        console.print(
+            f"warning: the tokenizer has no token for {', '.join(lost)} and drops such characters without notice"
+        )
     started_s, outcomes = time.monotonic(), []
     for inputs, target in parts:
-        with _progress(console) as show, _told_when_stopped(console):
+        with _progress(console) as show, _noted_when_stopped(console):
             outcomes.append(
                 work.preprocess(
                     inputs,
@@ -179,12 +190,12 @@ def run(args: argparse.Namespace) -> int:
             )
     seconds = time.monotonic() - started_s
     if args.tasks:
-        found = {task: None for _, target in parts for task in TokenDataset.open(target).tasks}
+        data_tasks = {task: None for _, target in parts for task in TokenDataset.open(target).tasks}
         tasks = chosen_tasks(args)
         if tasks.weights:
             console.print("note: weights of tasks are for dynapipe train --tasks: a prepared folder keeps none")
-        if said := unknown_tasks(tasks, found):
-            console.print(f"warning: {said}", soft_wrap=True)
+        if fault := unknown_tasks(tasks, data_tasks):
+            console.print(f"warning: {fault}", soft_wrap=True)
     for note in [note for _, target in parts if args.output for note in loss_notes(TokenDataset.open(target))]:
         console.print(note, soft_wrap=True, markup=False)
     _report(
@@ -208,12 +219,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parts(args: argparse.Namespace, output: str) -> list[tuple[tuple[InputFile, ...], str]]:
-    """What is written where: all files in one, or of a folder every file by itself, in the folder's own tree."""
+    """Inputs and their outputs: all files go to one output; a folder's files go one by one to a tree like the
+    folder's."""
     root = Path(args.input[0])
     if len(args.input) > 1 or not root.is_dir():
         return [(find_inputs(args.input, args.input_format), output)]
     if Path(output).resolve().is_relative_to(root.resolve()):
-        raise ConfigError(f"the output {output} lies in the folder {root} that is read: choose another place")
+        raise ConfigError(f"the output {output} lies in the input folder {root}: choose another place")
     parts: dict[str, tuple[InputFile, ...]] = {}
     for path in sorted(root.rglob("*")):
         place = path.relative_to(root)
@@ -239,20 +251,20 @@ def _workers(args: argparse.Namespace, settings: EncodeSettings, encoder: Encode
 
 
 def _from_index(args: argparse.Namespace, console: Console) -> int:
-    """What can be done with a data set that is tokenized already."""
+    """Handle a data set that is tokenized already."""
     if len(args.input) > 1 or not is_indexed(args.input[0]):
         raise ConfigError(
-            "an .idx is taken alone, and --lengths-only needs one: name one data set of Megatron's format"
+            "an .idx must be the only input, and --lengths-only needs one: name one data set of Megatron's format"
         )
     prefix = args.input[0]
-    if given := [f"--{name.replace('_', '-')}" for name in _OF_TEXT if getattr(args, name)]:
-        raise ConfigError(f"{prefix} is tokenized already, and {given[0]} is for what is not: leave it out")
+    if flags := [f"--{name.replace('_', '-')}" for name in _OF_TEXT if getattr(args, name)]:
+        raise ConfigError(f"{prefix} is tokenized already, and {flags[0]} is for text: leave it out")
     if args.output_prefix is not None:
         raise ConfigError(f"{prefix} is in Megatron's format already: use --output DIR or --lengths-only")
     if args.lengths_only:
         index = read_index(prefix)
         if not args.skip_empty:
-            index_lengths(index)  # refuses what would get no row
+            index_lengths(index)  # refuses sequences without a row
         left_out = write_lengths(lengths_path(prefix), index.lengths)
         rows, tokens, outputs = len(index.lengths) - left_out, int(index.lengths.sum()), lengths_path(prefix)
     else:
@@ -277,7 +289,7 @@ def _from_index(args: argparse.Namespace, console: Console) -> int:
 
 
 @contextmanager
-def _told_when_stopped(console: Console) -> Iterator[None]:
+def _noted_when_stopped(console: Console) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -287,7 +299,7 @@ def _told_when_stopped(console: Console) -> Iterator[None]:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Any]:
-    """A function to call with each `Progress`: a bar on a terminal, a line at each tenth of the input in a pipe."""
+    """A function that shows each `Progress`: as a bar on a terminal, else as a line at each tenth of the input."""
     live = console.is_terminal
     bar = Progress(
         TextColumn("tokenizing"),
@@ -335,8 +347,8 @@ def _report(args: argparse.Namespace, facts: dict[str, Any]) -> None:
 def chosen_encoding(
     args: argparse.Namespace, files: tuple[InputFile, ...], console: Console
 ) -> tuple[EncodeSettings, Encoder]:
-    """What becomes of the text in `files`, and by which tokenizer. Errors: ConfigError for flags that do not go
-    together; DataError for first records that cannot be used."""
+    """How the text in `files` becomes samples, and by which tokenizer. Errors: ConfigError for flags that contradict
+    each other; DataError for first records that cannot be used."""
     _refuse_together(args)
     which = _which_tokenizer(args)
     if args.vocab_size is not None and which not in (None, "bpe"):
@@ -353,8 +365,8 @@ def chosen_tasks(args: argparse.Namespace) -> Tasks:
 
 
 def named_encoder(args: argparse.Namespace, which: str | None) -> Encoder:
-    """The tokenizer of a name (None: of a vocabulary and merges): for samples of a dataset folder a model's own, as a
-    run takes it, where no flag makes another one of it."""
+    """The tokenizer of a name (None: of a vocabulary and merges). For a dataset folder, a model's folder gives the
+    tokenizer that a run would use, unless flags change it."""
     choices = _choices(args)
     if which is None:
         return gpt2_encoder(args.vocab_file, args.merge_file, **choices)
@@ -456,7 +468,7 @@ def _trained_bpe(
 
 
 def _which_tokenizer(args: argparse.Namespace) -> str | None:
-    """What `load_encoder` gets; None for a vocabulary and its merges."""
+    """The name for `load_encoder`; None for a vocabulary and its merges."""
     if bool(args.vocab_file) != bool(args.merge_file):
         raise ConfigError("--vocab-file and --merge-file go together: give both")
     if args.tokenizer_type not in (None, "GPT2BPETokenizer", "HuggingFaceTokenizer"):

@@ -1,4 +1,4 @@
-"""`dynapipe show-schedule`: a published schedule, one made for the costs, or one from a file, with its figures."""
+"""`dynapipe show-schedule`: a published schedule, one made for given costs, or one from a file, with its figures."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from dynapipe_ext.tools.show.schedule import (
 DEFAULT_RANKS = 4
 DEFAULT_MICRO_BATCHES = 8
 DEFAULT_EFFORT = 1000
-_MOST_CELLS = 80_000  # ranks x micro-batches x stages a rank: pages and pictures of more are of no use
+_MOST_CELLS = 80_000  # ranks x micro-batches x stages a rank: nobody can read larger pictures
 _MOST_SEARCHED = 50_000_000  # cells x moves: about ten seconds with the native core
-_PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
+_PIPE_COLUMNS = 140  # in a pipe: wide enough for the timeline's labels
 
 _NAMES = (*PUBLISHED, *FOR_COSTS)
 _EPILOG = f"""schedules: {", ".join(PUBLISHED)};
-and, made for the costs and the limit: cyclic (DynaPipe's), adaptive (the search that `dynapipe plan` uses)
+made for the costs and the limit: cyclic (DynaPipe's), adaptive (the search that `dynapipe plan` uses)
 
 examples:
   dynapipe show-schedule zb-h1 --pp 4 --micro-batches 8
@@ -50,8 +50,8 @@ examples:
   dynapipe show-schedule plan.json --replica 1
 
 A .csv is torch.distributed.pipelining's (compute only), a .txt has lines such as "0: 0F0 0B0", a .json is what
-`dynapipe plan --json` wrote. Files hold orders, no durations: times are those of --times for them, too. Activations
-are in proportion to times: a micro-batch of mean size holds {MEAN_BYTES / 1e6:g} MB on a rank.
+`dynapipe plan --json` wrote. Files have orders without durations, so --times sets the times for them as well.
+Activations are in proportion to times: a micro-batch of mean size holds {MEAN_BYTES / 1e6:g} MB on a rank.
 """
 
 
@@ -79,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     console = output(_PIPE_COLUMNS)
     _check_flags(args)
-    given = None if args.schedule in FOR_COSTS else _schedule(args)
-    stage_ranks, num_micro_batches = _shape(args) if given is None else (given.stage_ranks, given.num_micro_batches)
+    fixed = None if args.schedule in FOR_COSTS else _schedule(args)
+    stage_ranks, num_micro_batches = _shape(args) if fixed is None else (fixed.stage_ranks, fixed.num_micro_batches)
     times = _times(args.times)
     provenance = f"F {times[0]:g}, I {times[1]:g}, W {times[2]:g} ms of a micro-batch on a rank, transfers free"
     factors = None
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         provenance += f"; times lognormal factors of variation {args.costs_cv:g} (seed {seed})"
     costs = rank_costs(stage_ranks, num_micro_batches, times, factors)
     limit_bytes = None if args.memory_limit_gb is None else round(args.memory_limit_gb * 1e9)
-    if given is None:
+    if fixed is None:
         if limit_bytes is None:
             ranks = range(max(stage_ranks) + 1)
             natural = one_f_one_b(len(ranks), num_micro_batches)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         schedule = _for_costs(args, costs, stage_ranks, limit_bytes)
         provenance += f"; at most {limit_bytes / 1e6:.4g} MB a rank"
     else:
-        schedule = given
+        schedule = fixed
     pieces = {} if args.schedule in _NAMES else read_pieces(args.schedule, replica=args.replica)
     view = view_of(schedule, costs, provenance, pieces=pieces)
     if limit_bytes is not None and max(view.peak_bytes) > limit_bytes:
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Refuse what the schedule asked for has no use for, rather than pass over it."""
+    """Errors: ConfigError for flags that the chosen schedule does not use, which are never ignored."""
     if args.seed is not None and args.costs_cv is None:
         raise ConfigError("--seed makes uneven micro-batches: say how uneven with --costs-cv CV")
     if args.memory_limit_gb is not None and not 0 < args.memory_limit_gb < 1e6:
@@ -152,7 +152,7 @@ def _schedule(args: argparse.Namespace) -> PipelineSchedule:
 
 
 def _shape(args: argparse.Namespace) -> tuple[tuple[int, ...], int]:
-    """The rank of each stage, stages dealt round, and the number of micro-batches."""
+    """The rank of each stage, in rounds over the ranks, and the number of micro-batches."""
     num_ranks, num_micro_batches = _counts(args)
     stages_per_rank = 1 if args.stages_per_rank is None else args.stages_per_rank
     if min(num_ranks, num_micro_batches, stages_per_rank) < 1:

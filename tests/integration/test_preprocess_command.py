@@ -207,7 +207,7 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
         (("--input", "d.jsonl", *BASE, "--dataset-impl", "mmap"), "--dataset-impl mmap is for --output-prefix"),
         (("--input", "d.jsonl", "--tokenizer", "bytes", "--output", "."), "names no new folder"),
         (("--input", "d.jsonl", "--lengths-only"), "--lengths-only needs one"),
-        (("--input", "d.idx", "e.idx", "--lengths-only"), "an .idx is taken alone"),
+        (("--input", "d.idx", "e.idx", "--lengths-only"), "an .idx must be the only input"),
         (("--input", "d.idx", "--lengths-only"), "give the path of a Megatron data set"),
         (
             ("--input", "d.idx", *BASE, "--truncate", "9"),

@@ -166,7 +166,7 @@ def test_a_chat_has_no_sides_to_bound(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     chats = jsonl(tmp_path / "chats.jsonl", [{"messages": turns}])
     data = {"path": str(chats), "tasks": "", "tokenizer": str(tmp_path / "model"), "max_target_len": 9}
-    with pytest.raises(ConfigError, match="chats, whose turns are no input and target: leave out max_input_len and"):
+    with pytest.raises(ConfigError, match="chats, which have no input and target sides: leave out max_input_len and"):
         run_data(config(tmp_path, **data))
 
 
