@@ -209,32 +209,40 @@ class LoopSettings:
         return (step + 1) % self.log_every == 0 or self.is_traced(step) or step + 1 == self.num_steps
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopHooks:
+    """What the loop calls on this rank beside executors, optimizer and listeners; the defaults are of a lone process.
+
+    `gather(figures, name)` returns the figures of all ranks in rank order. `own_bytes(activation_bytes)` is the most
+    that this rank held, where its activations took so much. `counts_work` on one rank of each replica.
+    `micro_batch_losses()` are the stage's, of the step that has run: they name a loss that is not finite.
+    `begins(plan)` is called before each step runs, since a step that hangs has no end to listen to. `evaluate(step)` is
+    called after each step's update, before the listeners, which receive its result. `watch` compares plans with
+    measured times, and may have the loader plan with other costs from the next step on.
+    """
+
+    gather: Callable[[RankFigures, str], list[RankFigures]] = lambda figures, name: [figures]
+    own_bytes: Callable[[int], int] = lambda activation_bytes: activation_bytes
+    counts_work: bool = True
+    micro_batch_losses: Callable[[], Mapping[int, float]] = dict
+    begins: Callable[[ExecutionPlan], None] = lambda plan: None
+    evaluate: Callable[[int], EvalDone | None] = lambda step: None
+    watch: CostWatch | None = None
+
+
 def train_steps(
     loader: DynaPipeDataLoader,
     executors: StepExecutors,
     optimizer: Optimizer,
     settings: LoopSettings,
     listeners: Sequence[Listener],
-    *,
-    gather: Callable[[RankFigures, str], list[RankFigures]] = lambda own_figures, name: [own_figures],
-    own_bytes: Callable[[int], int] = lambda activation_bytes: activation_bytes,
-    counts_work: bool = True,
-    micro_batch_losses: Callable[[], Mapping[int, float]] = dict,
-    evaluate: Callable[[int], EvalDone | None] | None = None,
-    begins: Callable[[ExecutionPlan], None] = lambda plan: None,
-    watch: CostWatch | None = None,
+    hooks: LoopHooks = LoopHooks(),
 ) -> Iterator[StepDone]:
     """Run the steps from the loader's place on, one each time the caller asks for the next.
 
-    Every rank calls this alike, with its own place. What the caller does between two steps is in no figure.
-
-    `gather(mine, name)` returns the figures of all ranks in rank order (default: one process). `own_bytes` makes what
-    this rank held at most of the most that its activations took. `counts_work`: on one rank of each replica.
-    `micro_batch_losses` are the stage's of the step that it has run, to name one that is not finite. `evaluate(step)`
-    is called after each step's update, before the listeners, which are told what it gives. `begins(plan)` is called
-    before each step is run: of one that hangs there is no end to listen to. `watch` says what plans were off by, and
-    may have the loader plan with other costs from the next step on.
+    Every rank calls this alike, with its own place. No figure has the time that the caller takes between two steps.
     """
+    watch = hooks.watch
     if loader_step(loader) >= settings.num_steps:
         return
     totals, offset_s = _Totals(), executors.recorder.clock_offset_s
@@ -242,25 +250,25 @@ def train_steps(
     for place, micro_batches, plan in _steps(loader):
         is_traced = settings.is_traced(plan.step)
         is_recorded = is_traced or (watch is not None and watch.records(plan.step))
-        begins(plan)
+        hooks.begins(plan)
         start_s, learning_rate = time.perf_counter(), optimizer.lr
         loss = (executors.traced if is_recorded else executors.plain).execute(plan, micro_batches)
         executed_s = time.perf_counter()
-        updated = optimizer.step(ExecutedStep(plan, loss, micro_batch_losses()))
+        updated = optimizer.step(ExecutedStep(plan, loss, hooks.micro_batch_losses()))
         end_s, cpu_end_s = time.perf_counter(), time.process_time()
         spans = executors.recorder.take()
         actions = () if watch is None else watch.seen(plan, spans)
-        held_bytes = own_bytes(max((span.num_bytes for span in spans), default=0))
-        work = work_of(plan.micro_batches) if counts_work else Work()
+        held_bytes = hooks.own_bytes(max((span.num_bytes for span in spans), default=0))
+        work = work_of(plan.micro_batches) if hooks.counts_work else Work()
         totals = totals.and_step(cpu_end_s - cpu_start_s, work, held_bytes, plan.prediction.peak_bytes[plan.pp_rank])
         all_ranks, origin_s = None, 0.0
         if settings.gathers(plan.step):
             interval = (start_s - offset_s, executed_s - offset_s)
             drifting = DriftingShape.furthest(actions)
             own_figures = _figures(totals, spans, interval, plan, loader.exposed_planning_s, drifting)
-            everyone = gather(own_figures, f"step {plan.step}, figures of all ranks")
+            everyone = hooks.gather(own_figures, f"step {plan.step}, figures of all ranks")
             all_ranks = AllRanks.of(everyone, num_steps=totals.num_steps)
-            origin_s, totals = min(rank.start_s for rank in everyone), totals.told()
+            origin_s, totals = min(rank.start_s for rank in everyone), totals.after_gathering()
         done = StepDone(
             step=plan.step,
             epoch=place["epoch"],
@@ -280,7 +288,7 @@ def train_steps(
             predicted_bubble_ratio=plan.prediction.bubble_ratio,
             predicted_peak_bytes=totals.predicted_peak_bytes,
             all_ranks=all_ranks,
-            evaluation=None if evaluate is None else evaluate(plan.step),
+            evaluation=hooks.evaluate(plan.step),
             fit=None if watch is None else watch.fit(plan.step),
             spans=tuple(moved(span, origin_s) for span in spans) if is_traced else (),
         )
@@ -317,7 +325,7 @@ class _Totals:
             max(self.predicted_peak_bytes, predicted_bytes),
         )
 
-    def told(self) -> _Totals:
+    def after_gathering(self) -> _Totals:
         return _Totals(peak_bytes=self.peak_bytes, predicted_peak_bytes=self.predicted_peak_bytes)
 
 

@@ -28,6 +28,7 @@ from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.protocols import Recorder, Store, Transport
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.training_loop import (
+    LoopHooks,
     LoopSettings,
     PeriodicEvaluation,
     SpanRecorder,
@@ -193,13 +194,15 @@ def run_variant(
                 num_steps=config.run.steps, log_every=config.run.log_every, traced_steps=config.run.traced_steps
             ),
             listeners,
-            gather=partial(_gather, device=device),
-            own_bytes=partial(_own_bytes, built, device),
-            counts_work=me.pp_rank == me.tp_rank == 0,
-            micro_batch_losses=stage.losses,
-            evaluate=evaluate,
-            begins=log.step_begins if log is not None else lambda plan: None,
-            watch=watch,
+            LoopHooks(
+                gather=partial(_gather, device=device),
+                own_bytes=partial(_own_bytes, built, device),
+                counts_work=me.pp_rank == me.tp_rank == 0,
+                micro_batch_losses=stage.losses,
+                begins=log.step_begins if log is not None else lambda plan: None,
+                evaluate=evaluate if evaluate is not None else lambda step: None,
+                watch=watch,
+            ),
         )
 
 

@@ -25,7 +25,7 @@ from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
-from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
+from dynapipe_ext.executor.training_loop import LoopHooks, LoopSettings, SpanRecorder, StepExecutors, train_steps
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.rank.variant_run import broadcast_bytes, gather_bytes
@@ -105,7 +105,7 @@ def run(costs: CostModel, address: Any, env: RankEnv) -> list[Any]:
         settings = LoopSettings(num_steps=NUM_STEPS)
         steps = [
             (done.step, done.predicted_makespan_s, done.fit)
-            for done in train_steps(loader, executors, NoWeights(), settings, [], watch=watch)
+            for done in train_steps(loader, executors, NoWeights(), settings, [], LoopHooks(watch=watch))
         ]
         dist.barrier()
     transport.close()

@@ -19,6 +19,7 @@ from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.training_loop import (
     ExecutedStep,
+    LoopHooks,
     LoopSettings,
     PeriodicEvaluation,
     SpanRecorder,
@@ -72,10 +73,10 @@ class Run:
         log_every: int = 1,
         traced_steps: int = 0,
         between: Any = lambda: None,
-        evaluate: Any = None,
+        evaluate: Any = lambda step: None,
     ) -> None:
         settings = LoopSettings(num_steps=NUM_STEPS, log_every=log_every, traced_steps=traced_steps)
-        for _ in train_steps(self.loader, self.executors, self, settings, listeners, evaluate=evaluate):
+        for _ in train_steps(self.loader, self.executors, self, settings, listeners, LoopHooks(evaluate=evaluate)):
             between()
 
 
@@ -167,7 +168,7 @@ def test_evaluations_have_no_dropout_leave_training_alone_and_are_told_with_thei
             one,
             LoopSettings(num_steps=NUM_STEPS),
             [kept],
-            evaluate=alone if evaluated else None,
+            LoopHooks(evaluate=alone) if evaluated else LoopHooks(),
         ):
             pass
         told = [done.evaluation for done in kept.steps if done.evaluation]
