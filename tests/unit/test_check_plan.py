@@ -1,4 +1,4 @@
-"""`dynapipe check-plan`: sound plans pass, damaged ones and overstated claims are refused, each for its reason."""
+"""`dynapipe check-plan`: sound plans pass; damaged ones and overstated claims are refused, each for its reason."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.launch import cli
-from dynapipe_ext.tools.check.plan_file import BOUNDS
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.tools.check import check_plan
+from dynapipe_ext.tools.check.plan_file import BOUNDS, ShapeFile
 from tests.support.limits import LIMIT_S
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -424,3 +428,104 @@ def test_the_check_shares_no_code_with_what_makes_plans(all_sources: Any) -> Non
                 todo += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     assert "dynapipe_ext.tools.check.recomputed_bounds" in reached
     assert not [module for module in reached if module.startswith(("dynapipe_ext.schedules", "dynapipe_ext.splits"))]
+
+
+SHAPE = Architecture.gpt(
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_query_groups=4,
+    ffn_hidden_size=128,
+    gated_mlp=False,
+    vocab_size=256,
+    max_seq_len=4096,
+    tied_embeddings=True,
+)
+
+
+def test_a_plan_whose_buffers_in_flight_take_it_above_the_limit_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = made(tmp_path, "gpt_6.7b")
+    predicted = [replica["predicted"] for replica in raw["replicas"]]
+    pairs = [pair for one in predicted for pair in zip(one["peak_bytes"], one["in_flight_bytes"], strict=True)]
+    whole = max(peak + in_flight for peak, in_flight in pairs)
+    assert whole > max(peak for peak, _ in pairs)
+    for limit, count in ((whole, 0), (whole - 1, 1)):
+        _, verdict = checked(tmp_path, raw, "gpt_6.7b", capsys, **{"--memory-limit-gb": str(limit / 1e9)})
+        over = f"needs {whole} B at its peak with buffers in flight but the limit is {limit} B"
+        assert sum(over in fault for fault in verdict["faults"]) == count
+        assert not any("at its peak but the limit" in fault for fault in verdict["faults"])
+
+
+def test_replicas_that_meet_inside_micro_batches_must_agree_in_a_file_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The costs of a run under ZeRO stage 3 say so; the plan was made for another."""
+    shape, topology = SHAPE, Topology(pp=2, dp=2)
+    np.save(tmp_path / "lengths.npy", np.array([400, 30, 20, 70, 310, 50, 44]))
+    flags = ["--lengths", str(tmp_path / "lengths.npy"), "--memory-limit-gb", "1", "--costs"]
+    for stage in (1, 3):
+        costs = AnalyticCosts(shape, topology, 1e9, 0, zero_stage=stage)  # type: ignore[arg-type]
+        (tmp_path / f"zero{stage}.json").write_text(json.dumps(cost_model_to_json(costs)))
+    target = str(tmp_path / "plan.json")
+    size = ["--batch-size", "7", "--layout", "padded", "--step", "0"]
+    assert cli.main(["plan", *flags, str(tmp_path / "zero1.json"), *size, "--json", target]) == 0
+    counts = {len(replica["micro_batches"]) for replica in json.loads(Path(target).read_text())["replicas"]}
+    assert len(counts) == 2
+    capsys.readouterr()
+    assert cli.main(["check-plan", target, *flags, str(tmp_path / "zero1.json"), "--json"]) == 0
+    capsys.readouterr()
+    assert cli.main(["check-plan", target, *flags, str(tmp_path / "zero3.json"), "--json"]) == 1
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert any('replica_counts = "equal"' in fault for fault in faults)
+    assert cli.main(["plan", *flags, str(tmp_path / "zero3.json"), *size]) == 2
+    assert 'replica_counts = "equal"' in capsys.readouterr().err  # in the words of the ranks
+
+
+def test_a_long_text_in_place_of_an_action_is_not_echoed_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lengths.txt").write_text("40\n300\n17\n")
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(TokenCosts(2, transfer_bytes_per_token=16))))
+    costs = ["--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "1"]
+    target = tmp_path / "plan.json"
+    assert (
+        cli.main(
+            ["plan", "--lengths", str(tmp_path / "lengths.txt"), *costs, "--layout", "padded", "--json", str(target)]
+        )
+        == 0
+    )
+    raw = json.loads(target.read_text())
+    raw["replicas"][0]["schedule"]["stages"][0][0] = "1" * 5000
+    target.write_text(json.dumps(raw))
+    capsys.readouterr()
+    arguments = ["--lengths", str(tmp_path / "lengths.txt"), *costs, "--layout", "padded"]
+    assert cli.main(["plan", *arguments, "--json", str(target)]) == 0
+    raw = json.loads(target.read_text())
+    raw["replicas"][0]["schedule"]["stages"][0][0] = "1" * 5000
+    target.write_text(json.dumps(raw))
+    capsys.readouterr()
+    assert cli.main(["check-plan", str(target), *costs, "--json"]) == 1
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert "rank 0: '" + "1" * 36 + "... is no action" in faults[0]
+    for command in (["plan", "--show"], ["show-schedule"]):
+        assert cli.main([*command, str(target)]) == 2
+        text = capsys.readouterr().err
+        assert "action '" + "1" * 36 + "... is not of the form" in text
+        assert len(text) < 300
+
+
+def test_the_row_of_long_packed_documents_is_checked_at_once() -> None:
+    """By the divisors of both lengths: there are 2^31 numbers that a row could be rounded up to."""
+    row = {"samples": (0,), "layout": "packed", "rows": 1, "recompute": "none"}
+    need = {0: (2**31 - 5, 2**30 - 5)}
+    packed = check_plan._packed(ShapeFile(**row, encoder_len=2**31, decoder_len=2**30), need)
+    assert packed is not None
+    assert (packed.encoder_len, packed.decoder_len, packed.pad_multiple) == (2**31, 2**30, 8)
+    assert check_plan._packed(ShapeFile(**row, encoder_len=2**31, decoder_len=2**30 + 1), need) is None
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 36, 97, 1024])
+def test_divisors_are_all_there_in_order(number: int) -> None:
+    assert check_plan._divisors(number) == [n for n in range(1, number + 1) if number % n == 0]

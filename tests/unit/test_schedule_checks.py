@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -76,38 +77,33 @@ def test_the_validator_names_an_action_that_is_missing_doubled_or_misplaced(line
         validate(parse_lines(lines), 1)
 
 
-def test_the_validator_names_a_micro_batch_that_never_runs() -> None:
-    with pytest.raises(PlanError, match="micro-batch 2 on stage 0 runs nothing"):
-        validate(one_f_one_b(2, 2), 3)
+CYCLE = parse_lines("0: 0F1 0F0 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n2: 2F1 2B1 2F0 2B0")
+CYCLE_COSTS = costs_of([[1, 1]] * 3, [[2, 2]] * 3)
+BLOCKED = "rank 0 at 0B0, rank 1 at 1B0, rank 2 at 2F1"
+GPIPE = gpipe(2, 1)
 
 
-def test_the_validator_refuses_an_action_on_the_wrong_rank_and_an_unknown_stage() -> None:
-    swapped = gpipe(2, 1)
-    wrong = type(swapped)("wrong", swapped.ranks[::-1], (0, 1))
-    with pytest.raises(PlanError, match="action 1F0 is on rank 0 but stage 1 is placed on rank 1"):
-        validate(wrong, 1)
-    with pytest.raises(PlanError, match=r"action 1F0 names a stage outside 0\.\.0"):
-        validate(type(swapped)("wrong", (swapped.ranks[1],), (0,)), 1)
-    with pytest.raises(PlanError, match="must place at least one stage on each of the 2 ranks"):
-        validate(type(swapped)("wrong", swapped.ranks, (0, 0)), 1)
-
-
-CYCLE = "0: 0F1 0F0 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n2: 2F1 2B1 2F0 2B0"
-
-
-def test_a_circular_wait_is_refused_naming_every_blocked_action() -> None:
-    where = "rank 0 at 0B0, rank 1 at 1B0, rank 2 at 2F1"
-    with pytest.raises(PlanError, match=f"circular wait: {where}"):
-        validate(parse_lines(CYCLE), 2)
-    with pytest.raises(PlanError, match=f"deadlocks: {where}"):
-        simulate(parse_lines(CYCLE), costs_of([[1, 1]] * 3, [[2, 2]] * 3))
-    with pytest.raises(PlanError, match=f"deadlocks: {where}"):
-        shared_traces([(parse_lines(CYCLE), costs_of([[1, 1]] * 3, [[2, 2]] * 3))], SharedCores(1))
-
-
-def test_a_weight_gradient_before_its_input_gradient_deadlocks() -> None:
-    with pytest.raises(PlanError, match="rank 0 at 0W0"):
-        simulate_ns(parse_lines("0: 0F0 0W0 0I0"), costs_of([[1]], [[2]]))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: validate(one_f_one_b(2, 2), 3), "micro-batch 2 on stage 0 runs nothing"),
+        (lambda: validate(replace(GPIPE, ranks=GPIPE.ranks[::-1]), 1), "1F0 is on rank 0 but stage 1 is placed on ran"),
+        (
+            lambda: validate(replace(GPIPE, ranks=GPIPE.ranks[1:], stage_ranks=(0,)), 1),
+            r"1F0 names a stage .*0\.\.0",
+        ),
+        (lambda: validate(replace(GPIPE, stage_ranks=(0, 0)), 1), "must place at least one stage on each of the 2 ran"),
+        (lambda: validate(CYCLE, 2), f"circular wait: {BLOCKED}"),
+        (lambda: simulate(CYCLE, CYCLE_COSTS), f"deadlocks: {BLOCKED}"),
+        (lambda: shared_traces([(CYCLE, CYCLE_COSTS)], SharedCores(1)), f"deadlocks: {BLOCKED}"),
+        (lambda: simulate_ns(parse_lines("0: 0F0 0W0 0I0"), costs_of([[1]], [[2]])), "rank 0 at 0W0"),
+        (lambda: simulate_ns(GPIPE, costs_of([[1]] * 3, [[1]] * 3)), "has 2 stages but the costs have 3"),
+        (lambda: peak_bytes(gpipe(2, 2), costs_of([[1]] * 2, [[1]] * 2)), "0F1 is outside.* 2 stages and 1 micro-bat"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_action_and_reason(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        call()
 
 
 def test_transfers_delay_both_directions_between_ranks_and_nothing_within_one() -> None:
@@ -191,13 +187,6 @@ def test_static_bytes_of_all_stages_of_a_rank_add_up() -> None:
     costs = costs_of([[1]] * 3, [[1]] * 3, static=7, stored=1)
     assert static_bytes(schedule, costs) == (14, 7)
     assert peak_bytes(schedule, costs) == (16, 8)
-
-
-def test_costs_of_another_shape_are_refused() -> None:
-    with pytest.raises(PlanError, match="has 2 stages but the costs have 3"):
-        simulate_ns(gpipe(2, 1), costs_of([[1]] * 3, [[1]] * 3))
-    with pytest.raises(PlanError, match=r"action 0F1 is outside the costs, which have 2 stages and 1 micro-batches"):
-        peak_bytes(gpipe(2, 2), costs_of([[1]] * 2, [[1]] * 2))
 
 
 def test_an_empty_schedule_takes_no_time_and_static_bytes_only() -> None:
