@@ -195,11 +195,11 @@ def read_lengths(path: str | Path) -> LengthArray:
     """
     try:
         if Path(path).suffix == ".npy":
-            return as_length_array(np.load(path, allow_pickle=False))
+            return as_length_array(np.load(path, mmap_mode="r", allow_pickle=False))  # a map is no larger than its file
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, OverflowError) as error:
         raise DataError(
             f"{path} cannot be read as lengths ({reason(error)}): give .npy or one length a line"
         ) from error

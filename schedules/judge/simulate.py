@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ def validate(schedule: PipelineSchedule, num_micro_batches: int, sample_pieces: 
     _check_placement(schedule)
     num_stages, stage_ranks = schedule.num_stages, schedule.stage_ranks
     letters = {id(kind): kind.value for kind in Kind}  # an Enum's own lookups take most of the time here
-    done = [[""] * num_micro_batches for _ in stage_ranks]
+    done = [defaultdict[int, str](str) for _ in stage_ranks]  # of those named alone: a file may name the 10^9th
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             stage, micro_batch = action.stage, action.micro_batch
@@ -40,7 +41,8 @@ def validate(schedule: PipelineSchedule, num_micro_batches: int, sample_pieces: 
             done[stage][micro_batch] += letters[id(action.kind)]
     allowed = ("F",) if schedule.forward_only else ("FB", "FIW")
     for stage, of_stage in enumerate(done):
-        for micro_batch, kinds in enumerate(of_stage):
+        for micro_batch in range(num_micro_batches):
+            kinds = of_stage[micro_batch]
             if kinds not in allowed:
                 raise PlanError(
                     f"micro-batch {micro_batch} on stage {stage} runs {kinds or 'nothing'} but must run"
