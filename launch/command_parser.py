@@ -19,8 +19,8 @@ _STATUSES = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Takes whole flags only, refuses what it does not know itself (not its parent), and suggests what may be meant.
-    What was given stays as it stood in `words`."""
+    """Takes whole flags only. Each subcommand refuses unknown flags itself, and suggests what may be meant. The parsed
+    words stay in `words`."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", _Help)
@@ -32,12 +32,12 @@ class CommandParser(argparse.ArgumentParser):
             for word in words[: words.index("--") if "--" in words else None]:
                 if word.startswith("--") and word not in self._option_string_actions:
                     self.error(f"unknown {word}{did_you_mean(word, self._option_string_actions)}")
-        found, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown {' '.join(unknown)}")
         if self._subparsers is None:
-            found.words = tuple(sys.argv[1:] if args is None else args)
-        return found, unknown
+            parsed.words = tuple(sys.argv[1:] if args is None else args)
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -60,12 +60,12 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Says the default of each option that has one and does not say it itself."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        said, default = action.help or "", action.default
-        if "default" in said or action.required or default in (None, "", False, argparse.SUPPRESS):
-            return said
+        text, default = action.help or "", action.default
+        if "default" in text or action.required or default in (None, "", False, argparse.SUPPRESS):
+            return text
         if isinstance(default, list | tuple):
-            return f"{said} (default: {','.join(map(str, default))})"
-        return f"{said} (default: %(default)s)"
+            return f"{text} (default: {','.join(map(str, default))})"
+        return f"{text} (default: %(default)s)"
 
 
 def ending(epilog: str, statuses: Mapping[int, str] | None = None) -> str:

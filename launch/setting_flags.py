@@ -46,8 +46,12 @@ def _add(parser: argparse._ActionsContainer, one: Setting) -> None:
 
 
 def settings_of_flags(args: argparse.Namespace, tables: Mapping[str, Mapping[str, Any]], *, of_file: bool) -> Tables:
-    """The settings in `tables`, with those of the flags that were given on top; flags that take another setting's place
-    reset it. `of_file`: degrees of parallelism without a flag are the file's, else 1 where one of them has a flag."""
+    """The settings in `tables`, overridden by the flags of the command line.
+
+    A flag that replaces another setting resets that one: `--steps` the epochs, `--batch-size` the tokens of a batch,
+    `--placement` the stages of a rank. With `of_file` degrees of parallelism without a flag stay those of the file.
+    Else they are 1, once one of them has a flag.
+    """
     settings: Tables = {table: dict(tables.get(table, {})) for table in declared_tables()}
     for table, declared in declared_tables().items():
         for name, one in declared.items():

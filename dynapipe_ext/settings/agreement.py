@@ -33,15 +33,15 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
     """Refuse stages that cannot lie on ranks so, or not under the schedule. Errors: ConfigError."""
     placement: PlacementChoice = topology.placement or own_placement(plan.schedule)
     if placement == "auto":
-        said = f"{where}: [topology] placement is 'auto'"
+        at = f"{where}: [topology] placement is 'auto'"
         if topology.layers_per_stage:
             raise ConfigError(
-                f"{said}, which chooses layers_per_stage, but that is {topology.layers_per_stage}: leave it out, or"
+                f"{at}, which chooses layers_per_stage, but that is {topology.layers_per_stage}: leave it out, or"
                 " name a placement"
             )
         if plan.schedule != "adaptive":
             raise ConfigError(
-                f"{said}, but schedule {plan.schedule!r} runs under one alone, {own_placement(plan.schedule)}: leave"
+                f"{at}, but schedule {plan.schedule!r} runs under one alone, {own_placement(plan.schedule)}: leave"
                 " placement out, or take the adaptive schedule"
             )
         return
@@ -78,7 +78,7 @@ def check_data_settings(data: DataSettings, where: str) -> None:
 
 def check_evaluation(settings: EvalSettings, where: str) -> None:
     """Refuse an evaluation without data, with two kinds of them, or data that no evaluation reads."""
-    table, given = f"{where}: [eval]", {"path": settings.path, "fraction": settings.fraction, "steps": settings.steps}
+    table, choices = f"{where}: [eval]", {"path": settings.path, "fraction": settings.fraction, "steps": settings.steps}
     if settings.path and settings.fraction:
         raise ConfigError(
             f"{table} path is {settings.path} and fraction is {settings.fraction}: evaluate on data of their own or on"
@@ -89,7 +89,7 @@ def check_evaluation(settings: EvalSettings, where: str) -> None:
             f"{table} every is {settings.every} but there is nothing to evaluate on: give path, held-out data, or"
             " fraction, the part of the training data to hold out, like 0.05"
         )
-    if not settings.every and (named := [f"{name} is {value}" for name, value in given.items() if value]):
+    if not settings.every and (named := [f"{name} is {value}" for name, value in choices.items() if value]):
         raise ConfigError(
             f"{table} {' and '.join(named)} but every is 0, which never evaluates: set every, or leave the others out"
         )
@@ -147,23 +147,23 @@ def refuse_order_in_bits(
     model: ModelSettings, plan: PlanSettings, *, pp: int, deepspeed_config: str, where: str
 ) -> None:
     """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
-    said = f"{where}: [optimizer] deterministic is on but"
+    at = f"{where}: [optimizer] deterministic is on but"
     if plan.adapt_costs:
         raise ConfigError(
-            f"{said} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"
+            f"{at} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"
         )
     if deepspeed_config:
-        raise ConfigError(f"{said} a DeepSpeed engine sums gradients in an order of its own: leave one of both out")
+        raise ConfigError(f"{at} a DeepSpeed engine sums gradients in an order of its own: leave one of both out")
     if model.described is not None and model.described.num_experts:
         raise ConfigError(
-            f"{said} [model] architecture {model.architecture} has {model.described.num_experts} experts, which it does"
+            f"{at} [model] architecture {model.architecture} has {model.described.num_experts} experts, which it does"
             " not cover: leave it out, or take a model without experts"
         )
-    # Under full recomputation Megatron adds a layer's gradient of the encoder's output to that of the layers above in
-    # its own chain, and the sum that comes from the next stage after them.
+    # Each layer of a decoder adds to the gradient of the encoder's output. Under full recomputation Megatron first adds
+    # up the layers of a stage, and then the sum that the next stage sends: the order depends on where stages end.
     if model.num_decoder_layers and pp > 1 and plan.recompute in ("auto", "full"):
         raise ConfigError(
-            f"{said} [plan] recompute is {plan.recompute!r}: layers of a decoder that are recomputed whole add"
+            f"{at} [plan] recompute is {plan.recompute!r}: layers of a decoder that are recomputed whole add"
             " up gradients of the encoder's output in an order that depends on pp, so set recompute to 'none' or"
             " 'selective', or pp to 1"
         )

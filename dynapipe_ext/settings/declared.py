@@ -62,40 +62,40 @@ class Setting:
 
         Errors: ConfigError with `where`, name, value, and the type, choices or bounds that it breaks.
         """
-        said = f"{where}{self.name} is {short(value)}"
+        subject = f"{where}{self.name} is {short(value)}"
         if self.choices:
-            return self._chosen(value, said)
+            return self._chosen(value, subject)
         if _origin(self.kind) is tuple:
-            return self._listed(value, said)
+            return self._listed(value, subject)
         if self.kind is float and type(value) is int:
             value = float(value)
         if type(value) is not self.kind:
             bounds = f", {self.bounds}" if self.bounds else ""
-            raise ConfigError(f"{said} but must be of type {self.kind.__name__}{bounds}")
+            raise ConfigError(f"{subject} but must be of type {self.kind.__name__}{bounds}")
         if self.kind in (int, float):
-            self._refuse_out_of_bounds(value, said)
+            self._refuse_out_of_bounds(value, subject)
         return value
 
-    def _refuse_out_of_bounds(self, value: float, said: str) -> None:
+    def _refuse_out_of_bounds(self, value: float, subject: str) -> None:
         if not math.isfinite(value):
-            raise ConfigError(f"{said} but must be a finite number")
+            raise ConfigError(f"{subject} but must be a finite number")
         if not (self.at_least <= value <= self.at_most and self.above < value < self.below):
             bounds = f"at most {_MOST:,}" if value > self.at_most == _MOST or not self.bounds else self.bounds
-            raise ConfigError(f"{said} but must be {bounds}" + (f": {self.hint}" if self.hint else ""))
+            raise ConfigError(f"{subject} but must be {bounds}" + (f": {self.hint}" if self.hint else ""))
 
-    def _chosen(self, value: Any, said: str) -> Any:
+    def _chosen(self, value: Any, subject: str) -> Any:
         takes_numbers = int in get_args(self.kind)
         if value in self.choices or (takes_numbers and type(value) is int):
             return value
-        known = ", ".join(word or '""' for word in self.choices) + ", or a number" * takes_numbers
-        raise ConfigError(f"{said}: choose from {known}{did_you_mean(str(value), self.choices)}")
+        choices = ", ".join(word or '""' for word in self.choices) + ", or a number" * takes_numbers
+        raise ConfigError(f"{subject}: choose from {choices}{did_you_mean(str(value), self.choices)}")
 
-    def _listed(self, value: Any, said: str) -> tuple[Any, ...]:
+    def _listed(self, value: Any, subject: str) -> tuple[Any, ...]:
         kind = get_args(self.kind)[0]
         members, allowed = _MEMBERS[kind]
         listed = value if isinstance(value, list | tuple) else [None]
         if any(not isinstance(member, allowed) or isinstance(member, bool) for member in listed):
-            raise ConfigError(f"{said} but must be a list of {members}")
+            raise ConfigError(f"{subject} but must be a list of {members}")
         return tuple(kind(member) for member in listed)
 
     @property
@@ -134,9 +134,9 @@ def with_default(owner: type, name: str, default: Value) -> Value:
 def declared(owner: type) -> Mapping[str, Setting]:
     """The settings of a dataclass by name; its other fields are none."""
     kinds = get_type_hints(owner)
-    found = [f for f in fields(owner) if f.metadata]
-    assert all(f.default is not MISSING for f in found)
-    return {f.name: Setting(name=f.name, kind=kinds[f.name], default=f.default, **f.metadata) for f in found}
+    settings = [f for f in fields(owner) if f.metadata]
+    assert all(f.default is not MISSING for f in settings)
+    return {f.name: Setting(name=f.name, kind=kinds[f.name], default=f.default, **f.metadata) for f in settings}
 
 
 def check_declared(values: Any, where: str = "") -> None:

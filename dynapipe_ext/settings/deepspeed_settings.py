@@ -1,7 +1,7 @@
 """A DeepSpeed configuration (`ds_config.json`) in the terms of a run, and a run's settings in the terms of its engine.
 
-What the file decides (precision, optimizer, clipping, ZeRO stage) becomes settings, on top of which flags may say else;
-what plans decide (batch sizes, accumulation) is overridden. Values "auto" are filled in as transformers does.
+The file decides precision, optimizer, clipping and ZeRO stage: these become settings, which flags may override. Plans
+decide batch sizes and accumulation: the file's are overridden. Values "auto" are filled in as transformers fills them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def read_deepspeed_config(path: str | Path) -> Json:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds {short(raw)}, not a DeepSpeed configuration: give a JSON object")
     for name in raw:
-        for known in get_close_matches(name, (*_SECTIONS, *_FOREIGN, "gradient_clipping"), n=1, cutoff=_MISSPELT):
-            if name != known:
-                raise ConfigError(f"{path}: {name} is no name that DeepSpeed reads: did you mean {known}?")
+        for meant in get_close_matches(name, (*_SECTIONS, *_FOREIGN, "gradient_clipping"), n=1, cutoff=_MISSPELT):
+            if name != meant:
+                raise ConfigError(f"{path}: {name} is no name that DeepSpeed reads: did you mean {meant}?")
     if "bfloat16" in raw:
         raise ConfigError(f"{path}: bfloat16 is the old name of a section: write bf16")
     for name in (*_SECTIONS, *_FOREIGN):
@@ -76,16 +76,16 @@ def read_deepspeed_config(path: str | Path) -> Json:
 def _refuse_misfits(raw: Json, path: str | Path) -> None:
     """Errors: ConfigError for values that settings are read from and that are of another kind."""
     for name in ("optimizer", "scheduler"):
-        if not isinstance(found := raw.get(name, {}).get("params", {}), dict):
-            raise ConfigError(f"{path}: {name}.params is {short(found)} but must be an object")
+        if not isinstance(params := raw.get(name, {}).get("params", {}), dict):
+            raise ConfigError(f"{path}: {name}.params is {short(params)} but must be an object")
     parameters = raw.get("optimizer", {}).get("params", {})
     values = {f"optimizer.params.{name}": parameters.get(name, "auto") for name in ("lr", "weight_decay")}
     for name, value in (values | {"gradient_clipping": raw.get("gradient_clipping", "auto")}).items():
         if value != "auto" and type(value) not in (int, float):
             raise ConfigError(f'{path}: {name} is {short(value)} but must be a number or "auto"')
     for name in ("offload_optimizer", "offload_param"):
-        if not isinstance(found := raw.get("zero_optimization", {}).get(name), dict | None):
-            raise ConfigError(f"{path}: zero_optimization.{name} is {short(found)} but must be an object")
+        if not isinstance(section := raw.get("zero_optimization", {}).get(name), dict | None):
+            raise ConfigError(f"{path}: zero_optimization.{name} is {short(section)} but must be an object")
     betas, enabled = parameters.get("betas", "auto"), raw.get("bf16", {}).get("enabled", "auto")
     if betas != "auto" and not (isinstance(betas, list) and len(betas) == 2 and {*map(type, betas)} <= {int, float}):
         raise ConfigError(f'{path}: optimizer.params.betas is {short(betas)} but must be two numbers or "auto"')
@@ -94,7 +94,7 @@ def _refuse_misfits(raw: Json, path: str | Path) -> None:
 
 
 def with_decided(tables: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """Settings with those that the configuration decides which they name, where they do not say else themselves."""
+    """The tables, with what their DeepSpeed configuration decides and they do not set themselves."""
     path = tables.get("deepspeed", {}).get("config")
     if not path or not isinstance(path, str):
         return tables
@@ -112,24 +112,24 @@ def zero_stage(raw: Mapping[str, Any], path: str | Path = "ds_config") -> ZeroSt
     (2, 0)
     """
     stage = raw.get("zero_optimization", {}).get("stage", 0)
-    for known in ZERO_STAGES:
-        if type(stage) is int and stage == known:
-            return known
+    for zero in ZERO_STAGES:
+        if type(stage) is int and stage == zero:
+            return zero
     raise ConfigError(f"{path}: zero_optimization.stage is {short(stage)} but must be 0, 1, 2 or 3")
 
 
 def settings_in(raw: Mapping[str, Any]) -> Tables:
-    """What the file decides, as settings: of the optimizer what it names, no clipping where it names none.
+    """What the file decides, as settings. Of the optimizer only what it names; without clipping there, none.
 
-    >>> found = settings_in({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
-    >>> found["model"]["dtype"], found["optimizer"]["lr"], found["optimizer"]["clip_grad"]
+    >>> tables = settings_in({"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
+    >>> tables["model"]["dtype"], tables["optimizer"]["lr"], tables["optimizer"]["clip_grad"]
     ('bfloat16', 0.001, 0.0)
     """
     parameters = raw.get("optimizer", {}).get("params", {})
-    given = {
+    of_adam = {
         name: parameters[name] for name in ("lr", "betas", "weight_decay") if parameters.get(name, "auto") != "auto"
     }
-    optimizer: Json = {name: tuple(v) if name == "betas" else float(v) for name, v in given.items()}
+    optimizer: Json = {name: tuple(v) if name == "betas" else float(v) for name, v in of_adam.items()}
     if "lr" in optimizer:
         optimizer["min_lr"] = optimizer["lr"] / 10
     clipping, enabled = raw.get("gradient_clipping", 0.0), raw.get("bf16", {}).get("enabled", False)
@@ -164,7 +164,7 @@ def engine_config(
     zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
     if zero["stage"] == 1:
         zero["overlap_comm"] = False
-    own: Json = {
+    decided: Json = {
         "train_batch_size": num_replicas,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -176,8 +176,8 @@ def engine_config(
         "steps_per_print": raw.get("steps_per_print", _LEAST_PRINTED),
     }
     if "scheduler" in raw:
-        own["scheduler"] = _scheduler(raw["scheduler"], optimizer, num_steps)
-    config = _without_auto(dict(raw) | own)
+        decided["scheduler"] = _scheduler(raw["scheduler"], optimizer, num_steps)
+    config = _without_auto(dict(raw) | decided)
     config.get("checkpoint", {}).pop("load_universal", None)
     return EngineConfig(config, tuple(_overridden(raw, config)))
 
@@ -198,14 +198,19 @@ def _optimizer(section: Mapping[str, Any], settings: OptimizerSettings, *, compi
 
 def _scheduler(section: Mapping[str, Any], settings: OptimizerSettings, num_steps: int) -> Json:
     warmup = round(settings.warmup_fraction * num_steps) if settings.warmup_fraction else settings.warmup_steps
-    known = {"total_num_steps": num_steps, "warmup_num_steps": warmup, "warmup_max_lr": settings.lr, "warmup_min_lr": 0}
+    values = {
+        "total_num_steps": num_steps,
+        "warmup_num_steps": warmup,
+        "warmup_max_lr": settings.lr,
+        "warmup_min_lr": 0,
+    }
     parameters = section.get("params", {})
-    filled = {name: known[name] if value == "auto" and name in known else value for name, value in parameters.items()}
+    filled = {name: values[name] if value == "auto" and name in values else value for name, value in parameters.items()}
     return dict(section) | {"params": filled}
 
 
 def _without_auto(config: Json) -> Json:
-    """DeepSpeed's own default holds for what is left to whoever starts the engine."""
+    """The configuration without values "auto", for which DeepSpeed then takes its defaults."""
     inner = {k: _without_auto(v) if isinstance(v, dict) else v for k, v in config.items()}
     return {name: value for name, value in inner.items() if value != "auto"}
 
@@ -226,10 +231,10 @@ _REASONS = {
 def _overridden(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     before, after = dict(_leaves(raw)), dict(_leaves(config))
     for name, reason in _REASONS.items():
-        said, used = before.get(name), after.get(name)
+        in_file, used = before.get(name), after.get(name)
         by_us = name == "optimizer.params.torch_adam" and "optimizer" in raw
-        if (said not in (None, "auto") or by_us) and said != used:
-            yield f"{name} {short(said)} -> {short(used)} ({reason})"
+        if (in_file not in (None, "auto") or by_us) and in_file != used:
+            yield f"{name} {short(in_file)} -> {short(used)} ({reason})"
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,18 +17,22 @@ from dynapipe_ext.settings.tables import LinearLayer, LoraSettings, ModelSetting
 ALL_LINEAR = "all-linear"
 
 
-def with_described(model: ModelSettings, said: Mapping[str, Any], where: str, *, adapts: bool = False) -> ModelSettings:
-    """The settings with the sizes of the model that `architecture` names; one that is adapted is of transformers unless
-    `backend` says else. Errors: ConfigError for a size in `said` that contradicts them."""
+def with_described(
+    model: ModelSettings, changes: Mapping[str, Any], where: str, *, adapts: bool = False
+) -> ModelSettings:
+    """The settings with the sizes of the model that `architecture` names. With adapters "auto" is transformers.
+
+    Errors: ConfigError for a size in `changes`, the settings of a file or of flags, that contradicts the model.
+    """
     if not model.architecture:
-        own: dict[str, Any] = {}
+        sizes: dict[str, Any] = {}
         if model.num_decoder_layers:
-            own = {"position": "relative", "norm": "rmsnorm", "bias": False, "num_query_groups": model.num_heads}
-        _refuse_contradiction(model, own, said, f"{where}: [model] num_decoder_layers makes a T5, which")
-        return replace(model, described=None, **own)
+            sizes = {"position": "relative", "norm": "rmsnorm", "bias": False, "num_query_groups": model.num_heads}
+        _refuse_contradiction(model, sizes, changes, f"{where}: [model] num_decoder_layers makes a T5, which")
+        return replace(model, described=None, **sizes)
     a = read_trainable(model.architecture, "transformers" if adapts and model.backend == "auto" else model.backend)
     place = f"{where}: [model] architecture {model.architecture}"
-    own = {
+    sizes = {
         "num_layers": a.num_layers,
         "num_decoder_layers": a.num_decoder_layers,
         "hidden_size": a.hidden_size,
@@ -42,32 +46,34 @@ def with_described(model: ModelSettings, said: Mapping[str, Any], where: str, *,
         "norm": a.norm,
         "bias": a.mlp_bias,
     }
-    again = model.described is not None and "architecture" not in said  # then it may be shorter already
-    if (again or "max_seq_len" in said) and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
-        own["max_seq_len"] = model.max_seq_len
-    _refuse_contradiction(model, own, said, place)
-    return replace(model, described=a, **own)
+    is_read = model.described is not None and "architecture" not in changes  # then it may be shorter already
+    if (is_read or "max_seq_len" in changes) and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
+        sizes["max_seq_len"] = model.max_seq_len
+    _refuse_contradiction(model, sizes, changes, place)
+    return replace(model, described=a, **sizes)
 
 
-def _refuse_contradiction(model: ModelSettings, own: Mapping[str, Any], said: Mapping[str, Any], place: str) -> None:
-    for name in said:
-        if name in own and getattr(model, name) != own[name]:
-            raise ConfigError(f"{place} has {name} {own[name]}, but {name} is {getattr(model, name)}: leave it out")
+def _refuse_contradiction(
+    model: ModelSettings, sizes: Mapping[str, Any], changes: Mapping[str, Any], place: str
+) -> None:
+    for name in changes:
+        if name in sizes and getattr(model, name) != sizes[name]:
+            raise ConfigError(f"{place} has {name} {sizes[name]}, but {name} is {getattr(model, name)}: leave it out")
 
 
 def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> LoraSettings:
-    """The settings with the layers that they adapt, of a model that transformers computes.
+    """The settings with the layers that they adapt; the model is one that transformers computes.
 
-    Errors: ConfigError for layers that it does not have, and for settings of adapters without any.
+    Errors: ConfigError for layers that the model does not have, and for settings of adapters without `enabled`.
     """
-    said = f"{where}: [lora]"
+    at = f"{where}: [lora]"
     if not settings.enabled:
         if replace(settings, described=None) != LoraSettings():
-            raise ConfigError(f"{said} describes adapters but enabled is false: add --lora, or leave the others out")
+            raise ConfigError(f"{at} describes adapters but enabled is false: add --lora, or leave the others out")
         return settings
     if model.described is not None and model.described.num_decoder_layers:
         raise ConfigError(
-            f"{said} adapts models that are decoders only, but {model.architecture} has an encoder too: train all of"
+            f"{at} adapts models that are decoders only, but {model.architecture} has an encoder too: train all of"
             " its weights, without --lora"
         )
     if not model.uses_transformers or model.described is None:
@@ -77,13 +83,13 @@ def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> Lo
     targets = settings.target_modules or usual
     names = sorted({layer.name.rpartition(".")[2] for layer in layers})
     if not targets:
-        raise ConfigError(f"{said} peft has no usual target_modules of {kind}: choose from {', '.join(names)}")
+        raise ConfigError(f"{at} peft has no usual target_modules of {kind}: choose from {', '.join(names)}")
     if targets == (ALL_LINEAR,):
         return replace(settings, described=layers)
     for target in targets:
         if not any(layer.answers_to(target) for layer in layers):
             raise ConfigError(
-                f"{said} target_modules names {target!r}, which no block of {model.architecture} ({kind}) has: choose"
+                f"{at} target_modules names {target!r}, which no block of {model.architecture} ({kind}) has: choose"
                 f" from {', '.join(names)}, or {ALL_LINEAR} alone{did_you_mean(target, names)}"
             )
     adapted = tuple(layer for layer in layers if any(layer.answers_to(target) for target in targets))

@@ -24,9 +24,10 @@ MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """`run_dir` empty means a new directory under runs/, named by the time. Figures of all ranks are gathered every
-    `log_every` steps, and at the last `traced_steps`, whose timelines go into trace.html. `epochs` above 0 is how often
-    the data are gone through, and takes the place of `steps`. `wandb` names a project of Weights & Biases to log to."""
+    """How long the run is, and what it writes. `epochs` above 0 counts passes over the data and replaces `steps`. The
+    figures of all ranks are gathered every `log_every` steps. trace.html draws the last `traced_steps`. An empty
+    `run_dir` means a new directory under runs/, named by the time. `wandb` is the name of a project of Weights &
+    Biases."""
 
     steps: int = setting(40, "--steps", "optimizer steps", at_least=1)
     epochs: float = setting(0.0, "--epochs", "passes over the data, instead of steps", "N", at_least=0, at_most=10_000)
@@ -40,9 +41,9 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologySettings:
-    """`placement` empty is the one that the schedule needs, else linear; "auto" tries all on batches of the run and
-    takes the best, with its `layers_per_stage`, before the model is built. `stages_per_rank` 0 is the placement's own
-    number."""
+    """An empty `placement` is the one that the schedule needs, linear for most. "auto" plans batches of the run under
+    every placement, before the model is built, and takes the best with its `layers_per_stage`. `stages_per_rank` 0 is
+    the usual number of the placement."""
 
     tp: int = setting(2, "--tp", "tensor parallel ranks", at_least=1, at_most=1 << 16)
     pp: int = setting(2, "--pp", "pipeline ranks", at_least=1, at_most=1 << 16)
@@ -61,14 +62,13 @@ class TopologySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
-    """`architecture` names a published model (a config.json or its folder, Megatron's arguments as JSON, a preset) and
-    gives all sizes; then `max_seq_len` alone may be said, to keep rows shorter. `init_from` is the folder of a
-    checkpoint whose weights the run starts with. `backend`: what computes the model ("auto": megatron-core where it
-    can, which with adapters it cannot, else transformers). `described` is read, not given: the model that
-    `architecture` names.
+    """`architecture` names a published model: its config.json or folder, Megatron's arguments as JSON, or a preset. It
+    gives all sizes; only `max_seq_len` may be set beside it, to keep rows shorter. `described` holds those sizes; it is
+    read from the model and is no setting. `init_from` is the folder of a checkpoint with the first weights. `backend`
+    "auto" computes the model by megatron-core where that is possible, else by transformers, as for adapters.
 
-    With `num_decoder_layers` the model is T5 in sizes of one's own, `num_layers` those of its encoder; `max_seq_len`
-    bounds input and target together, and may be above what a published T5 was trained on: its positions are relative.
+    With `num_decoder_layers` the model is a T5 of these sizes, and its encoder has `num_layers`. `max_seq_len` then
+    bounds input and target together. It may exceed that of a published T5, whose positions are relative.
     """
 
     architecture: str = setting(
@@ -121,10 +121,10 @@ class LinearLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Where `enabled`, adapters train in place of the model's weights, as peft's LoraConfig has them: of rank `r`,
-    scaled by `lora_alpha` / `r`, with `lora_dropout` before them, beside the linear layers `target_modules` of every
-    block ("all-linear": all; empty: those that peft takes for the family). `described` is read, not given: the adapted
-    layers."""
+    """With `enabled`, adapters train instead of the model's weights; the names are those of peft's LoraConfig. Adapters
+    have rank `r` and scale `lora_alpha` / `r`. They stand beside the linear layers `target_modules` of every block:
+    "all-linear" means all of them, and no name those that peft adapts for the family. `described` lists the adapted
+    layers; it is read from the model and is no setting."""
 
     enabled: bool = setting(False, "--lora", "train adapters of peft, not the model's weights")
     r: int = setting(8, "--lora-r", "rank of the adapters", "R", at_least=1)
@@ -143,14 +143,18 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """`path` empty means the built-in generator. `mixture` names several files instead, all with weights, as
-    "a.jsonl=0.7", or none: the shares of the samples that training sees. `tokenizer`: "bpe" (trained on the data,
-    `vocab_size` ids), "bytes", or what `dynapipe preprocess --tokenizer` takes. Of a model's folder of transformers the
-    tokenizer does what that model was trained with: `template` says of what the records are ("auto": what the first one
-    has), the keys name their fields where these are not input and target, prompt and response, or text; `text_key`
-    alone reads texts, whatever else there is. `max_input_len`
-    and `max_target_len` bound the sides of samples beside their whole (0: not), and `tasks` is a file that gives tasks
-    other bounds, and weights. Exactly one of `tokens_per_batch` and `batch_size` is above 0."""
+    """`path` is the training data; empty: the built-in generator. `mixture` names several files instead, either all
+    with their share of the samples, as "a.jsonl=0.7", or all without.
+
+    `tokenizer` is "bpe" (trained on the data, with `vocab_size` ids), "bytes", or a name for `dynapipe preprocess
+    --tokenizer`. The tokenizer of a model's folder also applies that model's chat template: `template` says what the
+    records are, "auto" what the first one is. `input_key` and `target_key` name the fields of a pair, where these are
+    not input and target or prompt and response. `text_key` names the field of a plain text, and only texts are read.
+
+    `max_input_len` and `max_target_len` bound the two sides of a sample; 0: only the whole sample is bounded. `tasks`
+    is a file with such bounds, and weights, for each task. Exactly one of `tokens_per_batch` and `batch_size` is above
+    0.
+    """
 
     path: str = setting(
         "",
@@ -180,9 +184,9 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    """The validation loss is taken every `every` steps (0: never) and after the last one, over the first `steps` global
-    batches of a fixed order (0: all). The data are those in `path`, text or tokens, by the training data's tokenizer;
-    or the `fraction` of the training data's samples that is drawn by the seed and never trained on."""
+    """The validation loss is taken every `every` steps (0: never) and after the last step. It covers the first `steps`
+    global batches of a fixed order (0: all). The data are those in `path`, read by the tokenizer of the training data;
+    or a `fraction` of the training samples, which the seed draws and which are never trained on."""
 
     every: int = setting(0, "--eval-every", "between validation losses; 0: none", "STEPS", at_least=0)
     steps: int = setting(0, "--eval-steps", "global batches of each; 0: all", at_least=0)
@@ -207,14 +211,15 @@ class PlanSettings(PlanRules):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW with linear warm-up, then `lr_schedule` down to `min_lr` over the run ("wsd" is constant, and linear over
-    its last tenth). Warm-up takes `warmup_steps`, or where it is above 0 `warmup_fraction` of all steps. Weights decay
-    but for norms and biases; `clip_grad` is the global norm (0: off).
+    """AdamW. The learning rate rises over `warmup_steps`, or over `warmup_fraction` of all steps where that is above 0.
+    It then follows `lr_schedule` from `lr` to `min_lr`; "wsd" is constant, and linear over the last tenth. Norms and
+    biases do not decay. `clip_grad` bounds the global norm of gradients (0: off).
 
-    A step whose loss or gradients are not finite changes no weight: `nan_policy` "stop" ends the run there, "skip"
-    leaves out up to `max_skips` such steps in a row. `deterministic`: sums of gradients, their norm and the loss are
-    exact, so that for the same micro-batches they have the same bits under every plan, PP and DP degree; that takes 8
-    bytes a parameter more, which plans count."""
+    A step whose loss or gradients are not finite changes no weight. `nan_policy` "stop" ends the run there; "skip" goes
+    on, for up to `max_skips` such steps in a row. With `deterministic`, sums of gradients, their norm and the loss are
+    exact: equal micro-batches give equal bits under every plan, pp and dp. That takes 8 bytes more for each parameter,
+    which plans count.
+    """
 
     lr: float = setting(2e-3, "--lr", "highest learning rate", "LR", above=0, at_most=1e6)
     min_lr: float = setting(2e-4, "--min-lr", "at the end (in proportion to --lr)", "LR", at_least=0)
@@ -234,11 +239,11 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and always at its end. The
-    `keep_last` newest stay (0: all), with `keep_best` also that of the least loss, by validation where there is one.
-    `background`: training goes on while a copy is written. A run that is asked to end by a signal saves and has ended
-    within `grace_s`. One that ends well leaves its model in the folder `output`, if named, as `save_format`: that of
-    the checkpoint `keep_best` has kept, else the last one's."""
+    """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and at its end. The `keep_last`
+    newest checkpoints stay (0: all). With `keep_best` the one of the least loss stays too, of the validation loss where
+    there is one. `background`: training goes on while a copy is written. After a signal to end, the run saves and ends
+    within `grace_s`. At its end the run writes its model into the folder `output`, in the format `save_format`: the
+    checkpoint that `keep_best` kept, else the last one."""
 
     output: str = setting("", "--output", "folder to make of the trained model", "DIR")
     save_format: SaveFormat = setting("hf", "--save-format", "of --output")
@@ -252,8 +257,8 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedSettings:
-    """`config` names the configuration of a DeepSpeed engine that trains the model (empty: none does); what it decides
-    are settings of other tables. `described` is read, not given: what the file says."""
+    """`config` is the configuration file of a DeepSpeed engine that trains the model; empty: no engine does. What the
+    file decides becomes settings of other tables. `described` holds the file; it is read and is no setting."""
 
     config: str = setting("", "--deepspeed", "ds_config.json of an engine that trains", "FILE")
     described: Mapping[str, Any] | None = None
@@ -295,7 +300,8 @@ class DeepSpeedSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """`strict` enforces NCCL's ordering rules over gloo. `redis_server` is the embedded store's server binary."""
+    """No rank waits longer than `timeout_s` for another. `strict` enforces NCCL's ordering rules over gloo.
+    `redis_server` is the binary of the embedded store; empty: the installed one."""
 
     timeout_s: float = setting(120.0, above=0, at_most=1e7)
     strict: bool = setting(False, "--strict", "enforce NCCL's ordering rules over gloo")
@@ -304,8 +310,8 @@ class JobSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugSettings:
-    """Each rank keeps a log in `log_dir`; at level "debug" of every action as it ends, for which accelerators are
-    synchronised. The plan of every step is written into `plan_dir`, for `dynapipe replay`. Empty: not."""
+    """Each rank writes a log into `log_dir`; at level "debug" with every action as it ends, which synchronises
+    accelerators. The plan of every step goes into `plan_dir`, for `dynapipe replay`. Empty: neither."""
 
     log_dir: str = setting("", "--log-dir", "keep a log of each rank there", "DIR")
     log_level: Literal["info", "debug"] = setting("info", "--log-level", "debug: with every action")

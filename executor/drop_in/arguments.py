@@ -20,7 +20,7 @@ from dynapipe_ext.settings.tables import PlanSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What a script's own code asks for; where it is silent (None), the command line speaks."""
+    """What a script's own code sets; None leaves it to the command line."""
 
     costs: CostModel | str | Path | None = None
     memory_limit_gb: float | None = None
@@ -32,8 +32,8 @@ class Wishes:
     store: str | StoreAddress | None = None  # no argument has it: its password would be seen by all
 
     def wish(self, args: Any, name: str) -> Any:
-        own = getattr(self, name)
-        return own if own is not None else getattr(args, f"dynapipe_{name}", None)
+        wish = getattr(self, name)
+        return wish if wish is not None else getattr(args, f"dynapipe_{name}", None)
 
     def settings(self, args: Any) -> DropInSettings:
         """With `args`, Megatron-LM's, or None for a script without. Errors: DataError for costs that cannot be read."""
@@ -52,13 +52,13 @@ class Wishes:
 
     def check_unplanned(self, args: Any) -> None:
         """Refuse what data of one length would silently ignore. Errors: ConfigError."""
-        told = {name: self.wish(args, name) for name in ("layout", "pieces")}
-        given = [f"{name} is {value!r}" for name, value in told.items() if value not in (None, "padded", "off")]
-        given += ["store was given"] * (self.store is not None)
-        if given:
+        wishes = {name: self.wish(args, name) for name in ("layout", "pieces")}
+        ignored = [f"{name} is {value!r}" for name, value in wishes.items() if value not in (None, "padded", "off")]
+        ignored += ["store was given"] * (self.store is not None)
+        if ignored:
             raise ConfigError(
-                f"{' and '.join(given)}, but no data are planned: give --dynapipe-data or a datasets_provider, or leave"
-                " it out"
+                f"{' and '.join(ignored)}, but no data are planned: give --dynapipe-data or a datasets_provider, or"
+                " leave it out"
             )
 
 
