@@ -298,7 +298,9 @@ def test_costs_nobody_has_measured_make_micro_batches_of_several_samples() -> No
         for batch in itertools.islice(batches, 4):
             plan = planner.plan(sample_lengths(lengths.tolist(), batch))
             assert len(plan.batch.micro_batches) <= 16
-            assert plan.batch.real_tokens >= 0.9 * plan.batch.padded_tokens
+            assert plan.batch.real_tokens >= 0.85 * plan.batch.padded_tokens
+    first = Planner(Topology(pp=4, dp=2), TokenCosts(num_stages=4), memory_limit_bytes=1e9).plan([30] * 200)
+    assert max(len(replica.micro_batches) for replica in first.batch.replicas) <= 12  # of equal samples, too
 
 
 @pytest.mark.parametrize("settings", [{"schedule": "zb-h1"}, {"schedule": "zb-h2"}, {"split_backward": True}])
