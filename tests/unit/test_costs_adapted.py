@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, MicroBatch, SampleLength
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import (
     AdjustedCosts,
     FittedTimes,
+    ForwardsAlone,
+    FrozenWeights,
     TimeCorrection,
     adjusted,
     fitted_times,
@@ -180,3 +182,36 @@ def test_they_survive_json_with_every_bit() -> None:
 def test_what_is_no_correction_is_refused(error: type[Exception], make: Any, says: str) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+def test_adjustments_are_one_list_in_one_order_and_a_second_of_a_kind_takes_the_place_of_the_first() -> None:
+    """As in a resumed run of adapters that had fitted its times: weights are frozen once."""
+    times, weights = FittedTimes(({"B": TimeCorrection(2.0)},) * 4), FrozenWeights((0.1,) * 4)
+    both = AdjustedCosts(RIGHT, (weights, times))
+    assert adjusted(adjusted(RIGHT, times), weights) == adjusted(adjusted(RIGHT, weights), times) == both
+    assert adjusted(both, weights) == both
+    assert without(both, FittedTimes) == adjusted(RIGHT, weights)
+    forwards = adjusted(both, ForwardsAlone())
+    assert cost_model_from_json(json.loads(json.dumps(cost_model_to_json(forwards)))) == forwards
+    nested = cost_model_to_json(forwards)
+    assert [nested["kind"], nested["base"]["kind"], nested["base"]["base"]["kind"]] == ["forwards", "adapted", "frozen"]
+
+
+def test_trained_shares_stay_with_their_stages() -> None:
+    counted = AnalyticCosts(preset("llama-2-7b"), Topology(pp=4).with_layers(32))
+    frozen = adjusted(counted, FrozenWeights((0.1,) * 4))
+    wider, _ = frozen.over(Topology(pp=4, dp=8).with_layers(32))
+    assert isinstance(wider, AdjustedCosts)
+    assert wider.adjustments == frozen.adjustments
+    with pytest.raises(ConfigError, match="give that topology, or the costs before adapters"):
+        frozen.over(Topology(pp=8).with_layers(32))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_frozen_and_fitted_shapes_cost_what_their_micro_batches_do(recompute: Recompute) -> None:
+    counted = AnalyticCosts(preset("llama-2-7b"), Topology(pp=4).with_layers(32), zero_stage=2)
+    times = FittedTimes(({"F": TimeCorrection(1.5, 9), "I": TimeCorrection(0.5), "W": TimeCorrection(2.0)},) * 4)
+    costs = adjusted(adjusted(counted, FrozenWeights((0.1,) * 4, token_bytes=(64,) * 4)), times)
+    one = costs.evaluate([MicroBatch(tuple(SampleLength(i, 40) for i in range(3)), recompute=recompute)])
+    assert one.digest() == costs.evaluate_shapes([3], [40], 0, recompute).digest()
+    assert costs.facts == counted.facts

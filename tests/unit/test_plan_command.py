@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.adjustments import FittedTimes, TimeCorrection, adjusted
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.notation import read_plan_json
 from tests.support.limits import LIMIT_S
 from tests.support.measured import measured_csv
@@ -169,6 +173,25 @@ def test_costs_of_fixed_stages_cannot_be_placed_anew(
     flags = ["--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "1", "--hidden-size", "8", "--pp", "2"]
     text = refused(capsys, "--lengths", lengths, *flags, "--placement", "auto")
     assert "TokenCosts price stages as they are" in text
+
+
+def test_placements_are_compared_by_the_costs_before_a_fit_which_holds_for_one_of_them_alone(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counted = AnalyticCosts(preset("gpt2"), Topology(pp=2).with_layers(12), flops_per_s=1e12)
+    fitted = adjusted(counted, FittedTimes(({"F": TimeCorrection(9.0), "B": TimeCorrection(9.0)},) * 2))
+    trials, makespans = [], []
+    for name, costs in (("counted", counted), ("fitted", fitted)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(cost_model_to_json(costs)))
+        target = tmp_path / f"{name}-plan.json"
+        flags = ["--costs", str(tmp_path / f"{name}.json"), "--memory-limit-gb", "100", "--pp", "2", "--effort", "50"]
+        assert plan("--lengths", lengths, *flags, "--placement", "auto", "--json", str(target)) == 0
+        lines = capsys.readouterr().out.splitlines()
+        trials.append([line for line in lines if line.lstrip("│ ").startswith(("linear", "interleaved,", "v, "))])
+        makespans.append(max(replica["predicted"]["makespan_s"] for replica in planned(target)["replicas"]))
+    assert len(trials[0]) == 3
+    assert trials[0] == trials[1]
+    assert makespans[1] > 8 * makespans[0] if "linear" in trials[0][0] else makespans[1] == makespans[0]
 
 
 def test_long_samples_run_in_pieces_where_a_flag_or_a_file_says_so(
