@@ -33,7 +33,7 @@ _PARTS: tuple[str, ...] = tuple(EstimatedMemory.__dataclass_fields__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What a whole run is counted with: real tokens to train on, and the price of a device's hour; 0 for not known."""
+    """Figures of a whole run: real tokens to train on, and the price of a device's hour; 0 means unknown."""
 
     total_tokens: float = 0.0
     per_gpu_hour: float = 0.0
@@ -47,7 +47,7 @@ class Prices:
 
 
 def assumptions(question: Question) -> list[str]:
-    """Everything that the figures rest on besides the model, the cluster's size and the data."""
+    """All assumptions behind the figures, besides the model, the cluster's size and the data."""
     cluster, device = question.cluster, question.cluster.device
     peak = device.peak_flops_per_s[question.precision]
     lines = [
@@ -61,19 +61,19 @@ def assumptions(question: Question) -> list[str]:
     ]
     if not cluster.host_memory_gb:
         lines.append(
-            f"hosts: {cluster.usual_host_bytes / _GB:,.0f} GB a node, as is usual (--host-memory-gb); options that need"
-            " more come last"
+            f"hosts: {cluster.usual_host_bytes / _GB:,.0f} GB a node, the usual amount (--host-memory-gb); options that"
+            " need more come last"
         )
     if question.architecture.num_decoder_layers:
         lines.append("attention: scores are kept, as relative position biases rule out flash kernels")
     if not device.is_fused and PlainLayers.know(question.architecture):
         lines.append("layers: plain operators, as dynapipe train runs on a CPU, which keep more than fused kernels")
     elif not device.is_fused:
-        lines.append("layers: as fused kernels keep them; those of this model keep more here, and are not counted yet")
+        lines.append("layers: counted with fused kernels, although this model's layers keep more on this device")
     if max(question.limits.cp) > 1:
         lines.append(
-            "context parallelism: keys and values are gathered for every layer, none of it behind other work; rows are"
-            " padded, and divided evenly"
+            "context parallelism: keys and values are gathered for every layer, without overlap; rows are padded, and"
+            " divided evenly"
         )
     if question.architecture.num_experts:
         lines.append("experts: tokens are spread evenly over them")
@@ -81,7 +81,7 @@ def assumptions(question: Question) -> list[str]:
 
 
 def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most: int) -> None:
-    """Model, assumptions, the ranked options, the best one's memory by stage, and what was dropped."""
+    """Print the model, assumptions, ranked options, the best option's memory by stage, and what was dropped."""
     question, cluster = estimate.question, estimate.question.cluster
     a = question.architecture
     console.print(
@@ -137,7 +137,7 @@ def options_table(estimate: Estimate, prices: Prices, *, most: int) -> Table:
 
 
 def _faults(estimate: Estimate, most: int) -> list[str]:
-    """Why `dynapipe train` does not run some of the options in the table, each reason once."""
+    """The reasons why `dynapipe train` does not run some options of the table, each once."""
     faults = (train_fault(estimate.question, option) for option in estimate.options[:most])
     return [fault for fault in dict.fromkeys(faults) if fault]
 
@@ -218,21 +218,21 @@ def modules_table(question: Question) -> Table:
     table = Table(title="by module, on one rank and of a mean sample", title_justify="left", box=SIMPLE_HEAD)
     for name in ("module", "parameters", "GB in inference", "GB in training", "TFLOPs forward", "TFLOPs in training"):
         table.add_column(name, justify="left" if name == "module" else "right", no_wrap=True)
-    for one in modules(question):
-        work = (figure(flops / 1e12) for flops in (one.forward_flops, one.training_flops))
-        bytes_held = (f"{num_bytes / _GB:.3f}" for num_bytes in (one.inference_bytes, one.training_bytes))
-        table.add_row(one.name, f"{one.parameters:,}", *bytes_held, *work)
+    for module in modules(question):
+        work = (figure(flops / 1e12) for flops in (module.forward_flops, module.training_flops))
+        bytes_held = (f"{num_bytes / _GB:.3f}" for num_bytes in (module.inference_bytes, module.training_bytes))
+        table.add_row(module.name, f"{module.parameters:,}", *bytes_held, *work)
     return table
 
 
 def modules(question: Question) -> tuple[ModuleEstimate, ...]:
-    """Of the question's model, with its data."""
+    """The modules of the question's model, with its data."""
     table = question.data.table
     return modules_of(question.architecture, question.states_recipe, positions_of(table), len(table))
 
 
 def memory_table(option: Option) -> Table:
-    """GB of one rank of every pipeline rank at its fullest moment."""
+    """GB of every pipeline rank at its fullest moment."""
     table = Table(title="memory of option 1, GB a rank", title_justify="left", box=SIMPLE_HEAD)
     first = "rank" if option.strategy.topology.placement else "stage"
     for name in (first, "layers", *_PARTS, "total"):
@@ -245,13 +245,13 @@ def memory_table(option: Option) -> Table:
 
 
 def _layers(option: Option) -> list[str]:
-    """Of the stages of every pipeline rank."""
+    """The numbers of layers of each pipeline rank's stages."""
     topology, layers = option.strategy.topology, option.costs.layers_per_stage.tolist()
     return ["+".join(str(layers[stage]) for stage in topology.stages_of(rank)) for rank in range(topology.pp)]
 
 
 def estimate_json(estimate: Estimate, prices: Prices) -> dict[str, Any]:
-    """Everything, options in the order of the estimate; bytes and seconds."""
+    """The whole estimate as JSON, in bytes and seconds; options are in its order."""
     question, cluster = estimate.question, estimate.question.cluster
     a, excess = question.architecture, estimate.dropped.least_excess
     return {
@@ -281,7 +281,7 @@ def estimate_json(estimate: Estimate, prices: Prices) -> dict[str, Any]:
         "states": question.states_recipe,
         "assumptions": assumptions(question),
         "states_if_replicated_bytes": list(estimate.states_if_replicated),
-        "modules": [asdict(one) | {"training_flops": one.training_flops} for one in modules(question)],
+        "modules": [asdict(m) | {"training_flops": m.training_flops} for m in modules(question)],
         "num_fitting": estimate.num_fitting,
         "options": [_option_json(option, prices, question) for option in estimate.options],
         "dropped": [
@@ -344,7 +344,7 @@ def _option_json(option: Option, prices: Prices, question: Question) -> dict[str
 
 
 def trainable(estimate: Estimate) -> tuple[int, Option] | None:
-    """The first option that `dynapipe train` can run, and its place."""
+    """The place of the first option that `dynapipe train` can run, and the option."""
     ranked: Sequence[Option] = estimate.options
     return next(((i, o) for i, o in enumerate(ranked, 1) if not train_fault(estimate.question, o)), None)
 
@@ -353,12 +353,12 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def train_fault(question: Question, option: Option) -> str:
-    """Why `dynapipe train` cannot run it; empty where it can."""
+    """Why `dynapipe train` cannot run an option; empty where it can."""
     a, s = question.architecture, option.strategy
     if s.cp > 1:
         return "it has no context parallelism"
     if s.ep > 1:
-        return f"experts are spread over {s.ep} ranks: it keeps all of them on each replica"
+        return f"experts are spread over {s.ep} ranks: it has all of them on each replica"
     if a.num_experts and s.topology.tp > 1 and not s.sequence_parallel:
         return f"{a.family} has experts, which need sequence parallelism at tp {s.topology.tp}"
     if question.precision not in _DTYPES:
@@ -378,7 +378,7 @@ def train_fault(question: Question, option: Option) -> str:
 def settings(
     question: Question, option: Option, *, data: Sequence[str] = (), total_tokens: float = 0.0
 ) -> dict[str, Any]:
-    """Tables of `TrainConfig` with what the option decides; the rest keeps its defaults."""
+    """The settings that the option decides, as tables of `TrainConfig`; the others keep their defaults."""
     a, s, t = question.architecture, option.strategy, option.strategy.topology
     multiple = pad_multiple(s)
     named, longest = Path(question.name), question.data.longest
@@ -401,7 +401,7 @@ def settings(
         "data": {
             **(data_settings(data) if data else {}),
             "vocab_size": a.vocab_size,
-            "truncate": not data,  # the built-in generator knows nothing of these lengths
+            "truncate": not data,  # the built-in generator does not follow these lengths
             "tokens_per_batch": option.tokens_per_batch,
             "batch_size": 0,
         },
@@ -420,7 +420,7 @@ def settings(
 def toml_text(
     question: Question, option: Option, place: int, *, data: Sequence[str] = (), total_tokens: float = 0.0
 ) -> str:
-    """The settings as TOML, checked as `dynapipe train --config` checks them. Errors: ConfigError."""
+    """The settings as TOML, checked as `dynapipe train --config` does. Errors: ConfigError."""
     tables = settings(question, option, data=data, total_tokens=total_tokens)
     TrainConfig.from_json(tables, "the estimate")
     cluster, t = question.cluster, option.time
@@ -430,21 +430,22 @@ def toml_text(
         f" {cluster.device.name} of {cluster.gpu_memory_gb:g} GB.",
         f"Predicted: {figure(t.total_s)} s a step, {option.tokens_per_s:,.0f} tokens/s, bubble"
         f" {percent(option.bubble_ratio)}, {option.peak_bytes / 1e9:.2f} GB on the fullest rank.",
-        f"Lengths: {question.data.description}. What is not said here keeps its default.",
+        f"Lengths: {question.data.description}. Other settings keep their defaults.",
     )
 
 
 _STATES_SHARE = 0.8  # of a device's memory, so that activations have some
 
 
-def advice(found: Estimate) -> Iterator[str]:
-    """Lines with figures: more devices, smaller states, fewer trained parameters. None where an option is realistic."""
-    cluster, question = found.question.cluster, found.question
-    if found.options and found.options[0].host_bytes_per_node <= cluster.usual_host_bytes:
+def advice(estimate: Estimate) -> Iterator[str]:
+    """Ways to fit, with figures: more devices, smaller states, fewer trained parameters. None if an option is
+    realistic."""
+    cluster, question = estimate.question.cluster, estimate.question
+    if estimate.options and estimate.options[0].host_bytes_per_node <= cluster.usual_host_bytes:
         return
     room = _STATES_SHARE * cluster.limit_bytes
     of_states = sum(BYTES_PER_PARAMETER[question.states_recipe])
-    nodes = _nodes(found, of_states, room)
+    nodes = _nodes(estimate, of_states, room)
     if nodes > cluster.nodes:
         yield f"{nodes:,} nodes would hold the states of ZeRO 3 without offload in {_STATES_SHARE:.0%} of their devices"
     for recipe in RECIPES if question.precision != "fp32" else ():
@@ -452,14 +453,14 @@ def advice(found: Estimate) -> Iterator[str]:
         if (
             "fp32" not in (recipe, question.precision)
             and num_bytes < of_states
-            and (fewer := _nodes(found, num_bytes, room)) < nodes
+            and (fewer := _nodes(estimate, num_bytes, room)) < nodes
         ):
             yield f"--states {recipe} keeps {num_bytes} bytes a parameter instead of {of_states}: {fewer:,} nodes"
-    too_long = not found.options and "the longest sample does not fit even alone" in found.dropped.counts
+    too_long = not estimate.options and "the longest sample does not fit even alone" in estimate.dropped.counts
     if too_long and max(question.limits.cp) == 1:
-        yield "--cp 2,4,8 divides every sample over ranks (elsewhere: dynapipe train has no context parallelism)"
+        yield "--cp 2,4,8 divides every sample over ranks (dynapipe train itself has no context parallelism)"
     weights = BYTES_PER_PARAMETER[question.states_recipe][0]
-    share = weights * found.num_parameters / cluster.world_size
+    share = weights * estimate.num_parameters / cluster.world_size
     if share <= room:
         yield (
             f"LoRA (dynapipe train --lora) keeps little but the weights, {share / _GB:,.1f} GB of a device"
@@ -469,6 +470,7 @@ def advice(found: Estimate) -> Iterator[str]:
         yield f"the weights alone are {share / _GB:,.1f} GB of a device: LoRA would not help, more devices would"
 
 
-def _nodes(found: Estimate, bytes_per_parameter: int, room: float) -> int:
-    of_a_node = room * found.question.cluster.gpus_per_node
-    return -(-bytes_per_parameter * found.num_parameters // int(of_a_node))
+def _nodes(estimate: Estimate, bytes_per_parameter: int, room: float) -> int:
+    """Nodes whose devices hold so many bytes of every parameter in `room` bytes each."""
+    of_a_node = room * estimate.question.cluster.gpus_per_node
+    return -(-bytes_per_parameter * estimate.num_parameters // int(of_a_node))

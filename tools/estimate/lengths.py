@@ -1,4 +1,4 @@
-"""The lengths that an estimate plans: a file's, or those of a named distribution, as evenly spaced quantiles."""
+"""The lengths that an estimate plans: those of a file, or evenly spaced quantiles of a named distribution."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.reproducible import exp
 
-MOST_POSITIONS = 1 << 20  # of a sample's side: what is counted of them stays within 64 bits
+MOST_POSITIONS = 1 << 20  # of a sample's side: all counts of them stay within 64 bits
 _DRAWS = 4096
-_TYPICAL = 512  # samples that stand for all when options are screened
-_DEFAULT_POSITIONS = 8192  # where a model could take more
+_TYPICAL = 512  # samples that represent all when options are screened
+_DEFAULT_POSITIONS = 8192  # for models that could take more
 _T5_PAIR = "uniform:512/uniform:114"  # the spans that T5 was trained on (Raffel et al. 2020, sec. 3.1.4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthData:
-    """Samples to plan, (N, 3), and where they come from. A file's samples are all there are; of a distribution there
-    are always more.
+    """Samples to plan, (N, 3), with a description of their source. A file has only these samples; a distribution always
+    has more.
     """
 
     table: LengthArray
@@ -36,12 +36,12 @@ class LengthData:
 
     @property
     def longest(self) -> SampleLength:
-        """A sample as long on each side as any."""
+        """A sample with the largest length of each side."""
         return SampleLength(0, *_totals(self)[:2])
 
     @property
     def most_tokens(self) -> int:
-        """Of one sample."""
+        """Most tokens of one sample."""
         return _totals(self)[2]
 
     @property
@@ -58,24 +58,24 @@ class LengthData:
         return longest.tokens * len(self.table) == self.total_tokens
 
     def batch(self, tokens_per_batch: int, seed: int, index: int = 0) -> list[SampleLength]:
-        """The samples of one global batch of up to so many real tokens, as `GlobalBatches` forms them of the shuffled
-        samples; those of a distribution come again where there are too few.
+        """The samples of one global batch of up to so many real tokens, cut by `GlobalBatches` from shuffled samples.
+        Samples of a distribution repeat where there are too few.
         """
         order, count = _shuffled(self, seed), 1024
         enough = (index + 1) * tokens_per_batch + self.most_tokens
         while True:
             places = order[:count] if self.is_file else np.resize(order, count)
-            some = self.table[places]
-            if int(some[:, :2].sum()) >= enough or (self.is_file and count >= len(order)):
+            lengths = self.table[places]
+            if int(lengths[:, :2].sum()) >= enough or (self.is_file and count >= len(order)):
                 break
             count *= 2
-        batches = GlobalBatches(some, tokens_per_batch=tokens_per_batch, seed=seed, shuffle=False)
-        return sample_lengths(some, batches[index % len(batches)])
+        batches = GlobalBatches(lengths, tokens_per_batch=tokens_per_batch, seed=seed, shuffle=False)
+        return sample_lengths(lengths, batches[index % len(batches)])
 
 
 @lru_cache(maxsize=32)
 def _totals(data: LengthData) -> tuple[int, int, int, int]:
-    """Most encoder and decoder positions, most tokens of one sample, and tokens of all."""
+    """(most encoder positions, most decoder positions, most tokens of one sample, tokens of all samples)."""
     encoder, decoder, _ = data.table.max(axis=0).tolist()
     tokens = data.table[:, 0] + data.table[:, 1]
     return encoder, decoder, int(tokens.max()), int(tokens.sum())
@@ -88,8 +88,8 @@ def _shuffled(data: LengthData, seed: int) -> IntArray:
 
 @lru_cache(maxsize=32)
 def typical_shapes(data: LengthData, multiple: int) -> tuple[IntArray, npt.NDArray[np.float64]]:
-    """Rounded lengths (K, 2) of evenly spaced samples in order of tokens, and their shares, (K,); the last one is as
-    long on each side as any and has no share.
+    """Rounded lengths (K, 2) of evenly spaced samples in order of tokens, and their shares (K,). The last entry has the
+    largest length of each side, and share 0.
     """
     sides = data.table[:, :2]
     order = np.argsort(sides.sum(axis=1), kind="stable")
@@ -101,9 +101,10 @@ def typical_shapes(data: LengthData, multiple: int) -> tuple[IntArray, npt.NDArr
 
 
 def file_data(table: LengthArray, path: str, architecture: Architecture, truncate: int = 0) -> LengthData:
-    """The lengths of a file as the model takes them: two sides joined for a decoder-only one, cut at `truncate`.
+    """The lengths of a file for this model, cut at `truncate`. A decoder-only model gets both sides as one row.
 
-    Errors: DataError for samples without a side that the model has, or longer than it can be trained on.
+    Errors: DataError for samples without a decoder length where the model has a decoder, and for samples that are too
+    long for the model.
     """
     if not len(table):
         raise DataError(f"{path} has no lengths: give one sample or more")
@@ -124,14 +125,18 @@ def file_data(table: LengthArray, path: str, architecture: Architecture, truncat
 
 
 def distribution_data(text: str, architecture: Architecture, seed: int) -> LengthData:
-    """Lengths of "uniform:N" (all alike) or "lognormal:mean,sigma,max" (mean of the uncut distribution, deviation of
-    the logarithm); encoder-decoders take two, "ENCODER/DECODER", paired at random. Errors: ConfigError.
+    """Lengths of "uniform:N" (all N) or "lognormal:mean,sigma,max" (mean before the cut at max, sigma of the
+    logarithm).
+
+    Encoder-decoders take two, "ENCODER/DECODER", paired at random. Errors: ConfigError.
     """
     text = text or default_distribution(architecture)
     sides = text.split("/")
     if len(sides) != (2 if architecture.num_decoder_layers else 1):
-        wanted = "two sides, like uniform:512/uniform:114" if architecture.num_decoder_layers else "one side"
-        raise ConfigError(f"length distribution {short(text)} has {len(sides)} sides but the model takes {wanted}")
+        sides_needed = "two sides, like uniform:512/uniform:114" if architecture.num_decoder_layers else "one side"
+        raise ConfigError(
+            f"length distribution {short(text)} has {len(sides)} sides but the model takes {sides_needed}"
+        )
     encoder = _quantiles(sides[0])
     decoder = np.zeros_like(encoder)
     if len(sides) == 2:
@@ -140,7 +145,7 @@ def distribution_data(text: str, architecture: Architecture, seed: int) -> Lengt
 
 
 def default_distribution(architecture: Architecture) -> str:
-    """Rows as long as the model was made for, up to 8,192 positions; T5's own spans."""
+    """Rows as long as the model allows, up to 8,192 positions; for T5 the spans of its own training."""
     if architecture.num_decoder_layers:
         return _T5_PAIR
     return f"uniform:{min(architecture.max_seq_len, _DEFAULT_POSITIONS)}"

@@ -1,4 +1,4 @@
-"""Where the bytes of a planned step are: by part, on every pipeline rank, when it is fullest."""
+"""The memory of a planned step: bytes by part, of every pipeline rank at its fullest moment."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dynapipe_ext.splits.pieces import RowTime, rows_with_pieces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatedMemory:
-    """Bytes of one rank. `activations`: of layers, of all micro-batches in flight; `logits`: the head's;
-    `working`: what runs at that moment (recomputed layers, gradients of activations); `buffers`: messages, and units
-    that ZeRO has whole; `reserved`: left to the framework.
+    """Bytes of one rank. `activations`: those of layers, for all micro-batches in flight. `logits`: those of the head.
+    `working`: the running action's, such as recomputed layers and gradients of activations. `buffers`: messages, and
+    units that ZeRO has gathered. `reserved`: left to the framework.
     """
 
     weights: int
@@ -39,9 +39,9 @@ class EstimatedMemory:
 
 
 def bytes_in_pieces(costs: EstimatedCosts, length: int, tokens: int, multiple: int, recompute: Recompute) -> int:
-    """What one sample in pieces of so many tokens needs on the fullest rank, all of them held at once, states included.
+    """Bytes on the fullest rank for one sample in pieces of so many tokens, with all pieces in memory, and states.
 
-    Errors: PlanError for a model that cannot run them.
+    Errors: PlanError for a model that cannot run pieces.
     """
     rule = RowRule(max_tokens=round_up(tokens, multiple), pad_multiple=multiple, recompute=recompute)
     priced = costs.evaluate(rows_with_pieces([SampleLength(0, length)], RowTime(), micro_batch_evaluate(costs), rule))
@@ -51,7 +51,7 @@ def bytes_in_pieces(costs: EstimatedCosts, length: int, tokens: int, multiple: i
 
 
 def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> tuple[EstimatedMemory, ...]:
-    """Of every pipeline rank: its fullest moment on the replica where that is most."""
+    """The memory of every pipeline rank at its fullest moment, on the replica where that is largest."""
     micro_batches = plan.batch.micro_batches
     priced = costs.evaluate(micro_batches)  # of all replicas at once
     head = np.zeros_like(priced.stored_bytes)
@@ -59,20 +59,20 @@ def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -
     tables = tuple(
         table.tolist() for table in (priced.stored_bytes, priced.working_bytes, head, costs.message_bytes(priced))
     )
-    best: list[EstimatedMemory] = []
-    known = set()  # of replicas that do the same
+    largest: list[EstimatedMemory] = []
+    seen = set()  # replicas with equal schedules and bytes
     for columns, schedule in zip(_columns(plan), plan.schedules, strict=True):
-        own = tuple(tuple(tuple(row[columns]) for row in table) for table in tables)
-        if columns.start == columns.stop or (id(schedule), own) in known:
+        of_replica = tuple(tuple(tuple(row[columns]) for row in table) for table in tables)
+        if columns.start == columns.stop or (id(schedule), of_replica) in seen:
             continue
-        known.add((id(schedule), own))
-        found = [_at_peak(schedule, rank, own, costs, reserved_bytes) for rank in range(costs.topology.pp)]
-        best = [max(pair, key=lambda m: m.total) for pair in zip(best, found, strict=True)] if best else found
-    return tuple(best)
+        seen.add((id(schedule), of_replica))
+        peaks = [_at_peak(schedule, rank, of_replica, costs, reserved_bytes) for rank in range(costs.topology.pp)]
+        largest = [max(pair, key=lambda m: m.total) for pair in zip(largest, peaks, strict=True)] if largest else peaks
+    return tuple(largest)
 
 
 def _columns(plan: StepPlan) -> list[slice]:
-    """Of each replica's micro-batches among those of the batch."""
+    """The columns of each replica's micro-batches among those of the batch."""
     ends = list(accumulate(len(replica.micro_batches) for replica in plan.batch.replicas))
     return [slice(begin, end) for begin, end in pairwise([0, *ends])]
 
@@ -98,13 +98,13 @@ def _at_peak(
             at_peak = held, held_head, working[stage][m] - buffers, buffers
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             held, held_head = held - stored[stage][m], held_head - heads[stage][m]
-    kept, logits, temporary, buffers = at_peak
+    stored_at_peak, logits, temporary, buffers = at_peak
     device = costs.states.device
     return EstimatedMemory(
         weights=int(costs.of_ranks(device.weights)[rank]),
         gradients=int(costs.of_ranks(device.gradients)[rank]),
         optimizer=int(costs.of_ranks(device.optimizer)[rank]),
-        activations=kept - logits,
+        activations=stored_at_peak - logits,
         logits=logits,
         working=temporary,
         buffers=buffers,
@@ -114,8 +114,8 @@ def _at_peak(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Forwards alone over one global batch. `beside_bytes`: of the fullest rank that keeps its training states;
-    `alone_bytes`: with weights only. Of a layer's activations nothing is kept.
+    """Forwards alone over one global batch, which keep no activations. `beside_bytes`: of the fullest rank with its
+    training states; `alone_bytes`: with its weights only.
     """
 
     beside_bytes: int
@@ -124,7 +124,7 @@ class Evaluation:
 
 
 def evaluation(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> Evaluation:
-    """The micro-batches of the plan, one after the other through the pipeline."""
+    """The evaluation of the plan's micro-batches, one after the other through the pipeline."""
     micro_batches = plan.batch.micro_batches
     priced = costs.evaluate(micro_batches)  # of all replicas at once
     seconds = 0.0
@@ -144,8 +144,8 @@ def evaluation(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> Ev
 
 
 def _forward_bytes(micro_batches: Sequence[MicroBatch], costs: EstimatedCosts) -> IntArray:
-    """Of every pipeline rank while a forward runs whose layers keep nothing: one layer at a time with its input, then
-    the head.
+    """Bytes of every pipeline rank during a forward that stores nothing: one layer at a time with its input, or the
+    head.
     """
     checkpointed = [
         MicroBatch(m.samples, m.layout, "full", m.attention, m.pad_multiple, m.min_len) for m in micro_batches
@@ -154,5 +154,5 @@ def _forward_bytes(micro_batches: Sequence[MicroBatch], costs: EstimatedCosts) -
     layers = costs.layers_per_stage[:, None]
     head = np.zeros_like(priced.stored_bytes)
     head[-1] = costs.head_bytes(checkpointed)
-    one = (priced.stored_bytes - head) // np.maximum(1, layers) + head + priced.working_bytes
-    return costs.of_ranks(one.max(axis=1), np.maximum)
+    one_layer = (priced.stored_bytes - head) // np.maximum(1, layers) + head + priced.working_bytes
+    return costs.of_ranks(one_layer.max(axis=1), np.maximum)

@@ -1,4 +1,4 @@
-"""A model by its modules: where parameters, bytes and work are, in training and in inference, before it is spread."""
+"""A model by its modules: their parameters, bytes and work, in training and in inference, on one rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MODULES: tuple[ModuleName, ...] = ("embedding", "attention", "MLP", "head")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleEstimate:
-    """One kind of module, all layers together; norms belong to what they feed.
+    """One kind of module, in all layers together. A norm belongs to the module that it feeds.
 
-    `inference_bytes` are of the weights, `training_bytes` of weights, gradients and optimizer on one rank that holds
-    all. `forward_flops` are of a mean sample; training takes three times as many, without recomputation. A tied head
-    has work but no parameters: they are the embedding's.
+    `inference_bytes` counts weights; `training_bytes` counts weights, gradients and optimizer on one rank with the
+    whole model. `forward_flops` are those of a mean sample; training takes three times as many without recomputation. A
+    tied head has work but no parameters, which are the embedding's.
     """
 
     name: ModuleName
@@ -47,22 +47,22 @@ def modules_of(
     """
     if num_samples < 1:
         raise ConfigError(f"num_samples is {num_samples} but must be at least 1: give the samples of the positions")
-    a, owned = architecture, dict[ModuleName, list[TensorGroup]]((name, []) for name in MODULES)
+    a, groups_of = architecture, dict[ModuleName, list[TensorGroup]]((name, []) for name in MODULES)
     for group in tensor_groups(architecture):
-        owned[_module(group)].append(group)
+        groups_of[_module(group)].append(group)
     bytes_each = BYTES_PER_PARAMETER[recipe]
     squares = a.num_layers * positions.encoder_squares + a.num_decoder_layers * (
         positions.decoder_squares + positions.cross
     )
-    found = []
-    for name, own in owned.items():
-        parameters = sum(group.size for group in own if not group.is_buffer)
-        flops = sum(_forward_flops(a, group, positions) for group in own)
+    modules = []
+    for name, groups in groups_of.items():
+        parameters = sum(group.size for group in groups if not group.is_buffer)
+        flops = sum(_forward_flops(a, group, positions) for group in groups)
         if name == "attention":
             flops += 2 * (a.query_size + a.attended_size) * squares
         if name == "head" and a.tied_embeddings:
             flops += 2 * a.hidden_size * a.vocab_size * _head_positions(a, positions)
-        found.append(
+        modules.append(
             ModuleEstimate(
                 name=name,
                 parameters=parameters,
@@ -71,11 +71,11 @@ def modules_of(
                 forward_flops=flops / num_samples,
             )
         )
-    return tuple(found)
+    return tuple(modules)
 
 
 def positions_of(lengths: LengthArray) -> Positions:
-    """Of samples by their lengths, each attending to itself."""
+    """Positions of samples by their lengths; each sample attends to itself."""
     e, d = lengths[:, 0].astype(np.int64), lengths[:, 1].astype(np.int64)
     return Positions(*(int(column.sum()) for column in (e, d, e * e, d * d, e * d)))
 
@@ -95,7 +95,7 @@ def _module(group: TensorGroup) -> ModuleName:
 
 
 def _forward_flops(a: Architecture, group: TensorGroup, positions: Positions) -> int:
-    """Of the matrix products; what is looked up or added counts nothing (see `models.flops`)."""
+    """FLOPs of the group's matrix products. Lookups and additions count nothing (see `models.flops`)."""
     if group.kind in ("embedding", "position", "relative_bias"):
         return 0
     products = 2 * sum(tensor.size for tensor in group.tensors if len(tensor.shape) > 1)

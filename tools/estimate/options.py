@@ -26,7 +26,7 @@ from dynapipe_ext.splits.pieces import piece_sizes
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
 
-OFFLOADS_TRIED: tuple[Offload, ...] = ("none", "optimizer", "all")  # weights alone free less, and cost more of the link
+OFFLOADS_TRIED: tuple[Offload, ...] = ("none", "optimizer", "all")  # "weights" frees less and needs more of the link
 RecomputeChoice = Literal["none", "selective", "full", "stage", "auto"]
 _PAD_MULTIPLE = 8
 _MIXED = 0.98
@@ -34,7 +34,8 @@ _MIXED = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What may be chosen; empty tuples leave the choice to the search. Stages per rank then are the placement's own."""
+    """The allowed choices. An empty tuple leaves a choice to the search; for stages per rank it means the placement's
+    own."""
 
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = (1,)
@@ -50,7 +51,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked: a model, a cluster, data, and how it is to be trained. `recipe` 16-bit only; fp32 has its own."""
+    """The question of an estimate: a model, a cluster, data, and how to train. `recipe` is for 16 bits; fp32 has its
+    own."""
 
     architecture: Architecture
     name: str
@@ -71,7 +73,8 @@ class Question:
 
 
 class Dropped:
-    """Counts of options by the reason that ruled them out, with the least excess in bytes where they did not fit."""
+    """Counts of options by the reason that ruled them out; where they did not fit, with the smallest excess in
+    bytes."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -83,20 +86,21 @@ class Dropped:
             self.least_excess[reason] = excess_bytes, option
 
     def lines(self) -> list[str]:
-        """One a reason, the most frequent first."""
-        found = []
+        """A line for each reason, the most frequent first."""
+        lines = []
         for reason, count in self.counts.most_common():
             text = f"{count:,} x {reason}"
             if reason in self.least_excess:
                 num_bytes, option = self.least_excess[reason]
                 text += f" (closest: {option}, by {num_bytes / 1e9:,.1f} GB)"
-            found.append(text)
-        return found
+            lines.append(text)
+        return lines
 
 
 def pad_multiple(strategy: Strategy) -> int:
-    """Rows are rounded up to it: 8, or what sequence parallelism needs, and two pieces for each context parallel rank,
-    an early and a late one, so that all have the same attention to compute.
+    """The multiple to which rows are rounded up: 8, and the needs of sequence and context parallelism.
+
+    Each context parallel rank takes an early and a late piece of a row, so that all have equal work in attention.
     """
     cp = strategy.cp
     return math.lcm(_PAD_MULTIPLE, strategy.topology.tp * (2 * cp if cp > 1 else 1))
@@ -128,7 +132,7 @@ def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
 
 
 def _placed(question: Question, topology: Topology, dropped: Dropped) -> Iterator[Topology]:
-    """The topology under every placement that is asked for and that its layers fill."""
+    """The topology under every allowed placement that its layers fill."""
     a, limits = question.architecture, question.limits
     names = get_args(PlacementName) if limits.placement == "auto" else (limits.placement,)
     for name in names:
@@ -156,9 +160,9 @@ def _cp_fault(a: Architecture, cluster: Cluster, tp: int, cp: int) -> str:
     if cluster.world_size // tp % cp:
         return f"cp {cp} does not divide the devices that tp leaves"
     if not cluster.device.is_fused:
-        return f"cp {cp} without fused attention, which alone runs over several ranks"
+        return f"cp {cp} without fused attention, which it needs"
     if a.num_decoder_layers or a.attention_softcap:
-        return f"cp {cp} with attention that keeps its scores"
+        return f"cp {cp} with attention that stores its scores"
     return ""
 
 
@@ -174,13 +178,13 @@ def _tp_fault(a: Architecture, cluster: Cluster, tp: int) -> str:
 
 def _with_states(question: Question, topology: Topology, cp: int, dropped: Dropped) -> Iterator[Strategy]:
     a, limits, dp = question.architecture, question.limits, topology.dp
-    num_holders = dp * cp  # of the same weights
+    num_holders = dp * cp  # ranks with the same weights
     shares = [n for n in _divisors(math.gcd(dp, a.num_experts)) if n == 1 or a.num_experts] if a.num_experts else [1]
     for zero_stage in (0, 1, 2, 3):
         if limits.zero_stages and zero_stage not in limits.zero_stages:
             continue
         if num_holders == 1 and zero_stage and limits.zero_stages != (zero_stage,):
-            continue  # one replica has nobody to divide with: the same as stage 0
+            continue  # one replica has no other to share with: the same as stage 0
         if zero_stage >= 2 and topology.pp > 1:
             dropped.add("ZeRO stage 2 or 3 under a pipeline, whose stages add gradients of many micro-batches")
             continue
@@ -199,10 +203,11 @@ def _with_states(question: Question, topology: Topology, cp: int, dropped: Dropp
 
 
 def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
-    """Layers of every stage such that the fullest has the least to do, the head counted as what it is of a layer.
+    """The numbers of layers of all stages that give the busiest stage the least work. The head counts as a part of a
+    layer.
 
-    What does not divide goes to later stages, which hold fewer micro-batches at a time. Encoder-decoders are cut
-    evenly. Empty where even is as good, as Megatron cuts.
+    Remaining layers go to later stages, which hold fewer micro-batches at a time. Encoder-decoders are cut evenly. The
+    result is empty where Megatron's even cut is as good.
     """
     even = topology.with_layers(a.total_layers).layers_per_stage
     num_stages = topology.num_stages
@@ -228,10 +233,11 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """A strategy with one kind of recomputation that fits, with what screening expects of it.
+    """A strategy and a kind of recomputation that fit, with the expectations from screening.
 
-    `work_s_per_token`: of the fullest stage, over all replicas; `fill_s`: what a pipeline waits for a mean sample;
-    `fixed_s`: of a step, whatever its batch; `waits`: memory keeps the pipeline from being full.
+    `work_s_per_token`: work of the busiest stage, over all replicas. `fill_s`: the time to fill the pipeline with a
+    mean sample. `fixed_s`: the part of a step that does not depend on the batch. `waits`: memory keeps the pipeline
+    from being full.
     """
 
     strategy: Strategy
@@ -252,11 +258,11 @@ class Candidate:
 
     @property
     def equal_counts(self) -> bool:
-        """Of micro-batches on all replicas, which meet inside them."""
+        """Whether all replicas need equally many micro-batches, since collectives over replicas lie inside them."""
         return _has_equal_counts(self.strategy)
 
-    def pieces(self, wanted: Pieces) -> Pieces:
-        return _pieces(wanted, self.costs, self.layout)
+    def pieces(self, allowed: Pieces) -> Pieces:
+        return _pieces(allowed, self.costs, self.layout)
 
 
 def _has_equal_counts(strategy: Strategy) -> bool:
@@ -280,9 +286,9 @@ def strategy_name(strategy: Strategy) -> str:
 
 
 def screened(question: Question, strategy: Strategy, fixed_s: float, dropped: Dropped) -> list[Candidate]:
-    """The kinds of recomputation under which the longest sample fits, priced sample by sample."""
+    """The candidates under which the longest sample fits, one for each kind of recomputation."""
     cluster, name = question.cluster, strategy_name(strategy)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     layouts: tuple[Layout, ...] = question.limits.layouts or (
         ("padded",) if question.data.is_uniform else ("padded", "packed")
     )
@@ -300,29 +306,29 @@ def screened(question: Question, strategy: Strategy, fixed_s: float, dropped: Dr
         over = int(held.max()) - cluster.limit_bytes
         if over > 0:
             dropped.add("weights and states alone do not fit", excess_bytes=over, option=name)
-            return found
+            return candidates
         if reason := _host_fault(question, costs):
             dropped.add(reason)
-            return found
+            return candidates
         priced = {kind: _screen(question, costs, kind, layout, fixed_s) for kind in RECOMPUTES}
         if all(isinstance(p, int) for p in priced.values()):
             over = min(p for p in priced.values() if isinstance(p, int))
             dropped.add("the longest sample does not fit even alone", excess_bytes=over, option=name)
-            return found
+            return candidates
         fitting = {kind: p for kind, p in priced.items() if isinstance(p, Candidate)}
         for kind in choices:
             if kind == "auto":
                 best = min(fitting.values(), key=lambda p: p.step_s(1e6))
                 if choices == ("auto",) or best.recompute != "none" or best.waits:
-                    # A mixture can only be better than one kind for all: it is planned before them.
-                    found.append(replace(best, recompute="auto", work_s_per_token=_MIXED * best.work_s_per_token))
+                    # A mixture cannot be worse than one kind for all, so it is planned first.
+                    candidates.append(replace(best, recompute="auto", work_s_per_token=_MIXED * best.work_s_per_token))
             elif kind in fitting:
-                found.append(fitting[kind])
+                candidates.append(fitting[kind])
             else:
                 excess = priced[kind]
                 assert isinstance(excess, int)
                 dropped.add(f"the longest sample does not fit with recompute {kind}", excess_bytes=excess, option=name)
-    return found
+    return candidates
 
 
 def _host_fault(question: Question, costs: EstimatedCosts) -> str:
@@ -333,7 +339,7 @@ def _host_fault(question: Question, costs: EstimatedCosts) -> str:
 
 
 def host_bytes_per_node(question: Question, costs: EstimatedCosts) -> int:
-    """Of the fullest node: consecutive ranks share one."""
+    """Host bytes of the fullest node; consecutive ranks share a node."""
     host, topology = [int(n) for n in costs.of_ranks(costs.states.host)], costs.weight_topology
     per_stage = topology.tp * topology.dp
     ranks = [host[rank // per_stage] for rank in range(topology.world_size)]
@@ -344,7 +350,7 @@ def host_bytes_per_node(question: Question, costs: EstimatedCosts) -> int:
 def _screen(
     question: Question, costs: EstimatedCosts, kind: Recompute, layout: Layout, fixed_s: float
 ) -> Candidate | int:
-    """Expected work, or how many bytes the longest sample is above the limit."""
+    """A candidate with its expected work, or the bytes by which the longest sample exceeds the limit."""
     strategy = costs.strategy
     lengths, share = typical_shapes(question.data, pad_multiple(strategy))
     rows = np.ones(len(lengths), np.int64)
@@ -366,9 +372,11 @@ def _screen(
     tokens = question.data.mean_tokens
     pp, dp, rounds = strategy.topology.pp, strategy.topology.dp, strategy.stages_per_rank
     room = (limit - static) / np.maximum(1.0, costs.of_ranks(product(priced.stored_bytes, share)))
-    full = np.arange(pp, 0, -1) if rounds == 1 else np.full(pp, pp)  # of all its stages on a rank of several
+    full = (
+        np.arange(pp, 0, -1) if rounds == 1 else np.full(pp, pp)
+    )  # ranks with several stages can hold pp micro-batches on all of them
     in_flight = np.maximum(1.0, np.minimum(room, full))
-    slowdown = float((full / in_flight).max())  # a pipeline that cannot hold enough waits
+    slowdown = float((full / in_flight).max())  # a pipeline with too few micro-batches in flight waits
     work_ns = float(busy_ns.max()) * max(1.0, slowdown)
     return Candidate(
         strategy=strategy,

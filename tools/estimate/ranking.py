@@ -29,16 +29,16 @@ from dynapipe_ext.tools.estimate.options import (
     spreads,
 )
 
-# A node's processors reading and writing states in an update; about what CPU-Adam reaches (Ren et al. 2021, sec. 5).
+# The rate at which a node's processors read and write states in an update, about that of CPU-Adam (Ren et al. 2021,
+# sec. 5).
 HOST_UPDATE_BYTES_PER_S = 100e9
 _TIMED_FLOPS_PER_S = 1e12  # at this rate a nanosecond is 1,000 FLOPs, and whole models stay within 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Seconds of one step, one after the other: the pipeline as the planner predicts it, the exchange of gradients and
-    weights between replicas and of tied copies, the optimizer, and what crosses the host's link. Nothing is assumed to
-    overlap with the pipeline.
+    """Seconds of the parts of a step, without overlap: the pipeline as predicted, the exchange of gradients and weights
+    between replicas and of tied copies, the optimizer, and the host's link.
     """
 
     pipeline_s: float
@@ -52,16 +52,16 @@ class StepTime:
 
 
 def step_time(question: Question, costs: EstimatedCosts, pipeline_s: float) -> StepTime:
-    """What comes on top of the pipeline: ring exchanges, states read and written once, the host's link."""
+    """A step with the parts outside the pipeline: ring exchanges, one update of the states, the host's link."""
     cluster, strategy, topology = question.cluster, costs.strategy, costs.weight_topology
     weight, gradient, optimizer = BYTES_PER_PARAMETER[costs.recipe]
     parameters = costs.states.parameters
     common, experts = costs.of_ranks(parameters.common), costs.of_ranks(parameters.experts)
     dp, few, zero = topology.dp, topology.dp // strategy.ep, strategy.zero_stage
-    apart = cluster.group_link(topology.tp * strategy.ep, few)
+    expert_link = cluster.group_link(topology.tp * strategy.ep, few)
     exchange = 0.0
-    for mine, of_experts in zip(common.tolist(), experts.tolist(), strict=True):
-        parts = ((mine, costs.replica_link, dp), (of_experts, apart, few))
+    for num_common, num_experts in zip(common.tolist(), experts.tolist(), strict=True):
+        parts = ((num_common, costs.replica_link, dp), (num_experts, expert_link, few))
         if zero == 0:
             seconds = sum(ring_s(n * gradient, link, size, times=2) for n, link, size in parts)
         elif zero == 1:
@@ -71,7 +71,9 @@ def step_time(question: Question, costs: EstimatedCosts, pipeline_s: float) -> S
         exchange = max(exchange, seconds)
     exchange += _tied_s(question, costs, gradient)
     share = int((-(-common // dp) + -(-experts // few)).max()) if zero else int((common + experts).max())
-    touched = share * (gradient + 2 * optimizer + 2 * weight)  # read; states and weights read and written
+    touched = share * (
+        gradient + 2 * optimizer + 2 * weight
+    )  # gradients are read; states and weights are read and written
     if strategy.offload == "none":
         update = touched / cluster.device.memory_bytes_per_s
     else:
@@ -85,7 +87,7 @@ def step_time(question: Question, costs: EstimatedCosts, pipeline_s: float) -> S
 
 
 def _tied_s(question: Question, costs: EstimatedCosts, gradient: int) -> float:
-    """Summing the gradients of a tied embedding's two copies."""
+    """Seconds to sum the gradients of a tied embedding's two copies."""
     a, topology = question.architecture, costs.weight_topology
     first, last = topology.stage_ranks[0], topology.stage_ranks[-1]
     if not a.tied_embeddings or first == last:
@@ -97,7 +99,7 @@ def _tied_s(question: Question, costs: EstimatedCosts, gradient: int) -> float:
 
 
 def model_flops(plan: StepPlan, costs: EstimatedCosts) -> float:
-    """Of forward and backward of the real tokens, attention included, nothing recomputed or padded."""
+    """FLOPs of forward and backward of the real tokens with attention, without recomputation and padding."""
     base = costs.base
     timed: AnalyticCosts | EncoderDecoderCosts = replace(
         base, flops_per_s=_TIMED_FLOPS_PER_S, layer_overhead_ns=0, topology=base.topology
@@ -110,8 +112,8 @@ def model_flops(plan: StepPlan, costs: EstimatedCosts) -> float:
 
 
 COARSE_EFFORT = 100
-AS_FAST = 0.95  # of the fastest: an estimate does not tell such options apart, and the simplest is taken
-_WORTH = 0.97  # a batch is large enough when twice as many tokens would bring no more than the rest
+AS_FAST = 0.95  # of the fastest rate: an estimate cannot distinguish such options, so the simplest comes first
+_WORTH = 0.97  # a batch is large enough if it has this share of the rate of a batch twice as large
 _FINALISTS = 4
 
 Advance = Callable[[int], None]
@@ -119,9 +121,9 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """Bounds of a search. `tokens_per_batch`: least and most of a global batch, equal to fix it; `most_samples` of one.
-    `most_plans`: options that are planned at all; `effort`: of the last plans of the best (ranks of options settle by
-    2000: four times as much changed the rate of none of 18 by more than 0.2 %).
+    """Bounds of a search. `tokens_per_batch`: least and most tokens of a global batch; equal values fix it.
+    `most_samples`: of a global batch. `most_plans`: options that are planned. `effort`: moves for the final plans of
+    the best options (2000 are enough: four times as many changed the rate of none of 18 options by more than 0.2 %).
     """
 
     tokens_per_batch: tuple[int, int]
@@ -132,7 +134,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Option:
-    """One planned way to train, of a mean step over the planned batches."""
+    """One planned way to train, with figures of a mean step over the planned batches."""
 
     candidate: Candidate
     tokens_per_batch: int
@@ -171,8 +173,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Estimate:
-    """The answer: options from the fastest on, but first the simplest of those within 5 % of it, and last those that
-    need more than hosts usually have; what was dropped and why; and figures that no choice changes.
+    """The answer: ranked options, what was dropped and why, and figures that no choice changes.
+
+    Options are in order of rate. But the simplest one within 5 % of the fastest comes first, and options that need more
+    memory than hosts usually have come last.
     """
 
     question: Question
@@ -185,10 +189,10 @@ class Estimate:
 
 
 def estimate(question: Question, search: Search, advance: Advance | None = None) -> Estimate:
-    """All options that fit, the most promising planned, the best of them with full effort; a pure function of both.
+    """All options that fit. The most promising ones are planned, the best of them with full effort.
 
-    `advance` hears of every option that is planned, of `search.most_plans` in all.
-    Errors: ConfigError for data that no batch of the search can hold.
+    The result depends on the question and the search alone. `advance` is called for each planned option, of
+    `search.most_plans` in all. Errors: ConfigError where no batch of the search can hold the data.
     """
     least, most = search.tokens_per_batch
     if not 1 <= least <= most:
@@ -215,6 +219,26 @@ def estimate(question: Question, search: Search, advance: Advance | None = None)
         dropped.counts[f"screened out: expected to be slower than the {len(chosen)} that were planned"] = len(
             sized
         ) - len(chosen)
+    options = _planned_options(question, search, chosen, dropped, advance)
+    return Estimate(
+        question=question,
+        search=search,
+        num_parameters=num_parameters(question.architecture),
+        options=tuple(options),
+        dropped=dropped,
+        num_fitting=len(candidates),
+        states_if_replicated=replicated_states(question),
+    )
+
+
+def _planned_options(
+    question: Question,
+    search: Search,
+    chosen: Sequence[tuple[Candidate, int]],
+    dropped: Dropped,
+    advance: Advance | None,
+) -> list[Option]:
+    """The chosen candidates, planned and ranked: all with little effort, the best again with full effort."""
     options = []
     for candidate, tokens in chosen:
         try:
@@ -227,21 +251,13 @@ def estimate(question: Question, search: Search, advance: Advance | None = None)
     options = _simplest_first(_distinct(options, dropped), usual)
     finalists = [_final(question, search, option) for option in options[:_FINALISTS]]
     options = _simplest_first([*finalists, *options[_FINALISTS:]], usual)
-    if options and not options[0].batch_curve:  # it moved up as others were looked at closer
+    if options and not options[0].batch_curve:  # it moved to the front after the others were planned again
         options = _simplest_first([_final(question, search, options[0]), *options[1:]], usual)
-    return Estimate(
-        question=question,
-        search=search,
-        num_parameters=num_parameters(question.architecture),
-        options=tuple(options),
-        dropped=dropped,
-        num_fitting=len(candidates),
-        states_if_replicated=replicated_states(question),
-    )
+    return options
 
 
 def _chosen(sized: Sequence[tuple[Candidate, int]], most: int) -> list[tuple[Candidate, int]]:
-    """The first of every topology, with and without offload, then the next; `sized` has the fastest first."""
+    """The best candidate of every topology, with and without offload, then others; `sized` has the fastest first."""
     seen: Counter[object] = Counter()
     turns = []
     for place, (candidate, _) in enumerate(sized):
@@ -253,8 +269,8 @@ def _chosen(sized: Sequence[tuple[Candidate, int]], most: int) -> list[tuple[Can
 
 
 def _simplest_first(options: Sequence[Option], usual_host_bytes: float) -> list[Option]:
-    """From the fastest on, but before all the simplest of those as fast as it, as far as an estimate can tell; what
-    needs more memory than hosts usually have comes last.
+    """Options in order of rate, with the simplest of the fastest ones first, and last those that need more memory than
+    hosts usually have.
     """
 
     def is_unusual(option: Option) -> bool:
@@ -268,7 +284,7 @@ def _simplest_first(options: Sequence[Option], usual_host_bytes: float) -> list[
 
 
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:
-    """Of equals the one with less machinery comes first."""
+    """A key that orders options by complexity, the simplest first."""
     s, t = candidate.strategy, candidate.strategy.topology
     kinds = ("none", "selective", "full", "stage", "auto")
     machinery = s.offload != "none", s.zero_stage, s.ep, s.cp, s.stages_per_rank
@@ -276,22 +292,23 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _distinct(options: Sequence[Option], dropped: Dropped) -> list[Option]:
-    """Without plans of "auto" that chose one kind alone: that kind is an option of its own."""
+    """The options without plans of "auto" that chose one kind for all, since that kind is an option itself."""
     fixed = {(o.strategy, o.candidate.layout, o.candidate.recompute) for o in options}
-    kept = []
+    distinct = []
     for option in options:
         kinds = list(option.recomputes)
-        again = (option.strategy, option.candidate.layout, kinds[0])
-        if option.candidate.recompute == "auto" and len(kinds) == 1 and again in fixed:
+        same = (option.strategy, option.candidate.layout, kinds[0])
+        if option.candidate.recompute == "auto" and len(kinds) == 1 and same in fixed:
             dropped.add("recompute auto chose one kind for all, which is an option of its own")
         else:
-            kept.append(option)
-    return kept
+            distinct.append(option)
+    return distinct
 
 
 def _grown(question: Question, search: Search, option: Option) -> Option:
-    """The option in the batch, doubled while that gains more than 3 %: where overheads count, a mean sample's cost says
-    too little of a large batch's.
+    """The option with its batch doubled as long as that gains more than 3 %.
+
+    Screening prices a mean sample, which tells too little about a large batch where overheads count.
     """
     _, most = tokens_bounds(question, search)
     while 2 * option.tokens_per_batch <= most:
@@ -306,7 +323,7 @@ def _grown(question: Question, search: Search, option: Option) -> Option:
 
 
 def _final(question: Question, search: Search, option: Option) -> Option:
-    """The option again with full effort, in the smallest batch that is as good as half and twice of it."""
+    """The option planned with full effort, in the smallest batch that is as good as one of half or twice its size."""
     least, most = tokens_bounds(question, search)
     rates = {option.tokens_per_batch: option.tokens_per_s}
     for other in (option.tokens_per_batch // 2, option.tokens_per_batch * 2):
@@ -344,7 +361,7 @@ def batch_tokens(question: Question, search: Search, candidate: Candidate) -> in
 
 
 def planned(question: Question, candidate: Candidate, tokens: int, effort: int, num_batches: int = 1) -> Option:
-    """Global batches of so many tokens, as the planner would run them. Errors: PlanError where one does not fit."""
+    """The option with planned global batches of so many tokens. Errors: PlanError where one does not fit."""
     costs, strategy = candidate.costs, candidate.strategy
     planner = Planner(
         costs.topology,
@@ -389,7 +406,7 @@ def planned(question: Question, candidate: Candidate, tokens: int, effort: int, 
 
 
 def _fixed_s(question: Question, strategy: Strategy) -> float:
-    """Of a step without its pipeline; 0 where the sizes do not divide, which screening reports."""
+    """Seconds of a step outside its pipeline; 0 where the sizes do not divide, which screening reports."""
     try:
         return step_time(question, question.costs(strategy, "padded"), 0.0).total_s
     except ConfigError:
@@ -397,6 +414,7 @@ def _fixed_s(question: Question, strategy: Strategy) -> float:
 
 
 def replicated_states(question: Question) -> tuple[int, ...]:
-    """Bytes of a device's weights, gradients and optimizer under ZeRO stages 0 to 3, every device a replica."""
+    """Bytes of weights, gradients and optimizer on a device under ZeRO stages 0 to 3, if every device were a
+    replica."""
     total, dp = num_parameters(question.architecture), question.cluster.world_size
     return tuple(int(state_bytes(total, question.states_recipe, zero_stage=z, dp=dp).total[0]) for z in ZERO_STAGES)
