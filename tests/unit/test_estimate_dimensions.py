@@ -113,7 +113,7 @@ def test_a_sample_that_no_rank_holds_fits_over_several_and_is_marked_as_not_trai
 
 
 def test_context_parallelism_is_dropped_by_name_where_attention_cannot_be_divided():
-    for name, said in (("gemma-2-2b", "keeps its scores"), ("t5-base", "keeps its scores")):
+    for name, said in (("gemma-2-2b", "stores its scores"), ("t5-base", "stores its scores")):
         dropped = Dropped()
         assert {s.cp for s in spreads(question(name, lengths="", cp=(1, 2)), dropped)} == {1}
         assert any(said in reason for reason in dropped.counts)
