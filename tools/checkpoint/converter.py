@@ -106,15 +106,7 @@ def prepare_conversion(
     """
     source, destination = _absolute(source), _absolute(destination)
     _refuse_places(source, destination)
-    also: tuple[str, ...] = ()
-    if source_format:
-        read_as = format_of(source_format)
-        if not source.is_dir():
-            raise DataError(f"{source} is no folder: give the folder of a checkpoint")
-    else:
-        read_as, also = recognise(source)
-    if source.name.endswith(".partial") and (source / journals.NAME).exists():
-        raise DataError(f"{source} is an unfinished conversion: run its command again first, then give what it makes")
+    read_as, also = _source_format(source, source_format)
     written_as = format_of(target)
     say_loading("torch")  # not before: what is refused above needs none
     reader = read_as.open(source)
@@ -142,6 +134,17 @@ def prepare_conversion(
     return Conversion(
         source, destination, read_as, written_as, reader, writer, pieces, identity, tuple(notices), verify
     )
+
+
+def _source_format(source: Path, name: str) -> tuple[Format, tuple[str, ...]]:
+    """The format of that name, or the one recognised and the names of others that it could be as well. Errors:
+    DataError, ConfigError."""
+    if name and not source.is_dir():
+        raise DataError(f"{source} is no folder: give the folder of a checkpoint")
+    formats = (format_of(name), ()) if name else recognise(source)
+    if source.name.endswith(".partial") and (source / journals.NAME).exists():
+        raise DataError(f"{source} is an unfinished conversion: run its command again first, then give what it makes")
+    return formats
 
 
 def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_bytes: None) -> ConversionOutcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,28 +68,34 @@ def generate_batches(
     if not isinstance(sampler, DynamicBatchSampler):
         yield from _driven(driver, batches, None)
     else:
-        given, pad_first = sampler.memory, sampler.pad_first
-        num_beams = beams_of(model, generation)
-        if isinstance(given, LearnedMemory):
-            given.measured_on.check(measured_on(model, max_new_tokens=max_new_tokens, num_beams=num_beams))
-        sampler.pad_first = True
-        sampler.memory = given or GenerationMemory.from_config(
-            model.config,
-            max_new_tokens=max_new_tokens,
-            dtype_bytes=model.dtype.itemsize,
-            num_sequences=num_beams,
-        )
-        try:
+        with _memory_model_of(sampler, model, max_new_tokens, beams_of(model, generation)):
             yield from _driven(driver, batches, sampler if calibrate else None)
-        finally:
-            sampler.pad_first = pad_first
-            sampler.memory = given  # what was counted holds for this model and these settings alone
     if driver.too_large:
         named = ", ".join(f"{index} ({length} tokens)" for index, length in driver.too_large)
         raise ExecutionError(
             f"out of memory for these texts, each in a batch of its own: {named}; all others are done (generate_batches"
             " yields them): lower max_new_tokens or max_input_token_length"
         )
+
+
+@contextmanager
+def _memory_model_of(sampler: DynamicBatchSampler, model: Any, max_new_tokens: int, num_beams: int) -> Iterator[None]:
+    """The sampler goes by its own memory model, or by one counted from the model's config. Errors: ConfigError."""
+    memory, pad_first = sampler.memory, sampler.pad_first
+    if isinstance(memory, LearnedMemory):
+        memory.measured_on.check(measured_on(model, max_new_tokens=max_new_tokens, num_beams=num_beams))
+    sampler.pad_first = True
+    sampler.memory = memory or GenerationMemory.from_config(
+        model.config,
+        max_new_tokens=max_new_tokens,
+        dtype_bytes=model.dtype.itemsize,
+        num_sequences=num_beams,
+    )
+    try:
+        yield
+    finally:
+        sampler.pad_first = pad_first
+        sampler.memory = memory  # what was counted holds for this model and these settings alone
 
 
 def _driven(driver: _Driver, batches: Iterable[Any], sampler: DynamicBatchSampler | None) -> Iterator[GeneratedBatch]:

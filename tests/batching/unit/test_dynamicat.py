@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,19 +29,9 @@ from dynapipe_ext.batching.packing.dynamicat import (
     scaled_learning_rate,
 )
 from dynapipe_ext.errors import ConfigError, DataError
+from tests.support.partitions import partitions
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
-
-
-def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """Every way to put items into groups."""
-    if not items:
-        yield []
-        return
-    for rest in partitions(items[1:]):
-        yield [[items[0]], *rest]
-        for place in range(len(rest)):
-            yield [*rest[:place], [items[0], *rest[place]], *rest[place + 1 :]]
 
 
 def fewest(lengths: list[int], allowed: Callable[[list[int]], bool]) -> int:

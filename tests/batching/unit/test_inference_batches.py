@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ from dynapipe_ext.batching.inference.batches import (
 )
 from dynapipe_ext.batching.inference.loader import DynamicBatchSampler, build_dynamic_batch_dataloader
 from dynapipe_ext.errors import ConfigError, DataError
+from tests.support.partitions import partitions
 
 
 class WordTokenizer:
@@ -52,17 +52,6 @@ class WordTokenizer:
 
 def texts_of(lengths: list[int]) -> list[str]:
     return [" ".join(["word"] * length) for length in lengths]
-
-
-def partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """Every way to put items into groups."""
-    if not items:
-        yield []
-        return
-    for rest in partitions(items[1:]):
-        yield [[items[0]], *rest]
-        for place in range(len(rest)):
-            yield [*rest[:place], [items[0], *rest[place]], *rest[place + 1 :]]
 
 
 def fewest(lengths: list[int], rule: InferenceBatchRule, memory: GenerationMemory) -> int:

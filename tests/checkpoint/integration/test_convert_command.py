@@ -24,29 +24,11 @@ from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognition import TARGETS
 from tests.support.checkpoints import saved, tensors_in, tiny
+from tests.support.conversion_command import SHARD_BYTES, run, to_hf
 from tests.support.conversion_peak import large_model, largest_group_bytes, measured, total_bytes
 from tests.support.limits import LIMIT_S
 
-SHARD_BYTES = 200_000  # three shards of the tiny model
 MB = 1_000_000
-
-
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tiny("llama"), tmp_path_factory.mktemp("model") / "source", tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def wanted(origin: Path) -> dict[str, torch.Tensor]:
-    return tensors_in(origin)
-
-
-def run(*arguments: object) -> int:
-    return cli.main(["convert", *map(str, arguments)])
-
-
-def to_hf(origin: Path, target: Path, *more: object) -> int:
-    return run(origin, target, "--to", "hf", "--max-shard-gb", SHARD_BYTES / 1e9, *more)
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(

@@ -13,33 +13,13 @@ import pytest
 import torch
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.launch import cli
 from dynapipe_ext.tools.checkpoint import converter, journal
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognition import recognise
-from tests.support.checkpoints import differences, saved, tensors_in, tiny, unequal
+from tests.support.checkpoints import differences, tensors_in, unequal
+from tests.support.conversion_command import SHARD_BYTES, run, to_hf
 from tests.support.stopped_child import at_event, in_child, kill_self
-
-SHARD_BYTES = 200_000  # three shards of the tiny model
-
-
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tiny("llama"), tmp_path_factory.mktemp("model") / "source", tokenizer=True)
-
-
-@pytest.fixture(scope="module")
-def wanted(origin: Path) -> dict[str, torch.Tensor]:
-    return tensors_in(origin)
-
-
-def run(*arguments: object) -> int:
-    return cli.main(["convert", *map(str, arguments)])
-
-
-def to_hf(origin: Path, target: Path, *more: object) -> int:
-    return run(origin, target, "--to", "hf", "--max-shard-gb", SHARD_BYTES / 1e9, *more)
 
 
 @pytest.mark.parametrize(
