@@ -96,6 +96,26 @@ class _Table:
         return _Table(self.shapes[chosen], self.peak[chosen], self.fitted[chosen])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _HeldOut:
+    """Pairs of batches of one fold with peaks near each other: which batch is the first, and the ratio of their peaks.
+
+    `foreseen`: of all pairs whose second batch ran out of memory, whether that was predicted.
+    """
+
+    first: IntArray
+    predicted: FloatArray
+    actual: FloatArray
+    errors_of_phases: FloatArray  # actual over predicted without the trees
+    foreseen: list[bool]
+
+    @property
+    def errors(self) -> FloatArray:
+        """Actual over predicted."""
+        ratio: FloatArray = self.actual / self.predicted
+        return ratio
+
+
 def train(
     measured_on: MeasuredOn,
     records: Sequence[MemoryRecord],
@@ -112,28 +132,18 @@ def train(
     generator = np.random.default_rng(seed)
     fold = generator.permutation(len(records)) % _NUM_FOLDS
     phases_of_folds, num_phases = _held_out_phases(table, fold)
-    errors, rough, firsts, ratios = [], [], [], []
-    foreseen: list[bool] = []
+    folds = []
     for k, phases in enumerate(phases_of_folds):
         trees = _boosted(table.take(fold != k), phases, generator)
-        held = table.take(fold == k)
-        i, j = _pairs(held)
-        predicted = _ratios(held, i, j, phases, trees)
-        actual = held.peak[j] / held.peak[i]
-        lost = ~held.fitted[j]
-        foreseen += (predicted[lost] >= actual[lost]).tolist()
-        near = (predicted > _DECISIVE[0]) & (predicted < _DECISIVE[1]) & (~lost | (actual > predicted))
-        errors.append((actual / predicted)[near])
-        rough.append((actual / _ratios(held, i, j, phases, None))[near])
-        firsts.append(i[near])
-        ratios.append((predicted[near], actual[near]))
+        folds.append(_held_out(table.take(fold == k), phases, trees))
         on_fit()
-    every = np.sort(np.concatenate(errors))
+    every = np.sort(np.concatenate([held.errors for held in folds]))
     if len(every) < _FEWEST_ERRORS:
         raise DataError(
             f"only {len(every)} held-out pairs of batches have peaks near each other, but {_FEWEST_ERRORS} are needed:"
             f" collect {len(records)} more batches"
         )
+    foreseen = [one for held in folds for one in held.foreseen]
     phases = fit_phases(table.shapes, table.peak, table.fitted, num_phases)
     trees = _boosted(table, phases, generator)
     on_fit()
@@ -146,9 +156,23 @@ def train(
         num_pairs=len(every),
         median_error=float(np.median(np.abs(every - 1.0))),
         largest_error=float(np.abs(every - 1.0).max()),
-        phases_only_error=float(np.median(np.abs(np.concatenate(rough) - 1.0))),
+        phases_only_error=float(np.median(np.abs(np.concatenate([held.errors_of_phases for held in folds]) - 1.0))),
         out_of_memory_foreseen=float(np.mean(foreseen)) if foreseen else None,
-        coverage=tuple(_coverage(t, model, errors, firsts, ratios) for t in THRESHOLDS),
+        coverage=tuple(_coverage(threshold, model, folds) for threshold in THRESHOLDS),
+    )
+
+
+def _held_out(held: _Table, phases: FloatArray, trees: Trees) -> _HeldOut:
+    i, j = _pairs(held)
+    predicted, actual = _ratios(held, i, j, phases, trees), held.peak[j] / held.peak[i]
+    lost = ~held.fitted[j]
+    near = (predicted > _DECISIVE[0]) & (predicted < _DECISIVE[1]) & (~lost | (actual > predicted))
+    return _HeldOut(
+        first=i[near],
+        predicted=predicted[near],
+        actual=actual[near],
+        errors_of_phases=(actual / _ratios(held, i, j, phases, None))[near],
+        foreseen=(predicted[lost] >= actual[lost]).tolist(),
     )
 
 
@@ -315,32 +339,25 @@ def _thinned(errors: FloatArray) -> tuple[float, ...]:
     return tuple(errors[places].tolist())
 
 
-def _coverage(
-    threshold: float,
-    model: LearnedMemory,
-    errors: list[FloatArray],
-    firsts: list[IntArray],
-    ratios: list[tuple[FloatArray, FloatArray]],
-) -> Coverage:
+def _coverage(threshold: float, model: LearnedMemory, folds: Sequence[_HeldOut]) -> Coverage:
     """Each fold is judged by the margin that the errors of the others give."""
     above, over, num_picks = 0, 0, 0
-    for k, held in enumerate(errors):
-        others = np.sort(np.concatenate([x for other, x in enumerate(errors) if other != k]))
+    for held in folds:
+        others = np.sort(np.concatenate([other.errors for other in folds if other is not held]))
         rank = min(math.ceil((len(others) + 1) * (1.0 - threshold)), len(others))
         margin = max(1.0, float(others[rank - 1]))
-        above += int((held > margin).sum())
-        predicted, actual = ratios[k]
-        for first in np.unique(firsts[k]):
-            allowed = (firsts[k] == first) & (predicted * margin <= 0.9)
+        above += int((held.errors > margin).sum())
+        for first in np.unique(held.first):
+            allowed = (held.first == first) & (held.predicted * margin <= 0.9)
             if allowed.any():
-                pick = np.flatnonzero(allowed)[predicted[allowed].argmax()]
+                pick = np.flatnonzero(allowed)[held.predicted[allowed].argmax()]
                 num_picks += 1
-                over += int(actual[pick] > 0.9)
+                over += int(held.actual[pick] > 0.9)
     rank = min(math.ceil((len(model.errors) + 1) * (1.0 - threshold)), len(model.errors))
     return Coverage(
         threshold=threshold,
         margin=max(1.0, model.errors[rank - 1]),
-        above_margin=above / sum(map(len, errors)),
+        above_margin=above / sum(len(held.errors) for held in folds),
         above_limit=over / max(1, num_picks),
         num_batches=num_picks,
     )
