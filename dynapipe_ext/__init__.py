@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dynapipe_ext.executor.engine import PipelineExecutor
     from dynapipe_ext.executor.instructions import ExecutionPlan
     from dynapipe_ext.executor.loader import DynaPipeDataLoader
+    from dynapipe_ext.executor.plans.channel import PlanDelivery
     from dynapipe_ext.executor.stages.torch_stage import TorchStage
     from dynapipe_ext.executor.transport.inline import InlineHub
     from dynapipe_ext.executor.transport.parallel_context import ParallelContext
@@ -39,6 +40,7 @@ _HOMES = {
     "MicroBatch": "dynapipe_ext.batch.micro_batches",
     "ParallelContext": "dynapipe_ext.executor.transport.parallel_context",
     "PipelineExecutor": "dynapipe_ext.executor.engine",
+    "PlanDelivery": "dynapipe_ext.executor.plans.channel",
     "Planner": "dynapipe_ext.schedules.planner",
     "TokenCosts": "dynapipe_ext.costs.tokens",
     "Topology": "dynapipe_ext.batch.topology",
@@ -58,6 +60,7 @@ __all__ = [
     "MicroBatch",
     "ParallelContext",
     "PipelineExecutor",
+    "PlanDelivery",
     "Planner",
     "TokenCosts",
     "Topology",

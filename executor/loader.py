@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, as_length_array, sample_lengths
+from dynapipe_ext.batch.micro_batches import LengthArray, MicroBatch, as_length_array, sample_lengths
 from dynapipe_ext.batch.topology import Coordinates, Topology
 from dynapipe_ext.data.batches import (
     STATE_FORMAT,
@@ -165,19 +165,10 @@ class DynaPipeDataLoader:
                 f"num_workers is {num_workers} and prefetch_steps is {delivery.prefetch_steps} but must be at least 0"
                 " and 2"
             )
-        if not hasattr(dataset, "lengths"):
-            raise ConfigError(
-                f"dataset {type(dataset).__name__} has no attribute `lengths`: give it an integer array of shape (N,)"
-                " or (N, 3) with the positions (encoder, decoder, target tokens) of each sample"
-            )
-        self.dataset = dataset
-        self.planner = planner
+        self.dataset, self.planner = dataset, planner
         self.exposed_planning_s = 0.0
-        self._lengths = as_length_array(dataset.lengths)
-        if len(dataset) != len(self._lengths):
-            raise DataError(
-                f"dataset has {len(dataset)} samples but {len(self._lengths)} lengths: prepare the data again"
-            )
+        self._lengths = _lengths_of(dataset)
+        self._identity = {"lengths": array_digest(self._lengths), "data": _fingerprint_of(dataset)}
         self._rule = GlobalBatchRule(
             batch_size=batch_size,
             tokens_per_batch=tokens_per_batch,
@@ -185,19 +176,14 @@ class DynaPipeDataLoader:
             drop_last=drop_last,
             seed=seed,
         )
-        self._sampler = sampler
-        self._collate_fn = collate_fn
-        self._pin_memory = pin_memory
-        self._needs_data = needs_data
+        self._sampler, self._collate_fn = sampler, collate_fn
+        self._pin_memory, self._needs_data = pin_memory, needs_data
         self._coordinates = coordinates or _own_coordinates(planner.topology)
         self._place = StepPosition()
         self._resumed = False
         self._resumed_order: str | None = None
         self._epoch_cache: tuple[int, GlobalBatches, SampleOrder | None] | None = None
         self._pass: Generator[LoadedStep, None, None] | None = None
-        fingerprint = getattr(dataset, "samples_fingerprint", None)
-        data = fingerprint if isinstance(fingerprint, str) else None
-        self._identity = {"lengths": array_digest(self._lengths), "data": data}
         if sampler is None:
             self._batches(0)  # refuses settings that cannot work before anything is started
         self._channel: PlanChannel | None = None
@@ -407,6 +393,24 @@ class DynaPipeDataLoader:
                     f"sample {planned.index} has {sample.positions} positions but the dataset's `lengths` say {most}:"
                     " the rest would never be trained; give the number of tokens less one, or shorter samples"
                 )
+
+
+def _lengths_of(dataset: Dataset) -> LengthArray:
+    """Errors: ConfigError for a data set without lengths; DataError for lengths that are not those of its samples."""
+    if not hasattr(dataset, "lengths"):
+        raise ConfigError(
+            f"dataset {type(dataset).__name__} has no attribute `lengths`: give it an integer array of shape (N,)"
+            " or (N, 3) with the positions (encoder, decoder, target tokens) of each sample"
+        )
+    lengths = as_length_array(dataset.lengths)
+    if len(dataset) != len(lengths):
+        raise DataError(f"dataset has {len(dataset)} samples but {len(lengths)} lengths: prepare the data again")
+    return lengths
+
+
+def _fingerprint_of(dataset: Dataset) -> str | None:
+    fingerprint = getattr(dataset, "samples_fingerprint", None)
+    return fingerprint if isinstance(fingerprint, str) else None
 
 
 def _borders(micro_batch: MicroBatch) -> Mapping[str, Any]:

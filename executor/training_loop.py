@@ -251,19 +251,17 @@ def train_steps(
         is_traced = settings.is_traced(plan.step)
         is_recorded = is_traced or (watch is not None and watch.records(plan.step))
         hooks.begins(plan)
-        start_s, learning_rate = time.perf_counter(), optimizer.lr
-        loss = (executors.traced if is_recorded else executors.plain).execute(plan, micro_batches)
-        executed_s = time.perf_counter()
-        updated = optimizer.step(ExecutedStep(plan, loss, hooks.micro_batch_losses()))
-        end_s, cpu_end_s = time.perf_counter(), time.process_time()
+        ran = _run_step(executors.traced if is_recorded else executors.plain, optimizer, hooks, plan, micro_batches)
         spans = executors.recorder.take()
         actions = () if watch is None else watch.seen(plan, spans)
         held_bytes = hooks.own_bytes(max((span.num_bytes for span in spans), default=0))
         work = work_of(plan.micro_batches) if hooks.counts_work else Work()
-        totals = totals.and_step(cpu_end_s - cpu_start_s, work, held_bytes, plan.prediction.peak_bytes[plan.pp_rank])
+        totals = totals.and_step(
+            ran.cpu_end_s - cpu_start_s, work, held_bytes, plan.prediction.peak_bytes[plan.pp_rank]
+        )
         all_ranks, origin_s = None, 0.0
         if settings.gathers(plan.step):
-            interval = (start_s - offset_s, executed_s - offset_s)
+            interval = (ran.start_s - offset_s, ran.executed_s - offset_s)
             drifting = DriftingShape.furthest(actions)
             own_figures = _figures(totals, spans, interval, plan, loader.exposed_planning_s, drifting)
             everyone = hooks.gather(own_figures, f"step {plan.step}, figures of all ranks")
@@ -273,16 +271,16 @@ def train_steps(
             step=plan.step,
             epoch=place["epoch"],
             epoch_step=place["step"],
-            loss=loss,
-            grad_norm=math.nan if isinstance(updated, Refused) else updated,
-            refused=updated.reason if isinstance(updated, Refused) else "",
-            learning_rate=learning_rate,
+            loss=ran.loss,
+            grad_norm=math.nan if isinstance(ran.updated, Refused) else ran.updated,
+            refused=ran.updated.reason if isinstance(ran.updated, Refused) else "",
+            learning_rate=ran.learning_rate,
             real_tokens=plan.real_tokens,
             padded_tokens=plan.padded_tokens,
             num_micro_batches=plan.num_micro_batches,
-            step_s=end_s - step_start_s,
-            executed_s=executed_s - start_s,
-            cpu_s=cpu_end_s - cpu_start_s,
+            step_s=ran.end_s - step_start_s,
+            executed_s=ran.executed_s - ran.start_s,
+            cpu_s=ran.cpu_end_s - cpu_start_s,
             peak_bytes=totals.peak_bytes,
             predicted_makespan_s=plan.makespan_s,
             predicted_bubble_ratio=plan.prediction.bubble_ratio,
@@ -292,7 +290,7 @@ def train_steps(
             fit=None if watch is None else watch.fit(plan.step),
             spans=tuple(moved(span, origin_s) for span in spans) if is_traced else (),
         )
-        step_start_s, cpu_start_s = end_s, cpu_end_s
+        step_start_s, cpu_start_s = ran.end_s, ran.cpu_end_s
         if done.evaluation is not None or done.fit is not None:
             step_start_s, cpu_start_s = time.perf_counter(), time.process_time()
         for listener in listeners:
@@ -304,6 +302,41 @@ def train_steps(
         yield done
         step_start_s += time.perf_counter() - paused_s
         cpu_start_s += time.process_time() - paused_cpu_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RanStep:
+    """A step that has run and updated the weights, or refused to. Times are of `perf_counter` and `process_time`."""
+
+    loss: float
+    updated: float | Refused
+    learning_rate: float
+    start_s: float
+    executed_s: float
+    end_s: float
+    cpu_end_s: float
+
+
+def _run_step(
+    executor: PipelineExecutor,
+    optimizer: Optimizer,
+    hooks: LoopHooks,
+    plan: ExecutionPlan,
+    micro_batches: Sequence[Batch],
+) -> _RanStep:
+    start_s, learning_rate = time.perf_counter(), optimizer.lr
+    loss = executor.execute(plan, micro_batches)
+    executed_s = time.perf_counter()
+    updated = optimizer.step(ExecutedStep(plan, loss, hooks.micro_batch_losses()))
+    return _RanStep(
+        loss=loss,
+        updated=updated,
+        learning_rate=learning_rate,
+        start_s=start_s,
+        executed_s=executed_s,
+        end_s=time.perf_counter(),
+        cpu_end_s=time.process_time(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
