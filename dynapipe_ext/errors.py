@@ -21,6 +21,15 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {words[alike[0]]!r}?" if alike else ""
 
 
+def install_advice(extra: str) -> str:
+    """The command for what an extra needs. No index has this package, so it names the checkout, or a wheel.
+
+    >>> install_advice("train")
+    "pip install '.[train]' in the checkout of dynapipe-ext (of a wheel, 'FILE.whl[train]')"
+    """
+    return f"pip install '.[{extra}]' in the checkout of dynapipe-ext (of a wheel, 'FILE.whl[{extra}]')"
+
+
 _MOST_SHOWN = 40
 _MOST_INT = 2**63 - 1  # what arrays hold
 _MOST_TIMEOUT_S = 10**9  # what clocks and locks can wait for

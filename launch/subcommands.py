@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, in_one_line
+from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, in_one_line, install_advice
 from dynapipe_ext.launch.command_parser import CommandParser, ending
 from dynapipe_ext.launch.env import keep_cuda_forkable
 from dynapipe_ext.launch.processes.cluster import USER_ERROR_STATUS, JobError
@@ -161,4 +161,4 @@ def _missing_package(error: ModuleNotFoundError) -> Exception:
     extra = _EXTRAS.get(package)
     if extra is None:
         return error
-    return ConfigError(f"this needs {package}, which is not installed: pip install 'dynapipe-ext[{extra}]'")
+    return ConfigError(f"this needs {package}, which is not installed: {install_advice(extra)}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, install_advice
 from dynapipe_ext.executor.events import StepDone
 
 
@@ -17,8 +17,8 @@ def require_tensorboard() -> None:
     """Errors: ConfigError where the package is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
-            "[run] tensorboard is true but tensorboard is not installed: pip install 'dynapipe-ext[tensorboard]', or"
-            " leave it out"
+            f"[run] tensorboard is true but tensorboard is not installed: {install_advice('tensorboard')}, or leave it"
+            " out"
         )
 
 

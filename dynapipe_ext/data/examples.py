@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TypeVar
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, install_advice
 
 _READ_BYTES = 1 << 20
 _ZSTANDARD_READ_BYTES = 1 << 10  # its decoder returns everything these bytes expand to, up to 10,000 times as much
@@ -223,7 +223,7 @@ def _zstandard_blocks(raw: IO[bytes]) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError('reading .zst needs the package zstandard: pip install "dynapipe-ext[train]"') from None
+        raise ConfigError(f"reading .zst needs the package zstandard: {install_advice('train')}") from None
 
     frame = None
     while compressed := raw.read(_ZSTANDARD_READ_BYTES):

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, install_advice
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryTokenizer
@@ -186,4 +186,4 @@ def _in_vocabulary(tokens: Iterable[int], vocab_size: int) -> Iterable[int]:
 
 
 def _missing_library() -> str:
-    return 'BPE needs the package tokenizers: pip install "dynapipe-ext[train]", or use tokenizer "bytes"'
+    return f"BPE needs the package tokenizers: {install_advice('train')}, or use tokenizer bytes"

@@ -20,7 +20,7 @@ from rich.text import Text
 
 import dynapipe_ext.errors
 from dynapipe_ext.core import active_core
-from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.errors import DynaPipeError, install_advice
 from dynapipe_ext.executor.drop_in.clone import clone_version, misfits
 from dynapipe_ext.executor.proven_step import PROVEN_RULE
 from dynapipe_ext.launch.command_parser import add_json, ending
@@ -140,8 +140,7 @@ def _distribution(name: str, extra: str, *, required: bool = False) -> Check:
     version = _version(name)
     if version is not None:
         return Check(name, True, version, required)
-    wanted = f"'dynapipe-ext[{extra}]'" if extra else name
-    return Check(name, False, "not installed", required, f"pip install {wanted}")
+    return Check(name, False, "not installed", required, install_advice(extra) if extra else f"pip install {name}")
 
 
 def _core() -> Check:
@@ -151,7 +150,7 @@ def _core() -> Check:
 
 def _torch() -> Check:
     if importlib.util.find_spec("torch") is None:
-        return Check("torch", False, "not installed", True, "pip install torch, then 'dynapipe-ext[train]'")
+        return Check("torch", False, "not installed", True, f"pip install torch, then {install_advice('train')}")
     if _is_cpu_build():  # its files say everything; an import would take seconds
         return Check("torch", True, f"{_version('torch')}  CPU build", True)
     say_loading("torch")

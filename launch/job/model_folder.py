@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.states import parameters_per_stage
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, install_advice
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -89,7 +89,7 @@ def _refuse_adapters(config: TrainConfig) -> None:
             " name a folder with weights by --model, or train all of them without --lora"
         )
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("--lora trains adapters of peft, which is not installed: pip install 'dynapipe-ext[lora]'")
+        raise ConfigError(f"--lora trains adapters of peft, which is not installed: {install_advice('lora')}")
 
 
 def _refuse_beside_pairs(config: TrainConfig) -> None:

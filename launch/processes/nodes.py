@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dynapipe_ext.errors import ConfigError, ExecutionError, reason, short
+from dynapipe_ext.errors import ConfigError, ExecutionError, install_advice, reason, short
 from dynapipe_ext.executor.parent_death import before_exec
 from dynapipe_ext.launch.processes.agent import LOST_STATUS, SAVED_STATUSES, NodeEnd
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all
@@ -213,7 +213,7 @@ class RayNodes:
             import ray
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
         except ImportError:
-            raise ConfigError('--ray needs Ray: pip install "dynapipe-ext[ray]"') from None
+            raise ConfigError(f"--ray needs Ray: {install_advice('ray')}") from None
         self._ray: Any = ray
         if not self._ray.is_initialized():
             options = {"include_dashboard": False} if address is None else {"address": address}

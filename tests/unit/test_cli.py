@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,7 +93,12 @@ def test_a_missing_optional_package_names_the_command_that_installs_it(
 ) -> None:
     define(_raises(ModuleNotFoundError(f"No module named {package!r}", name=package)))
     assert cli.main(["trial"]) == 2
-    assert f"pip install 'dynapipe-ext[{extra}]'" in capsys.readouterr().err
+    assert f"pip install '.[{extra}]' in the checkout" in capsys.readouterr().err
+
+
+def test_no_message_advises_a_name_that_no_index_has(all_sources: Any) -> None:
+    advice = re.compile("pip install ['\"]?dynapipe")
+    assert [source.path for source in all_sources if advice.search(source.file.read_text())] == []
 
 
 def test_a_missing_module_of_our_own_is_a_defect(define: Define) -> None:

@@ -183,5 +183,5 @@ def test_tensorboard_that_is_not_installed_is_refused_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_listeners.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'dynapipe-ext\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[tensorboard\]'"):
         TensorBoardFile(tmp_path)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, install_advice
 
 CurvePoint = tuple[int, int, float]  # step, real tokens seen up to and including it, loss
 
@@ -70,7 +70,7 @@ def write_loss_png(
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ConfigError("the loss curve needs matplotlib: pip install 'dynapipe-ext[train]'") from error
+        raise ConfigError(f"the loss curve needs matplotlib: {install_advice('train')}") from error
 
     apart = differences(drawn)
     num_panels = min(len(drawn), 2) + bool(apart)

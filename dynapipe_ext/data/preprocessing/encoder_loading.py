@@ -25,7 +25,7 @@ from dynapipe_ext.data.preprocessing.encoders import (
 )
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder, load_folder
 from dynapipe_ext.data.tokenizer import FILE_NAME, BpeTokenizer, BytesTokenizer
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, install_advice, short
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as LibraryTokenizer
@@ -215,8 +215,7 @@ def _tiktoken(name: str, eos: str | None, separator: str | None, specials: Speci
         import tiktoken
     except ImportError:
         raise ConfigError(
-            f"{name!r} is no file; to look it up as an encoding needs the package tiktoken:"
-            ' pip install "dynapipe-ext[data]"'
+            f"{name!r} is no file; to look it up as an encoding needs the package tiktoken: {install_advice('data')}"
         ) from None
     if name not in tiktoken.list_encoding_names():
         raise ConfigError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Literal, get_args
 
 from dynapipe_ext.data.examples import BYTE_ORDER_MARK, COMPRESSED, DAMAGE, check_readable, damaged, decompressed
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, install_advice, short
 
 Form = Literal["jsonl", "parquet", "text"]
 TextUnit = Literal["line", "paragraph", "document"]
@@ -219,7 +219,7 @@ def _parquet_blocks(file: InputFile, columns: Collection[str], block_bytes: int)
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ConfigError('reading Parquet needs the package pyarrow: pip install "dynapipe-ext[data]"') from None
+        raise ConfigError(f"reading Parquet needs the package pyarrow: {install_advice('data')}") from None
 
     try:
         table = pyarrow.parquet.ParquetFile(file.path)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.data.preprocessing.encoders import FORMAT, LibraryEncoder, Specials
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, install_advice
 
 _MOST_FILE_BYTES = 256 << 20
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".vocab")
@@ -230,7 +230,7 @@ def _load(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError(
-            f'{folder} is a folder, whose tokenizer needs transformers: pip install "dynapipe-ext[transformers]"'
+            f"{folder} is a folder, whose tokenizer needs transformers: {install_advice('transformers')}"
         ) from None
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

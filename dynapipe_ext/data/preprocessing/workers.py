@@ -26,7 +26,7 @@ from dynapipe_ext.data.preprocessing.encoder_loading import encoder_from_json
 from dynapipe_ext.data.preprocessing.encoders import Encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodedBlock, EncodeSettings, encode_block
 from dynapipe_ext.data.preprocessing.inputs import BLOCK_BYTES, Block, BlockStream, InputFile, file_blocks
-from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, ExecutionError
+from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, ExecutionError, install_advice
 
 Result = EncodedBlock | Exception
 _MODULE = "dynapipe_ext.data.preprocessing.worker"
@@ -249,7 +249,7 @@ class RayWorkers:
             import ray
             import ray.data
         except ImportError:
-            raise ConfigError('--ray needs Ray Data: pip install "dynapipe-ext[ray]"') from None
+            raise ConfigError(f"--ray needs Ray Data: {install_advice('ray')}") from None
         self._ray: Any = ray
         self._settings, self._tokenizer = settings, encoder.as_json()
         self._num_workers = num_workers
