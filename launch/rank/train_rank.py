@@ -28,7 +28,6 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
-from dynapipe_ext.executor.checkpoints.saving import EndRequest
 from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.stages.collectives import named_collectives
@@ -191,6 +190,7 @@ def _run(
     """Runs the variants; what rank 0 gets back with the rank's context are the spans of all ranks in the first one."""
     import torch.distributed as dist
 
+    from dynapipe_ext.executor.checkpoints.saving import EndRequest
     from dynapipe_ext.executor.device import device_bytes, device_name
     from dynapipe_ext.executor.stages.megatron.model import initialize_parallel
     from dynapipe_ext.executor.transport.torch_p2p import Groups, make_pipeline_groups
