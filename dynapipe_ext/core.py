@@ -7,9 +7,9 @@ from typing import Literal
 
 native: ModuleType | None
 try:
-    from dynapipe_ext import _core  # type: ignore[attr-defined, unused-ignore]  # compiled, or absent
+    import dynapipe_ext._core as compiled  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-    native = _core
+    native = compiled
 except ImportError:
     native = None
 

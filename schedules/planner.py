@@ -33,12 +33,12 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts, as_cost_model
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import batch_floor_ns, certify
+from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
 from dynapipe_ext.schedules.judge.simulate import SharedCores
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.step_plan import ReplicaCosts, StepPlan, predicted, replica_costs, shared_by_twins
+from dynapipe_ext.schedules.step_plan import ReplicaCosts, StepPlan, certify, predicted, replica_costs, shared_by_twins
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
@@ -110,14 +110,14 @@ def check_priced_pieces(pieces: Pieces, costs: CostModel) -> None:
         )
 
 
-def check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:
+def check_collectives(collectives: ReplicaCollectives | None, costs: CostModel) -> None:
     """Refuse a run whose micro-batches issue other collectives than the costs price. Errors: ConfigError."""
-    known = costs.facts.replica_collectives
-    if given and known and given.of_micro_batches != known.of_micro_batches:
+    priced = costs.facts.replica_collectives
+    if collectives and priced and collectives.of_micro_batches != priced.of_micro_batches:
         raise ConfigError(
-            f"collectives {given.of_micro_batches} inside micro-batches and with their gradients were given, but the"
-            f" costs are those of a run with {known.of_micro_batches}: leave collectives out, or give the costs of this"
-            " run (zero_stage, ep)"
+            f"collectives {collectives.of_micro_batches} inside micro-batches and with their gradients were given, but"
+            f" the costs are those of a run with {priced.of_micro_batches}: leave collectives out, or give the costs of"
+            " this run (zero_stage, ep)"
         )
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, sample_pieces
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, SampleLength, sample_pieces
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import Certificate
+from dynapipe_ext.schedules.judge.bounds import Certificate, ReplicaBounds, batch_floor_ns, replica_bounds
 from dynapipe_ext.schedules.judge.simulate import (
     SharedCores,
     SpanNs,
@@ -177,3 +177,77 @@ def step_spans(
         if (pair := (id(schedule), id(priced))) not in by_objects:
             by_objects[pair] = simulate_ns(schedule, priced)
     return tuple(by_objects[id(schedule), id(priced)] for schedule, priced in replicas)
+
+
+def certify(
+    step_plan: StepPlan,
+    costs: CostModel,
+    samples: Sequence[SampleLength],
+    *,
+    memory_limit_bytes: int | None = None,
+    like: StepPlan | None = None,
+) -> Certificate:
+    """The certificate of a plan of `samples` under `costs`. Without a limit there is no byte-time bound, and the batch
+    bound is that without a limit.
+
+    A replica with the very schedule and costs objects of the plan `like`, certified under the same limit, keeps the
+    bounds from there.
+
+    Errors: PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
+    """
+    by_objects: dict[tuple[int, int], ReplicaBounds] = {}  # of schedule and costs, which twins share
+    if like is not None and like.certificate is not None:
+        before = zip(like.schedules, like.costs, like.certificate.replicas, strict=True)
+        by_objects = {(id(schedule), id(priced)): bounds for schedule, priced, bounds in before}
+    pairs = list(zip(step_plan.schedules, step_plan.costs, strict=True))
+    for schedule, priced in pairs:
+        if (pair := (id(schedule), id(priced))) not in by_objects:
+            by_objects[pair] = replica_bounds(
+                schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes
+            )
+    replicas = tuple(by_objects[id(schedule), id(priced)] for schedule, priced in pairs)
+    ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
+    certificate = Certificate(
+        makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
+        replicas=replicas,
+        batch_ns=_least_ns(step_plan, costs, samples, ranks, dp, memory_limit_bytes),
+    )
+    for name, bound_ns in (("these micro-batches", certificate.bound_ns), ("this batch", certificate.batch_ns or 0)):
+        if bound_ns > certificate.makespan_ns:
+            raise PlanError(
+                f"the plan of step {step_plan.batch.step} takes {certificate.makespan_ns} ns but no plan of {name} can"
+                f" take less than {bound_ns} ns: it was priced by another cost model or limit; plan it again"
+            )
+    return certificate
+
+
+def free_batch_ns(step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength]) -> int | None:
+    """A certificate's `free_batch_ns`: all work on one rank, over the number of ranks."""
+    ranks = step_plan.schedules[0].stage_ranks
+    work_ns = _least_ns(step_plan, costs, samples, (0,) * len(ranks), 1, None)
+    return None if work_ns is None else work_ns // (len(set(ranks)) * len(step_plan.schedules))
+
+
+def _least_ns(
+    step_plan: StepPlan,
+    costs: CostModel,
+    samples: Sequence[SampleLength],
+    stage_ranks: Sequence[int],
+    dp: int,
+    memory_limit_bytes: int | None,
+) -> int | None:
+    """The floor of all plans of the kind of this one (see `Certificate.batch_ns`), on these ranks."""
+    micro_batches = step_plan.batch.micro_batches
+    pieces = any(m.attention == "carried" for m in micro_batches)
+    if not pieces and sum(len(m.samples) for m in micro_batches) != len(samples):
+        return None
+    return batch_floor_ns(
+        costs,
+        samples,
+        stage_ranks,
+        dp=dp,
+        split=any(schedule.is_split for schedule in step_plan.schedules),
+        packed=any(m.layout == "packed" for m in micro_batches),
+        pieces=pieces,
+        memory_limit_bytes=memory_limit_bytes,
+    )

@@ -74,7 +74,7 @@ class Proposals:
     cores_are_shared: bool = False
 
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
-        """Ordered samples that the search may cut anywhere."""
+        """Starts from ordered samples, which the search may cut anywhere."""
         proposed = []
         in_flight = self._in_flight(self.topology.num_stages, (self.topology.pp + 1) // 2)
         priced, firsts = self._first_cuts(samples, in_flight)
@@ -227,11 +227,11 @@ class Proposals:
         """Costs of all micro-batches under one kind of recomputation; INFEASIBLE where one cannot be priced."""
         if all(m.recompute == kind for m in micro_batches):
             return like
-        asked = [_recomputing(m, kind) for m in micro_batches]
+        recomputing = [_recomputing(m, kind) for m in micro_batches]
         try:
-            return self.costs.evaluate(asked)
+            return self.costs.evaluate(recomputing)
         except PlanError:
-            columns = (self._alone(m, _later_pieces(m, micro_batches), like) for m in asked)
+            columns = (self._alone(m, _later_pieces(m, micro_batches), like) for m in recomputing)
             return MicroBatchCosts.join(list(columns), like=like)
 
     def _alone(self, micro_batch: MicroBatch, later: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
@@ -343,13 +343,13 @@ class Proposals:
 
 
 def _later_pieces(one: MicroBatch, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Where it carries the first piece of a sample, those that carry the others, whose keys and values that one
-    holds."""
+    """The micro-batches with the later pieces of a sample, where `one` has the first piece, which holds their keys and
+    values."""
     first = one.samples[0]
     if one.attention != "carried" or first.start:
         return []
-    carried = (m for m in micro_batches if m.attention == "carried" and m.samples[0].index == first.index)
-    return [m for m in carried if m.samples[0].start]
+    with_pieces = (m for m in micro_batches if m.attention == "carried" and m.samples[0].index == first.index)
+    return [m for m in with_pieces if m.samples[0].start]
 
 
 def _possible(makers: Iterable[Callable[[], Made]]) -> list[Made]:
@@ -368,14 +368,14 @@ def _possible(makers: Iterable[Callable[[], Made]]) -> list[Made]:
 
 
 def _remembering(price: MicroBatchPrice) -> MicroBatchPrice:
-    """The same prices, worked out once for what is asked again: the same object, which is kept."""
-    known: dict[int, tuple[Sequence[MicroBatch], MicroBatchCosts]] = {}
+    """The same prices, worked out once for each list of micro-batches, by its identity."""
+    prices: dict[int, tuple[Sequence[MicroBatch], MicroBatchCosts]] = {}
 
     def remembered(micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         key = id(micro_batches)
-        if key not in known:
-            known[key] = micro_batches, price(micro_batches)
-        return known[key][1]
+        if key not in prices:
+            prices[key] = micro_batches, price(micro_batches)
+        return prices[key][1]
 
     return remembered
 

@@ -35,7 +35,7 @@ from contenders import (
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError, DynaPipeError, PlanError
-from dynapipe_ext.schedules.judge.bounds import free_batch_ns
+from dynapipe_ext.schedules.step_plan import free_batch_ns
 from dynapipe_ext.tools.account.report import RunReport, RunResult
 from dynapipe_ext.tools.files import read_json
 

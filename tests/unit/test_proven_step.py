@@ -17,9 +17,8 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.instructions import loss_divisor, lower
 from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.schedules.judge.bounds import certify
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.step_plan import StepPlan, predicted
+from dynapipe_ext.schedules.step_plan import StepPlan, certify, predicted
 
 FORMAT = ActivationFormat(8)
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((9, 3, 11, 4, 5, 9, 2, 7, 12, 6, 8, 10))]
