@@ -49,7 +49,7 @@ def read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, La
 
 def read_parameter_bytes(directory: Path, model: str, tp: int) -> dict[str, float]:
     """Bytes of the parameters of one layer of each kind, the largest of what was measured."""
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for row in read_rows(directory / f"{model}_parameters_mb.csv", tp):
-        found[row["layer"]] = max(found.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
-    return found
+        largest[row["layer"]] = max(largest.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
+    return largest

@@ -74,10 +74,10 @@ def _by_point(grid: Grid) -> FloatArray:
 
 @lru_cache(maxsize=64)
 def layers_of_stages(
-    num_layers: int, total_layers: int, num_stages: int, given: tuple[int, ...]
+    num_layers: int, total_layers: int, num_stages: int, layers_per_stage: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """(encoder, decoder) layers of every stage: `given` of each, or layer i of T on stage i S // T."""
-    stage_of = [s for s, n in enumerate(given) for _ in range(n)]
+    """(encoder, decoder) layers of every stage. Without `layers_per_stage`, layer i of T is on stage i S // T."""
+    stage_of = [s for s, n in enumerate(layers_per_stage) for _ in range(n)]
     stage_of = stage_of or [i * num_stages // total_layers for i in range(total_layers)]
     counts = [[0, 0] for _ in range(num_stages)]
     for layer, stage in enumerate(stage_of):

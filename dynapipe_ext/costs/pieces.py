@@ -151,8 +151,8 @@ class PieceSurcharge:
 
     @classmethod
     def fit(cls, samples: Sequence[SampleInPieces], kept_values: int, value_bytes: int) -> PieceSurcharge:
-        """Of what was measured. Bytes are promises: none are fitted below it, and a running layer has the gradients of
-        all keys and values so far, where they were not what needed most in what was measured, too.
+        """Of what was measured. Bytes are fitted from above: no measurement lies over the fit. A running layer counts
+        the gradients of all keys and values so far, even where a measurement had its fullest moment elsewhere.
         """
         pairs = [(one.size, start) for one in samples for start in one.starts]
 

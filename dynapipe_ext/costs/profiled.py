@@ -148,14 +148,14 @@ class ProfileRange:
     def held_out(self, count: int, seed: int) -> list[MeasuredShape]:
         """Shapes within `max_tokens` that nobody chose, spread evenly over doublings."""
         random = np.random.default_rng(seed)
-        found: list[MeasuredShape] = []
-        while len(found) < count:
+        shapes: list[MeasuredShape] = []
+        while len(shapes) < count:
             exponents = [random.uniform(*log(side)) for side in self.sides]
             lengths = [round_up(round(float(exp(exponent))), self.multiple) for exponent in exponents]
             rows = round(float(exp(random.uniform(0.0, log(max(1.0, self.max_tokens / sum(lengths)))))))
             if self.holds((rows, *lengths)) and rows * sum(lengths) <= self.max_tokens:
-                found.append((rows, *lengths))
-        return found
+                shapes.append((rows, *lengths))
+        return shapes
 
 
 @dataclass(slots=True)
@@ -179,9 +179,9 @@ class Profile:
 
     def shapes(self) -> list[MeasuredShape]:
         """The whole ones, of which every part has seen its own."""
-        found = set().union(*self.points.values())
-        whole = max(map(len, found), default=0)
-        return sorted(shape for shape in found if len(shape) == whole)
+        seen = set().union(*self.points.values())
+        whole = max(map(len, seen), default=0)
+        return sorted(shape for shape in seen if len(shape) == whole)
 
     def visit(self, shape: MeasuredShape, measure: MeasureShape, within: ProfileRange) -> None:
         """Measure a shape in every way that is still missing. Larger ones than what did not fit do not fit."""
@@ -213,7 +213,7 @@ class Profile:
         self, measure: MeasureShape, measure_pieces: MeasurePieces, within: ProfileRange, done: Callable[[], object]
     ) -> None:
         """Measure samples in pieces, fewer pieces where not all fit. Nothing where two do not under every kind."""
-        found: dict[Recompute, list[SampleInPieces]] = {}
+        samples: dict[Recompute, list[SampleInPieces]] = {}
         for kind, size in within.cut_samples:
             pieces = within.sample_in_pieces(size, kind)
             document = measure(within.parts[0], MicroBatch((SampleLength(0, size),), "packed", kind))
@@ -221,11 +221,11 @@ class Profile:
             while document and two and len(pieces) >= 2:
                 if whole := measure_pieces(pieces):
                     one = SampleInPieces(size=size, document=document, pieces=whole, two=two)
-                    found.setdefault(kind, []).append(one)
+                    samples.setdefault(kind, []).append(one)
                     break
                 pieces = pieces[: len(pieces) // 2]
             done()
-        self.pieces = found if set(found) == set(within.recomputes) else {}
+        self.pieces = samples if set(samples) == set(within.recomputes) else {}
 
     def errors(self, within: ProfileRange) -> dict[MeasuredShape, float]:
         """Of each shape, the worst error of a time of a layer or the head when what that sees of it is left out."""
@@ -393,7 +393,7 @@ def once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerK
 
 
 def _grid(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> Grid:
-    known = profile.known(*kind)
+    measured = profile.known(*kind)
     missing = [s for s, m in profile.points[kind].items() if m is None]
     seen = dict.fromkeys(seen_by(kind[0], shape) for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING))
     fits = [s for s in seen if not any(_is_within(m, s) for m in missing)]
@@ -401,7 +401,7 @@ def _grid(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRa
 
     def column(name: str, unit: float) -> dict[tuple[int, ...], float]:
         noise = {"noise": _EXACT} if name.endswith("bytes") else {}
-        surface = Surface.fit({s: float(getattr(m, name)) for s, m in known.items()}, kind[0], **noise)
+        surface = Surface.fit({s: float(getattr(m, name)) for s, m in measured.items()}, kind[0], **noise)
         return {s: round(float(v) * unit, 6) for s, v in zip(fits, surface(places), strict=True)}
 
     columns = {"forward_ms": column("forward_s", 1e3), "backward_ms": column("backward_s", 1e3)}

@@ -144,9 +144,9 @@ def next_shape(
     open_shapes = [shape for shape in candidates if shape not in set(measured)]
     if not open_shapes:
         return None
-    known, places = (_doublings(np.array(s, np.float64)) for s in (measured, open_shapes))
-    kernel = _likeness(known, known) + 1e-3 * np.eye(len(known))
-    across = _likeness(places, known)
+    points, places = (_doublings(np.array(s, np.float64)) for s in (measured, open_shapes))
+    kernel = _likeness(points, points) + 1e-3 * np.eye(len(points))
+    across = _likeness(places, points)
     unknown = 1.0 - (across.T * solve(kernel, across.T)).sum(axis=0)
     error = np.array([errors.get(shape, 0.0) for shape in measured]) + 1e-3
     nearby = product(across, error) / np.maximum(across.sum(axis=1), 1e-9)

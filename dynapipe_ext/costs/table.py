@@ -118,10 +118,11 @@ class CostTable:
             raise ConfigError(
                 f"{self.total_layers} layers cannot fill {self.num_stages} stages: lower pp or add layers"
             )
-        given = self.topology.layers_per_stage
-        if given and sum(given) != self.total_layers:
+        layers_per_stage = self.topology.layers_per_stage
+        if layers_per_stage and sum(layers_per_stage) != self.total_layers:
             raise ConfigError(
-                f"layers_per_stage {given} sums to {sum(given)} but the model has {self.total_layers} layers"
+                f"layers_per_stage {layers_per_stage} sums to {sum(layers_per_stage)} but the model has"
+                f" {self.total_layers} layers"
             )
         if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
             raise ConfigError(
