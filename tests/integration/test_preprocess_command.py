@@ -195,7 +195,7 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
             "chat.jsonl, line 1: the record has 'messages', which needs the chat template",
         ),
         (("--input", "d.jsonl", *BASE, "--workers", "0"), "--workers is 0 but must be at least 1"),
-        (("--input", "d.jsonl", *BASE, "--json-keys", "a", "b"), "one text a record but 2 keys are given"),
+        (("--input", "d.jsonl", *BASE, "--json-keys", "a", "b"), "one text a record but 2 keys are named"),
         (("--input", "d.jsonl", *BASE, "--json-keys", "a", "--pair-keys", "a", "b"), "give one of them"),
         (("--input", "d.jsonl", *BASE, "--vocab-size", "300"), "--vocab-size goes with --tokenizer bpe"),
         (("--input", "d.jsonl", "--tokenizer", "bpe", "--output", "out"), "say how large with --vocab-size"),
@@ -260,4 +260,4 @@ def test_the_files_of_a_folder_are_written_in_its_own_tree(tmp_path, capsys):
     assert command(*given, "--output", tmp_path / "other") == 2
     assert "would both be written to" in capsys.readouterr().err
     assert command(*given, "--output", source / "in") == 2
-    assert "lies in the folder" in capsys.readouterr().err
+    assert "lies in the input folder" in capsys.readouterr().err
