@@ -12,9 +12,22 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.drop_in.forward_step import Around, BatchIterator, ForwardStepStage, LoopStep
+from dynapipe_ext.executor.drop_in.forward_step import (
+    Around,
+    BatchIterator,
+    ForwardStepStage,
+    LoopStep,
+    MicroBatchShapes,
+)
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients, check_sync
-from dynapipe_ext.executor.drop_in.megatron_lm import parsed_arguments, rescale_router_losses
+from dynapipe_ext.executor.drop_in.megatron_lm import (
+    check_collects,
+    check_collects_planned,
+    of_global_batch,
+    parsed_arguments,
+    rescale_router_losses,
+    sent_to_last_rank,
+)
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline, megatron_pipeline
 from dynapipe_ext.executor.drop_in.planned_data import (
     PlannedSteps,
@@ -23,14 +36,7 @@ from dynapipe_ext.executor.drop_in.planned_data import (
     planned_steps_in,
 )
 from dynapipe_ext.executor.drop_in.refusals import check_call, check_config, check_planned_experts, check_shapes
-from dynapipe_ext.executor.drop_in.reports import (
-    check_collects,
-    check_collects_planned,
-    of_global_batch,
-    sent_to_last_rank,
-)
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
-from dynapipe_ext.executor.drop_in.shapes import MicroBatchShapes
 from dynapipe_ext.executor.drop_in.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan

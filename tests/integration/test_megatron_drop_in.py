@@ -34,7 +34,7 @@ from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
 from dynapipe_ext.executor import loader  # noqa: E402
 from dynapipe_ext.executor.drop_in import (  # noqa: E402
     drop_in,
-    reports,
+    megatron_lm,
 )
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients  # noqa: E402
 from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
@@ -263,7 +263,7 @@ def planned_refusals() -> list[str]:
         patch.setattr(drop_in, "parsed_arguments", lambda: Namespace(sft=True))
         (whole,) = planned_step(chunk, forward_only=True)
         assert torch.equal(whole["lm loss"], of_replica)
-        patch.setattr(reports, "parsed_arguments", lambda: Namespace(sft=True))
+        patch.setattr(megatron_lm, "parsed_arguments", lambda: Namespace(sft=True))
         refused(forward_only=True, collect_non_loss_data=True)
     return said
 

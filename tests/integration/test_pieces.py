@@ -26,10 +26,9 @@ from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, ExecutionError
-from dynapipe_ext.executor.drop_in.forward_step import ForwardStepStage, LoopStep
+from dynapipe_ext.executor.drop_in.forward_step import ForwardStepStage, LoopStep, MicroBatchShapes
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients
 from dynapipe_ext.executor.drop_in.samples import megatron_arrays
-from dynapipe_ext.executor.drop_in.shapes import MicroBatchShapes
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proof import verify

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from dynapipe_ext.batch.topology import Coordinates, Topology
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.gradient_sync import check_sync
+from dynapipe_ext.executor.drop_in.megatron_lm import check_collects, sent_to_last_rank
 from dynapipe_ext.executor.drop_in.pipeline import rank_topology
 from dynapipe_ext.executor.drop_in.placement import check_placement
 from dynapipe_ext.executor.drop_in.refusals import (
@@ -30,7 +31,6 @@ from dynapipe_ext.executor.drop_in.refusals import (
     check_planned_experts,
     check_shapes,
 )
-from dynapipe_ext.executor.drop_in.reports import check_collects, sent_to_last_rank
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.stages import megatron_cpu
 
