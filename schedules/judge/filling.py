@@ -1,11 +1,11 @@
-"""Weight gradients in the gaps: how a rank may depart from its order when times are not as predicted.
+"""Weight gradients in waits: how a rank may leave its order when times are not as predicted.
 
-Forwards and input gradients (F, B, I) keep the order of the schedule; a rank whose next one still waits for its input
-runs the first W that is left, if its I has run. `latest_weights` gives it the room to do so: every W stands as late as
-the rank's own peak allows, so a W is put off while something more urgent is there, and brought forward into a wait.
+Forwards and input gradients (F, B, I) keep the order of the schedule. A rank whose next one still waits for its input
+runs the first W that is left, if the I of that W has run. `latest_weights` makes room for this: every W stands as late
+as the rank's own peak allows. So a W is put off while something more urgent is ready, and fills a wait.
 
-Where a W joins no collective over replicas (it does where gradients are scattered as they come, as in ZeRO-2: not for
-filling), nothing that was proven of the schedule is lost:
+What was proven of the schedule stays true, as long as a W joins no collective over replicas. (Where gradients are
+scattered as they come, as in ZeRO-2, it does: such runs cannot fill waits.)
 
 - No deadlock. A W neither sends nor receives, so the transfers of every rank, their order on every communicator and
   the waits between them are those of the instructions that were verified; a W only adds finite time to a gap.
@@ -14,7 +14,7 @@ filling), nothing that was proven of the schedule is lost:
 - The same gradients, bit for bit: whatever the times, W run in the order of the schedule, and none passes a backward
   that adds to the same weights (the executor sees to that), so every sum is the same.
 
-What is not proven is a gain: a W that was started in a short wait is finished first. With GPT 6.7B on A100 costs, 64k
+A gain is not proven: a W that was started in a short wait is finished first. With GPT 6.7B on A100 costs, 64k
 tokens, PP4, 20 % noise and a stage 1.3 times as slow, searched split schedules end 0 to 2.4 % earlier than in their own
 order (tests/bench/slack.py). Zero-bubble schedules gain nothing, and lose some percent on very uneven micro-batches.
 """

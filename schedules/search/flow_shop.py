@@ -2,10 +2,10 @@
 
 Every stage runs the micro-batches in the order in which they enter, so a schedule is one permutation. Two stages: the
 rule of Johnson (1954) with time lags for transfers (Mitten 1959) is exact. Few micro-batches: all orders are tried.
-Else the best of the S - 1 orders of Campbell, Dudek and Smith (1970), whose two machines are the first and the last k
-stages, is improved by taking one micro-batch at a time out and putting it in where the whole ends first (the step of
-Nawaz, Enscore and Ham 1983, in the form of Taillard 1990), until nothing helps, a lower bound over all permutations is
-met or the effort is spent. Where a rank holds several stages, orders are found as if each had a rank of its own.
+Else the search starts from the best of the S - 1 orders of Campbell, Dudek and Smith (1970), whose two machines are the
+first and the last k stages. It takes one micro-batch at a time out and puts it in where the step then ends first
+(Nawaz, Enscore and Ham 1983, in the form of Taillard 1990). It stops where nothing helps, where a lower bound over all
+permutations is met, or where the effort is spent. Ranks with several stages are treated as one rank a stage.
 """
 
 from __future__ import annotations

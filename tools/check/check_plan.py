@@ -113,16 +113,9 @@ def check(
         return Verdict(faults=tuple(faults), figures=tuple(figures))
     is_split = any(one.is_split for one in timed)
     batch, free = _batch_bounds_ns(plan, costs, lengths, is_split=is_split, limit_bytes=memory_limit_bytes)
-    for what, name, claimed, bound_ns in (
-        ("bound of every plan", "batch", plan.batch_bound_s, batch),
-        ("bound of every plan, wherever layers live", "free batch", plan.free_batch_bound_s, free),
-    ):
-        figures.append(Compared("batch", what, claimed, None if bound_ns is None else bound_ns / 1e9))
-        if bound_ns is not None and not (claimed or 0.0) <= bound_ns / 1e9 * (1 + _TOLERANCE):
-            faults.append(
-                f"the {name} bound is claimed to be {claimed:.6f} s but no more than {bound_ns / 1e9:.6f} s can be"
-                " proven: a better plan may exist"
-            )
+    batch_figures, batch_faults = _compared_batch(plan, batch, free)
+    figures += batch_figures
+    faults += batch_faults
     return Verdict(
         faults=tuple(faults),
         figures=tuple(figures),
@@ -181,6 +174,24 @@ def _checked_replica(
         makespan_ns=makespan_ns, bound_ns=max(bounds_ns.values()), peak_bytes=peaks, is_split=is_split
     )
     return _CheckedReplica(where, faults, figures, timed)
+
+
+def _compared_batch(
+    plan: PlanFile, batch_ns: float | None, free_batch_ns: float | None
+) -> tuple[list[Compared], list[str]]:
+    """The figures of the whole batch, and the reasons for which they refuse the plan."""
+    figures, faults = [], []
+    for what, name, claimed, bound_ns in (
+        ("bound of every plan", "batch", plan.batch_bound_s, batch_ns),
+        ("bound of every plan, wherever layers live", "free batch", plan.free_batch_bound_s, free_batch_ns),
+    ):
+        figures.append(Compared("batch", what, claimed, None if bound_ns is None else bound_ns / 1e9))
+        if bound_ns is not None and not (claimed or 0.0) <= bound_ns / 1e9 * (1 + _TOLERANCE):
+            faults.append(
+                f"the {name} bound is claimed to be {claimed:.6f} s but no more than {bound_ns / 1e9:.6f} s can be"
+                " proven: a better plan may exist"
+            )
+    return figures, faults
 
 
 def _batch_bounds_ns(
