@@ -26,7 +26,7 @@ from dynapipe_ext.costs.pieces import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.data.pairs import pair_borders
 from dynapipe_ext.executor.device import process_group_backend
-from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.instructions import BackwardInput, ExecutionPlan
 from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
     destroy_parallel,
@@ -350,7 +350,7 @@ def _plan(micro_batches: Sequence[MicroBatch], stage: int, num_stages: int) -> E
         pp_rank=stage,
         stage_ranks=tuple(range(num_stages)),
         micro_batches=tuple(micro_batches),
-        instructions=(),
+        instructions=tuple(BackwardInput(stage, number) for number in range(len(micro_batches))),  # as some are split
         prediction=Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=(0, 0, 0), bubble_ratio=0.0),
         loss_norm="tokens",
         loss_divisor=max(1, padded_tokens),
