@@ -12,7 +12,7 @@ from typing import Any
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.folder import MODEL_FOLDER, RunState, read_manifest, refuse_other_model
 from dynapipe_ext.executor.checkpoints.saving import SavingTogether
-from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, gathered
+from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, gathered, refuse_foreign_pickles
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.saving import SAVING_FAULTS, join_stages, write_stages
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
@@ -71,8 +71,9 @@ def load_engine(
 ) -> RunState:
     """Put weights, moments and schedule of a run's checkpoint back; where the run stood.
 
-    DeepSpeed unpickles its files: load only what you trust. The topology must be that which has saved it, but for
-    replicas over which nothing is divided. Errors: DataError for another model, or what the engine cannot take on.
+    DeepSpeed unpickles its files, so they are searched first for names that its own checkpoints do not have. The
+    topology must be that which has saved it, but for replicas over which nothing is divided. Errors: DataError for such
+    a name, another model, or what the engine cannot take on.
     """
     manifest = read_manifest(folder)
     refuse_other_model(manifest.run.model, model, folder)
@@ -86,6 +87,7 @@ def load_engine(
             f" {_sizes(own, differing)}: resume with {flags}, or convert it to deepspeed (a universal checkpoint) for"
             " DeepSpeed itself"
         )
+    refuse_foreign_pickles(folder)
     path, _ = engine.load_checkpoint(
         str(folder.parent),
         tag=folder.name,

@@ -4,6 +4,9 @@ over stages and replicas."""
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -121,6 +124,37 @@ def test_another_topology_than_the_one_that_saved_is_refused_with_that_one(ran: 
     engine = SimpleNamespace(mp_world_size=1, dp_world_size=4, zero_optimization_stage=lambda: 1)
     with pytest.raises(DataError, match="over pp 2 x dp 2 but this run has pp 1 x dp 4: resume with --pp 2 --dp 2"):
         load_engine(tag, engine, cast(Any, None), model=model)
+
+
+class Command:
+    """What runs a command as it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+def test_a_checkpoint_that_would_run_a_command_is_refused_before_it_is_loaded(
+    ran: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    tag = tmp_path / f"iter_{STEPS:07d}"
+    shutil.copytree(ran[0] / "zero1" / "checkpoints" / tag.name, tag)
+    file = max(tag.glob("*model_states.pt"))
+    manifest = json.loads((tag / "dynapipe.json").read_text())
+    torch.save(torch.load(file, weights_only=False) | {"more": Command(tmp_path / "made")}, file)
+    manifest["files"][file.name] = file.stat().st_size
+    (tag / "dynapipe.json").write_text(json.dumps(manifest))
+    engine: Any = SimpleNamespace(mp_world_size=2, dp_world_size=2, zero_optimization_stage=lambda: 1)
+    with pytest.raises(DataError, match=r"names '(posix|os)\.mkdir', which no checkpoint of DeepSpeed's does"):
+        load_engine(tag, engine, cast(Any, None), model=read_manifest(tag).run.model)
+    file.write_bytes(pickle.dumps(Command(tmp_path / "made")))  # no archive of torch, which the engine would read, too
+    manifest["files"][file.name] = file.stat().st_size
+    (tag / "dynapipe.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="cannot be read"):
+        load_engine(tag, engine, cast(Any, None), model=read_manifest(tag).run.model)
+    assert not (tmp_path / "made").exists()
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

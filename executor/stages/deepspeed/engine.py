@@ -6,15 +6,19 @@ import functools
 import importlib
 import logging
 import math
+import struct
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from dynapipe_ext.errors import ConfigError, in_one_line
+from dynapipe_ext.errors import ConfigError, DataError, in_one_line, short
 from dynapipe_ext.executor.checkpoints.folder import OptimizerPlace
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.collectives import named_collectives
@@ -211,3 +215,29 @@ class DeepSpeedOptimizer:
     @property
     def lr(self) -> float:
         return float(self._engine.optimizer.param_groups[0]["lr"])
+
+
+# Of the classes that DeepSpeed's own checkpoints name, those that torch does not count as plain data.
+_OWN_CLASSES = frozenset(
+    (
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    )
+)
+
+
+def refuse_foreign_pickles(folder: Path) -> None:
+    """Errors: DataError for a file that names anything beside tensors, plain data and DeepSpeed's own classes: what a
+    pickle names, unpickling may call. The files are taken apart for it, and nothing of them is run."""
+    for path in sorted(folder.glob("*.pt")):
+        try:
+            names = get_unsafe_globals_in_checkpoint(path)
+        except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, struct.error) as error:
+            raise DataError(f"{path} cannot be read ({in_one_line(error)}): resume from another checkpoint") from error
+        if foreign := sorted({*names} - _OWN_CLASSES):
+            raise DataError(
+                f"{path} names {', '.join(map(short, foreign[:3]))}, which no checkpoint of DeepSpeed's does, and which"
+                " loading it could run: copy the checkpoint again from where it was saved, or resume from another"
+            )
