@@ -17,11 +17,12 @@ from typing import get_args
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.launch.command_parser import ending
-from dynapipe_ext.launch.commands import train
 from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, named_interface, store_password
-from dynapipe_ext.launch.job.job import topology_of, variants
-from dynapipe_ext.launch.job.model_folder import refuse_unsupported
+from dynapipe_ext.launch.job import requested
+from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.requested import is_done, refuse_settings
 from dynapipe_ext.launch.job.run_data import missing_file, refuse_missing_file
+from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
 from dynapipe_ext.launch.processes.agent import (
     LOST_STATUS,
     NodeEnd,
@@ -44,9 +45,7 @@ from dynapipe_ext.launch.processes.nodes import (
     shell_line,
 )
 from dynapipe_ext.launch.processes.scratch import read_secret
-from dynapipe_ext.launch.rank.train_rank import is_done
 from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
-from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.train_config import TrainConfig
 
@@ -61,7 +60,7 @@ _SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    train.add_arguments(parser)
+    requested.add_arguments(parser)
     parser.epilog = ending(
         _EPILOG, {LOST_STATUS: "ranks were lost: the same command goes on", 138: "saved on SIGUSR1 (143: SIGTERM)"}
     )
@@ -129,7 +128,7 @@ class LaunchedJob:
 
 def run(args: argparse.Namespace) -> int:
     limit_threads()
-    config = train.config_from(args)
+    config = requested.config_from(args)
     job = _job(args, config)
     from_here = bool(job.hosts) or args.ray
     by_hand = job.place.num_nodes > 1 and not from_here  # people start the other nodes, so torchrun counts restarts
@@ -213,8 +212,7 @@ def _attempts(
 
 def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
     """The job of a command line. Errors: ConfigError for what torchrun or every rank would refuse later."""
-    refuse_unsupported(config)
-    variants(config, compare=args.compare)
+    refuse_settings(config, compare=args.compare)
     hosts = read_hosts(Path(args.hosts)) if args.hosts else ()
     if args.ray and (hosts or args.node_rank is not None):
         raise ConfigError("--ray finds its nodes itself: leave out --hosts and --node-rank")

@@ -53,8 +53,8 @@ from dynapipe_ext.launch.job.data_form import (
     refuse_other_tokens,
     tokenizer_to_train_with,
 )
+from dynapipe_ext.launch.job.run_directory import runs_folder
 from dynapipe_ext.launch.processes.scratch import FileLock
-from dynapipe_ext.launch.run.run_directory import runs_folder
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import writing_in
 from dynapipe_ext.tools.wording import counted, percent

@@ -1,19 +1,69 @@
-"""What the plans of a job follow from, settled once for all who plan: training, `dynapipe plan` and `check-plan`."""
+"""A job settled once: all who train or plan start from what these functions return, so that none differs.
+
+requested.requested_job ─► JobRequest         settings, first weights, store, loggers, places: refused before all else
+run.claim.claimed ─► JobRequest               its run directory and its store are there
+settled_job ─► SettledJob                     data read, costs read or measured, layers placed: what ranks start from
+SettledPlanning ─► Planner                    what plans follow from, with or without a run
+
+`dynapipe train` goes through all of these and forks ranks, which inherit the value. Under torchrun each rank makes the
+request, the first one settles it, and the others take theirs from what it tells (`peers_job`). `dynapipe plan` and
+`check-plan` have no run: they make a SettledPlanning of a file of settings, costs and flags (`commands.plan_inputs`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
 
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.adjustments import FittedTimes, without
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.job.job import configured_format, make_planner, trained_costs
-from dynapipe_ext.launch.job.placement import layers_to_place, placement_trials, with_placement
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.launch.job.job import (
+    architecture_of,
+    check_batches,
+    check_fits,
+    configured_format,
+    make_planner,
+    settled_steps,
+    topology_of,
+    trained_costs,
+)
+from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, widened_line
+from dynapipe_ext.launch.job.placement import (
+    batches_to_place,
+    followed_placement,
+    layers_to_place,
+    placement_trials,
+    trials_table,
+    with_placement,
+)
+from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
+from dynapipe_ext.launch.job.run_costs import resumed_costs, settle_costs
+from dynapipe_ext.launch.job.run_data import (
+    RunData,
+    check_data,
+    data_lines,
+    refuse_other_data,
+    refuse_pieces,
+    run_data,
+)
+from dynapipe_ext.launch.job.run_directory import CHECKPOINTS
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.placements import PlacementTrial, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.tools.show.samples import sample_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +145,175 @@ def placed_planning(
         stages_per_rank=config.topology.stages_per_rank,
     )
     return planning.over(trials[0].topology), trials
+
+
+class Machine(Protocol):
+    """Where the ranks of a job run: asked once data are read, as answers take long, or need torch."""
+
+    def num_cores(self) -> int | None:
+        """The cores of all ranks together; None on accelerators, of which each rank has one."""
+        ...
+
+    def measured_costs(self, config: TrainConfig, vocab_size: int) -> CostModel:
+        """Of the configured model on one device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettledJob:
+    """All that the ranks of a job start from; each has an equal one.
+
+    `data` are read once, so that all forked ranks train on the same, whatever becomes of the files meanwhile.
+    `run_dir` is the directory that rank 0 fills; its owner has claimed it, and holds it for as long as the ranks run.
+    """
+
+    planning: SettledPlanning
+    data: RunData
+    address: StoreAddress
+    run_dir: Path
+    compare: bool = False
+    resumed: Path | None = None
+    overwrite: bool = False
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.planning.config
+
+    @property
+    def topology(self) -> Topology:
+        return self.planning.topology
+
+    @property
+    def architecture(self) -> Architecture:
+        return architecture_of(self.config, self.data.whole.vocab_size)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run_dir / CHECKPOINTS
+
+    def to_json(self) -> dict[str, Any]:
+        """What ranks on other machines cannot settle for themselves."""
+        return {
+            "topology": self.config.to_json()["topology"],
+            "steps": self.config.run.steps,
+            "costs": cost_model_to_json(self.planning.costs),
+            "num_cores": self.planning.num_cores,
+            "store": self.address.to_json(),
+            "run_dir": str(self.run_dir.resolve()),
+            "resumed": str(self.resumed.resolve()) if self.resumed else "",
+            "data": self.data.fingerprint,
+        }
+
+
+def peers_job(request: JobRequest, raw: Mapping[str, Any], data: RunData) -> SettledJob:
+    """The job of a rank that has the same request as rank 0, from what that one has settled and the data here."""
+    config = request.config
+    topology = TrainConfig.from_json({"topology": raw["topology"]}).topology
+    config = replace(config, topology=topology, run=replace(config.run, steps=raw["steps"], epochs=0.0))
+    return SettledJob(
+        planning=SettledPlanning(
+            config=config,
+            costs=cost_model_from_json(raw["costs"]),
+            topology=topology_of(config),
+            num_cores=raw["num_cores"],
+        ),
+        data=data,
+        address=StoreAddress.from_json(raw["store"]),
+        run_dir=Path(raw["run_dir"]),
+        compare=request.compare,
+        resumed=Path(raw["resumed"]) if raw["resumed"] else None,
+        overwrite=request.overwrite,
+    )
+
+
+def refuse_other_nodes_data(data: RunData, raw: Mapping[str, Any]) -> None:
+    """Errors: DataError for other data than those of the rank that has settled the job."""
+    if data.fingerprint != raw["data"]:
+        raise DataError(f"{data.whole.directory} holds other data than rank 0's: have the same files on every node")
+
+
+def settled_job(request: JobRequest, machine: Machine, console: Console) -> SettledJob:
+    """All that ranks start from, of a request whose directory and store are there: data are read, costs taken from a
+    file or measured, layers placed; what cannot be trained is refused. `console` says what this has come to.
+
+    Errors: ConfigError, DataError and PlanError.
+    """
+    assert request.address is not None
+    config, data = _settled_data(request, console)
+    vocab_size = data.whole.vocab_size
+    has_costs = config.plan.costs or request.resumed is not None
+    costs = settle_costs(config, vocab_size, resumed_costs(request.resumed)) if has_costs else None
+    num_cores = machine.num_cores()
+    costs = costs or machine.measured_costs(config, vocab_size)
+    _say_notices(config, console)
+    planning = SettledPlanning(config=config, costs=costs, topology=topology_of(config), num_cores=num_cores)
+    planning, trials = placed_planning(planning, partial(batches_to_place, config, data.train.lengths))
+    if trials:
+        console.print(trials_table(trials))
+    check_data(data, lambda lengths: check_fits(planning.config, planning.costs, lengths))
+    console.print(ranks_line(planning.topology), soft_wrap=True)
+    return SettledJob(
+        planning=planning,
+        data=data,
+        address=request.address,
+        run_dir=Path(request.run_dir),
+        compare=request.compare,
+        resumed=request.resumed,
+        overwrite=request.overwrite,
+    )
+
+
+def _settled_data(request: JobRequest, console: Console) -> tuple[TrainConfig, RunData]:
+    """The data, and the settings with the steps that their epochs come to."""
+    config = request.config
+    progress, advance = data_progress(config)
+    with progress:
+        data = run_data(config, advance)
+    console.print("\n".join(data_lines(data)), markup=False, soft_wrap=True)
+    show_samples(data.whole, request.num_shown, console)
+    refuse_pieces(config, data, compare=request.compare)
+    check_data(data, lambda lengths: check_batches(config, lengths))
+    config = settled_steps(config, data.train.lengths)
+    if request.resumed is not None:
+        refuse_done(request.resumed, config)
+        refuse_other_data(request.resumed, config, data)
+    return config, data
+
+
+def _say_notices(config: TrainConfig, console: Console) -> None:
+    notices = (
+        followed_placement(config),
+        adapters_line(config),
+        widened_line(config),
+        dropout_line(config),
+        prediction_line(config.model.architecture),
+    )
+    if text := "\n".join(line for line in notices if line):
+        console.print(text, markup=False, soft_wrap=True)
+
+
+def show_samples(dataset: TokenDataset, number: int, console: Console) -> None:
+    """Print what the first samples have become, what carries loss in colour."""
+    for index in range(min(number, len(dataset))):
+        console.print(f"sample {index}:", sample_text(dataset[index], dataset.tokenizer()), soft_wrap=True)
+
+
+def ranks_line(topology: Topology) -> str:
+    """What a job says when it starts: its ranks, and the core that plans for them."""
+    core = active_core()
+    slower = "" if core == "native" else " (slower than the native one: see dynapipe doctor)"
+    ranks = f"ranks: {topology.world_size} (TP{topology.tp} x PP{topology.pp} x DP{topology.dp})"
+    return f"{ranks}, plans by the {core} core{slower}"
+
+
+def data_progress(config: TrainConfig) -> tuple[WorkProgress, Callable[[int], None]]:
+    """A progress display for `run_data` and the function that feeds it with samples done so far."""
+    total = None if config.data.path or config.data.mixture else config.data.num_samples
+    progress, done = WorkProgress("tokenizing", total), 0
+
+    def advance(samples: int) -> None:
+        nonlocal done
+        progress.advance(samples - done)
+        done = samples
+
+    return progress, advance

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dynapipe_ext.executor.checkpoints.folder import RunState
 from dynapipe_ext.executor.checkpoints.saving import Saver
+from dynapipe_ext.executor.protocols import Stage
+
+
+class TrainedStage(Stage, Protocol):
+    """A stage that names what went wrong."""
+
+    def losses(self) -> Mapping[int, float]:
+        """Of the micro-batches of the last step, by index, where this rank computes them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
-    """`stage` runs plans and says the losses of micro-batches, `optimizer` updates its weights; `modules` are switched
+    """`stage` runs plans, `optimizer` updates its weights; `modules` are switched
     between training and evaluation. `saver(folder)` saves checkpoints below a folder, of the model that `description`
     tells by; `restore(folder)` takes one on and says where its run stood. `held_bytes()`: of weights, gradients and
     optimizer states."""
 
-    stage: Any
+    stage: TrainedStage
     optimizer: Any
     modules: Sequence[Any]
     description: dict[str, Any]

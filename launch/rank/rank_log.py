@@ -25,7 +25,7 @@ from dynapipe_ext.timeline import Span
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
 from dynapipe_ext.tools.files import writing_in
 from dynapipe_ext.tools.progress import StepProgress
-from dynapipe_ext.tools.step_listeners import TensorBoardFile, WandbRun, require_tensorboard, require_wandb
+from dynapipe_ext.tools.step_listeners import TensorBoardFile, WandbRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +109,6 @@ def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
                 log.say("ended by an error\n" + "".join(traceback.format_exception(error)))
             raise
         log.say("ended well")
-
-
-def require_loggers(config: TrainConfig) -> None:
-    """Errors: ConfigError for one that is asked for and not installed."""
-    if config.run.tensorboard:
-        require_tensorboard()
-    if config.run.wandb:
-        require_wandb()
 
 
 def written(config: TrainConfig, run_dir: Path, variant: Variant, index: int) -> list[Listener]:

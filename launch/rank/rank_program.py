@@ -19,17 +19,19 @@ from contextlib import (
     redirect_stderr,
     redirect_stdout,
 )
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
+
+from rich.console import Console
 
 from dynapipe_ext.errors import DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import CommandParser
-from dynapipe_ext.launch.commands.train import add_arguments, config_from, resumed_run
 from dynapipe_ext.launch.env import (
     RankEnv,
     agent_attempt,
@@ -40,16 +42,14 @@ from dynapipe_ext.launch.env import (
     under_torchrun,
     use_interface,
 )
+from dynapipe_ext.launch.job.requested import add_arguments, refuse_done, requested_job
+from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, is_unfinished
 from dynapipe_ext.launch.processes.agent import recorded
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError, set_process_title
 from dynapipe_ext.launch.processes.network import interface_towards
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
-from dynapipe_ext.launch.rank.rank_log import require_loggers
-from dynapipe_ext.launch.rank.train_rank import TrainingJob, rank_title, refuse_done, train_rank
-from dynapipe_ext.launch.run.outcome import is_unfinished, keeping_what_ran
-from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, RunDirectory
-from dynapipe_ext.launch.run.trained_model import refuse_output
-from dynapipe_ext.launch.store import RedisServer, asked_store, greet_store
+from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
+from dynapipe_ext.launch.run.claim import claimed
 from dynapipe_ext.settings.train_config import TrainConfig
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
@@ -113,38 +113,23 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _main(env: RankEnv, args: argparse.Namespace) -> int:
-    config = config_from(args)
+    request = requested_job(args, opens_weights=env.rank == 0)
+    config = request.config
     set_process_title(rank_title(env, config))
-    require_loggers(config)
-    run_dir, resumed = resumed_run(args, config)
-    refuse_output(config, run_dir, overwrite=args.overwrite)
-    address = asked_store(args.store, insecure=args.insecure_store)
-    own = _settle_network(env, address)
-    asked = (signal.SIGTERM, signal.SIGUSR1)
+    tls_host = _settle_network(env, request.address)
+    end_signals = (signal.SIGTERM, signal.SIGUSR1)
     if env.rank:
-        return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
-    with ExitStack() as stack:
-        if address is None:
-            address = _embedded_store(own, config, stack)
-        else:
-            greet_store(address)  # refused here, before data and costs are prepared
-        overwrite = args.overwrite and resumed is None  # else it is what --output holds that may be lost
-        if launcher() is not None and resumed is None and run_dir:
-            resumed, overwrite = _to_go_on_with(Path(run_dir), config, compare=args.compare)
-        directory = stack.enter_context(RunDirectory(run_dir, overwrite=overwrite, resume=resumed is not None))
-        stack.enter_context(keeping_what_ran(directory))
-        job = TrainingJob(
-            config,
-            args.compare,
-            directory.path,
-            address,
-            resumed=resumed,
-            end_signals=asked,
-            overwrite=args.overwrite,
-            num_shown=args.show_samples,
-        )
-        with _telling(env):  # before the store goes, and others fail for that
-            return train_rank(env, job)
+        return train_rank(env, request, end_signals=end_signals)
+    overwrite = request.overwrite and request.resumed is None  # else it is what --output holds that may be lost
+    if launcher() is not None and request.resumed is None and request.run_dir:
+        resumed, overwrite = _to_go_on_with(Path(request.run_dir), config, compare=request.compare)
+        request = replace(request, resumed=resumed)
+    console = Console(stderr=True, highlight=False)
+    with (
+        claimed(request, console, overwrite=overwrite, tls_host=tls_host) as request,
+        _telling(env),  # before the store goes, and others fail for that
+    ):
+        return train_rank(env, request, end_signals=end_signals)
 
 
 def _to_go_on_with(run_dir: Path, config: TrainConfig, *, compare: bool) -> tuple[Path | None, bool]:
@@ -158,14 +143,6 @@ def _to_go_on_with(run_dir: Path, config: TrainConfig, *, compare: bool) -> tupl
         refuse_done(saved[-1], config)
     print(f"going on from {saved[-1]}", file=sys.stderr, flush=True)
     return saved[-1], False
-
-
-def _embedded_store(tls_host: str | None, config: TrainConfig, stack: ExitStack) -> StoreAddress:
-    """The store of a job that was given none: on this machine, over TLS where ranks on others reach it by that."""
-    server = stack.enter_context(RedisServer(binary=config.job.redis_server or None, tls_host=tls_host))
-    if tls_host:
-        print(f"store: embedded {server.name} {server.version} at {server.address}", file=sys.stderr)
-    return server.address
 
 
 def _settle_network(env: RankEnv, store: StoreAddress | None) -> str | None:

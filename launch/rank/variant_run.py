@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,26 +36,15 @@ from dynapipe_ext.executor.training_loop import (
 )
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import Groups, TorchP2PTransport, WatchedTransport
-from dynapipe_ext.launch.job.job import Variant, architecture_of, make_planner, topology_of
+from dynapipe_ext.launch.job.job import Variant, architecture_of, topology_of
 from dynapipe_ext.launch.job.run_costs import RunCosts, write_fitted_costs
-from dynapipe_ext.launch.job.run_data import RunData
+from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.launch.rank.rank_log import LoggingRecorder, RankLog
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import reading_stages
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
-
-
-@dataclass(frozen=True, slots=True)
-class RunCheckpoints:
-    """Where a run's checkpoints lie, on all ranks alike, the one that it goes on from (None: it begins), and the
-    signals that ask for its end."""
-
-    root: Path
-    resumed: Path | None
-    request: EndRequest
-    end_signals: tuple[signal.Signals, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,127 +56,61 @@ class NodeOfRank:
     starts_planners: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """What a rank shares between the runs of a job."""
+    """What a rank shares between the runs of a job. `end_signals` ask it to save and end."""
 
     rank: int
-    config: TrainConfig
-    data: RunData
+    job: SettledJob
     costs: RunCosts
     store: Store
     plan_key: bytes
-    namespace: str
     groups: Groups
     device: torch.device
     clock_offset_s: float
-    num_cores: int | None  # of all machines; None on accelerators
     node: NodeOfRank
+    end_request: EndRequest
+    end_signals: tuple[signal.Signals, ...]
     log: RankLog | None = None
 
 
 def run_variant(
-    context: RankContext,
-    variant: Variant,
-    namespace: str,
-    listeners: Sequence[Listener],
-    checkpoints: RunCheckpoints | None = None,
+    context: RankContext, variant: Variant, namespace: str, listeners: Sequence[Listener], *, is_compared: bool
 ) -> Generator[StepDone, None, None]:
     """Run one variant step by step; every rank of the job calls this alike, but with its own rank and listeners.
 
-    `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from;
-    a variant without them is there to be compared, and not evaluated.
+    `namespace` is its own in the store. The job's own run begins with fresh weights, or those of the checkpoint that it
+    goes on from; one that `is_compared` with it begins anew, and is neither saved nor evaluated.
     """
-    config, device = variant.config, context.device
+    config, device, job = variant.config, context.device, context.job
     topology = topology_of(config)
-    costs = context.costs.now
-    if topology != topology_of(context.config):
-        costs, _ = costs.over(topology)
     me = topology.coordinates(context.rank)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    architecture = architecture_of(config, context.data.whole.vocab_size)
-    built = _built(context, config, architecture)
-    stage = built.stage
-    recorder = SpanRecorder(context.clock_offset_s)
+    built = _built(context, config, architecture_of(config, job.data.whole.vocab_size))
+    planner = _planner(context, config)
+    log = None if context.log is None else replace(context.log, variant=variant.name)
+    listeners = listeners if log is None else [*listeners, log]
     with ExitStack() as stack:
         transport = _transport(context, variant)
         stack.callback(transport.close)
-        arrived = transport.arrived if isinstance(transport, WatchedTransport) else None
-        log, records_all = None, device.type == "cpu"
-        recorded: Recorder = recorder
-        if context.log is not None:
-            log = replace(context.log, variant=variant.name)
-            listeners = [*listeners, log]
-            if config.debug.log_level == "debug":
-                recorded, records_all = LoggingRecorder(recorder, log), True
-        recording = PipelineExecutor(
-            stage, transport, recorder=recorded, rank=context.rank, clock=_clock(device), arrived=arrived
-        )
-        # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
-        plain = recording if records_all else PipelineExecutor(stage, transport, arrived=arrived)
-        planner = make_planner(config, costs, context.num_cores)
-
-        def of_training(planner: Planner) -> Planner | DumpingPlanner:
-            dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)  # in line, all plan alike
-            return DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner
-
-        load = partial(
-            DynaPipeDataLoader,
-            batch_size=config.data.batch_size or None,
-            tokens_per_batch=config.data.tokens_per_batch or None,
-            shuffle=True,
-            seed=config.run.seed,
-            coordinates=me,
-            pin_memory=device.type == "cuda",
-            needs_data=not set(topology.stages_of(me.pp_rank)).isdisjoint(reading_stages(architecture, topology)),
-        )
-        loader = stack.enter_context(
-            load(
-                context.data.train,
-                of_training(planner),
-                drop_last=config.data.drop_last,
-                num_workers=config.data.num_workers,
-                store=context.store,
-                delivery=PlanDelivery(
-                    prefetch_steps=config.data.prefetch_steps,
-                    namespace=namespace,
-                    plan_key=context.plan_key,
-                    timeout_s=config.job.timeout_s,
-                    node_rank=context.node.rank,
-                    num_nodes=context.node.num_nodes,
-                    starts_planners=context.node.starts_planners,
-                ),
-            )
-        )
+        load = _loader_of(context, config)
+        loader = stack.enter_context(_training_loader(context, config, load, planner, namespace))
         evaluate = None
-        if context.data.held_out is not None and checkpoints is not None:
-            # Planned in line: the planner processes are training's, and its next plans wait for nothing.
-            held_out = stack.enter_context(load(context.data.held_out, planner.for_forwards()))
-            forwards = PipelineExecutor(stage, transport)
-            evaluate = PeriodicEvaluation(forwards, held_out, built.modules, config.eval, num_steps=config.run.steps)
-
-        def adopt(step: int, adapted: CostModel) -> None:
-            context.costs.adopt(step, adapted)
-            if checkpoints is not None and context.rank == 0:
-                write_fitted_costs(checkpoints.root.parent, step, adapted, context.num_cores)
-            loader.plan_with(of_training(replace(planner, costs=adapted)))
-
-        watch = CostWatch(
-            planner.costs,
-            in_cpu_s=planner.shared_cores is not None,
-            adapts=config.plan.adapt_costs and checkpoints is not None,
-            gather=partial(gather_bytes, device=device),
-            share=partial(broadcast_bytes, device=device),
-            adopt=adopt,
-        )
-        if checkpoints is not None:
-            listeners = [*listeners, _saving(context, checkpoints, built, loader)]
+        if not is_compared:
+            if job.data.held_out is not None:
+                # Planned in line: the planner processes are training's, and its next plans wait for nothing.
+                held_out = stack.enter_context(load(job.data.held_out, planner.for_forwards()))
+                forwards = PipelineExecutor(built.stage, transport)
+                evaluate = PeriodicEvaluation(
+                    forwards, held_out, built.modules, config.eval, num_steps=config.run.steps
+                )
+            listeners = [*listeners, _saving(context, built, loader)]
             stack.callback(listeners[-1].close)
-            stack.enter_context(checkpoints.request.listening(checkpoints.end_signals))
+            stack.enter_context(context.end_request.listening(context.end_signals))
         yield from train_steps(
             loader,
-            StepExecutors(plain=plain, traced=recording, recorder=recorder),
+            _executors(context, config, built, transport, log),
             built.optimizer,
             LoopSettings(
                 num_steps=config.run.steps, log_every=config.run.log_every, traced_steps=config.run.traced_steps
@@ -198,12 +120,104 @@ def run_variant(
                 gather=partial(_gather, device=device),
                 own_bytes=partial(_own_bytes, built, device),
                 counts_work=me.pp_rank == me.tp_rank == 0,
-                micro_batch_losses=stage.losses,
+                micro_batch_losses=built.stage.losses,
                 begins=log.step_begins if log is not None else lambda plan: None,
                 evaluate=evaluate if evaluate is not None else lambda step: None,
-                watch=watch,
+                watch=_cost_watch(context, config, planner, loader, is_compared=is_compared),
             ),
         )
+
+
+def _planner(context: RankContext, config: TrainConfig) -> Planner:
+    """A variant's, with the costs that hold now."""
+    planning, topology = replace(context.job.planning, costs=context.costs.now), topology_of(config)
+    if topology != planning.topology:
+        planning = replace(planning, costs=planning.costs.over(topology)[0], topology=topology)
+    return replace(planning, config=config).planner
+
+
+def _dumping(context: RankContext, config: TrainConfig, planner: Planner) -> Planner | DumpingPlanner:
+    """The planner, with a file of each plan where the settings ask for them: of ranks that plan in line, by one."""
+    dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)
+    return DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner
+
+
+def _loader_of(context: RankContext, config: TrainConfig) -> Callable[..., DynaPipeDataLoader]:
+    """What makes loaders of this rank, of one data set and planner each."""
+    topology, architecture = topology_of(config), architecture_of(config, context.job.data.whole.vocab_size)
+    me = topology.coordinates(context.rank)
+    return partial(
+        DynaPipeDataLoader,
+        batch_size=config.data.batch_size or None,
+        tokens_per_batch=config.data.tokens_per_batch or None,
+        shuffle=True,
+        seed=config.run.seed,
+        coordinates=me,
+        pin_memory=context.device.type == "cuda",
+        needs_data=not set(topology.stages_of(me.pp_rank)).isdisjoint(reading_stages(architecture, topology)),
+    )
+
+
+def _training_loader(
+    context: RankContext,
+    config: TrainConfig,
+    load: Callable[..., DynaPipeDataLoader],
+    planner: Planner,
+    namespace: str,
+) -> DynaPipeDataLoader:
+    return load(
+        context.job.data.train,
+        _dumping(context, config, planner),
+        drop_last=config.data.drop_last,
+        num_workers=config.data.num_workers,
+        store=context.store,
+        delivery=PlanDelivery(
+            prefetch_steps=config.data.prefetch_steps,
+            namespace=namespace,
+            plan_key=context.plan_key,
+            timeout_s=config.job.timeout_s,
+            node_rank=context.node.rank,
+            num_nodes=context.node.num_nodes,
+            starts_planners=context.node.starts_planners,
+        ),
+    )
+
+
+def _executors(
+    context: RankContext, config: TrainConfig, built: BuiltModel, transport: Transport, log: RankLog | None
+) -> StepExecutors:
+    """Those of plain and of traced steps: spans on an accelerator need synchronisation, which takes overlap away."""
+    device, recorder = context.device, SpanRecorder(context.clock_offset_s)
+    arrived = transport.arrived if isinstance(transport, WatchedTransport) else None
+    logs_actions = log is not None and config.debug.log_level == "debug"
+    recorded: Recorder = LoggingRecorder(recorder, log) if log is not None and logs_actions else recorder
+    recording = PipelineExecutor(
+        built.stage, transport, recorder=recorded, rank=context.rank, clock=_clock(device), arrived=arrived
+    )
+    records_all = logs_actions or device.type == "cpu"
+    plain = recording if records_all else PipelineExecutor(built.stage, transport, arrived=arrived)
+    return StepExecutors(plain=plain, traced=recording, recorder=recorder)
+
+
+def _cost_watch(
+    context: RankContext, config: TrainConfig, planner: Planner, loader: DynaPipeDataLoader, *, is_compared: bool
+) -> CostWatch:
+    """Who compares measured times with the plan's, and has later steps planned with fitted costs where that is set."""
+
+    def adopt(step: int, adapted: CostModel) -> None:
+        context.costs.adopt(step, adapted)
+        if not is_compared and context.rank == 0:
+            write_fitted_costs(context.job.run_dir, step, adapted, context.job.planning.num_cores)
+        loader.plan_with(_dumping(context, config, replace(planner, costs=adapted)))
+
+    return CostWatch(
+        planner.costs,
+        in_cpu_s=planner.shared_cores is not None,
+        adapts=config.plan.adapt_costs and not is_compared,
+        gather=partial(gather_bytes, device=context.device),
+        share=partial(broadcast_bytes, device=context.device),
+        adopt=adopt,
+    )
 
 
 @named_collectives("making of the model")
@@ -223,17 +237,16 @@ def _built(context: RankContext, config: TrainConfig, architecture: Architecture
     return build_megatron(config, architecture, context.rank, device)
 
 
-def _saving(
-    context: RankContext, checkpoints: RunCheckpoints, built: BuiltModel, loader: DynaPipeDataLoader
-) -> PeriodicCheckpoints:
+def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader) -> PeriodicCheckpoints:
     """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there."""
-    config, progress, least_loss = context.config, RunProgress(), math.inf
-    if checkpoints.resumed is not None:
-        run = built.restore(checkpoints.resumed)
+    job, progress, least_loss = context.job, RunProgress(), math.inf
+    config = job.config
+    if job.resumed is not None:
+        run = built.restore(job.resumed)
         loader.load_state_dict(run.loader)
         progress = RunProgress(run.num_samples, run.recent_losses)
         if config.checkpoint.keep_best:
-            least_loss = least_validation_loss(checkpoints.root)
+            least_loss = least_validation_loss(job.checkpoints)
 
     def state(done: StepDone, progress: RunProgress) -> RunState:
         return RunState(
@@ -249,10 +262,10 @@ def _saving(
         )
 
     return PeriodicCheckpoints(
-        built.saver(checkpoints.root),
+        built.saver(job.checkpoints),
         config.checkpoint,
         state,
-        checkpoints.request,
+        context.end_request,
         num_steps=config.run.steps,
         num_samples=lambda done: loader.num_samples(done.epoch, done.epoch_step),
         progress=progress,

@@ -21,23 +21,24 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.interchange import run_costs_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DynaPipeError, in_one_line
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.job.job import Variant, global_batches, make_planner, topology_of
 from dynapipe_ext.launch.job.run_costs import RunCosts
 from dynapipe_ext.launch.job.run_data import RunData
-from dynapipe_ext.launch.processes.cluster import JobError
-from dynapipe_ext.launch.rank.traced_spans import Spans
-from dynapipe_ext.launch.run.run_directory import (
+from dynapipe_ext.launch.job.run_directory import (
     RunDirectory,
     clear_run,
     forget_fitted,
     is_in_use,
+    is_unreported,
     link,
     point_latest_at,
 )
+from dynapipe_ext.launch.job.settled import SettledJob
+from dynapipe_ext.launch.processes.cluster import JobError
+from dynapipe_ext.launch.run.traced_spans import Spans
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import held_bytes
@@ -73,12 +74,10 @@ _STRICT_NOTE = (
 )
 
 
-def run_facts(
-    config: TrainConfig, dataset: TokenDataset, store: StoreInfo, *, device: str, device_bytes: int, num_cores: int
-) -> RunFacts:
+def run_facts(job: SettledJob, store: StoreInfo, *, device: str, device_bytes: int, num_cores: int) -> RunFacts:
     """What is known of a run before its first step; `device` is "cpu" or an accelerator's name."""
-    topology = topology_of(config)
-    model = asdict(config.model) | {"vocab_size": dataset.vocab_size}
+    config, topology = job.config, job.topology
+    model = asdict(config.model) | {"vocab_size": job.data.whole.vocab_size}
     if config.lora.enabled and config.model.described is not None:
         model["trained_share"] = share_of_adapters(config.lora, config.model.described)
     return RunFacts(
@@ -96,32 +95,26 @@ def run_facts(
     )
 
 
-def begin_run(
-    run_dir: Path,
-    config: TrainConfig,
-    data: RunData,
-    costs: CostModel,
-    num_cores: int | None,
-    facts: RunFacts,
-    chosen: Sequence[Variant],
-) -> None:
-    """Fill a claimed directory with what the run starts from, in the place of an overwritten run. `num_cores` are those
-    that its ranks share, None where each has a device."""
+def begin_run(job: SettledJob, facts: RunFacts, chosen: Sequence[Variant]) -> None:
+    """Fill a claimed directory with what the run starts from, in the place of an overwritten run."""
+    run_dir, config = job.run_dir, job.config
+    costs_json = run_costs_to_json(job.planning.costs, job.planning.num_cores)
     clear_run(run_dir)
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
     # With --costs, this file makes another run, and `dynapipe plan`, plan exactly as this one does.
-    write_atomic(run_dir / "costs.json", json.dumps(run_costs_to_json(costs, num_cores)) + "\n")
-    _link_data(run_dir, data)
+    write_atomic(run_dir / "costs.json", json.dumps(costs_json) + "\n")
+    _link_data(run_dir, job.data)
     labels = [VariantLabel(one.name, one.config.plan.layout, one.config.plan.schedule) for one in chosen]
     start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)
     point_latest_at(run_dir)
 
 
-def resume_run(run_dir: Path, config: TrainConfig, data: RunData, facts: RunFacts, step: int) -> None:
+def resume_run(job: SettledJob, facts: RunFacts, step: int) -> None:
     """Make a directory one of a run that goes on after `step` steps: what came later is run again."""
+    run_dir, config = job.run_dir, job.config
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
     if (run_dir / "data").is_symlink() or not (run_dir / "data").exists():  # else a copy that holds the data itself
-        _link_data(run_dir, data)  # it may have been moved
+        _link_data(run_dir, job.data)  # it may have been moved
     forget_fitted(run_dir, step)
     resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
     point_latest_at(run_dir)
@@ -131,14 +124,9 @@ def _link_data(run_dir: Path, data: RunData) -> None:
     link(run_dir / "data", Path(os.path.relpath(data.whole.directory.resolve(), run_dir.resolve())))
 
 
-def write_outcome(
-    run_dir: Path,
-    config: TrainConfig,
-    costs: RunCosts,
-    data: RunData,
-    spans: Sequence[Spans],
-) -> None:
+def write_outcome(job: SettledJob, costs: RunCosts, spans: Sequence[Spans]) -> None:
     """Write the files of a finished run and print the tables. `spans` are those of the configured run, by rank."""
+    run_dir, config, data = job.run_dir, job.config, job.data
     events = read_events(run_dir / EVENTS_FILE)
     (_, steps), facts = events.variants[0], events.facts
     shared_cores = facts.num_cores if facts.oversubscribed else None
@@ -167,23 +155,10 @@ def write_unfinished(run_dir: Path, reason: str) -> None:
     Console(stderr=True, highlight=False).print(f"{done}: what is known of them is in {run_dir}", soft_wrap=True)
 
 
-def is_unfinished(run_dir: Path) -> bool:
-    """Whether a directory holds a run that has not done all its steps, or not said so."""
-    if not (run_dir / EVENTS_FILE).exists():
-        return False
-    return _is_unreported(run_dir) or RunReport.read(run_dir / "report.json").unfinished is not None
-
-
-def _is_unreported(run_dir: Path) -> bool:
-    """Whether more has happened than the report of a run knows."""
-    report = run_dir / "report.json"
-    return not report.exists() or report.stat().st_mtime_ns < (run_dir / EVENTS_FILE).stat().st_mtime_ns
-
-
 def report_what_ran(run_dir: Path, reason: str) -> None:
     """Report a run whose own rank 0 could not, because it was killed: its events are newer than its report. Where it
     still runs, under another launcher, nothing is changed."""
-    if (run_dir / EVENTS_FILE).exists() and not is_in_use(run_dir) and _is_unreported(run_dir):
+    if (run_dir / EVENTS_FILE).exists() and not is_in_use(run_dir) and is_unreported(run_dir):
         _report_early_end(run_dir, reason)
 
 

@@ -7,41 +7,15 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
 from dynapipe_ext.executor.checkpoints.folder import MANIFEST, MODEL_FOLDER, OPTIMIZER_FILES, read_manifest
-from dynapipe_ext.launch.job.run_data import named_files
-from dynapipe_ext.launch.run.run_directory import CHECKPOINTS, runs_folder
+from dynapipe_ext.launch.job.run_directory import CHECKPOINTS
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import writing_in
 
 _CONFIG = "config.json"
 _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere
-
-
-def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
-    """Errors: ConfigError for a place that the model cannot be written to once it is trained, or where the run reads or
-    writes (`run_dir` empty: a new directory in runs/), or for a model that has no published form."""
-    output, model = config.checkpoint.output, config.model
-    if not output:
-        return
-    if model.described is None:
-        raise ConfigError(
-            f"--output {output} is for published models, but the model is in sizes of its own: name one by --model or"
-            " --architecture, or convert the run's checkpoints"
-        )
-    place = Path(os.path.abspath(output))
-    sources = map(Path, named_files(config).values())
-    inside = place.resolve()
-    if holders := [source for source in sources if source.exists() and source.resolve().is_relative_to(inside)]:
-        raise ConfigError(f"--output {output} holds {holders[0]}, which the run reads: choose another folder")
-    own = (Path(run_dir) if run_dir else runs_folder(run_dir)).resolve()
-    if own.is_relative_to(inside) or inside.is_relative_to(own / CHECKPOINTS):
-        raise ConfigError(f"--output {output} is where the run writes what is its own: choose a folder beside {own}")
-    if place.exists() and not place.is_dir():
-        raise ConfigError(f"--output {output} is a file: choose a folder")
-    if place.is_dir() and any(place.iterdir()) and not overwrite:
-        raise ConfigError(f"--output {output} holds something: choose another folder, or lose that by --overwrite")
 
 
 def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) -> int:

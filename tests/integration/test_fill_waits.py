@@ -14,16 +14,25 @@ import numpy as np
 import pytest
 import torch
 
+from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.transport.torch_p2p import WatchedTransport
-from dynapipe_ext.launch.env import RankEnv
-from dynapipe_ext.launch.job.job import Variant, analytic_costs, architecture_of, make_planner, variants
-from dynapipe_ext.launch.job.run_data import run_data
+from dynapipe_ext.launch.env import RankEnv, num_cores
+from dynapipe_ext.launch.job.job import (
+    Variant,
+    analytic_costs,
+    architecture_of,
+    make_planner,
+    topology_of,
+    variants,
+)
+from dynapipe_ext.launch.job.run_data import RunData, run_data
+from dynapipe_ext.launch.job.settled import SettledJob, SettledPlanning
 from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.rank import megatron_run
 from dynapipe_ext.launch.rank import variant_run as rank
-from dynapipe_ext.launch.rank.train_rank import TrainingJob, train_rank
+from dynapipe_ext.launch.rank.one_rank import train_rank
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
 
@@ -58,6 +67,11 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
+def settled(config: TrainConfig, costs: CostModel, data: RunData, server: RedisServer, place: Path) -> SettledJob:
+    planning = SettledPlanning(config=config, costs=costs, topology=topology_of(config), num_cores=num_cores())
+    return SettledJob(planning=planning, data=data, address=server.address, run_dir=place)
+
+
 def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]):
     """Returns this rank's Outcome of the program that `dynapipe train` and torchrun run.
 
@@ -90,8 +104,7 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
         megatron_run.build_model = noted_build
         rank.SpanRecorder.record = noted_record
         place = Path(config.run.run_dir)
-        job = TrainingJob(config, compare=False, run_dir=place, address=server.address, costs=costs, data=data)
-        assert train_rank(env, job) == 0
+        assert train_rank(env, settled(config, costs, data, server, place)) == 0
         named = torch.nn.ModuleList(models).named_parameters()
         return Outcome(len(asked), labels, {n: p.detach().numpy().copy() for n, p in named})
 
@@ -194,8 +207,7 @@ def test_a_rank_whose_node_has_other_data_ends_the_job(
     data = [run_data(config.with_values(data={"num_samples": number})) for number in (60, 61)]
 
     def main(env: RankEnv) -> int:
-        job = TrainingJob(config, False, tmp_path / "run", redis_server.address, costs, data[env.rank])
-        return train_rank(env, job)
+        return train_rank(env, settled(config, costs, data[env.rank], redis_server, tmp_path / "run"))
 
     with pytest.raises(JobError, match="rank 1 ended"):
         run_ranks(2, main)

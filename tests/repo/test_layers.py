@@ -58,7 +58,7 @@ RIM = {
         "launch/megatron_core.py",  # a training script to copy from
         "launch/rank/meeting.py",  # torch's store, and the process group of all ranks
         "launch/rank/variant_run.py",
-        "launch/rank/train_rank.py",
+        "launch/rank/one_rank.py",
         "launch/rank/rank_program.py",  # the store of torchrun's agent, and its record of failures
         "tools/checkpoint/*.py",
     ),
@@ -205,12 +205,12 @@ def test_every_module_has_a_telling_name_of_its_own(all_sources: Any) -> None:
         ("dynapipe_ext/batch/micro_batches.py", "def f():\n    import dynapipe_ext.launch.env", "layer to its right"),
         ("executor/engine.py", "from .wire import encode", "relative import"),
         ("executor/engine.py", "from dynapipe_ext.executor.wire import *", "star import"),
-        ("launch/rank/train_rank.py", "import tools.estimate", "second copy"),
+        ("launch/rank/one_rank.py", "import tools.estimate", "second copy"),
         ("executor/engine.py", "def f():\n    import torch.nn", "rim only"),
         ("executor/engine.py", "import importlib\nimportlib.import_module('torch')", "rim only"),
         ("executor/loader.py", "import redis", "rim only"),
-        ("launch/rank/train_rank.py", "import os\nx = os.environ['A']", "launch/env.py alone"),
-        ("launch/rank/train_rank.py", "from os import getenv", "launch/env.py alone"),
+        ("launch/rank/one_rank.py", "import os\nx = os.environ['A']", "launch/env.py alone"),
+        ("launch/rank/one_rank.py", "from os import getenv", "launch/env.py alone"),
         ("dynapipe_ext/costs/grid.py", "x = a @ b", "@ rounds"),
         ("schedules/planner.py", "import numpy as np\nx = np.linalg.solve(a, b)", "np.linalg rounds"),
     ],

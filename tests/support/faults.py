@@ -154,9 +154,9 @@ def descendants(pid: int) -> list[int]:
 
 def _watch_ranks(sites: _Sites) -> None:
     from dynapipe_ext.executor.store.redis import RedisStore
-    from dynapipe_ext.launch.rank import train_rank as train
+    from dynapipe_ext.launch.rank import one_rank
 
-    own_train, own_init = train._train, RedisStore.__init__
+    own_train, own_init = one_rank._train, RedisStore.__init__
 
     def as_rank(env: Any, *arguments: Any) -> int:
         sites.rank = env.rank
@@ -166,7 +166,7 @@ def _watch_ranks(sites: _Sites) -> None:
         own_init(store, *arguments, **named)
         sites.store = store
 
-    train._train = as_rank
+    one_rank._train = as_rank
     RedisStore.__init__ = opened  # type: ignore[method-assign]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.launch.commands import train as train_command
+from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.job import architecture_of
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.settings.train_config import TrainConfig, declared_tables
@@ -257,8 +257,8 @@ def test_a_run_has_no_limit_on_planning_time() -> None:
 
 def parse_train(arguments: list[str]) -> TrainConfig:
     parser = argparse.ArgumentParser()
-    train_command.add_arguments(parser)
-    return train_command.config_from(parser.parse_args(arguments))
+    requested.add_arguments(parser)
+    return requested.config_from(parser.parse_args(arguments))
 
 
 QWEN = {

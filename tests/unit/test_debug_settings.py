@@ -8,8 +8,8 @@ import pytest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands import launch as launch_command
-from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.env import RankEnv, debug_settings, kv_store_url
+from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.rank.rank_log import rank_log
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.tables import DebugSettings
@@ -26,8 +26,8 @@ MEANT = DebugSettings(log_dir="logs", log_level="debug", plan_dir="plans")
 
 def settings(*words: str) -> TrainConfig:
     parser = argparse.ArgumentParser()
-    train_command.add_arguments(parser)
-    return train_command.config_from(parser.parse_args(words))
+    requested.add_arguments(parser)
+    return requested.config_from(parser.parse_args(words))
 
 
 def test_variables_flags_and_a_file_mean_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

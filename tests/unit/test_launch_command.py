@@ -10,11 +10,11 @@ import pytest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import launch
+from dynapipe_ext.launch.job.run_directory import RunDirectory
 from dynapipe_ext.launch.processes.agent import NodeEnd
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.rank import rank_program
 from dynapipe_ext.launch.run.outcome import report_what_ran
-from dynapipe_ext.launch.run.run_directory import RunDirectory
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 

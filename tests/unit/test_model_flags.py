@@ -16,7 +16,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import as_length_array, sample_lengths
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.launch.commands import train as train_command
+from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.job import (
     analytic_costs,
     architecture_of,
@@ -26,7 +26,7 @@ from dynapipe_ext.launch.job.job import (
     topology_of,
 )
 from dynapipe_ext.launch.job.model_folder import dropout_line, prediction_line
-from dynapipe_ext.launch.run.trained_model import refuse_output
+from dynapipe_ext.launch.job.requested import refuse_output
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.step_listeners import WandbRun, require_wandb
 from tests.support.steps import a_step
@@ -58,8 +58,8 @@ def folder(tmp_path: Path) -> Path:
 
 def settings(arguments: Sequence[str | Path]) -> TrainConfig:
     parser = argparse.ArgumentParser()
-    train_command.add_arguments(parser)
-    return train_command.config_from(parser.parse_args([*map(str, arguments)]))
+    requested.add_arguments(parser)
+    return requested.config_from(parser.parse_args([*map(str, arguments)]))
 
 
 def test_a_models_folder_gives_sizes_weights_tokenizer_and_what_fine_tuning_usually_has(folder: Path) -> None:

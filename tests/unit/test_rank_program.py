@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch.commands import train as train_command
+from dynapipe_ext.launch.job.requested import config_from
 from dynapipe_ext.launch.processes import cluster, network
 from dynapipe_ext.launch.rank import rank_program
 from dynapipe_ext.launch.store import RedisServer
@@ -93,7 +93,7 @@ def test_the_rank_program_takes_what_dynapipe_train_takes(monkeypatch: pytest.Mo
         model={"max_seq_len": 64},
         plan={"schedule": "1f1b"},
     )
-    assert train_command.config_from(args) == wanted
+    assert config_from(args) == wanted
 
 
 def test_the_stores_password_is_checked_before_anything_is_prepared(

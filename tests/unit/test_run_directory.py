@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.processes.scratch import FileLock
-from dynapipe_ext.launch.run.run_directory import (
+from dynapipe_ext.launch.job.run_directory import (
     RunDirectory,
     clear_run,
     place_of_resumed,
     point_latest_at,
     run_to_resume,
 )
+from dynapipe_ext.launch.processes.scratch import FileLock
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 from dynapipe_ext.tools.files import write_atomic
 

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.processes.scratch import FileLock, is_held
+from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 
 CHECKPOINTS = "checkpoints"
@@ -88,6 +89,19 @@ class RunDirectory:
 def is_in_use(path: Path) -> bool:
     """Whether a run goes on in a directory now."""
     return (path / _LOCK).exists() and is_held(path / _LOCK)
+
+
+def is_unfinished(run_dir: Path) -> bool:
+    """Whether a directory holds a run that has not done all its steps, or not said so."""
+    if not (run_dir / EVENTS_FILE).exists():
+        return False
+    return is_unreported(run_dir) or RunReport.read(run_dir / "report.json").unfinished is not None
+
+
+def is_unreported(run_dir: Path) -> bool:
+    """Whether more has happened than the report of a run knows."""
+    report = run_dir / "report.json"
+    return not report.exists() or report.stat().st_mtime_ns < (run_dir / EVENTS_FILE).stat().st_mtime_ns
 
 
 def new_run_directory() -> Path:

@@ -1,0 +1,256 @@
+"""What a user asks of a run, by flags and a file: a request, refused where it cannot be before anything is made.
+
+flags ─► config_from ─► TrainConfig ─► requested_job ─► JobRequest ─► settled.settled_job (with data and costs)
+
+`dynapipe train`, each rank of torchrun and `dynapipe launch` begin here, so they refuse the same in the same words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.data.sample_selection import data_settings
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
+from dynapipe_ext.launch.env import debug_settings
+from dynapipe_ext.launch.job.job import topology_of, variants
+from dynapipe_ext.launch.job.model_folder import refuse_unsupported, settings_of_model, usual_settings
+from dynapipe_ext.launch.job.run_data import named_files
+from dynapipe_ext.launch.job.run_directory import (
+    CHECKPOINTS,
+    is_unfinished,
+    place_of_resumed,
+    run_to_resume,
+    runs_folder,
+)
+from dynapipe_ext.launch.setting_flags import add_setting_flags, settings_of_flags
+from dynapipe_ext.launch.store import asked_store
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import say_loading
+from dynapipe_ext.tools.step_listeners import require_tensorboard, require_wandb
+from dynapipe_ext.tools.wording import counted
+
+_EPILOG = """examples:
+  dynapipe train
+  dynapipe train --data my.jsonl --truncate --steps 100 --run-dir runs/mine
+  dynapipe train --model my-llama --data chats.jsonl --output tuned --epochs 2 --eval-fraction 0.05 --eval-every 50
+  dynapipe train --config launch/configs/quickstart.toml --layout packed --compare
+  dynapipe train --resume latest --steps 80
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = ending(_EPILOG)
+    parser.add_argument("--config", metavar="FILE", help="settings in TOML; flags override them")
+    parser.add_argument("--model", metavar="MODEL", help="its folder: sizes, weights, tokenizer and chat template")
+    add_setting_flags(parser)
+    parser.add_argument("--warmup", metavar="N", help="steps of rising learning rate, or below 1 the part of all steps")
+    parser.add_argument("--show-samples", type=int, default=0, metavar="N", help="print what N samples become")
+    add_truncate(parser, "--max-seq-len; without --truncate longer ones are refused")
+    parser.add_argument(
+        "--store", metavar="URL", help="your own Redis-compatible server, or a file with its URL (default: embedded)"
+    )
+    parser.add_argument("--insecure-store", action="store_true", help="allow a store without TLS on another machine")
+    parser.add_argument("--overwrite", action="store_true", help="lose what --run-dir and --output hold")
+    parser.add_argument(
+        "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
+    )
+    parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
+
+
+def config_from(args: argparse.Namespace) -> TrainConfig:
+    """The file's settings, or those of the run to go on with, or the defaults, with the flags on top."""
+    if args.show_samples < 0:
+        raise ConfigError(f"--show-samples is {args.show_samples} but must be at least 0")
+    if args.epochs == 0:
+        raise ConfigError("--epochs is 0, no pass over the data: give more, or --steps")
+    if args.epochs is not None and args.steps is not None:
+        raise ConfigError(f"--epochs {args.epochs:g} and --steps {args.steps} both say how long to train: give one")
+    config = TrainConfig()
+    if args.config:
+        config = TrainConfig.read(args.config)
+    elif args.resume:
+        settings = run_to_resume(args.resume) / "config.toml"
+        if not settings.is_file():
+            raise ConfigError(f"--resume {args.resume} holds no run, as it has no config.toml: name a run's directory")
+        config = TrainConfig.read(settings)
+    if args.resume:
+        place = place_of_resumed(config.run.run_dir, run_to_resume(args.resume))
+        config = config.with_values(run={"run_dir": place})
+    if args.model:
+        config = _with_model(config, args)
+    tables: dict[str, dict[str, Any]] = settings_of_flags(
+        args, {"debug": debug_settings()}, of_file=bool(args.config or args.resume)
+    )
+    optimizer = tables.setdefault("optimizer", {})
+    if "lr" in optimizer and "min_lr" not in optimizer:
+        optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
+    if args.warmup is not None:
+        optimizer |= _warmup(args.warmup)
+    if args.data is not None:
+        tables["data"] |= data_settings(args.data)
+    if args.truncate is not None:
+        tables.setdefault("data", {})["truncate"] = True
+    if args.truncate not in (None, True):
+        tables["model"] = {"max_seq_len": cut_at(args.truncate, None)} | tables.get("model", {})
+        if tables["model"]["max_seq_len"] != args.truncate:
+            raise ConfigError(f"--truncate is {args.truncate} and --max-seq-len {args.max_seq_len}: give one of them")
+    return config.with_values(**tables)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """Settings of a run, and where it is to be.
+
+    `run_dir` empty means a new directory. `address` is the user's own store; None: the run has one of its own.
+    `resumed` is the checkpoint to go on from. `overwrite`: what the directory and `--output` hold may be lost.
+    `num_shown`: samples to print once they are read.
+    """
+
+    config: TrainConfig
+    compare: bool = False
+    run_dir: str = ""
+    resumed: Path | None = None
+    address: StoreAddress | None = None
+    overwrite: bool = False
+    num_shown: int = 0
+
+
+def requested_job(args: argparse.Namespace, *, opens_weights: bool = True) -> JobRequest:
+    """What the flags of a run ask for, known to be possible as far as settings, first weights, store, loggers and the
+    places of run and model tell; nothing is made yet, and no data read. One rank of a job `opens_weights`.
+
+    Errors: ConfigError and DataError.
+    """
+    config = config_from(args)
+    refuse_settings(config, compare=args.compare)
+    described = config.model.described
+    if opens_weights and config.model.init_from and (described is None or described.family != "transformers"):
+        say_loading("torch")
+        from dynapipe_ext.launch.job.model_folder import open_initial_weights
+
+        open_initial_weights(config.model.init_from, described)
+    address = asked_store(args.store, insecure=args.insecure_store)
+    require_loggers(config)
+    run_dir, resumed = _resumed_run(args, config)
+    refuse_output(config, run_dir, overwrite=args.overwrite)
+    return JobRequest(
+        config=config,
+        compare=args.compare,
+        run_dir=run_dir,
+        resumed=resumed,
+        address=address,
+        overwrite=args.overwrite,
+        num_shown=args.show_samples,
+    )
+
+
+def refuse_settings(config: TrainConfig, *, compare: bool) -> None:
+    """Errors: ConfigError for settings of which no run can be, whatever its data and machines."""
+    refuse_unsupported(config)
+    topology_of(config)
+    variants(config, compare=compare)
+
+
+def _resumed_run(args: argparse.Namespace, config: TrainConfig) -> tuple[str, Path | None]:
+    """The run's directory (empty: a new one), and the checkpoint that --resume goes on from. Errors: ConfigError."""
+    if not args.resume:
+        return config.run.run_dir, None
+    if args.run_dir is not None:
+        raise ConfigError(f"--resume {args.resume} goes on in its own directory: leave out --run-dir {args.run_dir}")
+    run_dir = run_to_resume(args.resume)
+    return str(run_dir), to_go_on_from(run_dir, config, compare=args.compare, overwrite=args.overwrite)
+
+
+def require_loggers(config: TrainConfig) -> None:
+    """Errors: ConfigError for one that is asked for and not installed."""
+    if config.run.tensorboard:
+        require_tensorboard()
+    if config.run.wandb:
+        require_wandb()
+
+
+def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
+    """Errors: ConfigError for a place that the model cannot be written to once it is trained, or where the run reads or
+    writes (`run_dir` empty: a new directory in runs/), or for a model that has no published form."""
+    output, model = config.checkpoint.output, config.model
+    if not output:
+        return
+    if model.described is None:
+        raise ConfigError(
+            f"--output {output} is for published models, but the model is in sizes of its own: name one by --model or"
+            " --architecture, or convert the run's checkpoints"
+        )
+    place = Path(os.path.abspath(output))
+    sources = map(Path, named_files(config).values())
+    inside = place.resolve()
+    if holders := [source for source in sources if source.exists() and source.resolve().is_relative_to(inside)]:
+        raise ConfigError(f"--output {output} holds {holders[0]}, which the run reads: choose another folder")
+    own = (Path(run_dir) if run_dir else runs_folder(run_dir)).resolve()
+    if own.is_relative_to(inside) or inside.is_relative_to(own / CHECKPOINTS):
+        raise ConfigError(f"--output {output} is where the run writes what is its own: choose a folder beside {own}")
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"--output {output} is a file: choose a folder")
+    if place.is_dir() and any(place.iterdir()) and not overwrite:
+        raise ConfigError(f"--output {output} holds something: choose another folder, or lose that by --overwrite")
+
+
+def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrite: bool) -> Path:
+    """The newest checkpoint of a run. Errors: ConfigError where the settings leave it nothing to do."""
+    overwrite = overwrite and not config.checkpoint.output  # what that holds may be lost
+    if compare or overwrite:
+        raise ConfigError(f"--resume goes on with {run_dir}: leave out {'--compare' if compare else '--overwrite'}")
+    newest = latest(run_dir / CHECKPOINTS)
+    if not config.run.epochs:
+        refuse_done(newest, config)
+    return newest
+
+
+def refuse_done(newest: Path, config: TrainConfig) -> None:
+    """Errors: ConfigError where a checkpoint has done all the steps of the settings, and what follows them is done."""
+    done = read_manifest(newest).run.step
+    if done > config.run.steps or is_done(newest, config):
+        raise ConfigError(
+            f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
+        )
+
+
+def is_done(newest: Path, config: TrainConfig) -> bool:
+    """Whether a checkpoint has done just the steps of the settings, its run has said so, and `output` is made."""
+    output = config.checkpoint.output
+    only_ends = is_unfinished(newest.parents[1]) or (output and not Path(output).exists())
+    return read_manifest(newest).run.step == config.run.steps and not only_ends
+
+
+def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
+    """With what `--model` says; the flags come on top. Errors: ConfigError where another flag says it too."""
+    given = {"--resume": args.resume, "--architecture": args.architecture, "--init-from": args.init_from}
+    if also := [flag for flag, value in given.items() if value]:
+        raise ConfigError(f"--model {args.model} says what {', '.join(also)} would: leave one of them out")
+    tables = settings_of_model(args.model, tokenizer=args.tokenizer)
+    if not args.config:
+        num_ranks = (args.tp or 1) * (args.pp or 1) * (args.dp or 1)
+        tables = usual_settings(tables, num_ranks=num_ranks, adapts=bool(args.lora)) | tables
+    return config.with_values(**tables)
+
+
+def _warmup(text: str) -> dict[str, Any]:
+    """
+    >>> _warmup("100"), _warmup("0.03")
+    ({'warmup_steps': 100, 'warmup_fraction': 0.0}, {'warmup_fraction': 0.03})
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"--warmup is {text!r} but must be steps, like 100, or a part of them, like 0.03") from None
+    if 0 < value < 1:
+        return {"warmup_fraction": value}
+    if not value.is_integer():
+        raise ConfigError(f"--warmup is {text}, neither a number of steps nor a part of them below 1")
+    return {"warmup_steps": int(value), "warmup_fraction": 0.0}

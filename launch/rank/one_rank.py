@@ -1,0 +1,288 @@
+"""One rank of a job, from its settled value to its last step: forked by `dynapipe train`, or started by torchrun.
+
+What ranks must agree on (costs, the key that signs plans, the store's address) comes from rank 0 over the job's own
+process group, so no secret passes through the store.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.checkpoints.folder import read_manifest
+from dynapipe_ext.executor.events import Listener, StepDone
+from dynapipe_ext.executor.plans.channel import store_patience_s
+from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.store.opening import open_store
+from dynapipe_ext.launch.env import RankEnv, keep_cublas_deterministic, limit_threads, num_cores
+from dynapipe_ext.launch.job.job import Variant, placed_stages, topology_of, variants
+from dynapipe_ext.launch.job.requested import JobRequest
+from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs
+from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S, RunData, run_data
+from dynapipe_ext.launch.job.settled import SettledJob, peers_job, refuse_other_nodes_data, settled_job
+from dynapipe_ext.launch.rank.rank_log import RankLog, rank_log, shown, written
+from dynapipe_ext.launch.run.outcome import begin_run, resume_run, run_facts, write_outcome
+from dynapipe_ext.launch.run.traced_spans import Spans, TracedSpans, spans_from_bytes, spans_to_bytes
+from dynapipe_ext.launch.run.trained_model import keep_model_files, write_trained_model
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.account.report import StoreInfo
+from dynapipe_ext.tools.console import say_loading
+
+if TYPE_CHECKING:  # they import torch, one of them Megatron
+    from dynapipe_ext.launch.rank.meeting import Meeting
+    from dynapipe_ext.launch.rank.variant_run import RankContext
+
+EndSignals = tuple[signal.Signals, ...]
+
+
+def train_rank(env: RankEnv, job: SettledJob | JobRequest, *, end_signals: EndSignals = (signal.SIGUSR1,)) -> int:
+    """Train as one rank of a job, which keeps a log where the settings ask for one; returns 0. Errors are raised.
+
+    Of a job that is only requested, rank 0 settles it; its request has a directory and a store. `end_signals` ask a
+    rank to save and end.
+    """
+    with rank_log(job.config.debug, env) as log:
+        return _train(env, job, end_signals, log)
+
+
+def _train(env: RankEnv, job: SettledJob | JobRequest, end_signals: EndSignals, log: RankLog | None) -> int:
+    config = job.config
+    _refuse_number_of_ranks(env, config)
+    if env.rank == 0:
+        say_loading("torch", "megatron-core")
+    import torch.distributed as dist
+
+    from dynapipe_ext.launch.rank.meeting import Meeting
+
+    device = _prepared_device(env, config)
+    timeout_s = config.job.timeout_s
+    meeting = Meeting(env, limit_s=max(timeout_s, PREPARE_LIMIT_S), silent_s=timeout_s)
+    if env.rank == 0 and isinstance(job, JobRequest):
+        job = settled_job(job, _RanksMachine(env, device), Console(stderr=True, highlight=False))
+    meeting.arrive("meeting of all ranks")
+    meeting.connect(device, timeout_s=timeout_s)  # from here on nobody may be silent for longer
+    # A rank that fails keeps its process groups until it has said why: others fail once they are closed.
+    with ExitStack() as stack:
+        context = _context(env, meeting, job, device, end_signals, log, stack)
+        spans = _run(context)
+        with named_collectives("end of the job"):
+            dist.barrier()
+    dist.destroy_process_group()
+    job = context.job
+    if env.rank == 0:  # alone, so that what goes wrong here is said once
+        write_outcome(job, context.costs, spans)
+        if output := job.config.checkpoint.output:
+            step = write_trained_model(job.config, job.run_dir, overwrite=job.overwrite)
+            print(f"the model after step {step} is in {output} ({job.config.checkpoint.save_format})")
+    return 0
+
+
+def _refuse_number_of_ranks(env: RankEnv, config: TrainConfig) -> None:
+    """Errors: ConfigError, on all ranks before they meet."""
+    topology = topology_of(config)
+    if env.world_size != topology.world_size:
+        raise ConfigError(
+            f"{env.world_size} ranks were started but tp {topology.tp} x pp {topology.pp} x dp {topology.dp} needs"
+            f" {topology.world_size}: change --nproc-per-node or the topology"
+        )
+
+
+def _prepared_device(env: RankEnv, config: TrainConfig) -> Any:
+    """The rank's device, with torch as the settings have it."""
+    warnings.filterwarnings("ignore", module="megatron")
+    import torch
+
+    from dynapipe_ext.executor.device import compute_deterministically, rank_device
+
+    torch.set_num_threads(limit_threads())
+    if config.optimizer.deterministic:
+        keep_cublas_deterministic()
+        compute_deterministically()
+    device = rank_device(env.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if config.job.strict:
+            raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
+    return device
+
+
+@dataclass(frozen=True, slots=True)
+class _RanksMachine:
+    """The machines of a job by one of its ranks, all taken to be alike."""
+
+    env: RankEnv
+    device: Any
+
+    def num_cores(self) -> int | None:
+        if self.device.type != "cpu":
+            return None
+        return num_cores() * self.env.world_size // self.env.local_world_size
+
+    def measured_costs(self, config: TrainConfig, vocab_size: int) -> CostModel:
+        return settle_costs(config, vocab_size)
+
+
+def _context(
+    env: RankEnv,
+    meeting: Meeting,
+    job: SettledJob | JobRequest,
+    device: Any,
+    end_signals: EndSignals,
+    log: RankLog | None,
+    stack: ExitStack,
+) -> RankContext:
+    """What this rank runs variants with, once all are connected: the job as rank 0 has settled it, store and groups."""
+    from dynapipe_ext.executor.checkpoints.saving import EndRequest
+    from dynapipe_ext.executor.stages.megatron.model import initialize_parallel
+    from dynapipe_ext.executor.transport.torch_p2p import Groups, make_pipeline_groups
+    from dynapipe_ext.launch.rank.variant_run import RankContext, broadcast_bytes, clock_offset_s, node_of
+
+    settled = b""
+    if env.rank == 0:
+        assert isinstance(job, SettledJob)
+        secret = {"plan_key": secrets.token_hex(32), "namespace": f"run-{secrets.token_hex(8)}"}
+        settled = json.dumps(job.to_json() | secret).encode()
+    shared = json.loads(broadcast_bytes(settled, "what rank 0 has settled", device))
+    data = _data(env, meeting, job)
+    if isinstance(job, JobRequest):
+        job = peers_job(job, shared, data)
+    refuse_other_nodes_data(job.data, shared)
+    config, timeout_s = job.config, job.config.job.timeout_s
+    patience_s = store_patience_s(timeout_s)
+    store = open_store(job.address, namespace=shared["namespace"], connect_s=patience_s, reconnect_s=patience_s)
+    stack.callback(store.close)
+    groups: Groups = {}
+    with named_collectives("making of process groups"):
+        initialize_parallel(job.topology, config.run.seed, timeout_s=timeout_s, architecture=job.architecture)
+        for placed in dict.fromkeys(placed_stages(one.config) for one in variants(config, compare=job.compare)):
+            groups |= make_pipeline_groups(placed, env.rank, timeout_s=timeout_s)
+    return RankContext(
+        rank=env.rank,
+        job=job,
+        costs=RunCosts(job.planning.costs),
+        store=store,
+        plan_key=bytes.fromhex(shared["plan_key"]),
+        groups=groups,
+        device=device,
+        clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
+        node=node_of(env.rank, starts=env.local_rank == 0, device=device),
+        end_request=EndRequest(config.checkpoint.grace_s),
+        end_signals=end_signals,
+        log=log,
+    )
+
+
+def _data(env: RankEnv, meeting: Meeting, job: SettledJob | JobRequest) -> RunData:
+    """What was settled before ranks met; else rank 0 has prepared it by now, then the first rank of every other node
+    does (a shared file system finds it done), and the others open that."""
+    meeting.arrive("preparation of the data by rank 0")
+    data = job.data if isinstance(job, SettledJob) else None
+    if data is None and env.local_rank == 0:
+        data = run_data(job.config)
+    meeting.arrive("preparation of the data on every node")
+    meeting.close()
+    return data or run_data(job.config)
+
+
+def _run(context: RankContext) -> list[Spans]:
+    """Runs the variants; what rank 0 gets back are the spans of all ranks in the first one."""
+    import torch.distributed as dist
+
+    from dynapipe_ext.launch.rank.variant_run import gather_bytes
+
+    job = context.job
+    chosen, traced = variants(job.config, compare=job.compare), TracedSpans()
+    first_step = 0 if job.resumed is None else read_manifest(job.resumed).run.step
+    if context.rank == 0:
+        _fill_run_directory(context, chosen, first_step)
+    for turn in turns(len(chosen), context.device.type):
+        with ExitStack() as listening:
+            running = [
+                listening.enter_context(closing(_steps(context, chosen, index, turn, traced, first_step, listening)))
+                for index in turn
+            ]
+            for _ in zip_longest(*running):  # a step of each in turn
+                pass
+        with named_collectives("end of the steps"):
+            dist.barrier()
+    gathered = gather_bytes(spans_to_bytes(traced.spans), "traced actions of all ranks", context.device)
+    return [spans_from_bytes(data) for data in gathered]
+
+
+def _fill_run_directory(context: RankContext, chosen: Sequence[Variant], first_step: int) -> None:
+    from dynapipe_ext.executor.device import device_bytes, device_name
+
+    job, device = context.job, context.device
+    store = context.store.info()
+    facts = run_facts(
+        job,
+        StoreInfo(store["server"], store["version"]),
+        device=device_name(device),
+        device_bytes=device_bytes(device),
+        num_cores=job.planning.num_cores or num_cores(),
+    )
+    if job.resumed is None:
+        begin_run(job, facts, chosen)
+        keep_model_files(job.config, job.run_dir)
+    else:
+        resume_run(job, facts, first_step)
+
+
+def _steps(
+    context: RankContext,
+    chosen: Sequence[Variant],
+    index: int,
+    turn: Sequence[int],
+    traced: TracedSpans,
+    first_step: int,
+    listening: ExitStack,
+) -> Generator[StepDone, None, None]:
+    """The steps of a variant that is run beside others of its turn, with those who listen until all have ended."""
+    from dynapipe_ext.launch.rank.variant_run import run_variant
+
+    config, run_dir = context.job.config, context.job.run_dir
+    listeners: list[Listener] = [] if index else [traced]
+    if context.rank == 0:
+        listeners += written(config, run_dir, chosen[index], index)
+        if index == turn[0]:
+            listeners.append(shown(config, [chosen[i].name for i in turn if i], first_step))
+    for listener in listeners:
+        listening.callback(listener.close)
+    namespace = f"{context.store.namespace}/{index}"
+    return run_variant(context, chosen[index], namespace, listeners, is_compared=index > 0)
+
+
+def turns(num_variants: int, device_type: str) -> list[list[int]]:
+    """Which variants run at once, a step of each in turn, so that what else the machine does meets all alike. A device
+    holds the states of one alone: there they follow one another.
+
+    >>> turns(3, "cpu"), turns(3, "cuda")
+    ([[0, 1, 2]], [[0], [1], [2]])
+    """
+    every = range(num_variants)
+    return [list(every)] if device_type == "cpu" else [[index] for index in every]
+
+
+def rank_title(env: RankEnv, config: TrainConfig) -> str:
+    """What `ps` shows of a rank: its number, and its place in the job.
+
+    >>> place = RankEnv(rank=3, world_size=8, local_rank=3, local_world_size=8, master_addr="", master_port=0)
+    >>> rank_title(place, TrainConfig())
+    'rank 3 of 8: dynapipe train dp1 pp0 tp1'
+    """
+    topology, title = topology_of(config), f"rank {env.rank} of {env.world_size}: dynapipe train"
+    if env.world_size != topology.world_size:  # refused later
+        return title
+    me = topology.coordinates(env.rank)
+    return f"{title} dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
