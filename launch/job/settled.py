@@ -62,6 +62,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.placements import PlacementTrial, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.tools.show.samples import sample_text
 
@@ -249,7 +250,7 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
     planning = SettledPlanning(config=config, costs=costs, topology=topology_of(config), num_cores=num_cores)
     planning, trials = placed_planning(planning, partial(batches_to_place, config, data.train.lengths))
     if trials:
-        console.print(trials_table(trials))
+        show(trials_table(trials), console=console)
     check_data(data, lambda lengths: check_fits(planning.config, planning.costs, lengths))
     console.print(ranks_line(planning.topology), soft_wrap=True)
     return SettledJob(

@@ -12,11 +12,13 @@ import pytest
 from torch.distributed import TCPStore
 
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job.requested import config_from
 from dynapipe_ext.launch.processes import cluster, network
 from dynapipe_ext.launch.rank import rank_program
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
+from tests.support.checkpoints import saved, tiny
 from tests.support.limits import LIMIT_S
 
 
@@ -105,6 +107,26 @@ def test_the_stores_password_is_checked_before_anything_is_prepared(
         assert rank_program.main(["--tp", "4", "--store", server.address.url]) == 2
     assert "password" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["train", "torchrun"])
+def test_weights_of_another_model_are_refused_before_a_run_has_a_directory(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = saved(tiny("llama"), tmp_path / "small", shard_size="1GB")
+    other = json.loads((small / "config.json").read_text()) | {"intermediate_size": 96}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    empty = tmp_path / "here"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    words = ["--architecture", str(tmp_path / "other.json"), "--init-from", str(small), "--tp", "4"]
+    if way == "train":
+        assert cli.main(["train", *words]) == 2
+    else:
+        as_rank(0, monkeypatch)
+        assert rank_program.main(words) == 2
+    assert f"init_from {small} is a checkpoint of another model than" in capsys.readouterr().err
+    assert list(empty.iterdir()) == []
 
 
 def test_of_forked_ranks_that_fail_the_first_alone_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
