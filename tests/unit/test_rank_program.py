@@ -114,8 +114,8 @@ def test_weights_of_another_model_are_refused_before_a_run_has_a_directory(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = saved(tiny("llama"), tmp_path / "small", shard_size="1GB")
-    other = json.loads((small / "config.json").read_text()) | {"intermediate_size": 96}
-    (tmp_path / "other.json").write_text(json.dumps(other))
+    other = json.loads((small / "config.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps(other | {"intermediate_size": 2 * other["intermediate_size"]}))
     empty = tmp_path / "here"
     empty.mkdir()
     monkeypatch.chdir(empty)
