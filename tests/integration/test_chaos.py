@@ -28,7 +28,7 @@ def jobs(preloaded: Preloaded) -> Iterator[ChaosJobs]:
         pytest.param(
             "train",
             [
-                Cell("megatron.finalize_grads: all_reduce", "kill", "store"),
+                Cell("stage.finalize_grads: all_reduce", "kill", "store"),
                 Cell("transfer: receive", "kill", "planner"),
                 Cell("file: rename .iter_N.part", "kill", "rank"),
             ],
@@ -45,7 +45,7 @@ def jobs(preloaded: Preloaded) -> Iterator[ChaosJobs]:
         ),
         pytest.param(
             "launch",
-            [Cell("megatron_optimizer.update: all_reduce", "kill", "rank"), Cell("anywhere", "drop", "plan")],
+            [Cell("optimizer.update: all_reduce", "kill", "rank"), Cell("anywhere", "drop", "plan")],
             id="plans, a rank that a launched job replaces",
         ),
     ],

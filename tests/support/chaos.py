@@ -68,7 +68,7 @@ _STORE_DEEDS = [
 ]
 _FULL = [("fill", what) for what in ("memory", "memory for a while", "disk", "files")]
 _SOMETIMES = ("planner", "store")  # there is none in some waits
-_ANYWHERE, _PLAN_WAIT, _FILE = "anywhere", "source._wait: store get", "file: "
+_ANYWHERE, _PLAN_WAIT, _FILE = "anywhere", "channel._wait: store get", "file: "
 
 Command = Literal["train", "launch"]
 
