@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -190,12 +190,7 @@ def run(args: argparse.Namespace) -> int:
             )
     seconds = time.monotonic() - started_s
     if args.tasks:
-        data_tasks = {task: None for _, target in parts for task in TokenDataset.open(target).tasks}
-        tasks = chosen_tasks(args)
-        if tasks.weights:
-            console.print("note: weights of tasks are for dynapipe train --tasks: a prepared folder keeps none")
-        if fault := unknown_tasks(tasks, data_tasks):
-            console.print(f"warning: {fault}", soft_wrap=True)
+        _note_tasks(chosen_tasks(args), [target for _, target in parts], console)
     for note in [note for _, target in parts if args.output for note in loss_notes(TokenDataset.open(target))]:
         console.print(note, soft_wrap=True, markup=False)
     _report(
@@ -216,6 +211,15 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     return 0
+
+
+def _note_tasks(tasks: Tasks, outputs: Sequence[str], console: Console) -> None:
+    """Print which parts of the tasks file the outputs do not use."""
+    data_tasks = {task: None for output in outputs for task in TokenDataset.open(output).tasks}
+    if tasks.weights:
+        console.print("note: weights of tasks are for dynapipe train --tasks: a prepared folder keeps none")
+    if fault := unknown_tasks(tasks, data_tasks):
+        console.print(f"warning: {fault}", soft_wrap=True)
 
 
 def _parts(args: argparse.Namespace, output: str) -> list[tuple[tuple[InputFile, ...], str]]:

@@ -90,11 +90,7 @@ def write_loss_png(
     panels[0].set_ylabel("loss", color=_INK)
     if apart:
         _distances(panels[-1], apart, next(iter(drawn)))
-    handles, labels = panels[0].get_legend_handles_labels()
-    # A character of the legend takes about a fourteenth of an inch; a line sample and its margins about nine of them.
-    fits = int(14 * figure.get_figwidth() // (9 + max(len(label) for label in labels)))
-    columns = max(1, min(fits, len(labels)))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    _legend(figure, panels[0])
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold", color=_INK)
     target = Path(path)
     try:
@@ -102,6 +98,14 @@ def write_loss_png(
         figure.savefig(target, format="png", metadata={"Software": None})
     except OSError as error:
         raise DataError(f"{target} cannot be written ({error.strerror}): choose another directory") from error
+
+
+def _legend(figure: Any, panel: Any) -> None:
+    handles, labels = panel.get_legend_handles_labels()
+    # A character of the legend takes about a fourteenth of an inch; a line sample and its margins about nine of them.
+    fits = int(14 * figure.get_figwidth() // (9 + max(len(label) for label in labels)))
+    columns = max(1, min(fits, len(labels)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def _distances(panel: Any, apart: Mapping[str, Sequence[tuple[int, float]]], first: str) -> None:
