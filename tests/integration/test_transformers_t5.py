@@ -282,5 +282,5 @@ def refusal(model: Path, asked: list[str], capsys: pytest.CaptureFixture[str]) -
 
 def test_encoder_decoders_that_nobody_can_cut_are_refused_with_those_that_are_known(tmp_path):
     transformers.BartConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="'bart' has an encoder and a decoder: of such models t5 alone is known"):
+    with pytest.raises(ConfigError, match="'bart' has an encoder and a decoder: of such models only t5 is supported"):
         read_trainable(str(tmp_path), "transformers")
