@@ -88,7 +88,7 @@ class PipelineExecutor:
         buffers: dict[Buffer, Tensors] = {}
         sends: dict[Buffer, Pending] = {}
         receives: dict[Buffer, Pending] = {}
-        weights = _WeightQueue(plan, stage.ordered_stages())
+        weights = _WeightQueue(plan, stage.ordered_stages() if self._arrived is not None else ())
         for instruction in plan.instructions:
             try:
                 match instruction:

@@ -45,7 +45,8 @@ class Stage(Protocol):
 
     def ordered_stages(self) -> frozenset[int]:
         """The stages of this step whose W must pass no backward of this rank: one of their linear layers shares its
-        weight with another module (a tied embedding), whose gradients come from backwards, and sums have an order."""
+        weight with another module (a tied embedding), whose gradients come from backwards, and sums have an order.
+        Asked where W may run while a transfer is late."""
         ...
 
     def finish_step(self) -> float:
