@@ -119,11 +119,11 @@ class TrainConfig:
                 f"{where}: [plan] rule 'fixed-rows' packs rows that attend as a whole, which would mix the inputs of an"
                 " encoder-decoder: take rule dynapipe-ext, or packed-balanced"
             )
+        check_pieces_of_model(model, plan.pieces, where)  # first: no rule of plans would help such a model
         check_rules(plan, f"{where}: [plan] ")
         check_stages(topology, plan, where)
         check_evaluation(self.eval, where)
         check_heads(model, topology, where)
-        check_pieces_of_model(model, plan.pieces, where)
         if self.optimizer.deterministic:
             refuse_order_in_bits(model, plan, pp=topology.pp, deepspeed_config=self.deepspeed.config, where=where)
 
