@@ -137,7 +137,7 @@ def check_pieces_of_model(model: ModelSettings, pieces: Pieces, where: str) -> N
     elif model.described is not None:
         fault = model.described.pieces_fault
     else:
-        later = "inputs of an encoder-decoder attend to what comes later: plan whole samples"
+        later = "inputs of an encoder-decoder attend to later positions: plan whole samples"
         fault = later if model.num_decoder_layers else ""
     if fault:
         raise ConfigError(f'{where}: [plan] pieces is {pieces!r} but {fault} (pieces = "off")')

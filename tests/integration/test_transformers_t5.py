@@ -261,7 +261,7 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
         (["--layout", "padded", "--deterministic"], "that transformers computes, of which runs have no --determ"),
         (["--layout", "padded", "--tp", "2"], "whose runs have no tp"),
         (["--layout", "padded", "--lora", "--lora-target-modules", "q"], "has an encoder too: train all of"),
-        (["--layout", "padded", "--pieces", "16"], "of an encoder-decoder attend to what comes later: plan wh"),
+        (["--layout", "padded", "--pieces", "16"], "of an encoder-decoder attend to later positions: plan whole"),
     ],
 )  # fmt: skip
 def test_what_runs_of_pairs_do_not_have_is_refused_before_anything_is_prepared(asked, says, tmp_path, capsys):
