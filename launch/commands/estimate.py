@@ -16,7 +16,7 @@ from dynapipe_ext.costs.states import RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
-from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.model_folder import prediction_line
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags
 from dynapipe_ext.models.architecture import Architecture

@@ -19,7 +19,7 @@ from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, named_interface, store_password
 from dynapipe_ext.launch.job import requested
-from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.requested import is_done, refuse_settings
 from dynapipe_ext.launch.job.run_data import missing_file, refuse_missing_file
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume

@@ -23,7 +23,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     memory_limit_bytes,
     settled_planning,
 )
-from dynapipe_ext.launch.job.placement import followed_placement, trials_table
+from dynapipe_ext.launch.job.configured import followed_placement, trials_table
 from dynapipe_ext.launch.job.settled import placed_planning
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags, settings_of_flags
 from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds

@@ -18,7 +18,13 @@ from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, reason, short
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at
-from dynapipe_ext.launch.job.job import analytic_costs, architecture_of, global_batches, placed_stages, topology_of
+from dynapipe_ext.launch.job.configured import (
+    analytic_costs,
+    architecture_of,
+    global_batches,
+    placed_stages,
+    topology_of,
+)
 from dynapipe_ext.launch.job.run_costs import costs_of_settings, refuse_table_of_other_model
 from dynapipe_ext.launch.job.settled import SettledPlanning
 from dynapipe_ext.launch.setting_flags import add_flag

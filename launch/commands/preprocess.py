@@ -43,7 +43,7 @@ from dynapipe_ext.launch.command_parser import (
     ending,
 )
 from dynapipe_ext.launch.env import child_environment
-from dynapipe_ext.launch.job.data_form import (
+from dynapipe_ext.launch.job.run_data import (
     DataForm,
     form_of,
     is_encoder_decoder,

@@ -28,7 +28,7 @@ from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measur
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import RankEnv, limit_threads
-from dynapipe_ext.launch.job.job import architecture_of
+from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.run.outcome import versions
 from dynapipe_ext.launch.setting_flags import add_flag

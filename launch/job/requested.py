@@ -19,7 +19,7 @@ from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
 from dynapipe_ext.launch.env import debug_settings
-from dynapipe_ext.launch.job.job import topology_of, variants
+from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.model_folder import refuse_unsupported, settings_of_model, usual_settings
 from dynapipe_ext.launch.job.run_data import named_files
 from dynapipe_ext.launch.job.run_directory import (

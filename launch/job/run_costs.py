@@ -15,7 +15,13 @@ from dynapipe_ext.costs.interchange import read_cost_file, run_costs_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import read_manifest
-from dynapipe_ext.launch.job.job import CountedCosts, analytic_costs, architecture_of, configured_costs, topology_of
+from dynapipe_ext.launch.job.configured import (
+    CountedCosts,
+    analytic_costs,
+    architecture_of,
+    configured_costs,
+    topology_of,
+)
 from dynapipe_ext.launch.job.run_directory import fitted_costs_file
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.settings.train_config import TrainConfig

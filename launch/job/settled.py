@@ -28,25 +28,23 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.launch.job.job import (
+from dynapipe_ext.launch.job.configured import (
     architecture_of,
+    batches_to_place,
     check_batches,
     check_fits,
     configured_format,
+    followed_placement,
+    layers_to_place,
     make_planner,
+    placement_trials,
     settled_steps,
     topology_of,
     trained_costs,
-)
-from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, widened_line
-from dynapipe_ext.launch.job.placement import (
-    batches_to_place,
-    followed_placement,
-    layers_to_place,
-    placement_trials,
     trials_table,
     with_placement,
 )
+from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, widened_line
 from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
 from dynapipe_ext.launch.job.run_costs import resumed_costs, settle_costs
 from dynapipe_ext.launch.job.run_data import (
@@ -190,7 +188,7 @@ class SettledJob:
 
     @property
     def checkpoints(self) -> Path:
-        return self.run_dir / CHECKPOINTS
+        return (self.run_dir / CHECKPOINTS).resolve()
 
     def to_json(self) -> dict[str, Any]:
         """What ranks on other machines cannot settle for themselves."""

@@ -13,7 +13,7 @@ from dynapipe_ext.executor.checkpoints.saving import SavingTogether
 from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, make_engine
 from dynapipe_ext.executor.stages.deepspeed.stage import engine_model, engine_stage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
-from dynapipe_ext.launch.job.job import topology_of, trained_recipe
+from dynapipe_ext.launch.job.configured import topology_of, trained_recipe
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.launch.rank.transformers_run import model_description, rank_parts
 from dynapipe_ext.models.architecture import Architecture

@@ -15,7 +15,7 @@ from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron.model import build_chunks, build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
-from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.models.architecture import Architecture

@@ -26,7 +26,7 @@ from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.env import RankEnv, keep_cublas_deterministic, limit_threads, num_cores
-from dynapipe_ext.launch.job.job import Variant, placed_stages, topology_of, variants
+from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, variants
 from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs
 from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S, RunData, run_data

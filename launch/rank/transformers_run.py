@@ -18,7 +18,7 @@ from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
-from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import document_attention_fault

@@ -36,7 +36,7 @@ from dynapipe_ext.executor.training_loop import (
 )
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import Groups, TorchP2PTransport, WatchedTransport
-from dynapipe_ext.launch.job.job import Variant, architecture_of, topology_of
+from dynapipe_ext.launch.job.configured import Variant, architecture_of, topology_of
 from dynapipe_ext.launch.job.run_costs import RunCosts, write_fitted_costs
 from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.rank.built_model import BuiltModel

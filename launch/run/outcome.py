@@ -24,7 +24,7 @@ from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import DynaPipeError, in_one_line
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.launch.job.job import Variant, global_batches, make_planner, topology_of
+from dynapipe_ext.launch.job.configured import Variant, global_batches, make_planner, topology_of
 from dynapipe_ext.launch.job.run_costs import RunCosts
 from dynapipe_ext.launch.job.run_data import RunData
 from dynapipe_ext.launch.job.run_directory import (

@@ -21,7 +21,7 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import DataError, PlanError
-from dynapipe_ext.launch.job.placement import layers_to_place
+from dynapipe_ext.launch.job.configured import layers_to_place
 from dynapipe_ext.schedules.placements import PlacementSearch, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan

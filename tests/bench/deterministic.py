@@ -29,7 +29,7 @@ from contenders import provenance
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.executor.checkpoints.folder import SavedTensor, latest, read_manifest
-from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Preloaded

@@ -30,7 +30,7 @@ from contenders import provenance
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.pairs import PairDataset
-from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.models.named_models import ENCODER_DECODERS, LAYER_PATTERNS
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_fine_tuning import (

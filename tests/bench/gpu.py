@@ -36,7 +36,7 @@ from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
 from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.launch.job.job import architecture_of
+from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.launch.job.run_costs import settle_costs
 from dynapipe_ext.models.flops import step_flops, work_of
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes

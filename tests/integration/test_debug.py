@@ -10,7 +10,7 @@ import pytest
 
 from dynapipe_ext.costs.interchange import cost_model_to_json, read_cost_file
 from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
-from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig

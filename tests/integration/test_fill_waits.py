@@ -19,7 +19,7 @@ from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.transport.torch_p2p import WatchedTransport
 from dynapipe_ext.launch.env import RankEnv, num_cores
-from dynapipe_ext.launch.job.job import (
+from dynapipe_ext.launch.job.configured import (
     Variant,
     analytic_costs,
     architecture_of,

@@ -23,7 +23,7 @@ from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.executor.measuring import profiling
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.job.job import architecture_of
+from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.preloaded import Preloaded
 

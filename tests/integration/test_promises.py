@@ -52,7 +52,7 @@ def test_no_measured_action_starts_before_its_input_has_ended(run_dir):
 def test_costs_of_a_run_follow_the_settings_of_the_next_one(run_dir):
     """Rates are measured, but widths and sharding come from the settings that use them."""
     from dynapipe_ext.costs.interchange import read_cost_file
-    from dynapipe_ext.launch.job.job import configured_costs
+    from dynapipe_ext.launch.job.configured import configured_costs
     from dynapipe_ext.settings.train_config import TrainConfig
 
     costs = read_cost_file(run_dir / "costs.json")

@@ -15,7 +15,7 @@ from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.data.sample_selection import hold_out
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_train_command import report_of
 from tests.support.checkpoints import saved, tiny

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_train_command import report_of
 from tests.support.checkpoints import saved, tensors_in, tiny

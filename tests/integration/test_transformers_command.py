@@ -212,7 +212,7 @@ def test_long_samples_run_in_pieces_with_the_losses_of_a_plain_loop(
     ("family", "says"),
     [
         ("mistral", r"mistral has attention windows \(sliding_window 5\), which do not go on from piece to piece"),
-        ("gemma2", "gemma2 has windows"),
+        ("gemma2", "gemma2 has attention windows"),
     ],
 )
 def test_models_that_do_not_attend_from_piece_to_piece_are_refused(family: str, says: str, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.settings.train_config import TrainConfig
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.job import requested
-from dynapipe_ext.launch.job.job import architecture_of
+from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.settings.train_config import TrainConfig, declared_tables
 

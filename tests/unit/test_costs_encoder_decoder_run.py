@@ -13,7 +13,7 @@ from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.job.job import analytic_costs, architecture_of, configured_format, topology_of, variants
+from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, configured_format, topology_of, variants
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.schedules.planner import Planner

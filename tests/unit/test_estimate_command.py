@@ -10,7 +10,7 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.commands import estimate as estimate_command
-from dynapipe_ext.launch.job.job import architecture_of, topology_of
+from dynapipe_ext.launch.job.configured import architecture_of, topology_of
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.settings.train_config import TrainConfig
 

@@ -9,7 +9,7 @@ import pytest
 
 from dynapipe_ext.batch.topology import Topology, placement_of
 from dynapipe_ext.costs.estimated import Strategy
-from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.models.named_models import preset

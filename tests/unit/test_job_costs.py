@@ -19,7 +19,7 @@ from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.job.job import (
+from dynapipe_ext.launch.job.configured import (
     analytic_costs,
     architecture_of,
     configured_costs,

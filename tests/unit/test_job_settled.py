@@ -22,7 +22,7 @@ from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import plan as plan_command
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.env import RankEnv, num_cores
-from dynapipe_ext.launch.job.job import analytic_costs, architecture_of, global_batches, variants
+from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, global_batches, variants
 from dynapipe_ext.launch.job.requested import JobRequest, add_arguments, requested_job
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, settled_job
 from dynapipe_ext.launch.rank import one_rank

@@ -20,7 +20,7 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import save_parts
-from dynapipe_ext.launch.job.job import check_fits, configured_costs, make_planner, topology_of, trained_costs
+from dynapipe_ext.launch.job.configured import check_fits, configured_costs, make_planner, topology_of, trained_costs
 from dynapipe_ext.launch.job.model_folder import refuse_unsupported, widened_line
 from dynapipe_ext.launch.job.run_costs import settle_costs
 from dynapipe_ext.models.flops import step_flops, work_of

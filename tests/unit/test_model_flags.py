@@ -17,7 +17,7 @@ from dynapipe_ext.batch.micro_batches import as_length_array, sample_lengths
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.launch.job import requested
-from dynapipe_ext.launch.job.job import (
+from dynapipe_ext.launch.job.configured import (
     analytic_costs,
     architecture_of,
     check_fits,

@@ -23,7 +23,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job.job import topology_of
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic

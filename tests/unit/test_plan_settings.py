@@ -11,7 +11,7 @@ import pytest
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.settings.train_config import TrainConfig
 
 

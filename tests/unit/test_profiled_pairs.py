@@ -15,7 +15,7 @@ from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measur
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.launch.job.job import check_fits
+from dynapipe_ext.launch.job.configured import check_fits
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_layers, stage_parameters
 from dynapipe_ext.settings.train_config import TrainConfig

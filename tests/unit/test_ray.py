@@ -134,5 +134,5 @@ def test_a_node_is_told_to_save_ends_with_its_input_and_is_missed_when_its_actor
 
 def test_nodes_that_the_cluster_has_not_got_are_refused(cluster, monkeypatch):
     monkeypatch.setattr("dynapipe_ext.launch.processes.nodes._PLACE_S", 0.2)
-    with pytest.raises(ConfigError, match="no 2 nodes with 1 CPU each that are free"):
+    with pytest.raises(ConfigError, match="no 2 free nodes with 1 CPU each"):
         RayNodes(2, 1, None)

@@ -255,7 +255,7 @@ def test_a_report_fills_the_measured_rows_and_leaves_the_rest_empty(table: Any, 
 
 
 def test_the_compared_runs_have_the_names_that_train_gives_them(table: Any) -> None:
-    from dynapipe_ext.launch.job.job import variants
+    from dynapipe_ext.launch.job.configured import variants
     from dynapipe_ext.settings.train_config import TrainConfig
 
     assert set(table._RUNS.values()) <= {variant.name for variant in variants(TrainConfig(), compare=True)}

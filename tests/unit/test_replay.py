@@ -15,7 +15,7 @@ from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.plans.planner_process import describe_planner, planner_of
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job.job import variants
+from dynapipe_ext.launch.job.configured import variants
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
 

@@ -26,8 +26,8 @@ from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.opening import MemoryStore
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job import job
-from dynapipe_ext.launch.job.placement import batches_to_place
+from dynapipe_ext.launch.job import configured as job
+from dynapipe_ext.launch.job.configured import batches_to_place
 from dynapipe_ext.launch.job.settled import SettledPlanning, placed_planning
 from dynapipe_ext.launch.run import outcome
 from dynapipe_ext.schedules.planner import Planner
