@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.executor.checkpoints.folder import checkpoints, latest
-from dynapipe_ext.launch.job.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.launch.job.run_directory import is_in_use
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS
 from dynapipe_ext.settings.train_config import TrainConfig
