@@ -34,7 +34,8 @@ def cost_model_to_json(costs: PricesMicroBatches) -> dict[str, Any]:
 
 
 def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
-    """The cost model that `cost_model_to_json` wrote."""
+    """The cost model that `cost_model_to_json` or `run_costs_to_json` wrote."""
+    raw = {key: value for key, value in raw.items() if key != _NUM_CORES}
     match raw.get("kind"):
         case "forwards":
             return adjusted(_base_of(raw, "forwards alone", ("forwards",)), ForwardsAlone())

@@ -214,6 +214,7 @@ class PricesMicroBatches(Protocol):
     def fingerprint(self) -> str: ...
 
 
+@runtime_checkable
 class PricesShapes(Protocol):
     """Prices padded shapes as arrays; a shape that it refuses costs INFEASIBLE. Hashable, as floors are kept."""
 
@@ -275,7 +276,8 @@ def as_cost_model(costs: PricesMicroBatches) -> CostModel:
 
 @dataclass(frozen=True, slots=True)
 class UserCosts:
-    """A cost model of one's own with all abilities. Shapes are priced one by one, as micro-batches of equal samples.
+    """A cost model of one's own, with all abilities. Its `evaluate_shapes` prices shapes, if it has one. Else they are
+    priced one by one, as micro-batches of equal samples.
 
     It is priced over any topology with as many stages. There is no bound over all plans.
     """
@@ -297,6 +299,8 @@ class UserCosts:
         decoder_len: npt.ArrayLike = 0,
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
+        if isinstance(self.prices, PricesShapes):
+            return self.prices.evaluate_shapes(rows, encoder_len, decoder_len, recompute)
         shapes = np.stack(flat_shapes(rows, encoder_len, decoder_len), axis=1).tolist()
         equal = [
             MicroBatch(tuple(SampleLength(i, encoder, decoder) for i in range(count)), "padded", recompute)

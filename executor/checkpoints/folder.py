@@ -285,9 +285,13 @@ def best(root: Path) -> Path:
 
 
 def least_validation_loss(root: Path) -> float:
-    """Of the complete checkpoints; infinite where none was evaluated. Errors: DataError for a damaged one."""
-    losses = (read_manifest(folder).run.validation_loss for folder in checkpoints(root))
-    return min((loss for loss in losses if loss is not None), default=math.inf)
+    """Of the complete checkpoints that can be read; infinite where none was evaluated."""
+    least_loss = math.inf
+    for folder in checkpoints(root):
+        with contextlib.suppress(DataError):  # a damaged one cannot become the output
+            loss = read_manifest(folder).run.validation_loss
+            least_loss = least_loss if loss is None else min(least_loss, loss)
+    return least_loss
 
 
 def begin(root: Path, step: int) -> Path:

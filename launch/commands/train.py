@@ -27,8 +27,8 @@ __all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
+    limit_threads()  # before anything loads torch, which measures with as many as it starts with
     request = requested_job(args)
-    limit_threads()
     console = Console(stderr=True, highlight=False)
     overwrite = request.overwrite and request.resumed is None  # else it is what --output holds that may be lost
     with claimed(request, console, overwrite=overwrite) as request:

@@ -93,7 +93,7 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
         where, on_host = config.plan.costs or "the checkpoint", _is_on_host(config)
         named = None
         if config.plan.costs:
-            read = read_cost_file(config.plan.costs)
+            read = without(read_cost_file(config.plan.costs), FrozenWeights)  # what trains is said by the settings
             refuse_table_of_other_model(read, config, architecture, config.plan.costs)
             named = costs_of_settings(config, read, where, vocab_size=vocab_size, on_host=on_host)
         if saved is None or (named is not None and not fitted_times(saved)):

@@ -335,6 +335,8 @@ def _largest_price(
     run = cost < INFEASIBLE
     features, cost = _features(points[run]), cost[run]
     if not has_decoder:
+        if (cost <= 0).any():  # a row of some length is free: so is each of its tokens and squares
+            return 0.0
         use = features[:, 2:] / cost[:, None]
         if most_square_ns < math.inf:
             use = np.vstack([use, [0.0, 1 / max(most_square_ns, _NEXT_TO_NOTHING_NS)]])

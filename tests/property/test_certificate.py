@@ -361,6 +361,13 @@ def test_no_plan_beats_the_batch_bound_of_frozen_weights_or_fitted_times(
         assert oracle is None or bound <= oracle <= best + 1
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_times_fitted_without_any_scale_bound_nothing_and_break_nothing(packed: bool) -> None:
+    constant = FittedTimes(({name: TimeCorrection(0.0, overhead_ns=9e6) for name in "FB"},) * 2)
+    costs = adjusted(table(Topology(pp=2), seed=0, missing=0.0), constant)
+    assert 0 <= bound_ns(costs, [(3, 0), (17, 0)], stages=(0, 1), dp=1, split=False, packed=packed) <= 10**9
+
+
 def test_the_batch_bound_is_reached_where_one_micro_batch_is_best() -> None:
     costs = TokenCosts(1, ns_per_token=1000, ns_per_token_squared=1.0, overhead_ns=50_000)
     lengths = [(32, 0)] * 5

@@ -291,3 +291,22 @@ def test_a_folder_that_is_none_of_its_kind_is_said_in_one_line_before_anything_i
     monkeypatch.chdir(tmp_path)
     assert cli.main(words) == 2
     assert " ".join(capsys.readouterr().err.split()).startswith(f"dynapipe: error: {says}")
+
+
+def test_train_limits_threads_before_anything_may_load_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dynapipe_ext.launch.commands import train
+
+    class AskedError(Exception):
+        pass
+
+    order: list[str] = []
+
+    def asked(*_: object) -> None:
+        order.append("request")
+        raise AskedError
+
+    monkeypatch.setattr(train, "limit_threads", lambda: order.append("threads"))
+    monkeypatch.setattr(train, "requested_job", asked)
+    with pytest.raises(AskedError):
+        train.run(types.SimpleNamespace())  # type: ignore[arg-type]
+    assert order == ["threads", "request"]

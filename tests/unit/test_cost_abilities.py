@@ -58,6 +58,17 @@ def test_three_members_plan_as_the_same_prices_with_every_ability(layout: Any) -
     assert own.makespan_s == full.makespan_s
 
 
+def test_shapes_of_a_model_of_ones_own_are_priced_by_itself_where_it_does() -> None:
+    class WithShapes(Own):
+        def evaluate_shapes(self, rows: Any, encoder_len: Any, decoder_len: Any = 0, recompute: Any = "none") -> Any:
+            priced.append(len(rows))
+            return TOKENS.evaluate_shapes(rows, encoder_len, decoder_len, recompute)
+
+    priced: list[int] = []
+    as_cost_model(WithShapes()).evaluate_shapes([1, 2, 1], [3, 4, 5])
+    assert priced == [3]
+
+
 def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
     own = as_cost_model(Own())
     assert as_cost_model(own) is own

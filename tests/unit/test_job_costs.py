@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.adjustments import FittedTimes, adjusted
+from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorrection, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json, read_cost_file
@@ -92,6 +92,19 @@ def test_a_job_takes_rates_from_its_cost_file_and_widths_and_sharding_from_its_s
     other = config.with_values(model={"hidden_size": 256})
     with pytest.raises(ConfigError, match="those of another model"):
         settle_costs(other, VOCABULARY)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_run_has_fitted_to_a_file_of_costs_stays_where_it_resumes_with_that_file(
+    frozen: bool, tmp_path: Path
+) -> None:
+    of_file = adjusted(COUNTED, FrozenWeights((0.5,) * COUNTED.num_stages)) if frozen else COUNTED
+    config = CONFIG.with_values(plan={"costs": str(written(tmp_path, of_file))})
+    began = settle_costs(config, VOCABULARY)
+    assert began == COUNTED  # what trains is said by the settings
+    fit = FittedTimes(({"F": TimeCorrection(2.0)},) * COUNTED.num_stages)
+    saved = adjusted(of_file, fit)
+    assert settle_costs(config, VOCABULARY, saved) == adjusted(COUNTED, fit)
 
 
 @pytest.mark.parametrize(

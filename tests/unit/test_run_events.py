@@ -96,6 +96,14 @@ def test_a_run_that_goes_on_keeps_the_steps_before_and_says_what_it_runs_on_now(
     assert [done.step for done in events.variants[0][1]] == [0, 1]
 
 
+def test_a_run_whose_events_end_before_its_checkpoint_is_refused_before_it_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    start_events(path, FACTS, [OURS], num_steps=10)
+    add(path, "ours", a_step(0), a_step(1))
+    with pytest.raises(DataError, match=r"ends after step 2 but the checkpoint is of step 3.*put the whole file back"):
+        resume_events(path, 3, FACTS, num_steps=20)
+
+
 def test_a_loss_that_is_no_number_is_null_and_read_again(tmp_path: Path) -> None:
     path = written(tmp_path / "events.jsonl", a_step(0, loss=math.nan, grad_norm=math.inf))
     assert json.loads(path.read_text().splitlines()[1])["loss"] is None

@@ -78,6 +78,12 @@ def resume_events(path: Path, step: int, facts: RunFacts, *, num_steps: int) -> 
             f"{path} compares {len(events.variants)} ways of planning: only a run of one way can be resumed"
         )
     labels = [label for label, _ in events.variants]
+    num_steps_held = max((done.step + 1 for _, steps in events.variants for done in steps), default=0)
+    if num_steps_held < step:
+        raise DataError(
+            f"{path} ends after step {num_steps_held} but the checkpoint is of step {step}, so losses are lost: put the"
+            " whole file back, or remove the checkpoints behind its end and resume from an earlier one"
+        )
     lines = [_line(label.name, done) for label, steps in events.variants for done in steps if done.step < step]
     write_atomic(path, _header(facts, labels, num_steps) + "".join(lines))
 
