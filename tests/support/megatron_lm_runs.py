@@ -219,6 +219,8 @@ def main() -> None:
                     status = error.code if isinstance(error.code, int) else int(bool(error.code))
                 except Exception:  # noqa: BLE001 - it is in the rank's file, and its status says so
                     traceback.print_exc()
+                if writer := importlib.import_module("megatron.training.global_vars").get_tensorboard_writer():
+                    writer.flush()  # a forked rank ends without what the interpreter does at its end
                 sys.stdout.flush()
                 sys.stderr.flush()
             Path(f"{place}.status").write_text(str(status))
