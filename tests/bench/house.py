@@ -13,8 +13,11 @@ import ast
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.support.import_graph import Graph, import_graphs, reached
 
 TOPS = ("dynapipe_ext", "schedules", "executor", "tools", "launch")
 WINGS = ("dynapipe_ext/batching", "dynapipe_ext/sampling", "dynapipe_ext/inference", "dynapipe_ext/packing",
@@ -34,44 +37,15 @@ def module_of(path: Path) -> str:
     return ".".join(parts if parts[0] == "dynapipe_ext" else ["dynapipe_ext", *parts])
 
 
-def imports_of(tree: ast.AST, modules: set[str]) -> Iterator[str]:
-    """Modules of this project that a module imports, but for type checking alone."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            waiting += node.orelse
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner in modules else node.module
-        waiting += ast.iter_child_nodes(node)
+def circles(graph: Graph) -> list[list[str]]:
+    """Sets of modules that import each other, each sorted.
 
-
-def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Sets of modules that import each other, each sorted: strongly connected components of more than one module.
-
-    >>> circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+    >>> circles({"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")})
     [['a', 'b', 'c']]
     """
-
-    def reached(start: str, edges: dict[str, set[str]]) -> set[str]:
-        seen, waiting = set(), [start]
-        while waiting:
-            for module in edges.get(waiting.pop(), set()) - seen:
-                seen.add(module)
-                waiting.append(module)
-        return seen
-
-    backward: dict[str, set[str]] = {}
-    for module, targets in imports.items():
-        for target in targets:
-            backward.setdefault(target, set()).add(module)
-    found = {tuple(sorted(reached(m, imports) & reached(m, backward))) for m in imports}
-    return sorted(list(one) for one in found if len(one) > 1)
+    below = {module: reached(graph, [module]) for module in graph}
+    sets = {tuple(sorted(other for other in below[module] if module in below[other])) for module in graph}
+    return sorted(list(one) for one in sets if len(one) > 1)
 
 
 def main() -> int:
@@ -79,7 +53,7 @@ def main() -> int:
     files = sorted(file for top in TOPS for file in (root / top).rglob("*") if file.suffix in (".py", ".cpp", ".hpp"))
     lines: Counter[str] = Counter()
     num_files: Counter[str] = Counter()
-    trees: dict[str, ast.Module] = {}
+    sources: dict[str, Path] = {}
     functions: list[tuple[int, int, str]] = []
     for file in files:
         path = file.relative_to(root)
@@ -88,8 +62,8 @@ def main() -> int:
         num_files[str(path.parent)] += 1
         if file.suffix != ".py":
             continue
-        trees[module_of(path)] = tree = ast.parse(text)
-        for node in ast.walk(tree):
+        sources[module_of(path)] = file
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
                 args = node.args
@@ -109,13 +83,8 @@ def main() -> int:
     )
     for length, count, name in sorted(functions, reverse=True)[:10]:
         print(f"  {length} lines, {count} arguments: {name}")
-    modules = set(trees)
-    imports = {
-        module: {one for one in imports_of(tree, modules) if one in modules and one not in FACADES | {module}}
-        for module, tree in trees.items()
-        if module not in FACADES
-    }
-    every = circles(imports)
+    graph = import_graphs((module, file) for module, file in sources.items() if module not in FACADES).at_run_time
+    every = circles(graph)
     print(f"{len(every)} circles of imports")
     for one in every:
         print("  " + ", ".join(one))
