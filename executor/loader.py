@@ -33,6 +33,7 @@ from dynapipe_ext.data.pairs import collate_pairs, pair_borders
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.plans.channel import PlanChannel, PlanDelivery
+from dynapipe_ext.executor.plans.dump import DumpingPlanner, forget_plans_ahead
 from dynapipe_ext.executor.protocols import Batch, Store
 from dynapipe_ext.executor.proven_step import ProvenStep, StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -288,6 +289,8 @@ class DynaPipeDataLoader:
             self._pass = None
         if self._channel is not None:
             self._channel.close()
+        if isinstance(self.planner, DumpingPlanner):
+            forget_plans_ahead(self.planner.directory)
 
     def __enter__(self) -> DynaPipeDataLoader:
         return self
@@ -347,6 +350,8 @@ class DynaPipeDataLoader:
                 )
                 if self._channel is not None:
                     self._channel.reached(self._place)
+                if isinstance(self.planner, DumpingPlanner):
+                    self.planner.begins(place.global_step)
                 yield item.micro_batches, item.plan
 
     def _read(self, place: StepPosition, batches: GlobalBatches, source: PlanSource) -> ReadStep:

@@ -242,79 +242,107 @@ def train_steps(
 
     Every rank calls this alike, with its own place. No figure has the time that the caller takes between two steps.
     """
-    watch = hooks.watch
     if loader_step(loader) >= settings.num_steps:
         return
-    totals, offset_s = _Totals(), executors.recorder.clock_offset_s
-    step_start_s, cpu_start_s = time.perf_counter(), time.process_time()
+    totals, begun = _Totals(), _Moment.now()
     for place, micro_batches, plan in _steps(loader):
-        is_traced = settings.is_traced(plan.step)
-        is_recorded = is_traced or (watch is not None and watch.records(plan.step))
+        is_recorded = settings.is_traced(plan.step) or (hooks.watch is not None and hooks.watch.records(plan.step))
         hooks.begins(plan)
         ran = _run_step(executors.traced if is_recorded else executors.plain, optimizer, hooks, plan, micro_batches)
         spans = executors.recorder.take()
-        actions = () if watch is None else watch.seen(plan, spans)
-        held_bytes = hooks.own_bytes(max((span.num_bytes for span in spans), default=0))
-        work = work_of(plan.micro_batches) if hooks.counts_work else Work()
+        actions = () if hooks.watch is None else hooks.watch.seen(plan, spans)
         totals = totals.and_step(
-            ran.cpu_end_s - cpu_start_s, work, held_bytes, plan.prediction.peak_bytes[plan.pp_rank]
+            ran.end.cpu_s - begun.cpu_s,
+            work_of(plan.micro_batches) if hooks.counts_work else Work(),
+            hooks.own_bytes(max((span.num_bytes for span in spans), default=0)),
+            plan.prediction.peak_bytes[plan.pp_rank],
         )
-        all_ranks, origin_s = None, 0.0
+        everyone: list[RankFigures] = []
         if settings.gathers(plan.step):
+            offset_s = executors.recorder.clock_offset_s
             interval = (ran.start_s - offset_s, ran.executed_s - offset_s)
             drifting = DriftingShape.furthest(actions)
             own_figures = _figures(totals, spans, interval, plan, loader.exposed_planning_s, drifting)
             everyone = hooks.gather(own_figures, f"step {plan.step}, figures of all ranks")
-            all_ranks = AllRanks.of(everyone, num_steps=totals.num_steps)
-            origin_s, totals = min(rank.start_s for rank in everyone), totals.after_gathering()
-        done = StepDone(
-            step=plan.step,
-            epoch=place["epoch"],
-            epoch_step=place["step"],
-            loss=ran.loss,
-            grad_norm=math.nan if isinstance(ran.updated, Refused) else ran.updated,
-            refused=ran.updated.reason if isinstance(ran.updated, Refused) else "",
-            learning_rate=ran.learning_rate,
-            real_tokens=plan.real_tokens,
-            padded_tokens=plan.padded_tokens,
-            num_micro_batches=plan.num_micro_batches,
-            step_s=ran.end_s - step_start_s,
-            executed_s=ran.executed_s - ran.start_s,
-            cpu_s=ran.cpu_end_s - cpu_start_s,
-            peak_bytes=totals.peak_bytes,
-            predicted_makespan_s=plan.makespan_s,
-            predicted_bubble_ratio=plan.prediction.bubble_ratio,
-            predicted_peak_bytes=totals.predicted_peak_bytes,
-            all_ranks=all_ranks,
+        traced = spans if settings.is_traced(plan.step) else ()
+        done = replace(
+            _step_done(plan, place, ran, begun, totals, everyone, traced),
             evaluation=hooks.evaluate(plan.step),
-            fit=None if watch is None else watch.fit(plan.step),
-            spans=tuple(moved(span, origin_s) for span in spans) if is_traced else (),
+            fit=None if hooks.watch is None else hooks.watch.fit(plan.step),
         )
-        step_start_s, cpu_start_s = ran.end_s, ran.cpu_end_s
-        if done.evaluation is not None or done.fit is not None:
-            step_start_s, cpu_start_s = time.perf_counter(), time.process_time()
+        if everyone:
+            totals = totals.after_gathering()
+        begun = ran.end if done.evaluation is None and done.fit is None else _Moment.now()
         for listener in listeners:
             listener.step_done(done)
-        if done.number >= settings.num_steps:
-            yield done
-            return
-        paused_s, paused_cpu_s = time.perf_counter(), time.process_time()
+        paused = _Moment.now()
         yield done
-        step_start_s += time.perf_counter() - paused_s
-        cpu_start_s += time.process_time() - paused_cpu_s
+        if done.number >= settings.num_steps:
+            return
+        begun = begun.later_by(paused, _Moment.now())
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What `perf_counter` and `process_time` say at one moment."""
+
+    s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> _Moment:
+        return cls(time.perf_counter(), time.process_time())
+
+    def later_by(self, start: _Moment, end: _Moment) -> _Moment:
+        """This moment moved by the time from `start` to `end`."""
+        return _Moment(self.s + end.s - start.s, self.cpu_s + end.cpu_s - start.cpu_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RanStep:
-    """A step that has run and updated the weights, or refused to. Times are of `perf_counter` and `process_time`."""
+    """A step that has run and updated the weights, or refused to. Times are of `perf_counter`."""
 
     loss: float
     updated: float | Refused
     learning_rate: float
     start_s: float
     executed_s: float
-    end_s: float
-    cpu_end_s: float
+    end: _Moment
+
+
+def _step_done(
+    plan: ExecutionPlan,
+    place: Mapping[str, Any],
+    ran: _RanStep,
+    begun: _Moment,
+    totals: _Totals,
+    everyone: Sequence[RankFigures],
+    traced: Sequence[Span],
+) -> StepDone:
+    """A step that has `ran` since it had `begun`; nobody has evaluated its weights yet. `everyone`: the figures of all
+    ranks, where they were gathered."""
+    origin_s = min((rank.start_s for rank in everyone), default=0.0)
+    return StepDone(
+        step=plan.step,
+        epoch=place["epoch"],
+        epoch_step=place["step"],
+        loss=ran.loss,
+        grad_norm=math.nan if isinstance(ran.updated, Refused) else ran.updated,
+        refused=ran.updated.reason if isinstance(ran.updated, Refused) else "",
+        learning_rate=ran.learning_rate,
+        real_tokens=plan.real_tokens,
+        padded_tokens=plan.padded_tokens,
+        num_micro_batches=plan.num_micro_batches,
+        step_s=ran.end.s - begun.s,
+        executed_s=ran.executed_s - ran.start_s,
+        cpu_s=ran.end.cpu_s - begun.cpu_s,
+        peak_bytes=totals.peak_bytes,
+        predicted_makespan_s=plan.makespan_s,
+        predicted_bubble_ratio=plan.prediction.bubble_ratio,
+        predicted_peak_bytes=totals.predicted_peak_bytes,
+        all_ranks=AllRanks.of(everyone, num_steps=totals.num_steps) if everyone else None,
+        spans=tuple(moved(span, origin_s) for span in traced),
+    )
 
 
 def _run_step(
@@ -334,8 +362,7 @@ def _run_step(
         learning_rate=learning_rate,
         start_s=start_s,
         executed_s=executed_s,
-        end_s=time.perf_counter(),
-        cpu_end_s=time.process_time(),
+        end=_Moment.now(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -17,6 +18,7 @@ from dynapipe_ext.tools.wording import counted, percent
 
 Clock = Callable[[], float]
 _FIRST_LINE = 1 << 14  # pieces before the first line where the total is unknown
+_ALL_COLUMNS = 106  # of a terminal that holds all figures of a step
 
 
 def format_eta(seconds: float | None) -> str:
@@ -74,8 +76,8 @@ class _Meter:
         self._enabled = enabled
         self._live = enabled and self._console.is_terminal
         self._started_s = 0.0
-        # 80 columns hold step, figures and time left. A wider terminal also shows the bar and the count.
-        bar_width = min(28, self._console.width - 90) if figures else 24
+        # _ALL_COLUMNS hold step, figures and time left. A wider terminal also shows the bar and the count.
+        bar_width = min(28, self._console.width - _ALL_COLUMNS - 14) if figures else 24
         bar = [BarColumn(bar_width=bar_width), _CountColumn()] if bar_width >= 8 else []
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -131,13 +133,17 @@ class StepProgress(_Meter):
         self._start()
 
     def step_done(self, done: StepDone) -> None:
-        """One more step is done. The bubble is "-" where it was not measured. Padding is the share of padding among all
-        tokens. Drift is how far the measured makespan exceeds the predicted one."""
+        """One more step is done. `norm` is that of the gradients before clipping, "-" where the step changed nothing.
+        The bubble is "-" where it was not measured. Padding is the share of padding among all tokens. Drift is how far
+        the measured makespan exceeds the predicted one. A terminal below _ALL_COLUMNS leaves out padding and bubble."""
         self._done += 1
         padding = 1 - done.real_tokens / max(1, done.padded_tokens)
         bubble = done.all_ranks.bubble_ratio if done.all_ranks else None
-        figures = f"loss {done.loss:.4f}  {done.real_tokens_per_s:,.0f} tok/s"
-        figures += f"  padding {percent(padding)}  bubble {percent(bubble)}"
+        norm = f"{done.grad_norm:.3g}" if math.isfinite(done.grad_norm) else "-"
+        figures = f"loss {done.loss:.4f}  lr {done.learning_rate:.3g}  norm {norm}"
+        figures += f"  {done.real_tokens_per_s:,.0f} tok/s"
+        if not self._live or self._console.width >= _ALL_COLUMNS:
+            figures += f"  padding {percent(padding)}  bubble {percent(bubble)}"
         if self._live:
             self._bar.update(self._task, completed=self._done, description=f"step {done.number}", figures=figures)
         if done.refused:

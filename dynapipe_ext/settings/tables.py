@@ -311,7 +311,7 @@ class JobSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugSettings:
     """Each rank writes a log into `log_dir`; at level "debug" with every action as it ends, which synchronises
-    accelerators. The plan of every step goes into `plan_dir`, for `dynapipe replay`. Empty: neither."""
+    accelerators. The plan of every step that has begun goes into `plan_dir`, for `dynapipe replay`. Empty: neither."""
 
     log_dir: str = setting("", "--log-dir", "keep a log of each rank there", "DIR")
     log_level: Literal["info", "debug"] = setting("info", "--log-level", "debug: with every action")

@@ -1,6 +1,7 @@
 """Every plan of a run on disk: what was planned, for which lengths and at what cost, to look at and to plan again.
 
 DIR/step-000012.json        the plan numbered 12 (from 0): lengths, micro-batches, schedules, predictions, trace
+DIR/.step-000013.json       one of a step that has not begun, gone once the run has ended
 DIR/planner-3f1c….json      the settings and costs that made it, by what they are
 """
 
@@ -27,7 +28,8 @@ DUMP_FORMAT, DUMPED_PLANNER_FORMAT = "dynapipe-dump/1", "dynapipe-dumped-planner
 
 
 class DumpingPlanner:
-    """A planner whose plans are files in `directory` before they are run; of a step planned again, the last one stays.
+    """A planner whose plans become files in `directory` as their steps begin, which the loader that is given it says.
+    Of a step planned again, the last plan stays.
 
     Errors of `plan`: besides the planner's own, DataError where the directory cannot be written.
     """
@@ -80,8 +82,16 @@ class DumpingPlanner:
             "samples": [[s.index, s.encoder, s.decoder, s.target] for s in samples],
             "replicas": replicas_json(step_plan),
         }
-        _write(self.directory / f"step-{step:06d}.json", json.dumps(dump))
+        _write(self._place_ahead(step), json.dumps(dump))
         return step_plan
+
+    def begins(self, step: int) -> None:
+        """Show the plan of a step that is to run now, where it was planned here and no rank has shown it before."""
+        with suppress(FileNotFoundError):
+            self._place_ahead(step).replace(self.directory / f"step-{step:06d}.json")
+
+    def _place_ahead(self, step: int) -> Path:
+        return self.directory / f".step-{step:06d}.json"
 
     def to_json(self) -> Mapping[str, Any]:
         return {"planner": self.planner.to_json(), "directory": str(self.directory)}
@@ -89,6 +99,13 @@ class DumpingPlanner:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> DumpingPlanner:
         return cls(Planner.from_json(raw["planner"]), raw["directory"])
+
+
+def forget_plans_ahead(directory: str | Path) -> None:
+    """Remove the plans of steps that have not begun, and what a killed planner has left of one."""
+    for pattern in (".step-*.json", "..step-*.part"):
+        for place in Path(directory).glob(pattern):
+            place.unlink(missing_ok=True)
 
 
 def planner_digest(planner: Planner) -> str:

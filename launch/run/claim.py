@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from dynapipe_ext.executor.plans.dump import forget_plans_ahead
 from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.run_directory import RunDirectory
 from dynapipe_ext.launch.run.outcome import keeping_what_ran
@@ -35,5 +36,7 @@ def claimed(
             greet_store(address)  # refused here, once, rather than by every rank
         directory = RunDirectory(request.run_dir, overwrite=overwrite, resume=request.resumed is not None)
         stack.enter_context(directory)
+        if plan_dir := request.config.debug.plan_dir:
+            stack.callback(forget_plans_ahead, plan_dir)  # where ranks were killed before they could
         stack.enter_context(keeping_what_ran(directory))
         yield replace(request, address=address, run_dir=str(directory.path))

@@ -106,6 +106,8 @@ def test_fitted_costs_hold_from_one_step_on_and_in_the_run_that_goes_on(folder: 
     preloaded.train("--resume", "run", "--steps", str(NUM_STEPS + 1), cwd=folder)
     before, after = {planner_of(step) for step in range(4)}, {planner_of(step) for step in range(4, NUM_STEPS + 1)}
     assert (len(before), len(after), before & after) == (1, 1, set())
+    names = {path.name for path in (folder / "plans").iterdir() if not path.name.startswith("planner-")}
+    assert names == {f"step-{step:06d}.json" for step in range(NUM_STEPS + 1)}  # planners were ahead of the last one
     (kept,) = (folder / "run").glob("costs-after-*.json")
     assert kept.name == f"costs-after-{NUM_BEFORE_FIT:06d}.json"
     saved = read_manifest(latest(folder / "run" / "checkpoints")).run

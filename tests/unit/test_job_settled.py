@@ -160,5 +160,7 @@ def test_every_way_in_plans_the_same(
     assert cli.main(["check-plan", str(plan), *given]) == 0, capsys.readouterr().out
     lengths = forked.data.train.lengths
     samples = sample_lengths(lengths, global_batches(forked.config, lengths, 0, drop_last=False)[0])
-    prove_step(DumpingPlanner(forked.planning.planner, run_dir / "plans"), samples, step=0)
+    dumping = DumpingPlanner(forked.planning.planner, run_dir / "plans")
+    prove_step(dumping, samples, step=0)
+    dumping.begins(0)
     assert cli.main(["replay", str(run_dir / "plans" / "step-000000.json")]) == 0

@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.plans.planner_process import describe_planner, planner_of
 from dynapipe_ext.executor.proven_step import prove_step
@@ -43,7 +45,9 @@ EVEN = [SampleLength(i, 128, 0, 127) for i in range(16)]
 
 def dumped(planner: Planner, folder: Path) -> Path:
     samples = EVEN if planner is PLANNERS["buffers that had no room"] else SAMPLES
-    prove_step(DumpingPlanner(planner, folder), samples, step=12)
+    dumping = DumpingPlanner(planner, folder)
+    prove_step(dumping, samples, step=12)
+    dumping.begins(12)
     return folder / "step-000012.json"
 
 
@@ -142,6 +146,23 @@ def test_a_planner_that_is_none_is_refused(planner: Any, tmp_path: Path, capsys:
     status, said = replay(path, capsys)
     assert said.startswith("dynapipe: error: ")
     assert status == 2
+
+
+def test_plans_of_steps_that_have_not_begun_are_not_shown_and_go_with_the_loader(tmp_path: Path) -> None:
+    class Lengths(list[None]):
+        lengths = np.full(8, 20)
+
+    planner = DumpingPlanner(PLANNER, tmp_path)
+    me = PLANNER.topology.coordinates(0)
+    with DynaPipeDataLoader(Lengths([None] * 8), planner, batch_size=2, coordinates=me, needs_data=False) as loader:
+        for _, plan in loader:
+            planner.plan(SAMPLES, step=plan.step + 1)  # as planners do that run ahead
+            shown = {path.name for path in tmp_path.glob("step-*.json")}
+            assert shown == {f"step-{step:06d}.json" for step in range(plan.step + 1)}
+            if plan.step == 2:
+                break
+        assert (tmp_path / ".step-000003.json").exists()
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith("planner-")} == shown
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

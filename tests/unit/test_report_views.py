@@ -113,15 +113,17 @@ def step(number: int, loss: float = 1.0, padding: float = 0.0, bubble_ratio: flo
 def test_a_pipe_gets_one_line_a_step_without_control_codes() -> None:
     console = pipe()
     progress = StepProgress(3, console=console, clock=lambda: 0.0)
-    progress.step_done(step(1, 5.0, 0.044, 0.25))
-    as_told = step(2, 4.0, 0.1)
+    progress.step_done(replace(step(1, 5.0, 0.044, 0.25), learning_rate=1.5e-4, grad_norm=2.3456))
+    as_told = replace(step(2, 4.0, 0.1), grad_norm=math.nan)
     assert as_told.all_ranks is not None
     progress.step_done(replace(as_told, all_ranks=replace(as_told.all_ranks, predicted_makespan_s=0.4001)))
     progress.step_done(replace(step(3, 3.0, 0.0, -1e-17), fit=CostsFit(0.62, 0.04)))
     progress.log("[a message] that is as it was")
     progress.close()
     first, second, third, fitted, message = lines(console)
-    assert first == "step 1 (1/3)  loss 5.0000  956 tok/s  padding 4.4 %  bubble 25.0 %  drift +33 %  ETA 0:00"
+    figures = "loss 5.0000  lr 0.00015  norm 2.35  956 tok/s  padding 4.4 %  bubble 25.0 %"
+    assert first == f"step 1 (1/3)  {figures}  drift +33 %  ETA 0:00"
+    assert "  norm -  " in second
     assert second.endswith("padding 10.0 %  bubble -  drift +0 %  ETA 0:00")  # not -0 %
     assert third.endswith("padding 0.0 %  bubble 0.0 %  drift +33 %  ETA 0:00")
     assert fitted == "after step 3: costs fitted anew: actions were 62.0 % off, the new ones 4.0 %"
@@ -153,18 +155,21 @@ def test_a_terminal_gets_a_bar_with_the_figures() -> None:
     progress.close()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    assert re.search(r"step 9 ━+\S* +\S*1/4 loss 2.5000  500 tok/s  padding 50.0 %  bubble 12.5 % ETA", plain), plain
+    figures = r"loss 2.5000  lr 0.001  norm 0.5  500 tok/s  padding 50.0 %  bubble 12.5 %"
+    assert re.search(rf"step 9 ━+\S* +\S*1/4 {figures} ETA", plain), plain
     assert "a message\n" in text.replace("\r", "")
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is given back
 
 
-def test_all_figures_fit_in_80_columns() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+@pytest.mark.parametrize(("width", "rest"), [(80, ""), (106, "  padding 4.3 %  bubble 11.2 %")])
+def test_all_figures_fit_in_106_columns_and_those_of_training_in_80(width: int, rest: str) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
     progress = StepProgress(9999, console=console, clock=lambda: 0.0)
-    progress.step_done(replace(step(1000, 12.3456, 0.043, 0.112), step_s=0.05))
+    longest = replace(step(1000, 12.3456, 0.043, 0.112), step_s=0.05, learning_rate=1.25e-5, grad_norm=1.25e-3)
+    progress.step_done(longest)
     progress.close()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
-    assert "19,140 tok/s  padding 4.3 %  bubble 11.2 % ETA 0:00" in plain
+    assert f"lr 1.25e-05  norm 0.00125  19,140 tok/s{rest} ETA 0:00" in plain
     assert "…" not in plain
 
 
