@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
+from dynapipe_ext.tools.files import ALONE, deliver_error
 
 _MOST_POSITIONS = 1 << 40  # of a sample
 _STATUSES = {
@@ -25,10 +27,12 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", _Help)
         super().__init__(allow_abbrev=False, **settings)
+        self._line_words: tuple[str, ...] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        self._line_words = tuple(map(str, sys.argv[1:] if args is None else args))
         if self._subparsers is None:  # before anything else is said to be wrong or missing
-            words = [str(word).partition("=")[0] for word in (sys.argv[1:] if args is None else args)]
+            words = [word.partition("=")[0] for word in self._line_words]
             for word in words[: words.index("--") if "--" in words else None]:
                 if word.startswith("--") and word not in self._option_string_actions:
                     self.error(f"unknown {word}{did_you_mean(word, self._option_string_actions)}")
@@ -36,11 +40,13 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unknown {' '.join(unknown)}")
         if self._subparsers is None:
-            parsed.words = tuple(sys.argv[1:] if args is None else args)
+            parsed.words = self._line_words
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
+        if "--json" in self._option_string_actions:
+            deliver_error(json_place(self._line_words), message, 2)
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -75,10 +81,25 @@ def ending(epilog: str, statuses: Mapping[int, str] | None = None) -> str:
 
 
 def add_json(parser: argparse._ActionsContainer, what: str) -> None:
-    """`--json [FILE]`, whose value `tools.console.deliver` takes."""
+    """`--json [FILE]`, whose value `tools.console.deliver` takes. A command that fails delivers its error instead."""
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help=f"{what} as JSON: alone on standard output, or in FILE"
+        "--json", nargs="?", const=ALONE, metavar="FILE", help=f"{what} as JSON: alone on standard output, or in FILE"
     )
+
+
+def json_place(words: Sequence[str]) -> str | None:
+    """The value of `--json` in a command line that may not be parsed; None without.
+
+    >>> json_place(["--json"]), json_place(["--json", "out.json", "a"]), json_place(["--json=b"]), json_place(["a"])
+    ('-', 'out.json', 'b', None)
+    """
+    before = words[: words.index("--")] if "--" in words else words
+    for word, following in pairwise([*before, ""]):
+        if word.startswith("--json="):
+            return word.partition("=")[2]
+        if word == "--json":
+            return following if following and not following.startswith("-") else ALONE
+    return None
 
 
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, in_one_line, install_advice
-from dynapipe_ext.launch.command_parser import CommandParser, ending
+from dynapipe_ext.launch.command_parser import CommandParser, ending, json_place
 from dynapipe_ext.launch.env import keep_cuda_forkable
 from dynapipe_ext.launch.processes.cluster import USER_ERROR_STATUS, JobError
-from dynapipe_ext.tools.files import NO_ROOM
+from dynapipe_ext.tools.files import NO_ROOM, deliver_error
 
+_DEFECT_STATUS = 1
 _BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE
 
 
@@ -106,7 +107,8 @@ def run_subcommand(arguments: Sequence[str]) -> int:
             sys.stdout.flush()  # inside this try, which handles a reader that has gone
         return status
     except DynaPipeError as error:
-        return _reported(error, error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS)
+        status = error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS
+        return _reported(error, status, json_place(arguments))
     except BrokenPipeError:
         _leave_output()
         return _BROKEN_PIPE_STATUS
@@ -115,15 +117,20 @@ def run_subcommand(arguments: Sequence[str]) -> int:
             raise
         _leave_output()
         full = DataError(f"there is no room to write, on standard output or a disk ({error.strerror}): make some")
-        return _reported(full, USER_ERROR_STATUS)
+        return _reported(full, USER_ERROR_STATUS, None)
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # rich ends this way
             return _BROKEN_PIPE_STATUS
         raise
+    except Exception as defect:
+        deliver_error(json_place(arguments), f"a defect of dynapipe: {in_one_line(defect)}", _DEFECT_STATUS)
+        raise
 
 
-def _reported(error: DynaPipeError, status: int) -> int:
-    print(f"dynapipe: error: {in_one_line(error)}", file=sys.stderr)
+def _reported(error: DynaPipeError, status: int, json_to: str | None) -> int:
+    message = in_one_line(error)
+    deliver_error(json_to, message, status)
+    print(f"dynapipe: error: {message}", file=sys.stderr)
     return status
 
 

@@ -9,16 +9,15 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from dynapipe_ext.tools.files import write_atomic
+from dynapipe_ext.tools.files import ALONE, write_atomic
 
 _PIPE_COLUMNS = 160
-_ALONE = "-"  # --json without a file
 
 
 def output(columns: int = _PIPE_COLUMNS, *, json_to: str | None = None) -> Console:
     """Standard output as it is now, `columns` wide where nobody looks; silent where JSON stands alone there."""
-    console = Console(highlight=False, quiet=json_to == _ALONE)
-    return console if console.is_terminal else Console(highlight=False, width=columns, quiet=json_to == _ALONE)
+    console = Console(highlight=False, quiet=json_to == ALONE)
+    return console if console.is_terminal else Console(highlight=False, width=columns, quiet=json_to == ALONE)
 
 
 def show(*parts: RenderableType, console: Console | None = None) -> None:
@@ -40,7 +39,7 @@ def deliver(where: str | None, value: Any, *parts: RenderableType) -> None:
 
 def deliver_json(where: str, value: Any) -> None:
     text = json.dumps(value, indent=1) + "\n"
-    if where == _ALONE:
+    if where == ALONE:
         sys.stdout.write(text)
     else:
         write_atomic(where, text)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from dynapipe_ext.errors import DataError, short
 
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
+ALONE = "-"  # the place of JSON that stands alone on standard output
 _MOST_INT = 1 << 63  # integers beyond it break other programs and float()
 
 
@@ -45,6 +47,19 @@ def parse_json(text: str, where: str, expected: str) -> Any:
         raise DataError(f"{where} nests lists or objects too deep to be read: give {expected}") from error
     except ValueError as error:  # an integer of more digits than Python converts
         raise DataError(f"{where} has a number too long to be read: give {expected}") from error
+
+
+def deliver_error(where: str | None, message: str, status: int) -> None:
+    """What --json gets from a command that fails: {"error", "status"}, alone on standard output, or in a file that is
+    not there yet. A file with an earlier result keeps it."""
+    if where is None or (where != ALONE and Path(where).exists()):
+        return
+    text = json.dumps({"error": message, "status": status}, indent=1) + "\n"
+    if where == ALONE:
+        sys.stdout.write(text)
+        return
+    with contextlib.suppress(DataError):  # the error that is being reported matters more
+        write_atomic(where, text)
 
 
 def write_atomic(path: str | Path, text: str) -> None:

@@ -21,6 +21,7 @@ _ZSTANDARD_READ_BYTES = 1 << 10  # its decoder returns everything these bytes ex
 COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 DAMAGE = (EOFError, lzma.LZMAError, zlib.error, OSError)  # what `decompressed` raises
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PREFERENCE = frozenset(("chosen", "rejected"))
 _FIELDS = 'give {"input", "target"} or {"text"}'
 
 
@@ -139,8 +140,15 @@ def example_of(
 
 
 def lacking(record: Mapping[str, object], missing: Sequence[str], *, where: str, fields: str) -> DataError:
-    """The error for a record without the fields `missing`; it ends with the advice `fields`."""
+    """The error for a record without the fields `missing`; it ends with the advice `fields`. Preference data, which
+    people mistake for training data, are called by their name."""
     present = ", ".join(map(repr, list(record)[:9])) or "no fields"
+    if record.keys() >= PREFERENCE:
+        return DataError(
+            f"{where}: preference data are not trained here: the record has a 'chosen' and a 'rejected' answer (of"
+            f" {present}), of which loss would fall on both alike. To train on the chosen ones, write them under"
+            ' "messages", or under "response" beside their "prompt", and leave out the rejected ones'
+        )
     return DataError(f"{where}: the record lacks {' and '.join(map(repr, missing))} (it has {present}): {fields}")
 
 

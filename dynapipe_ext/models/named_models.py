@@ -189,6 +189,28 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_ADAPTERS = "adapter_config.json"
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Errors: DataError for a folder of peft's adapters without a model, naming the model that they stand beside."""
+    config = folder / _ADAPTERS
+    has_model = any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
+    if has_model or not config.is_file() or any(folder.glob("*.index.json")):
+        return
+    try:
+        base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        base = None
+    named = base if isinstance(base, str) and base else "MODEL"
+    raise DataError(
+        f"{folder} holds adapters of peft beside {named}, not a model: merge them into it"
+        f" (PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({named!r}), {str(folder)!r})"
+        ".merge_and_unload().save_pretrained('MERGED')) and give MERGED; or train new adapters by"
+        f" dynapipe train --model {named} --lora, or go on with those of a run by --resume"
+    )
+
+
 def preset(name: str) -> Architecture:
     """The published model of that name. Errors: ConfigError with the names that are known."""
     if name not in PRESETS:
@@ -210,6 +232,7 @@ def read_model(model: str) -> tuple[Architecture, str]:
         return preset(model), model
     if not path.exists():
         return preset(model), model
+    refuse_adapters(path)
     path = path / "config.json" if path.is_dir() else path
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -327,6 +350,7 @@ def read_trainable(model: str, backend: Backend) -> Architecture:
     megatron-core cannot compute the model and its family can be cut into stages. Errors: ConfigError, DataError.
     """
     path = config_file(model)
+    refuse_adapters(Path(model))
     if backend != "transformers":
         try:
             return read_model(model)[0]

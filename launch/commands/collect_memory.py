@@ -13,7 +13,7 @@ from dynapipe_ext.batching.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.setting_flags import add_flag
-from dynapipe_ext.tools.console import deliver, say_loading
+from dynapipe_ext.tools.console import deliver, output, say_loading, show
 from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.tools.wording import counted
 
@@ -116,14 +116,15 @@ def run(args: argparse.Namespace) -> int:
         finally:
             held = counted(len(file.records), "batch")
             summary = f"{held} of {args.batches} are in {args.out}, {earlier} of them from before"
-            numbers = {
-                "out": args.out,
-                "batches": len(file.records),
-                "wanted": args.batches,
-                "from_before": earlier,
-                "out_of_memory": sum(record.peak_bytes is None for record in file.records),
-            }
-            deliver(args.json, numbers, _table(file.records), summary)
+            show(_table(file.records), summary, console=output(json_to=args.json))
+        numbers = {
+            "out": args.out,
+            "batches": len(file.records),
+            "wanted": args.batches,
+            "from_before": earlier,
+            "out_of_memory": sum(record.peak_bytes is None for record in file.records),
+        }
+        deliver(args.json, numbers)
     return 0
 
 

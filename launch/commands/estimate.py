@@ -122,10 +122,10 @@ def run(args: argparse.Namespace) -> int:
     if left_out := prediction_line(args.model):
         console.print(left_out, markup=False, soft_wrap=True)
     show_estimate(found, prices, console, most=args.top)
-    if args.json:
-        deliver(args.json, estimate_json(found, prices))
     if args.write:
         console.print(write_best(found, args.write, data=args.data, total_tokens=prices.total_tokens))
+    if args.json:
+        deliver(args.json, estimate_json(found, prices))
     return 0 if found.options else _NOTHING_FITS
 
 

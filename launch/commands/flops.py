@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     hints = [] if peak or accounts[0].seconds is None else ["Give --device or --peak-tflops for MFU and HFU."]
     if args.log:
         hints.append(_COUNT_OF_LOG_CAUSAL if args.causal else _COUNT_OF_LOG)
-    deliver(args.json, [entry.to_json() for entry in accounts], flops_table(accounts), *hints)
+    deliver(args.json, {"accounts": [entry.to_json() for entry in accounts]}, flops_table(accounts), *hints)
     return 0
 
 

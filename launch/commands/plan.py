@@ -27,12 +27,13 @@ from dynapipe_ext.launch.job.configured import followed_placement, trials_table
 from dynapipe_ext.launch.job.settled import placed_planning
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags, settings_of_flags
 from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds
-from dynapipe_ext.schedules.notation import plan_json
+from dynapipe_ext.schedules.notation import PLAN_FORMAT, plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.console import deliver, output
+from dynapipe_ext.tools.files import read_json
 from dynapipe_ext.tools.show.plan import (
     certificate_of_file,
     certificate_table,
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
     console = output(_PIPE_COLUMNS, json_to=args.json)
     if args.show:
         _show_file(args.show, console)
+        if args.json:
+            deliver(args.json, read_json(args.show, PLAN_FORMAT, "a plan"))
         return 0
     config = _config(args)
     _refuse_too_many_ranks(config)

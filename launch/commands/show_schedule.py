@@ -7,14 +7,14 @@ from pathlib import Path
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean
-from dynapipe_ext.launch.command_parser import ending
+from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.notation import to_csv
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
-from dynapipe_ext.tools.console import output
+from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.show.schedule import (
     FILE_KINDS,
@@ -25,6 +25,7 @@ from dynapipe_ext.tools.show.schedule import (
     read_schedule,
     rendered_schedule,
     schedule_for,
+    schedule_json,
     uneven_factors,
     view_of,
     write_html,
@@ -74,10 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replica", type=int, metavar="N", help="which replica of a plan (default: 0)")
     parser.add_argument("--html", metavar="FILE", help="also write a page that needs no network")
     parser.add_argument("--csv", metavar="FILE", help="also write the schedule as torch.distributed.pipelining's CSV")
+    add_json(parser, "orders and figures")
 
 
 def run(args: argparse.Namespace) -> int:
-    console = output(_PIPE_COLUMNS)
+    console = output(_PIPE_COLUMNS, json_to=args.json)
     _check_flags(args)
     fixed = None if args.schedule in FOR_COSTS else _schedule(args)
     stage_ranks, num_micro_batches = _shape(args) if fixed is None else (fixed.stage_ranks, fixed.num_micro_batches)
@@ -113,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
     if args.csv:
         write_atomic(args.csv, to_csv(schedule))
         console.print(f"the schedule is in {args.csv}")
+    if args.json:
+        deliver(args.json, schedule_json(view))
     return 0
 
 

@@ -12,7 +12,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.errors import ConfigError, install_advice
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config
+from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config, refuse_adapters
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.wording import percent
 
@@ -207,6 +207,7 @@ def settings_of_model(path: str, *, tokenizer: str | None) -> Tables:
     """
     place = Path(path)
     folder = place if place.is_dir() else place.parent
+    refuse_adapters(place)
     if not (folder / "config.json" if place.is_dir() else place).is_file():
         raise ConfigError(f"--model {path} has no config.json: give a model's folder as save_pretrained writes it")
     has_weights = place.is_dir() and any(next(place.glob(pattern), None) for pattern in _WEIGHTS)

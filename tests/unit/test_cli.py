@@ -1,5 +1,7 @@
 """The command line's exit statuses and messages."""
 
+import argparse
+import importlib
 import json
 import os
 import re
@@ -15,10 +17,16 @@ import pytest
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.launch import cli, subcommands
+from dynapipe_ext.launch.command_parser import CommandParser, add_json
 from dynapipe_ext.launch.processes.cluster import JobError
 from tests.support.limits import LIMIT_S
 
 Define = Callable[[Callable[[], int]], None]
+
+
+def _trial_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int)
+    add_json(parser, "nothing")
 
 
 @pytest.fixture
@@ -27,7 +35,7 @@ def define(monkeypatch: pytest.MonkeyPatch) -> Define:
 
     def install(body: Callable[[], int]) -> None:
         module = types.ModuleType("trial_command")
-        module.add_arguments = lambda parser: parser.add_argument("--steps", type=int)  # type: ignore[attr-defined]
+        module.add_arguments = _trial_arguments  # type: ignore[attr-defined]
         module.run = lambda args: body()  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "trial_command", module)
         monkeypatch.setattr(subcommands, "SUBCOMMANDS", (subcommands.Subcommand("trial", "trial_command", "a trial"),))
@@ -165,6 +173,84 @@ def test_a_number_that_cannot_be_meant_is_refused_in_one_line(
     assert says in said
     assert said.startswith("dynapipe: error: ")
     assert said.count("\n") == 1
+
+
+FAILING = {  # a mistake for each subcommand that has --json, beyond what its parser sees
+    "estimate": ["--model", "nothere"],
+    "plan": ["--show", "nothere.json"],
+    "check-plan": ["nothere.json", "--lengths", "x"],
+    "show-schedule": ["nothere"],
+    "preprocess": ["--input", "nothere.jsonl", "--output", "out"],
+    "convert": ["nothere", "there", "--to", "hf"],
+    "profile": ["--model", "nothere", "--out", "costs.json"],
+    "flops": ["nothere"],
+    "collect-memory": ["--model", "nothere", "--out", "r.jsonl"],
+    "train-memory-model": ["nothere.jsonl", "--out", "model.json"],
+    "doctor": [],
+}
+
+
+@pytest.mark.parametrize("command", FAILING)
+def test_a_command_that_fails_delivers_its_error_as_json(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alone on standard output, or in a file that held nothing before; a mistake in the words, too."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main([command, "--json", "--nonsense"])
+    refusal = json.loads(capsys.readouterr().out)
+    assert (refusal["error"].partition(" --nonsense")[0], refusal["status"]) == ("unknown", 2)
+    if not (words := FAILING[command]):
+        return
+    assert cli.main([command, *words, "--json"]) == 2
+    out, said = capsys.readouterr()
+    assert json.loads(out) == {"error": said.splitlines()[-1].removeprefix("dynapipe: error: "), "status": 2}
+    (tmp_path / "held.json").write_text("an earlier result")
+    for file in ("new.json", "held.json"):
+        assert cli.main([command, *words, "--json", file]) == 2
+    assert json.loads((tmp_path / "new.json").read_text()) == json.loads(out)
+    assert (tmp_path / "held.json").read_text() == "an earlier result"
+
+
+def test_every_command_with_json_is_among_those_and_other_commands_write_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    takes_json = set()
+    for one in subcommands.SUBCOMMANDS:
+        parser = CommandParser(prog=one.name)
+        importlib.import_module(one.module).add_arguments(parser)
+        if "--json" in parser._option_string_actions:
+            takes_json.add(one.name)
+            continue
+        with pytest.raises(SystemExit):
+            cli.main([one.name, "--json", "made.json"])
+    assert takes_json == FAILING.keys()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_defect_is_an_error_in_json_too(define: Define, capsys: pytest.CaptureFixture[str]) -> None:
+    define(_raises(ZeroDivisionError("oh")))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["trial", "--json"])
+    assert json.loads(capsys.readouterr().out) == {"error": "a defect of dynapipe: ZeroDivisionError: oh", "status": 1}
+
+
+def test_what_cannot_be_written_after_the_answer_leaves_one_json_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["estimate", "--model", "gpt2", "--gpus-per-node", "1", "--plans", "1", "--effort", "0", "--json"]
+    assert cli.main([*words, "--write", str(tmp_path)]) == 2
+    assert json.loads(capsys.readouterr().out)["status"] == 2
+
+
+def test_a_shown_plan_is_delivered_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lengths.txt").write_text("40\n30\n20\n10\n")
+    plan = tmp_path / "plan.json"
+    assert cli.main(["plan", "--lengths", str(tmp_path / "lengths.txt"), "--effort", "10", "--json", str(plan)]) == 0
+    capsys.readouterr()
+    assert cli.main(["plan", "--show", str(plan), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(plan.read_text())
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def test_a_step_is_accounted_without_a_run(tmp_path: Path, capsys: pytest.Captur
     np.save(tmp_path / "lengths.npy", np.array([5, 17, 60]))
     arguments = ["--model", _config(tmp_path), "--seconds-per-step", "0.5", "--gpus", "2", "--json"]
     assert main(["flops", *arguments, "--lengths", str(tmp_path / "lengths.npy"), "--padded-tokens", "180"]) == 0
-    [found] = json.loads(capsys.readouterr().out)
+    [found] = json.loads(capsys.readouterr().out)["accounts"]
     architecture = read_config({"model_type": "llama"} | _SMALL)
     real = Positions.of_samples([(5, 0), (17, 0), (60, 0)])
     assert found["model_flops"] == 3 * forward_flops(architecture, real).total
@@ -178,7 +178,7 @@ def test_a_log_of_megatron_tells_seconds_batch_and_devices(tmp_path: Path, capsy
     logged = read_log(log)
     assert logged == LoggedRun(1.0, 32, 16, 64, 0, "none")
     assert main(["flops", "--log", str(log), "--model", _config(tmp_path), "--peak-tflops", "0.001", "--json"]) == 0
-    [found] = json.loads(capsys.readouterr().out)
+    [found] = json.loads(capsys.readouterr().out)["accounts"]
     assert (found["gpus"], found["seconds"], found["real_tokens"]) == (16, 1.0, 32 * 64)
     assert found["mfu"] == pytest.approx(found["model_tflops_per_gpu"] / 0.001)
     log.write_text("nothing of that kind")
@@ -211,7 +211,7 @@ def test_a_window_bounds_what_a_position_attends_to(tmp_path: Path, capsys: pyte
     config.write_text(json.dumps({"model_type": "mistral", "sliding_window": 16} | _SMALL))
     step = ["--seconds-per-step", "1", "--gpus", "1", "--seq-len", "64", "--batch-size", "3", "--json"]
     assert main(["flops", "--model", str(config), *step]) == 0
-    [found] = json.loads(capsys.readouterr().out)
+    [found] = json.loads(capsys.readouterr().out)["accounts"]
     assert found["attention_flops"] == 3 * 2 * 4 * 64 * (3 * 64 * 16)
     assert found["head_flops"] == 3 * 2 * 64 * 131 * 3 * 64
 
@@ -222,7 +222,7 @@ def test_padded_tokens_attend_over_rows_of_the_longest_length(
     np.save(tmp_path / "lengths.npy", np.array([10, 40]))
     step = ["--model", _config(tmp_path), "--seconds-per-step", "1", "--gpus", "1", "--json"]
     assert main(["flops", *step, "--lengths", str(tmp_path / "lengths.npy"), "--padded-tokens", "80"]) == 0
-    [found] = json.loads(capsys.readouterr().out)
+    [found] = json.loads(capsys.readouterr().out)["accounts"]
     architecture = read_config({"model_type": "llama"} | _SMALL)
     assert found["executed_flops"] == 3 * forward_flops(architecture, Positions.of_rows(40, rows=2)).total
 
@@ -244,7 +244,7 @@ def test_a_step_has_flops_without_a_time(capsys: pytest.CaptureFixture[str]) -> 
     counts = []
     for timed in ([], ["--seconds-per-step", "21.3", "--gpus", "64"]):
         assert main(["flops", *step, *timed, "--json"]) == 0
-        counts.append(json.loads(capsys.readouterr().out)[0])
+        counts.append(json.loads(capsys.readouterr().out)["accounts"][0])
     assert counts[0]["model_flops"] == counts[1]["model_flops"]
     assert counts[0]["model_tflops_per_gpu"] is None
 
@@ -315,14 +315,14 @@ def test_a_report_is_accounted_with_what_it_is_compared_to(tmp_path: Path, capsy
     report = RunReport(facts=facts, result=one, compare=(replace(one, name="theirs", step_s=(1.0, 3.0)),))
     report.write(tmp_path / "report.json")
     assert main(["flops", str(tmp_path), "--json", "--peak-tflops", "0.01"]) == 0
-    ours, theirs = json.loads(capsys.readouterr().out)
+    ours, theirs = json.loads(capsys.readouterr().out)["accounts"]
     flops = step_flops(read_config({"model_type": "llama"} | _SMALL), work)
     assert (ours["model_flops"], ours["recompute_flops"]) == (flops.model, flops.recompute)
     assert (ours["gpus"], ours["steps"], ours["seconds"]) == (4, 2, 2.0)
     assert ours["mfu"] == pytest.approx(2 * theirs["mfu"])
     replace(report, result=replace(one, accounted_steps=(1,))).write(tmp_path / "report.json")
     assert main(["flops", str(tmp_path), "--json"]) == 0
-    cut = json.loads(capsys.readouterr().out)[0]  # FLOPs are of one of two steps, and so are the seconds
+    cut = json.loads(capsys.readouterr().out)["accounts"][0]  # FLOPs are of one of two steps, and so are the seconds
     assert (cut["model_flops"], cut["steps"], cut["seconds"]) == (flops.model, 1, 1.5)
     assert main(["flops", str(tmp_path)]) == 0
     assert "real tokens a second" in capsys.readouterr().out

@@ -16,6 +16,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import as_length_array, sample_lengths
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import (
     analytic_costs,
@@ -235,3 +236,34 @@ def test_steps_go_to_weights_and_biases_where_it_is_installed(tmp_path: Path, mo
     told = sys.modules["wandb"].told
     assert told == [{"project": "project", "dir": str(tmp_path), "config": {"a": 1}}, (5, step.loss), "finished"]
     monkeypatch.delitem(sys.modules, "wandb")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--model", "DIR"],
+        ["train", "--architecture", "DIR", "--tokenizer", "bytes"],
+        ["estimate", "--model", "DIR"],
+        ["convert", "DIR", "new", "--to", "megatron"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_a_folder_of_adapters_is_called_what_it_is(
+    words: list[str], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether peft has written it alone, or beside a config.json and a tokenizer."""
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "my/base", "peft_type": "LORA"}')
+    for _ in range(2):
+        assert main([str(folder) if word == "DIR" else word for word in words]) == 2
+        said = capsys.readouterr().err
+        assert f"{folder} holds adapters of peft beside my/base, not a model: merge them into it" in said
+        assert "merge_and_unload().save_pretrained('MERGED')) and give MERGED" in said
+        (folder / "config.json").unlink(missing_ok=True)
+    with pytest.raises(FileNotFoundError):
+        (tmp_path / "new").stat()
+
+
+def test_a_model_with_adapters_beside_its_weights_is_a_model(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text("{}")
+    assert settings(["--model", folder]).model.init_from == str(folder)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.data.preprocessing import inputs
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, find_inputs
-from dynapipe_ext.data.preprocessing.rendering import records
+from dynapipe_ext.data.preprocessing.rendering import RecordFields, records, template_of
 from dynapipe_ext.errors import ConfigError, DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -114,6 +114,11 @@ def test_parquet_without_the_column_or_rows_or_damaged_is_refused(tmp_path):
         read(path)
     with pytest.raises(DataError, match="has no rows"):
         read(write_parquet(tmp_path, {"text": pyarrow.array([], pyarrow.string())}))
+    for prompts in ({}, {"prompt": ["a"]}):
+        pairs = write_parquet(tmp_path, prompts | {"chosen": ["b"], "rejected": ["c"]}, name="pairs.parquet")
+        ((where, record),) = read(pairs, columns=("prompt", "response", "text"))
+        with pytest.raises(DataError, match=r"pairs\.parquet, row 1: preference data are not trained here"):
+            template_of(record, RecordFields(), where)
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         read(write(tmp_path, "e.parquet", b"PAR1 not really"))
     with pytest.raises(DataError, match=r"Parquet file inside \.gz: decompress it"):

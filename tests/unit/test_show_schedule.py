@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.commands.show_schedule import DEFAULT_EFFORT
 from dynapipe_ext.schedules.actions import Kind
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
@@ -216,3 +218,14 @@ def test_files_of_lines_and_csv_are_read_and_faults_name_file_and_place(tmp_path
         read_schedule(file)
     with pytest.raises(DataError, match="cannot be read"):
         read_schedule(tmp_path / "absent.csv")
+
+
+def test_a_schedule_as_json_has_the_figures_and_orders_of_its_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show-schedule", "zb-h1", "--pp", "2", "--micro-batches", "3", "--json"]) == 0
+    shown, view = json.loads(capsys.readouterr().out), uniform_view("zb-h1", 2, 3)
+    assert [" ".join(actions) for actions in shown["ranks"]] == [
+        " ".join(map(str, actions)) for actions in view.schedule.ranks
+    ]
+    assert shown["makespan_s"] == view.makespan_ns / 1e9
+    assert shown["bubble_ratio"] == view.bubble_ratio
+    assert (shown["peak_bytes"], shown["micro_batches"]) == ([*view.peak_bytes], 3)

@@ -76,7 +76,7 @@ def states_of(groups: Iterable[TensorGroup], kinds: Iterable[StateKind]) -> tupl
 class CheckpointReader(Protocol):
     """A checkpoint on disk. Opening it reads no tensors; errors are DataErrors that name the file and the tensor.
 
-    What has a value here is for readers that have more to say; they name this class as their base.
+    Members with a value here are defaults. A reader that knows more takes this class as its base and replaces them.
     """
 
     architecture: Architecture

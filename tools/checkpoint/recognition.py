@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.models.named_models import refuse_adapters
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, CheckpointWriter, WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG
 
@@ -187,6 +188,7 @@ def recognise(path: Path) -> tuple[Format, tuple[str, ...]]:
         raise DataError(f"{path} does not exist: give the folder of a checkpoint")
     if not path.is_dir():
         raise DataError(f"{path} is a file: give the folder that it lies in")
+    refuse_adapters(path)
     matching = [one for one in FORMATS if one.recognises(path)]
     if not matching:
         inside = (entry for entry in sorted(path.iterdir()) if entry.is_dir())

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -205,6 +206,23 @@ def view_of(
         peak_bytes=peak_bytes(schedule, costs),
         times=times,
     )
+
+
+def schedule_json(view: ScheduleView) -> dict[str, Any]:
+    """Orders and figures of a schedule; `ranks` has each rank's actions, such as "0F3"."""
+    return {
+        "schedule": view.schedule.name,
+        "times": view.times,
+        "stage_ranks": list(view.schedule.stage_ranks),
+        "micro_batches": view.schedule.num_micro_batches,
+        "makespan_s": view.makespan_ns / 1e9,
+        "lower_bound_s": view.lower_bound_ns / 1e9,
+        "bubble_ratio": view.bubble_ratio,
+        "inner_bubble_ratio": view.inner_bubble_ratio,
+        "in_flight": list(view.in_flight),
+        "peak_bytes": list(view.peak_bytes),
+        "ranks": [list(map(str, actions)) for actions in view.schedule.ranks],
+    }
 
 
 def rendered_schedule(view: ScheduleView, *, width: int) -> RenderableType:

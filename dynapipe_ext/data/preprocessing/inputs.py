@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, get_args
 
-from dynapipe_ext.data.examples import BYTE_ORDER_MARK, COMPRESSED, DAMAGE, check_readable, damaged, decompressed
+from dynapipe_ext.data.examples import (
+    BYTE_ORDER_MARK,
+    COMPRESSED,
+    DAMAGE,
+    PREFERENCE,
+    check_readable,
+    damaged,
+    decompressed,
+)
 from dynapipe_ext.errors import ConfigError, DataError, install_advice, short
 
 Form = Literal["jsonl", "parquet", "text"]
@@ -224,7 +232,8 @@ def _parquet_blocks(file: InputFile, columns: Collection[str], block_bytes: int)
     try:
         table = pyarrow.parquet.ParquetFile(file.path)
         names = table.schema_arrow.names
-        chosen = [name for name in names if name in columns]
+        read = {*columns, *(PREFERENCE if set(names) >= PREFERENCE else ())}  # what makes them a kind of their own
+        chosen = [name for name in names if name in read]
         if not chosen:
             raise DataError(
                 f"{file.path} has the columns {', '.join(map(repr, names[:9]))} but none of "
