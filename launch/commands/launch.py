@@ -37,14 +37,15 @@ from dynapipe_ext.launch.processes.nodes import (
     FOLLOW_FLAG,
     Host,
     Nodes,
+    OrdersOfStdin,
     RayNodes,
     ShellNodes,
-    order_of_stdin,
     read_hosts,
     run_on_nodes,
     shell_line,
 )
 from dynapipe_ext.launch.processes.scratch import read_secret
+from dynapipe_ext.launch.processes.signals import show_own_stacks
 from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -128,6 +129,7 @@ class LaunchedJob:
 
 def run(args: argparse.Namespace) -> int:
     limit_threads()
+    show_own_stacks()
     config = requested.config_from(args)
     job = _job(args, config)
     from_here = bool(job.hosts) or args.ray
@@ -180,7 +182,7 @@ def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) ->
         password=password,
         timeout_s=job.config.job.timeout_s,
         grace_s=job.config.checkpoint.grace_s,
-        order=order_of_stdin if args.follow_stdin else lambda: "",
+        order=OrdersOfStdin() if args.follow_stdin else lambda: "",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
@@ -11,23 +12,27 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from threading import Event
+from typing import Literal, assert_never
 
 from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError, PlanError, VerificationError
 from dynapipe_ext.launch.env import Launcher, agent_variables
 from dynapipe_ext.launch.processes.cluster import (
     BUG_STATUS,
     USER_ERROR_STATUS,
+    AskedStack,
     JobError,
     StandingStill,
     Supervised,
     say_at_once,
+    say_stacks,
 )
 from dynapipe_ext.launch.processes.scratch import FileLock, ScratchDirectory, is_held
-from dynapipe_ext.launch.processes.signals import raise_if_lost
+from dynapipe_ext.launch.processes.signals import raise_if_lost, stacks_asked_for
 
-_END = ".end"
+_END, _STACKS = ".end", ".stacks"
 _END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
 _LOOKED_AT_S = 1.0  # a launcher that tests a lock holds it for an instant
 # Errors of settings or data, and stops that the settings ask for: another start would end the same way.
@@ -48,10 +53,13 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
+    """What a rank has recorded. On SIGUSR2 it writes its stacks to the file `stacks`."""
+
     rank: int
     pid: int
     runs: bool
     end: RankEnd | None
+    stacks: Path
 
     @property
     def was_killed(self) -> bool:
@@ -66,6 +74,7 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
     FileLock(place.with_name(f".{rank}"), f"the record of rank {rank}", wait_s=_LOOKED_AT_S)
     end, part = RankEnd(BUG_STATUS, time.time()), place.with_name(f".{rank}{_END}")
     try:
+        faulthandler.register(signal.SIGUSR2, file=place.with_name(f"{rank}{_STACKS}").open("w"), all_threads=True)
         part.write_bytes(bytes(_END_BYTES))  # room for the record of its end, even if a full disk ends it
         place.with_name(f".{rank}").rename(place)  # visible only once it is locked
         yield
@@ -104,10 +113,11 @@ def _record(place: Path) -> RankRecord:
         end = RankEnd(**json.loads(place.with_name(place.name + _END).read_text()))
     except FileNotFoundError:
         end = None
-    return RankRecord(int(place.name), int(place.read_text()), runs, end)
+    return RankRecord(int(place.name), int(place.read_text()), runs, end, place.with_name(place.name + _STACKS))
 
 
 RendezvousBackend = Literal["c10d", "static"]
+Order = Literal["", "save", "stacks", "end"]  # to a node: nothing, or what its launcher shall do
 LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another try may succeed
 SAVED_STATUSES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 _POLL_S = 0.2
@@ -174,13 +184,14 @@ def run_agent(
     password: str | None,
     timeout_s: float,
     grace_s: float,
-    order: Callable[[], str] = lambda: "",
+    order: Callable[[], Order] = lambda: "",
 ) -> NodeEnd:
     """Run torchrun until it ends or has to be ended.
 
     A rank that is stopped for `timeout_s` is killed. An agent without ranks since a failure is ended once all ranks had
     time to notice it. On SIGTERM, SIGUSR1 or `order()` "save" the ranks save and end within `grace_s`, without a
-    restart; then SystemExit is raised. SIGINT and "end" end everything at once and raise KeyboardInterrupt.
+    restart; then SystemExit is raised. SIGINT and "end" end everything at once and raise KeyboardInterrupt. On SIGUSR2
+    and "stacks" the stacks of all ranks of this node are printed, and the job goes on.
     """
     with ScratchDirectory() as scratch:
         records = scratch.path / "ranks"
@@ -188,7 +199,8 @@ def run_agent(
         environment = agent_variables(scratch.path / "logs", password) | Launcher(os.getpid(), records).variables()
         agent = Supervised.spawn("torchrun", command, environment=environment)
         try:
-            return _watched(agent, records, timeout_s, order)
+            with stacks_asked_for() as asked:
+                return _watched(agent, records, timeout_s, order, asked)
         except SystemExit:
             _have_saved(agent, records, grace_s)
             raise
@@ -197,7 +209,7 @@ def run_agent(
             _end_ranks(records)
 
 
-def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable[[], str]) -> NodeEnd:
+def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable[[], Order], asked: Event) -> NodeEnd:
     still, cause, empty_since_s = StandingStill(timeout_s), "", time.monotonic()
     while agent.poll() is None:
         raise_if_lost()
@@ -207,11 +219,19 @@ def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable
                 raise SystemExit(128 + signal.SIGUSR1)
             case "end":
                 raise KeyboardInterrupt
+            case "stacks":
+                asked.set()
+            case "":
+                pass
+            case never:
+                assert_never(never)
         ranks = read_rank_records(records)
+        if asked.is_set():
+            asked.clear()
+            _say_stacks_of(ranks)
         for pid, name in still.seen([(agent.pid, "torchrun"), *((r.pid, f"rank {r.rank}") for r in ranks if r.runs)]):
             cause = cause or f"{name} (process {pid}) was stopped for {timeout_s:g} s, and is killed"
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _send(pid, signal.SIGKILL)
         cause = cause or _killed_first(ranks)
         if any(rank.end and rank.end.is_first and rank.end.is_final for rank in ranks):
             return NodeEnd(USER_ERROR_STATUS)
@@ -262,6 +282,22 @@ def _have_saved(agent: Supervised, records: Path, grace_s: float) -> None:
     _wait_for_ranks(records, grace_s)
 
 
+def _say_stacks_of(ranks: Sequence[RankRecord]) -> None:
+    host, running = os.uname().nodename, [rank for rank in ranks if rank.runs]
+    if not running:
+        say_at_once(f"no rank runs on {host} yet: no stacks")
+    say_stacks(
+        [
+            AskedStack(
+                f"rank {rank.rank} (pid {rank.pid} on {host})",
+                partial(_send, rank.pid, signal.SIGUSR2),
+                partial(rank.stacks.read_text, errors="replace"),
+            )
+            for rank in running
+        ]
+    )
+
+
 def _end_ranks(records: Path) -> None:
     _signal_ranks(records, signal.SIGKILL)
     _wait_for_ranks(records, _GONE_S)
@@ -270,8 +306,12 @@ def _end_ranks(records: Path) -> None:
 def _signal_ranks(records: Path, number: signal.Signals) -> None:
     for rank in read_rank_records(records):
         if rank.runs:
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, number)
+            _send(rank.pid, number)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.kill(pid, number)
 
 
 def _wait_for_ranks(records: Path, limit_s: float) -> None:

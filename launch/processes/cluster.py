@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -324,14 +325,14 @@ def _watch(
             raise_if_lost()
             remaining_s = _POLL_S if deadline_s is None else deadline_s - time.monotonic()
             if remaining_s <= 0:
-                _print_stacks(running)
+                say_stacks([_stack_of(rank) for rank in running])
                 names = ", ".join(rank.name for rank in running)
                 raise JobError(
                     f"not ended after {timeout_s:g} s: {names} (stacks above); look there, or allow more time"
                 )
             if asked.is_set():
                 asked.clear()
-                _print_stacks(running)
+                say_stacks([_stack_of(rank) for rank in running])
             for key, _ in selector.select(min(_POLL_S, remaining_s)):
                 selector.unregister(key.fd)
             _raise_first_failure(ranks, first)
@@ -369,19 +370,33 @@ def _wait_for_all(processes: Collection[Supervised], timeout_s: float) -> None:
                 selector.unregister(key.fd)
 
 
-def _print_stacks(ranks: Sequence[Supervised]) -> None:
-    """Print each rank's stack. The texts come through memory files, so the lines of two ranks do not mix."""
+@dataclass(frozen=True, slots=True)
+class AskedStack:
+    """A rank that writes its stacks on request, each time behind what its file holds: `text`."""
+
+    title: str
+    ask: Callable[[], None]
+    text: Callable[[], str]
+
+
+def say_stacks(ranks: Sequence[AskedStack]) -> None:
+    """Print each rank's stacks, once all have written them. They write to files, so the lines of two do not mix."""
+    written = [len(rank.text()) for rank in ranks]
     for rank in ranks:
-        rank.send_signal(signal.SIGUSR2)
+        rank.ask()
     deadline_s = time.monotonic() + _STACKS_S
     texts: list[str] = []
     while time.monotonic() < deadline_s:
-        before, texts = texts, [rank.stack_text() for rank in ranks]
+        before, texts = texts, [rank.text()[start:] for rank, start in zip(ranks, written, strict=True)]
         if all(texts) and texts == before:
             break
         time.sleep(0.05)
     for rank, text in zip(ranks, texts, strict=True):
-        say_at_once(f"--- {rank.name} (pid {rank.pid}):\n{text.rstrip() or 'it gave no stack'}")
+        say_at_once(f"--- {rank.title}:\n{text.rstrip() or 'it gave no stack'}")
+
+
+def _stack_of(rank: Supervised) -> AskedStack:
+    return AskedStack(f"{rank.name} (pid {rank.pid})", partial(rank.send_signal, signal.SIGUSR2), rank.stack_text)
 
 
 def _rank(rank_main: Callable[[RankEnv], int], env: RankEnv) -> int:

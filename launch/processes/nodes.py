@@ -1,7 +1,7 @@
 """A job on several nodes, started from one place: a launcher of its own runs on every node, over ssh or on Ray.
 
 host file ─► NODE sh -s ◄─ standard input: one line that starts `dynapipe launch --follow-stdin` there,
-                           then "save". Its end ends the node's processes.
+                           then orders. Its end ends the node's processes.
 
 On Ray a placement group has one bundle a node, with an actor that runs the node's line. Actors end with the process
 that made them, and so does what they run.
@@ -19,19 +19,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from dynapipe_ext.errors import ConfigError, ExecutionError, install_advice, reason, short
 from dynapipe_ext.executor.parent_death import before_exec
-from dynapipe_ext.launch.processes.agent import LOST_STATUS, SAVED_STATUSES, NodeEnd
+from dynapipe_ext.launch.processes.agent import LOST_STATUS, SAVED_STATUSES, NodeEnd, Order
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all
-from dynapipe_ext.launch.processes.signals import raise_if_lost
+from dynapipe_ext.launch.processes.signals import raise_if_lost, stacks_asked_for
 
-SAVE_ORDER, FOLLOW_FLAG = b"save\n", "--follow-stdin"
+FOLLOW_FLAG = "--follow-stdin"
+WrittenOrder = Literal["save", "stacks"]  # a line of a node's standard input
 _POLL_S = 0.2
 _TELL_S = 3.0  # time for the other nodes to report what they know of a failure
 _END_S = 5.0
 _SAVE_MARGIN_S = 10.0
+_MOST_ORDER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Nodes(Protocol):
         """The exit statuses of nodes that have ended, after waiting at most `wait_s` for the next one."""
         ...
 
-    def save(self) -> None: ...
+    def order(self, order: WrittenOrder) -> None: ...
 
     def close(self) -> None: ...
 
@@ -123,9 +125,9 @@ class ShellNodes:
         select.select(running, [], [], wait_s)
         return {node.name: exit_status(code) for node in self._nodes if (code := node.poll()) is not None}
 
-    def save(self) -> None:
+    def order(self, order: WrittenOrder) -> None:
         for descriptor in self._inputs:
-            self._tell(descriptor, SAVE_ORDER)
+            self._tell(descriptor, f"{order}\n".encode())
 
     def close(self) -> None:
         while self._inputs:
@@ -143,19 +145,24 @@ class ShellNodes:
 
 
 def run_on_nodes(nodes: Nodes, lines: Sequence[str], grace_s: float) -> NodeEnd:
-    """Run a line on every node until all have ended, or one has failed; then end the others."""
+    """Run a line on every node until all have ended, or one has failed; then end the others. SIGUSR2 has all print the
+    stacks of their ranks."""
     try:
         nodes.start(lines)
         ended: Mapping[str, int] = {}
-        while len(ended) < len(lines) and not any(ended.values()):
-            raise_if_lost()
-            ended = nodes.ended(_POLL_S)
+        with stacks_asked_for() as asked:
+            while len(ended) < len(lines) and not any(ended.values()):
+                raise_if_lost()
+                ended = nodes.ended(_POLL_S)
+                if asked.is_set():
+                    asked.clear()
+                    nodes.order("stacks")
         deadline_s = time.monotonic() + _TELL_S
         while len(ended) < len(lines) and time.monotonic() < deadline_s:
             ended = nodes.ended(_POLL_S)
         return _of_nodes(ended)
     except SystemExit:
-        nodes.save()
+        nodes.order("save")
         deadline_s = time.monotonic() + grace_s + _SAVE_MARGIN_S
         while len(nodes.ended(_POLL_S)) < len(lines) and time.monotonic() < deadline_s:
             pass
@@ -180,17 +187,23 @@ def exit_status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def order_of_stdin() -> str:
-    """The order on standard input since the last call: "save", "end" once the input is closed, or nothing."""
-    if not select.select([sys.stdin.fileno()], [], [], 0)[0]:
-        return ""
-    match os.read(sys.stdin.fileno(), len(SAVE_ORDER)):
-        case b"":
-            return "end"
-        case words if words == SAVE_ORDER:
-            return "save"
-        case _:
+class OrdersOfStdin:
+    """A call returns the next order on standard input: a line of it, "end" once it is closed, or nothing."""
+
+    def __init__(self) -> None:
+        self._unread = b""
+
+    def __call__(self) -> Order:
+        if b"\n" not in self._unread and select.select([sys.stdin.fileno()], [], [], 0)[0]:
+            words = os.read(sys.stdin.fileno(), _MOST_ORDER_BYTES)
+            if not words:
+                return "end"
+            self._unread += words
+        line, separator, rest = self._unread.partition(b"\n")
+        if not separator:
             return ""
+        self._unread = rest
+        return next((order for order in get_args(WrittenOrder) if order.encode() == line), "")
 
 
 _PLACE_S = 60.0
@@ -267,9 +280,9 @@ class RayNodes:
                     self._ended[name] = exit_status(code)
         return self._ended
 
-    def save(self) -> None:
+    def order(self, order: WrittenOrder) -> None:
         for _, actor in self._named():
-            actor.tell.remote(SAVE_ORDER)
+            actor.tell.remote(f"{order}\n".encode())
 
     def close(self) -> None:
         for _, actor in self._named():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import threading
@@ -74,11 +75,19 @@ def stacks_asked_for() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield requested
         return
+    shows_own = faulthandler.unregister(signal.SIGUSR2)  # type: ignore[func-returns-value]  # a bool, whatever typeshed says
     before = signal.signal(signal.SIGUSR2, lambda *_: requested.set())
     try:
         yield requested
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
+        if shows_own:
+            show_own_stacks()
+
+
+def show_own_stacks() -> None:
+    """From now on SIGUSR2 prints the stacks of this process, which goes on. Outside `stacks_asked_for` no ranks run."""
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:

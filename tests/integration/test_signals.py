@@ -1,5 +1,6 @@
 """A signal that ends a job raises once, where it can be heard."""
 
+import faulthandler
 import os
 import signal
 import time
@@ -8,7 +9,12 @@ from threading import Thread
 import pytest
 
 from dynapipe_ext.launch.processes.cluster import run_local
-from dynapipe_ext.launch.processes.signals import ending_signals_blocked, ending_signals_raise
+from dynapipe_ext.launch.processes.signals import (
+    ending_signals_blocked,
+    ending_signals_raise,
+    show_own_stacks,
+    stacks_asked_for,
+)
 from tests.support.limits import LIMIT_S
 
 
@@ -34,6 +40,21 @@ def test_a_signal_that_another_thread_takes_while_it_is_blocked_waits_too() -> N
                 inside = True
         raise AssertionError("not raised behind the block")
     assert inside
+
+
+def test_a_command_shows_its_own_stacks_on_request_before_and_after_its_ranks_and_goes_on(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    show_own_stacks()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        with stacks_asked_for() as asked:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert asked.wait(LIMIT_S)
+        os.kill(os.getpid(), signal.SIGUSR2)
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+    assert capfd.readouterr().err.count("in test_a_command_shows_its_own_stacks") == 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -79,6 +79,8 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
         ) as launcher:
             for line in launcher.stderr:
                 said.append(line)
+                if line.startswith("step 2 ") and "---" not in "".join(said):
+                    launcher.send_signal(signal.SIGUSR2)
                 if line.startswith("step 6 ") and "restart" not in "".join(said):
                     ranks = [rank_process(rank, 4, tmp_path) for rank in range(4)]
                     assert [planners_of(rank) for rank in ranks] == [1, 0, 1, 0]
@@ -88,6 +90,8 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     log = "".join(said)
     assert launcher.returncode == 0, log[-5000:]
     assert re.search(r"dynapipe launch: .*; restart 1 of 1, from killed/checkpoints/iter_000000[48]\n", log), log
+    stacks = re.findall(r"^--- rank (\d) \(pid \d+ on (\S+)\):\n(?:Thread|Current thread)", log, re.M)
+    assert sorted(stacks) == [(str(rank), hosts[rank // 2][0]) for rank in range(4)]
     assert len(re.findall(r"rank \d \(process \d+\) was killed", log)) == 1
     assert not [password for password in passwords if password in log]
     assert ("at rediss://:***@10.213.7.1:" in log) == (not flags)

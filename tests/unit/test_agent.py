@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.launch.env import launcher
-from dynapipe_ext.launch.processes.agent import LOST_STATUS, NodeEnd, RankRecord, read_rank_records, run_agent
+from dynapipe_ext.launch.processes.agent import LOST_STATUS, NodeEnd, Order, RankRecord, read_rank_records, run_agent
 from tests.support.limits import LIMIT_S
 
 # As torchrun: starts ranks, and ends with 1 as soon as one has failed, once it has ended the others.
@@ -65,7 +65,7 @@ def stopped():
 """
 
 
-def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], str] = lambda: "") -> NodeEnd:
+def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], Order] = lambda: "") -> NodeEnd:
     command = [sys.executable, "-c", AGENT + body]
     return run_agent(command, password="hidden", timeout_s=timeout_s, grace_s=20.0, order=order)
 
@@ -129,6 +129,37 @@ open({str(tmp_path / "again")!r}, "w")
         ended(body, order=lambda: "save" if (tmp_path / "began").exists() else "")
     assert caught.value.code == 138
     assert {path.name for path in tmp_path.iterdir()} == {"began", "saved-138"}
+
+
+def test_on_request_the_stacks_of_a_nodes_ranks_are_said_each_by_itself_and_the_job_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked by a signal, and then by the launcher of another node; what was said the first time is not said again."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    body = f"""
+from pathlib import Path
+def waits_here():
+    while not Path({str(tmp_path / "over")!r}).exists():
+        time.sleep(0.01)
+watch(waits_here, waits_here)
+"""
+    requests = [
+        lambda: "",  # ranks begin after the first look
+        lambda: os.kill(os.getpid(), signal.SIGUSR2) or "",
+        lambda: "stacks",
+        lambda: (tmp_path / "over").touch() or "",
+    ]
+    looks = iter(requests)
+
+    def order() -> Order:
+        records = [rank for folder in tmp_path.glob("*/ranks") for rank in read_rank_records(folder)]
+        return next(looks, lambda: "")() if sum(rank.runs for rank in records) >= 2 else ""
+
+    assert ended(body, order=order).status == 0
+    said = capfd.readouterr().err
+    titles = re.findall(rf"^--- (rank \d) \(pid \d+ on {os.uname().nodename}\):\nCurrent thread", said, re.M)
+    assert titles == ["rank 0", "rank 1"] * 2
+    assert said.count("in waits_here") == 4
 
 
 def test_the_password_is_in_the_environment_alone(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.processes.agent import NodeEnd
-from dynapipe_ext.launch.processes.nodes import Host, ShellNodes, read_hosts, run_on_nodes
+from dynapipe_ext.launch.processes.nodes import Host, OrdersOfStdin, ShellNodes, read_hosts, run_on_nodes
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
 from tests.support.limits import LIMIT_S
 
@@ -98,6 +98,36 @@ def test_a_signal_that_asks_to_save_is_passed_on_to_every_node(nodes: ShellNodes
         run_on_nodes(signalled, ["exec sh -c 'touch began; read order; echo $order > order'"] * 3, 5.0)
     assert caught.value.code == 143
     assert [(tmp_path / host.name / "order").read_text() for host in HOSTS] == ["save\n"] * 3
+
+
+def test_a_signal_that_asks_for_stacks_is_passed_on_and_the_job_goes_on(nodes: ShellNodes, tmp_path: Path) -> None:
+    signals = [signal.SIGUSR2]
+
+    class Signalled(ShellNodes):
+        def ended(self, wait_s: float) -> Mapping[str, int]:
+            if signals and len(list(tmp_path.glob("*/began"))) == 3:
+                os.kill(os.getpid(), signals.pop())
+            return super().ended(wait_s)
+
+    signalled = Signalled(nodes._shell, HOSTS)
+    with ending_signals_raise():
+        end = run_on_nodes(signalled, ["exec sh -c 'touch began; read order; echo $order > order'"] * 3, 5.0)
+    assert end == NodeEnd(0)
+    assert [(tmp_path / host.name / "order").read_text() for host in HOSTS] == ["stacks\n"] * 3
+
+
+def test_orders_on_standard_input_come_one_at_a_time_whatever_reads_they_arrive_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        next_order, orders = OrdersOfStdin(), []
+        for words in (b"sta", b"cks\nsave\nst", b"range\n", b""):
+            os.write(writer, words)
+            orders += [next_order(), next_order()]
+        os.close(writer)
+        assert [*orders, next_order(), next_order()] == ["", "", "stacks", "save", "", "", "", "", "end", "end"]
 
 
 def test_the_slurm_script_starts_all_nodes_and_is_queued_again_once_all_have_saved(tmp_path: Path, root: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_node_is_told_to_save_ends_with_its_input_and_is_missed_when_its_actor
     nodes.start([f"echo $$ > {tmp_path}/shell; exec sh -c 'read a; echo $a > {tmp_path}/told; cat; exit 138'"])
     while not (tmp_path / "shell").exists() or not (tmp_path / "shell").read_text():
         assert nodes.ended(0.02) == {}
-    nodes.save()
+    nodes.order("save")
     nodes.close()
     assert (tmp_path / "told").read_text() == "save\n"
     assert nodes.ended(0.0) == {"Ray node 0": 138}
