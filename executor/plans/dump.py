@@ -69,8 +69,9 @@ class DumpingPlanner:
     ) -> StepPlan:
         step_plan = self.planner.plan(samples, step=step, reserve_bytes=reserve_bytes, unreserved=unreserved)
         if not self._planner_file:
-            text = json.dumps({"format": DUMPED_PLANNER_FORMAT, "planner": self.planner.to_json()})
-            self._planner_file = f"planner-{planner_digest(self.planner)}.json"
+            described = self.planner.to_json()
+            text = json.dumps({"format": DUMPED_PLANNER_FORMAT, "planner": described})
+            self._planner_file = planner_file(described)
             _write(self.directory / self._planner_file, text)
         dump = {
             "format": DUMP_FORMAT,
@@ -108,9 +109,9 @@ def forget_plans_ahead(directory: str | Path) -> None:
             place.unlink(missing_ok=True)
 
 
-def planner_digest(planner: Planner) -> str:
-    """A name for the settings and costs of a planner: equal planners have equal ones."""
-    return hashlib.sha256(json.dumps(planner.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+def planner_file(described: Mapping[str, Any]) -> str:
+    """The name of the file of a planner with this `to_json`: equal planners have equal ones."""
+    return f"planner-{hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]}.json"
 
 
 def replicas_json(step_plan: StepPlan) -> list[dict[str, Any]]:

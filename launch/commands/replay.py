@@ -13,8 +13,8 @@ from rich.text import Text
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DataError, DynaPipeError, short
-from dynapipe_ext.executor.plans.dump import DUMP_FORMAT, DUMPED_PLANNER_FORMAT, planner_digest, replicas_json
-from dynapipe_ext.executor.proven_step import ProvenStep, prove
+from dynapipe_ext.executor.plans.dump import DUMP_FORMAT, DUMPED_PLANNER_FORMAT, planner_file, replicas_json
+from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.tools.console import output
@@ -42,29 +42,25 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.dump)
     raw = read_json(path, DUMP_FORMAT, "a step's dump")
     dump = Fields(raw, str(path))
-    planner = _planner(path, dump.one("planner", str))
+    planner, is_as_dumped = _planner(path, dump.one("planner", str))
     samples = _samples(dump.many("samples", list), path)
     step, reserve_bytes = dump.one("step", int), dump.one("reserve_bytes", int)
+    replicas, core = dump.one("replicas", list), dump.one("core", str)
     step_plan = planner.plan(samples, step=step, reserve_bytes=reserve_bytes)
     proven = prove(step_plan, planner.activation_format, planner.replica_collectives, fill_waits=planner.fill_waits)
-    return _shown(dump, proven, planner)
-
-
-def _shown(dump: Fields, proven: ProvenStep, planner: Planner) -> int:
     console = output(_PIPE_COLUMNS)
-    found = list(json_differences(dump.one("replicas", list), replicas_json(proven.step_plan), "replicas"))
     console.print(rendered_plan(of_proven_step(proven, planner.topology), width=console.width))
-    if dump.one("planner", str) != f"planner-{planner_digest(planner)}.json":
+    if not is_as_dumped:
         console.print("the planner's settings or costs were changed since the run")
-    if (core := dump.one("core", str)) != active_core():
+    if core != active_core():
         console.print(f"the run planned with the {core} core, this is the {active_core()} one")
-    for line in found[:_MOST_SHOWN]:
+    differences = list(json_differences(replicas, replicas_json(step_plan), "replicas"))
+    for line in differences[:_MOST_SHOWN]:
         console.print(Text(line), soft_wrap=True)
-    if len(found) > _MOST_SHOWN:
-        console.print(f"and {len(found) - _MOST_SHOWN:,} more differences")
-    step = dump.one("step", int)
-    console.print(f"plan {step} is {'another one now' if found else 'the same, bit for bit'}")
-    return _DIFFERS_STATUS if found else 0
+    if len(differences) > _MOST_SHOWN:
+        console.print(f"and {len(differences) - _MOST_SHOWN:,} more differences")
+    console.print(f"plan {step} is {'another one now' if differences else 'the same, bit for bit'}")
+    return _DIFFERS_STATUS if differences else 0
 
 
 def json_differences(dumped: Any, now: Any, where: str) -> Iterator[str]:
@@ -80,24 +76,36 @@ def json_differences(dumped: Any, now: Any, where: str) -> Iterator[str]:
         for i, pair in enumerate(zip_longest(dumped, now, fillvalue=_MISSING)):
             yield from json_differences(*pair, f"{where}[{i}]")
     elif dumped != now:
-        said = ["nothing" if value is _MISSING else short(value) for value in (dumped, now)]
-        yield f"{where}: dumped {said[0]}, now {said[1]}"
+        texts = ["nothing" if value is _MISSING else short(value) for value in (dumped, now)]
+        yield f"{where}: dumped {texts[0]}, now {texts[1]}"
 
 
-def _planner(dump: Path, name: str) -> Planner:
-    """The planner whose file, named in a dump, lies beside it. Errors: DataError."""
+def _planner(dump: Path, name: str) -> tuple[Planner, bool]:
+    """The planner whose file, named in a dump, lies beside it, and whether that file is as the run wrote it.
+
+    Errors: DataError.
+    """
     if Path(name).name != name:
         raise DataError(f"{dump}: planner is {short(name)} but must be the name of a file beside it")
     path = dump.parent / name
     described = Fields(read_json(path, DUMPED_PLANNER_FORMAT, "a planner's dump"), str(path)).one("planner", dict)
+    is_as_dumped = name == planner_file(described)
     try:
-        return Planner.from_json(described)
+        return Planner.from_json(_in_present_words(described)), is_as_dumped
     except DynaPipeError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"{path} describes no planner of this version ({type(error).__name__} {error}): dump the run again"
         ) from error
+
+
+def _in_present_words(described: dict[str, Any]) -> dict[str, Any]:
+    """A planner's description with the present names of two rules, which older runs wrote otherwise."""
+    if "equal_counts" not in described:
+        return described
+    counts, recompute = "equal" if described["equal_counts"] else "free", described["recompute"] or "auto"
+    return described | {"replica_counts": counts, "recompute": recompute}
 
 
 def _samples(rows: tuple[list[Any], ...], path: Path) -> list[SampleLength]:

@@ -13,10 +13,14 @@ from rich.console import Console
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.tools.estimate.answer import Prices, advice, show_estimate
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.estimate import ranking
+from dynapipe_ext.tools.estimate.answer import Prices, advice, settings, show_estimate
 from dynapipe_ext.tools.estimate.lengths import distribution_data, file_data
 from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, balanced_layers, spreads
 from dynapipe_ext.tools.estimate.ranking import Search, estimate, tokens_bounds
@@ -253,6 +257,27 @@ def test_batches_are_those_that_training_forms():
     for index in (0, 1, len(batches) - 1):
         wanted = [int(table[i]) for i in batches[index]]
         assert [s.encoder for s in data.batch(20_000, 3, index)] == wanted
+
+
+def test_options_are_planned_by_the_rules_that_are_written_for_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    planners: list[Planner] = []
+    monkeypatch.setattr(ranking, "Planner", lambda *a, **rules: planners.append(Planner(*a, **rules)) or planners[-1])
+    q = question(
+        gpus=4, lengths="lognormal:300,1,2048", tp=(1,), pp=(1,), zero_stages=(0, 2), offloads=("none",),
+        layouts=("packed",), recomputes=("full",), pieces="auto",
+    )  # fmt: skip
+    written = set()
+    for option in estimate(q, QUICK).options:
+        config = TrainConfig.from_json(settings(q, option))
+        plan = config.plan
+        written.add((plan.layout, plan.recompute, plan.replica_counts, plan.pieces))
+        assert any(
+            planner.topology.with_layers(q.architecture.num_layers) == topology_of(config)
+            and int(planner.memory_limit_bytes) == plan.memory_limit_bytes
+            and planner.as_keywords() | {"effort": plan.effort} == plan.as_keywords()
+            for planner in planners
+        )
+    assert written == {("packed", "full", "free", "auto"), ("packed", "full", "equal", "off")}
 
 
 def test_of_options_that_are_as_fast_the_one_with_the_least_machinery_comes_first():

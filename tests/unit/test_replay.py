@@ -13,7 +13,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, To
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.executor.plans.dump import DumpingPlanner
+from dynapipe_ext.executor.plans.dump import DUMPED_PLANNER_FORMAT, DumpingPlanner, planner_file
 from dynapipe_ext.executor.plans.planner_process import describe_planner, planner_of
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch import cli
@@ -111,6 +111,26 @@ def test_a_planner_of_other_costs_is_said_to_be_another(tmp_path: Path, capsys: 
     assert "settings or costs were changed since the run" in said
     assert "predicted.makespan_ns: dumped" in said
     assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("rules", "older"),
+    [({}, {"equal_counts": False, "recompute": None}),
+     ({"replica_counts": "equal", "recompute": "full"}, {"equal_counts": True, "recompute": "full"})],
+)  # fmt: skip
+def test_a_dump_in_the_words_of_older_runs_is_planned_again(
+    rules: dict[str, Any], older: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planner = replace(PLANNER, **rules)
+    path = dumped(planner, tmp_path)
+    described = {name: value for name, value in planner.to_json().items() if name != "replica_counts"} | older
+    name = planner_file(described)
+    (tmp_path / name).write_text(json.dumps({"format": DUMPED_PLANNER_FORMAT, "planner": described}))
+    edit(path, planner=name)
+    status, said = replay(path, capsys)
+    assert said.endswith("plan 12 is the same, bit for bit\n")
+    assert "changed since the run" not in said
+    assert status == 0
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory
 from dynapipe_ext.tools.estimate.modules import ModuleEstimate, modules_of, positions_of
-from dynapipe_ext.tools.estimate.options import Question, pad_multiple
+from dynapipe_ext.tools.estimate.options import Question
 from dynapipe_ext.tools.estimate.ranking import HOST_UPDATE_BYTES_PER_S, Estimate, Option, tokens_bounds
 from dynapipe_ext.tools.files import toml_of
 from dynapipe_ext.tools.wording import counted, figure, percent
@@ -375,14 +375,17 @@ def train_fault(question: Question, option: Option) -> str:
     return ""
 
 
+_DECIDED_RULES = ("layout", "pad_multiple", "recompute", "replica_counts", "pieces")
+
+
 def settings(
     question: Question, option: Option, *, data: Sequence[str] = (), total_tokens: float = 0.0
 ) -> dict[str, Any]:
     """The settings that the option decides, as tables of `TrainConfig`; the others keep their defaults."""
     a, s, t = question.architecture, option.strategy, option.strategy.topology
-    multiple = pad_multiple(s)
+    rules = option.candidate.rules(question.limits.pieces)
     named, longest = Path(question.name), question.data.longest
-    most = longest.tokens if a.num_decoder_layers else min(a.max_seq_len, round_up(longest.encoder, multiple))
+    most = longest.tokens if a.num_decoder_layers else min(a.max_seq_len, round_up(longest.encoder, rules.pad_multiple))
     tables: dict[str, Any] = {
         "run": {"steps": max(1, ceil(total_tokens / option.real_tokens))} if total_tokens else {},
         "topology": {
@@ -406,11 +409,8 @@ def settings(
             "batch_size": 0,
         },
         "plan": {
-            "layout": option.candidate.layout,
             "memory_limit_gb": question.cluster.limit_bytes / 1e9,
-            "pad_multiple": multiple,
-            "recompute": option.candidate.recompute,
-            "pieces": option.candidate.pieces(question.limits.pieces),
+            **{name: getattr(rules, name) for name in _DECIDED_RULES},
         },
         "optimizer": {"distributed": s.zero_stage == 1},
     }

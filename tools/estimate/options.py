@@ -21,6 +21,7 @@ from dynapipe_ext.models.architecture import Architecture, layer_kinds
 from dynapipe_ext.models.cluster import Cluster, Precision
 from dynapipe_ext.models.flops import layer_weights
 from dynapipe_ext.reproducible import product
+from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.settings.tables import PlacementChoice
 from dynapipe_ext.splits.pieces import piece_sizes
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
@@ -256,16 +257,19 @@ class Candidate:
     def name(self) -> str:
         return f"{strategy_name(self.strategy)}, recompute {self.recompute}"
 
-    @property
-    def equal_counts(self) -> bool:
-        """Whether all replicas need equally many micro-batches, since collectives over replicas lie inside them."""
-        return _has_equal_counts(self.strategy)
-
-    def pieces(self, allowed: Pieces) -> Pieces:
-        return _pieces(allowed, self.costs, self.layout)
+    def rules(self, pieces: Pieces) -> PlanRules:
+        """What the option is planned by, here and by `dynapipe train`; samples run in `pieces` where they can."""
+        return PlanRules(
+            layout=self.layout,
+            pad_multiple=pad_multiple(self.strategy),
+            recompute=self.recompute,
+            replica_counts="equal" if _has_equal_counts(self.strategy) else "free",
+            pieces=_pieces(pieces, self.costs, self.layout),
+        )
 
 
 def _has_equal_counts(strategy: Strategy) -> bool:
+    """Whether all replicas need equally many micro-batches, since collectives over replicas lie inside them."""
     return strategy.zero_stage >= 2 or strategy.ep > 1
 
 

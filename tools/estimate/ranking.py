@@ -24,7 +24,6 @@ from dynapipe_ext.tools.estimate.options import (
     Dropped,
     Question,
     host_bytes_per_node,
-    pad_multiple,
     screened,
     spreads,
 )
@@ -362,19 +361,8 @@ def batch_tokens(question: Question, search: Search, candidate: Candidate) -> in
 
 def planned(question: Question, candidate: Candidate, tokens: int, effort: int, num_batches: int = 1) -> Option:
     """The option with planned global batches of so many tokens. Errors: PlanError where one does not fit."""
-    costs, strategy = candidate.costs, candidate.strategy
-    planner = Planner(
-        costs.topology,
-        costs,
-        question.cluster.limit_bytes,
-        question.seed,
-        layout=candidate.layout,
-        pad_multiple=pad_multiple(strategy),
-        effort=effort,
-        recompute=candidate.recompute,
-        replica_counts="equal" if candidate.equal_counts else "free",
-        pieces=candidate.pieces(question.limits.pieces),
-    )
+    costs, rules = candidate.costs, replace(candidate.rules(question.limits.pieces), effort=effort)
+    planner = Planner(costs.topology, costs, question.cluster.limit_bytes, question.seed, **rules.as_keywords())
     plans = [
         planner.plan(question.data.batch(tokens, question.seed, index), step=index) for index in range(num_batches)
     ]
