@@ -10,7 +10,7 @@ from dynapipe_ext.settings.declared import Setting
 from dynapipe_ext.settings.train_config import declared_tables
 
 Tables = dict[str, dict[str, Any]]
-_DEGREES = ("tp", "pp", "dp")
+DEGREES = ("tp", "pp", "dp")
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +63,8 @@ def settings_of_flags(args: argparse.Namespace, tables: Mapping[str, Mapping[str
         run["epochs"] = 0.0
     if "placement" in topology:  # another one's stages and layers are not for it
         settings["topology"] = topology = {"stages_per_rank": 0, "layers_per_stage": ()} | topology
-    if not of_file and topology.keys() & {*_DEGREES}:
-        settings["topology"] = dict.fromkeys(_DEGREES, 1) | topology
+    if not of_file and topology.keys() & {*DEGREES}:
+        settings["topology"] = dict.fromkeys(DEGREES, 1) | topology
     if "batch_size" in data or "tokens_per_batch" in data:
         settings["data"] = {"batch_size": 0, "tokens_per_batch": 0} | data
     return {table: values for table, values in settings.items() if values}

@@ -27,14 +27,13 @@ from dynapipe_ext.launch.job.configured import (
 )
 from dynapipe_ext.launch.job.run_costs import costs_of_settings, refuse_table_of_other_model
 from dynapipe_ext.launch.job.settled import SettledPlanning
-from dynapipe_ext.launch.setting_flags import add_flag
+from dynapipe_ext.launch.setting_flags import DEGREES, add_flag
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import parse_json
 from dynapipe_ext.tools.wording import counted
 
 MOST_BYTES = 1 << 60  # of a rank
 MOST_HIDDEN_SIZE = 1 << 20
-DEGREES = ("tp", "pp", "dp")
 _MOST_DIGITS = 18
 
 # Of one CPU core, where nothing was measured: orders of magnitude, so that shapes of plans make sense.

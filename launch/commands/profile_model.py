@@ -15,32 +15,33 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
-from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import fingerprint
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import RankEnv, limit_threads
-from dynapipe_ext.launch.job.configured import architecture_of
+from dynapipe_ext.launch.job.configured import architecture_of, refuse_undivided
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.run.outcome import versions
-from dynapipe_ext.launch.setting_flags import add_flag
+from dynapipe_ext.launch.setting_flags import DEGREES, add_flag, settings_of_flags
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.account.profile_errors import errors_of_pieces, errors_table, held_out_errors
+from dynapipe_ext.tools.account.profile_errors import HeldOutErrors, errors_of_pieces, errors_table, held_out_errors
 from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.files import Fields, read_json, write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.tools.wording import counted
+
+if TYPE_CHECKING:
+    from dynapipe_ext.executor.measuring.profiling import LayerProfiler
 
 _FORMAT = "dynapipe-profile-part/1"
 _MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
@@ -94,11 +95,38 @@ class _Job:
     """What is measured, and where it goes."""
 
     args: argparse.Namespace
+    config: TrainConfig
     model: Architecture
-    dtype: str
-    tp: int
-    sequence_parallel: bool
     within: ProfileRange
+
+    @property
+    def dtype(self) -> str:
+        return self.config.model.dtype
+
+    @property
+    def tp(self) -> int:
+        return self.config.topology.tp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.config.topology.sequence_parallel and self.tp > 1
+
+    def made_of(self, device_name: str) -> dict[str, Any]:
+        """What measurements must have in common to be in one table."""
+        shared = {"model": asdict(self.model), "dtype": self.dtype, "device": device_name, "tp": self.tp}
+        return shared | {"recomputes": list(self.within.recomputes), "sequence_parallel": self.sequence_parallel}
+
+    def provenance(self, device_name: str) -> dict[str, Any]:
+        """What a table says of where it comes from, beside what was measured."""
+        return {
+            "device": device_name,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "dtype": self.dtype,
+            "tp": self.tp,
+            "sequence_parallel": self.sequence_parallel,
+            "versions": versions(),
+            "model": asdict(self.model),
+        }
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,81 +171,81 @@ def _measure(job: _Job, env: RankEnv) -> int:
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.profiling import LayerProfiler, Ranks
 
-    args, within = job.args, job.within
+    args, is_first = job.args, env.rank == 0
     device = rank_device(env.local_rank)
-    name = _device_name(device)
-    made_of = {"model": asdict(job.model), "dtype": job.dtype, "device": name, "tp": job.tp}
-    made_of |= {"recomputes": list(within.recomputes), "sequence_parallel": job.sequence_parallel}
-    kept = _Kept(Path(args.out), made_of)
-    profile = kept.read()
-    first = env.rank == 0
+    device_name = _device_name(device)
+    part = _PartFile(Path(args.out), job.made_of(device_name))
+    profile = part.read()
     ranks = Ranks(rank=env.rank, tp=job.tp, init_method=env.init_method, sequence_parallel=job.sequence_parallel)
     start_s = time.monotonic()
     with LayerProfiler(job.model, dtype=job.dtype, device=device, ranks=ranks) as profiler:
-        deadline_s = start_s + args.max_seconds
-        most_shapes = max(args.max_shapes, len(within.first()))
-        with WorkProgress("measuring shapes", most_shapes, enabled=first) as progress:
-            progress.advance(done := len(profile.shapes()))
-
-            def go_on(profile: Profile) -> bool:
-                nonlocal done
-                progress.advance(len(profile.shapes()) - done)
-                done = len(profile.shapes())
-                if first:
-                    kept.write(profile)
-                return profiler.agree(time.monotonic() < deadline_s)
-
-            choose_and_measure(
-                profile,
-                profiler.measure,
-                within,
-                error_target=args.error_target,
-                most_shapes=most_shapes,
-                go_on=go_on,
-            )
-        if not job.model.pieces_fault:
-            with WorkProgress("measuring samples in pieces", len(within.cut_samples), enabled=first) as progress:
-                profile.cut(profiler.measure, profiler.measure_pieces, within, progress.advance)
-            if first and not profile.pieces:
-                print("no sample fits in pieces: the table will have no price for them (--pieces)", file=sys.stderr)
-        provenance = {
-            "device": name,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "dtype": job.dtype,
-            "tp": job.tp,
-            "sequence_parallel": job.sequence_parallel,
-            "clock": "CPU seconds" if device.type == "cpu" else "seconds",
-            "versions": versions(),
-            "model": asdict(job.model),
-            "measured": profile.to_json(),
-        }
+        _fill(profile, profiler, job, part if is_first else None, deadline_s=start_s + args.max_seconds)
+        clock = "CPU seconds" if device.type == "cpu" else "seconds"
+        provenance = job.provenance(device_name) | {"clock": clock, "measured": profile.to_json()}
         table = cost_table(
             profile,
-            within,
+            job.within,
             job.model.padded(),
             value_bytes=4 if job.dtype == "float32" else 2,
             tp=job.tp,
-            distributed_optimizer=args.distributed_optimizer,
+            distributed_optimizer=args.distributed_optimizer or job.config.optimizer.distributed,
             provenance=provenance,
         )
-        groups = _held_out(within, args.held_out, args.seed)
-        errors = {group: held_out_errors(table, profiler.measure, batches) for group, batches in groups.items()}
-        if table.facts.prices_pieces:
-            between = within.piece_sizes[len(within.piece_sizes) // 2]
-            samples = [within.sample_in_pieces(between, kind) for kind in within.recomputes]
-            errors["pieces"] = errors_of_pieces(table, profiler.measure_pieces, samples)
-    if not first:
+        errors = _errors(table, profiler, job)
+    if not is_first:
         return 0
     provenance["held_out_error"] = {group: one.mean for group, one in errors.items()}
     write_atomic(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
-    kept.remove()
-    took_s = time.monotonic() - start_s
-    shapes = len(profile.shapes())
-    summary = {"out": str(args.out), "shapes": shapes, "seconds": took_s, "device": name}
+    part.remove()
+    took_s, num_shapes = time.monotonic() - start_s, len(profile.shapes())
+    summary = {"out": str(args.out), "shapes": num_shapes, "seconds": took_s, "device": device_name}
     summary["held_out_error"] = {group: one.to_json() for group, one in errors.items()}
-    said = f"{args.out}: {counted(shapes, 'shape')} measured in {took_s:.0f} s on {name}"
-    deliver(args.json, summary, errors_table(errors), said)
+    line = f"{args.out}: {counted(num_shapes, 'shape')} measured in {took_s:.0f} s on {device_name}"
+    deliver(args.json, summary, errors_table(errors), line)
     return 0
+
+
+def _fill(profile: Profile, profiler: LayerProfiler, job: _Job, part: _PartFile | None, *, deadline_s: float) -> None:
+    """Measure until the profile prices well enough, or the time is over. The rank that has the `part` file shows how
+    far it is, and writes what is measured there."""
+    args, within, is_first = job.args, job.within, part is not None
+    most_shapes = max(args.max_shapes, len(within.first()))
+    with WorkProgress("measuring shapes", most_shapes, enabled=is_first) as progress:
+        progress.advance(done := len(profile.shapes()))
+
+        def go_on(profile: Profile) -> bool:
+            nonlocal done
+            progress.advance(len(profile.shapes()) - done)
+            done = len(profile.shapes())
+            if part:
+                part.write(profile)
+            return profiler.agree(time.monotonic() < deadline_s)
+
+        choose_and_measure(
+            profile,
+            profiler.measure,
+            within,
+            error_target=args.error_target,
+            most_shapes=most_shapes,
+            go_on=go_on,
+        )
+    if not job.model.pieces_fault:
+        with WorkProgress("measuring samples in pieces", len(within.cut_samples), enabled=is_first) as progress:
+            profile.cut(profiler.measure, profiler.measure_pieces, within, progress.advance)
+        if is_first and not profile.pieces:
+            print("no sample fits in pieces: the table will have no price for them (--pieces)", file=sys.stderr)
+
+
+def _errors(table: CostTable, profiler: LayerProfiler, job: _Job) -> dict[str, HeldOutErrors]:
+    """How far the table is off shapes, and samples in pieces, that it was not made of."""
+    within = job.within
+    groups = _held_out(within, job.args.held_out, job.config.run.seed)
+    errors = {group: held_out_errors(table, profiler.measure, batches) for group, batches in groups.items()}
+    if table.facts.prices_pieces:
+        between = within.piece_sizes[len(within.piece_sizes) // 2]
+        samples = [within.sample_in_pieces(between, kind) for kind in within.recomputes]
+        errors["pieces"] = errors_of_pieces(table, profiler.measure_pieces, samples)
+    return errors
 
 
 def _job(args: argparse.Namespace) -> _Job:
@@ -229,28 +257,29 @@ def _job(args: argparse.Namespace) -> _Job:
         count = getattr(args, name[2:].replace("-", "_"))
         if count is not None and not least <= count <= _MOST:
             raise ConfigError(f"{name} is {short(count)} but must be at least {least}, and at most {_MOST:,}")
-    sequence_parallel = False
-    if args.config:
-        config = TrainConfig.read(args.config)
-        model = architecture_of(config, config.data.vocab_size)
-        dtype: str = config.model.dtype
-        tp, sequence_parallel = args.tp or config.topology.tp, config.topology.sequence_parallel
-    else:
-        model, _ = read_model(args.model)
-        tp, dtype = args.tp or 1, model.dtype
-    dtype = args.dtype or dtype
-    if dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"the model's weights are {dtype}: give --dtype float32 or bfloat16")
-    sequence_parallel = sequence_parallel and tp > 1
+    config = _config(args)
+    model, tp = architecture_of(config, config.data.vocab_size), config.topology.tp
+    refuse_undivided(config.model, tp)
     if model.num_dense_layers:
         raise ConfigError(
             f"{model.family} has {model.num_dense_layers} dense layers before those of experts, and a cost table knows"
             " one kind of layer: train without it, counted costs at a measured rate tell them apart"
         )
-    counted = EncoderDecoderRunCosts if model.num_decoder_layers else AnalyticCosts
-    counted(architecture=model.padded(), topology=Topology(tp=tp), flops_per_s=1.0)  # refuses what does not divide
-    within = _range(args, model, tp if sequence_parallel else 1)
-    return _Job(args, model, dtype, tp, sequence_parallel, within)
+    return _Job(args, config, model, _range(args, model, tp if config.topology.sequence_parallel else 1))
+
+
+def _config(args: argparse.Namespace) -> TrainConfig:
+    """Settings of a run of the model: those of the file, or of the named model alone, with the flags on top."""
+    config = TrainConfig.read(args.config) if args.config else _config_of_model(args.model, args.dtype)
+    return config.with_values(**settings_of_flags(args, {}, of_file=True))
+
+
+def _config_of_model(name: str, dtype: str | None) -> TrainConfig:
+    dtype = dtype or read_model(name)[0].dtype
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"the model's weights are {dtype}: give --dtype float32 or bfloat16")
+    settings = {"architecture": name, "backend": "megatron", "dtype": dtype}
+    return TrainConfig().with_values(model=settings, topology=dict.fromkeys(DEGREES, 1))
 
 
 def _range(args: argparse.Namespace, model: Architecture, multiple: int) -> ProfileRange:
@@ -302,7 +331,7 @@ def _device_name(device: Any) -> str:
     return torch.cuda.get_device_name(device)
 
 
-class _Kept:
+class _PartFile:
     """Measurements on disk while they are made, beside the table that they will be in."""
 
     def __init__(self, out: Path, made_of: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ from dynapipe_ext.models.named_models import dropout_rates
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.settings.tables import ModelSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.wording import format_bytes, percent, seconds
 
@@ -109,12 +110,7 @@ def topology_of(config: TrainConfig) -> Topology:
     """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
     t, m = config.topology, config.model
     topology = placed_stages(config).with_layers(m.total_layers)
-    sizes = {name: getattr(m, name) for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size")}
-    for name, size in (sizes | (m.described.divided_sizes if m.described else {})).items():
-        if size % t.tp:
-            raise ConfigError(f"tp is {t.tp} but does not divide {name} {size}: choose another tp or size")
-    if VOCAB_MULTIPLE % t.tp:
-        raise ConfigError(f"tp is {t.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
+    refuse_undivided(m, t.tp)
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:
         raise ConfigError(
             f"pad_multiple is {config.plan.pad_multiple} but sequence parallelism cuts rows in tp = {t.tp} parts:"
@@ -132,6 +128,16 @@ def topology_of(config: TrainConfig) -> Topology:
             f" of which only {learned} are learned: {move}"
         )
     return topology
+
+
+def refuse_undivided(m: ModelSettings, tp: int) -> None:
+    """Errors: ConfigError for a size of the model that tensor parallel ranks do not divide."""
+    sizes = {name: getattr(m, name) for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size")}
+    for name, size in (sizes | (m.described.divided_sizes if m.described else {})).items():
+        if size % tp:
+            raise ConfigError(f"tp is {tp} but does not divide {name} {size}: choose another tp or size")
+    if VOCAB_MULTIPLE % tp:
+        raise ConfigError(f"tp is {tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
 
 
 def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:

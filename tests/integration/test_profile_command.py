@@ -313,6 +313,17 @@ def test_the_errors_are_json_on_request(
     assert found["shapes"] >= 6
 
 
+@pytest.mark.parametrize("asked", ["by the settings", "by the flag", "nowhere"])
+def test_states_are_divided_over_replicas_where_the_run_of_these_settings_divides_them(
+    asked: str, config: str, tmp_path: Path, stub: Callable[..., tuple[int, int]]
+) -> None:
+    Path(config).write_text(_CONFIG + "[optimizer]\ndistributed = true\n" * (asked == "by the settings"))
+    flag = ["--distributed-optimizer"] * (asked == "by the flag")
+    assert stub(["--config", config, "--out", str(tmp_path / "costs.json"), *flag])[0] == 0
+    facts = CostTable.read(tmp_path / "costs.json").facts
+    assert bool(facts.sharded_state_bytes) == (asked != "nowhere")
+
+
 def test_measurements_of_another_model_are_not_mixed_in(
     config: str, tmp_path: Path, stub: Callable[..., tuple[int, int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,7 +338,7 @@ def test_measurements_of_another_model_are_not_mixed_in(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tp", "3"], "does not divide over tp 3"),
+        (["--tp", "3"], "tp is 3 but does not divide num_heads 2: choose another tp or size"),  # in train's words
         (["--out", "no/such/folder/costs.json"], "must name a file in a folder that exists"),
         (["--min-len", "100"], "must ascend"),
         (["--max-len", "0"], "--max-len is 0"),
