@@ -63,7 +63,7 @@ _SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=8"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     requested.add_arguments(parser)
     parser.epilog = ending(
-        _EPILOG, {LOST_STATUS: "ranks were lost: the same command goes on", 138: "saved on SIGUSR1 (143: SIGTERM)"}
+        _EPILOG, {LOST_STATUS: "ranks were lost: the same command goes on"} | requested.TRAINING_STATUSES
     )
     _add_launch_flags(parser.add_argument_group("nodes"))
 

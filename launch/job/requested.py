@@ -45,8 +45,11 @@ _EPILOG = """examples:
 """
 
 
+TRAINING_STATUSES = {130: "saved on Ctrl-C (twice: ended at once)", 138: "saved on SIGUSR1 (143: SIGTERM)"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = ending(_EPILOG)
+    parser.epilog = ending(_EPILOG, TRAINING_STATUSES)
     parser.add_argument("--config", metavar="FILE", help="settings in TOML; flags override them")
     parser.add_argument("--model", metavar="MODEL", help="its folder: sizes, weights, tokenizer and chat template")
     add_setting_flags(parser)

@@ -26,11 +26,12 @@ from dynapipe_ext.launch.processes.cluster import (
     JobError,
     StandingStill,
     Supervised,
+    asked_to_end,
     say_at_once,
     say_stacks,
 )
 from dynapipe_ext.launch.processes.scratch import FileLock, ScratchDirectory, is_held
-from dynapipe_ext.launch.processes.signals import raise_if_lost, stacks_asked_for
+from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lost, stacks_asked_for
 
 _END, _STACKS = ".end", ".stacks"
 _END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
@@ -120,6 +121,7 @@ RendezvousBackend = Literal["c10d", "static"]
 Order = Literal["", "save", "stacks", "end"]  # to a node: nothing, or what its launcher shall do
 LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another try may succeed
 SAVED_STATUSES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+INTERRUPTED_STATUS = 128 + signal.SIGINT
 _POLL_S = 0.2
 _GONE_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
 _AT_ONCE_S, _AFTER_RANKS_S = 10.0, 60.0  # torchrun kills ranks 30 s after its SIGTERM
@@ -151,7 +153,7 @@ class NodeEnd:
 
     @property
     def may_restart(self) -> bool:
-        return self.status not in (0, USER_ERROR_STATUS, *SAVED_STATUSES)
+        return self.status not in (0, USER_ERROR_STATUS, INTERRUPTED_STATUS, *SAVED_STATUSES)
 
 
 def torchrun_command(place: NodePlace, max_restarts: int, train_words: Sequence[str]) -> list[str]:
@@ -189,9 +191,9 @@ def run_agent(
     """Run torchrun until it ends or has to be ended.
 
     A rank that is stopped for `timeout_s` is killed. An agent without ranks since a failure is ended once all ranks had
-    time to notice it. On SIGTERM, SIGUSR1 or `order()` "save" the ranks save and end within `grace_s`, without a
-    restart; then SystemExit is raised. SIGINT and "end" end everything at once and raise KeyboardInterrupt. On SIGUSR2
-    and "stacks" the stacks of all ranks of this node are printed, and the job goes on.
+    time to notice it. On SIGINT, SIGTERM, SIGUSR1 or `order()` "save" the ranks save and end within `grace_s`, without
+    a restart; then KeyboardInterrupt or SystemExit is raised. A second SIGINT, and "end", end everything at once. On
+    SIGUSR2 and "stacks" the stacks of all ranks of this node are printed, and the job goes on.
     """
     with ScratchDirectory() as scratch:
         records = scratch.path / "ranks"
@@ -201,7 +203,7 @@ def run_agent(
         try:
             with stacks_asked_for() as asked:
                 return _watched(agent, records, timeout_s, order, asked)
-        except SystemExit:
+        except (SystemExit, KeyboardInterrupt):
             _have_saved(agent, records, grace_s)
             raise
         finally:
@@ -218,7 +220,7 @@ def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable
             case "save":
                 raise SystemExit(128 + signal.SIGUSR1)
             case "end":
-                raise KeyboardInterrupt
+                return NodeEnd(INTERRUPTED_STATUS)
             case "stacks":
                 asked.set()
             case "":
@@ -276,10 +278,10 @@ def _killed_first(ranks: Iterable[RankRecord]) -> str:
 
 def _have_saved(agent: Supervised, records: Path, grace_s: float) -> None:
     """Let the ranks save and end. torchrun is stopped meanwhile, since it would take their ends for failures."""
-    say_at_once(f"asked to end: the ranks finish their step and save, for at most {grace_s:g} s")
+    say_at_once(asked_to_end(grace_s))
     agent.send_signal(signal.SIGSTOP)
     _signal_ranks(records, signal.SIGUSR1)
-    _wait_for_ranks(records, grace_s)
+    _wait_for_ranks(records, grace_s, interrupted_again)
 
 
 def _say_stacks_of(ranks: Sequence[RankRecord]) -> None:
@@ -314,7 +316,9 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _wait_for_ranks(records: Path, limit_s: float) -> None:
+def _wait_for_ranks(records: Path, limit_s: float, given_up: Callable[[], bool] = lambda: False) -> None:
     deadline_s = time.monotonic() + limit_s
     while any(rank.runs for rank in read_rank_records(records)) and time.monotonic() < deadline_s:
+        if given_up():
+            break
         time.sleep(_POLL_S / 4)

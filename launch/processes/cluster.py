@@ -32,6 +32,7 @@ from dynapipe_ext.launch.processes.signals import (
     ENDING,
     ending_signals_blocked,
     ending_signals_raise,
+    interrupted_again,
     raise_if_lost,
     stacks_asked_for,
 )
@@ -244,8 +245,9 @@ def run_local(
     Before the call, import what the ranks need and set the number of threads. The first rank that fails, or is stopped
     for `stopped_s`, ends all ranks (SIGTERM, then SIGKILL after `grace_s`); JobError names it. At `timeout_s` every
     rank's stack is printed first. SIGINT, SIGTERM and SIGUSR1 to this process end the ranks and raise KeyboardInterrupt
-    or SystemExit (143, 138). With `save_s` SIGTERM and SIGUSR1 first reach the ranks as SIGUSR1, which then have that
-    long to end by themselves. SIGUSR2 prints every rank's stack.
+    or SystemExit (143, 138). With `save_s` they first reach the ranks as SIGUSR1, which then have that long to end by
+    themselves, or until Ctrl-C comes again; where all were ending well, nothing is raised. SIGUSR2 prints every rank's
+    stack.
     """
     if world_size < 1:
         raise ConfigError(f"the number of ranks is {world_size} but must be at least 1")
@@ -269,25 +271,30 @@ def run_local(
                     is_first = partial(_is_first_failure, scratch.path / _FAILED, name)
                     ranks.append(Supervised.fork(name, partial(_rank, rank_main, env), is_first))
             _watch(ranks, timeout_s, StandingStill(stopped_s), scratch.path / _FAILED, asked)
-        except SystemExit:
-            if save_s:
-                _ask_to_save(ranks, save_s)
-            raise
+        except (SystemExit, KeyboardInterrupt):
+            if not save_s or not _ended_well(ranks, save_s):
+                raise
         finally:
             end_all(ranks, grace_s)
 
 
-def _ask_to_save(ranks: Sequence[Supervised], save_s: float) -> None:
-    """Send SIGUSR1 to all ranks, and wait until all have ended, one has failed, or the time is over."""
+def _ended_well(ranks: Sequence[Supervised], save_s: float) -> bool:
+    """Ask all ranks to save, and wait until all have ended, one has failed, Ctrl-C comes again, or the time is over.
+    Whether all have done what they had to, as nothing was left when they were asked."""
     deadline_s = time.monotonic() + save_s
-    say_at_once(f"asked to end: the ranks finish their step and save, for at most {save_s:g} s")
-    with ending_signals_blocked():
-        for rank in ranks:
-            rank.send_signal(signal.SIGUSR1)
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline_s:
-            _wait_for_all(ranks, min(_POLL_S, max(0.0, deadline_s - time.monotonic())))
-            if any(rank.poll() not in (None, _SAVED_STATUS) for rank in ranks):
-                return
+    say_at_once(asked_to_end(save_s))
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR1)
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline_s and not interrupted_again():
+        _wait_for_all(ranks, min(_POLL_S, max(0.0, deadline_s - time.monotonic())))
+        if any(rank.poll() not in (None, 0, _SAVED_STATUS) for rank in ranks):
+            break
+    return bool(ranks) and all(rank.poll() == 0 for rank in ranks)
+
+
+def asked_to_end(grace_s: float) -> str:
+    """What a signal to end is answered with."""
+    return f"asked to end: the ranks finish their step and save, for at most {grace_s:g} s; Ctrl-C ends them at once"
 
 
 def end_all(processes: Sequence[Supervised], grace_s: float = _GRACE_S) -> None:

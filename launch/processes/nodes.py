@@ -25,7 +25,7 @@ from dynapipe_ext.errors import ConfigError, ExecutionError, install_advice, rea
 from dynapipe_ext.executor.parent_death import before_exec
 from dynapipe_ext.launch.processes.agent import LOST_STATUS, SAVED_STATUSES, NodeEnd, Order
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all
-from dynapipe_ext.launch.processes.signals import raise_if_lost, stacks_asked_for
+from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lost, stacks_asked_for
 
 FOLLOW_FLAG = "--follow-stdin"
 WrittenOrder = Literal["save", "stacks"]  # a line of a node's standard input
@@ -161,10 +161,10 @@ def run_on_nodes(nodes: Nodes, lines: Sequence[str], grace_s: float) -> NodeEnd:
         while len(ended) < len(lines) and time.monotonic() < deadline_s:
             ended = nodes.ended(_POLL_S)
         return _of_nodes(ended)
-    except SystemExit:
+    except (SystemExit, KeyboardInterrupt):
         nodes.order("save")
         deadline_s = time.monotonic() + grace_s + _SAVE_MARGIN_S
-        while len(nodes.ended(_POLL_S)) < len(lines) and time.monotonic() < deadline_s:
+        while len(nodes.ended(_POLL_S)) < len(lines) and time.monotonic() < deadline_s and not interrupted_again():
             pass
         raise
     finally:

@@ -14,14 +14,16 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _num_blocks = 0  # blocks of `ending_signals_blocked` around the main thread
 _waiting = 0  # a signal that arrived inside such a block: a thread without the block took it for the process
 _raised = 0  # the signal that has raised since handlers were installed
+_interrupted_again = False  # Ctrl-C came after the signal that has raised
 
 
 @contextlib.contextmanager
 def ending_signals_raise() -> Iterator[None]:
     """Inside, SIGINT raises KeyboardInterrupt, SIGTERM and SIGUSR1 raise SystemExit (143, 138), in the main thread.
 
-    A second such signal is ignored: the clean-up after the first one is bounded, and an interrupted clean-up would
-    leave processes behind. Nested use and use outside the main thread change nothing.
+    A second such signal does not raise: the clean-up after the first one is bounded, and an interrupted clean-up would
+    leave processes behind. `interrupted_again` tells of a second Ctrl-C. Nested use and use outside the
+    main thread change nothing.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) in (
         _raise,
@@ -29,12 +31,12 @@ def ending_signals_raise() -> Iterator[None]:
     ):
         yield
         return
-    global _raised
+    global _raised, _interrupted_again
     before = {number: signal.signal(number, _raise) for number in ENDING}
     try:
         yield
     finally:
-        _raised = 0
+        _raised, _interrupted_again = 0, False
         for number, handler in before.items():
             # None: a handler that was not installed from Python, which cannot be put back from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -47,6 +49,11 @@ def raise_if_lost() -> None:
     """
     if _raised:
         raise _ending(_raised)
+
+
+def interrupted_again() -> bool:
+    """Whether Ctrl-C came once more after an ending signal: nobody wants to wait for a save."""
+    return _interrupted_again
 
 
 @contextlib.contextmanager
@@ -106,12 +113,15 @@ def _ending(number: int) -> BaseException:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal. A handler instead of SIG_IGN, which processes started during the clean-up would inherit."""
+    """Note a second Ctrl-C. A handler instead of SIG_IGN, which processes started during the clean-up would inherit."""
+    global _interrupted_again
+    _interrupted_again = _interrupted_again or number == signal.SIGINT
 
 
 def _forget() -> None:
-    global _num_blocks, _waiting, _raised
+    global _num_blocks, _waiting, _raised, _interrupted_again
     _num_blocks = _waiting = _raised = 0
+    _interrupted_again = False
 
 
 os.register_at_fork(after_in_child=_forget)  # signals to the parent do not concern the child

@@ -117,7 +117,7 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     config = request.config
     set_process_title(rank_title(env, config))
     tls_host = _settle_network(env, request.address)
-    end_signals = (signal.SIGTERM, signal.SIGUSR1)
+    end_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # torchrun passes Ctrl-C on
     if env.rank:
         return train_rank(env, request, end_signals=end_signals)
     overwrite = request.overwrite and request.resumed is None  # else it is what --output holds that may be lost

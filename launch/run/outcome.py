@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +23,15 @@ from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.interchange import run_costs_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import DynaPipeError, in_one_line
+from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.launch.env import launcher, under_torchrun
 from dynapipe_ext.launch.job.configured import Variant, global_batches, make_planner, topology_of
 from dynapipe_ext.launch.job.run_costs import RunCosts
 from dynapipe_ext.launch.job.run_data import RunData
 from dynapipe_ext.launch.job.run_directory import (
+    CHECKPOINTS,
     RunDirectory,
     clear_run,
     forget_fitted,
@@ -68,6 +72,7 @@ from dynapipe_ext.tools.show.loss_curve import write_loss_png
 from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
 from dynapipe_ext.tools.wording import counted
 
+_LAUNCH = "dynapipe launch"
 _STRICT_NOTE = (
     "Ranks filled their waits with weight gradients (fill_waits). The simulated timeline does not: of ranks that share"
     " cores it has the schedule's own order."
@@ -145,21 +150,32 @@ def write_outcome(job: SettledJob, costs: RunCosts, spans: Sequence[Spans]) -> N
     console.print(f"report.json, loss.png and trace.html are in {run_dir}", highlight=False)
 
 
-def write_unfinished(run_dir: Path, reason: str) -> None:
-    """Write report and curve of what ran before a run ended early."""
+def write_unfinished(run_dir: Path, reason: str, command: str) -> None:
+    """Write report and curve of what ran before a run ended early, and say what of it is saved. `command` goes on with
+    a run."""
     events = read_events(run_dir / EVENTS_FILE)
     report = report_of(events, unfinished=reason)
     report.write(run_dir / "report.json")
     _write_curve(run_dir, report)
-    done = f"{report.steps} of {counted(events.num_steps, 'step')} ran"
-    Console(stderr=True, highlight=False).print(f"{done}: what is known of them is in {run_dir}", soft_wrap=True)
+    done = f"{report.steps} of {counted(events.num_steps, 'step')} ran: what is known of them is in {run_dir}"
+    saved = _saved_line(run_dir, "" if report.compare else command)
+    Console(stderr=True, highlight=False).print(f"{done}\n{saved}", markup=False, soft_wrap=True)
+
+
+def _saved_line(run_dir: Path, command: str) -> str:
+    """The newest checkpoint, and what goes on from it."""
+    saved = checkpoints(run_dir / CHECKPOINTS)
+    if not saved:
+        return "nothing was saved"
+    on = f"; to go on: {command} --resume {shlex.quote(str(run_dir))}" if command else ""
+    return f"saved: {saved[-1]}{on}"
 
 
 def report_what_ran(run_dir: Path, reason: str) -> None:
     """Report a run whose own rank 0 could not, because it was killed: its events are newer than its report. Where it
     still runs, under another launcher, nothing is changed."""
     if (run_dir / EVENTS_FILE).exists() and not is_in_use(run_dir) and is_unreported(run_dir):
-        _report_early_end(run_dir, reason)
+        _report_early_end(run_dir, reason, _LAUNCH)
 
 
 @contextmanager
@@ -169,13 +185,20 @@ def keeping_what_ran(directory: RunDirectory) -> Iterator[None]:
         yield
     except BaseException as error:
         if directory.has_begun:
-            _report_early_end(directory.path, reason_of(error))
+            _report_early_end(directory.path, reason_of(error), _own_command())
         raise
 
 
-def _report_early_end(run_dir: Path, reason: str) -> None:
+def _own_command() -> str:
+    """The command that has started this run."""
+    if launcher() is not None:
+        return _LAUNCH
+    return "torchrun … -m dynapipe_ext.launch.rank" if under_torchrun() else "dynapipe train"
+
+
+def _report_early_end(run_dir: Path, reason: str, command: str) -> None:
     try:
-        write_unfinished(run_dir, reason)
+        write_unfinished(run_dir, reason, command)
     except DynaPipeError as error:  # a full disk may be the cause of both: the first one is what ends the run
         print(f"dynapipe: the report could not be written: {error}", file=sys.stderr)
 
@@ -183,7 +206,7 @@ def _report_early_end(run_dir: Path, reason: str) -> None:
 def reason_of(error: BaseException) -> str:
     """Why a run ended early, for its report."""
     match error:
-        case KeyboardInterrupt():
+        case KeyboardInterrupt() | SystemExit(code=130):
             return "interrupted (Ctrl-C)"
         case SystemExit(code=int(code)) if code > 128:
             return f"ended by a signal ({signal.Signals(code - 128).name})"

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.given_costs import write_costs
@@ -276,9 +277,7 @@ def test_a_killed_rank_ends_the_job_with_its_number(preloaded: Preloaded, tiny: 
 
 
 @pytest.mark.parametrize("whole_group", [False, True], ids=["launcher alone", "whole group"])
-def test_ctrl_c_ends_everything_within_seconds_and_leaves_what_ran(
-    preloaded: Preloaded, tiny: Path, whole_group: bool
-) -> None:
+def test_ctrl_c_saves_ends_everything_and_leaves_what_ran(preloaded: Preloaded, tiny: Path, whole_group: bool) -> None:
     with running(preloaded if whole_group else None, tiny) as job:
         assert len(processes(job.pid)) == 1 + 2 + 1 + 1  # launcher, ranks, planner, server
         if whole_group:
@@ -294,6 +293,24 @@ def test_ctrl_c_ends_everything_within_seconds_and_leaves_what_ran(
     report = left_by(tiny)
     assert report["unfinished"] == "interrupted (Ctrl-C)"
     assert f"{report['steps']} of 1,000,000 steps ran" in text
+    newest = latest(tiny.parent / "run" / "checkpoints")
+    assert read_manifest(newest).run.step == report["steps"]
+    run_dir = tiny.parent / "run"
+    assert f"\nsaved: {newest}; to go on: dynapipe train --resume {run_dir}\n" in text
+
+
+def test_ctrl_c_twice_ends_a_save_that_nobody_waits_for(preloaded: Preloaded, tiny: Path) -> None:
+    with started(preloaded, train(tiny, "--steps", "1000000", "--grace", "1000000")) as job:
+        read_until(job, "step 2 ")
+        os.kill(ranks(job)[1].pid, signal.SIGSTOP)
+        job.send_signal(signal.SIGINT)
+        read_until(job, "asked to end: ")
+        job.send_signal(signal.SIGINT)
+        text = last_words(job)
+        assert job.returncode == 130
+        assert_gone(job.pid)
+    assert "nothing was saved\n" in text
+    assert "Traceback" not in text
 
 
 def test_a_directory_belongs_to_the_run_in_it_and_afterwards_to_the_one_that_overwrites_it(

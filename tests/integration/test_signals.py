@@ -4,10 +4,13 @@ import faulthandler
 import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.processes.signals import (
     ending_signals_blocked,
@@ -55,6 +58,48 @@ def test_a_command_shows_its_own_stacks_on_request_before_and_after_its_ranks_an
     finally:
         faulthandler.unregister(signal.SIGUSR2)
     assert capfd.readouterr().err.count("in test_a_command_shows_its_own_stacks") == 2
+
+
+def _pressing(folder: Path, status: int, *, times: int = 1) -> Callable[[RankEnv], int]:
+    """What ranks do of which the first presses Ctrl-C so many `times`: once all are there, then each time that it is
+    asked to save. After the last time they save and end with `status`."""
+
+    def rank(env: RankEnv) -> int:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        (folder / f"there-{env.rank}").touch()
+        while env.rank == 0 and len(list(folder.glob("there-*"))) < env.world_size:
+            time.sleep(0.01)
+        for _ in range(times):
+            if env.rank == 0:
+                os.kill(os.getppid(), signal.SIGINT)
+            signal.sigwait([signal.SIGUSR1])
+        time.sleep(0.2)
+        (folder / f"saved-{env.rank}").touch()
+        return status
+
+    return rank
+
+
+def test_ranks_save_and_end_after_ctrl_c(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), ending_signals_raise():
+        run_local(_pressing(tmp_path, 128 + signal.SIGUSR1), 2, save_s=LIMIT_S)
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+    assert f"asked to end: the ranks finish their step and save, for at most {LIMIT_S:g} s" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_ends_ranks_that_are_saving(tmp_path: Path) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), ending_signals_raise():
+        run_local(_pressing(tmp_path, 0, times=2), 1, save_s=10 * LIMIT_S)
+    assert time.monotonic() - start_s < LIMIT_S
+
+
+def test_ctrl_c_once_ranks_have_nothing_left_to_do_changes_nothing(tmp_path: Path) -> None:
+    try:
+        with ending_signals_raise():
+            run_local(_pressing(tmp_path, 0), 2, save_s=LIMIT_S)
+    except KeyboardInterrupt:  # which would end pytest
+        pytest.fail("raised though all ranks ended well")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -14,7 +14,10 @@ import pytest
 
 from dynapipe_ext.launch.env import launcher
 from dynapipe_ext.launch.processes.agent import LOST_STATUS, NodeEnd, Order, RankRecord, read_rank_records, run_agent
+from dynapipe_ext.launch.processes.signals import ending_signals_raise
 from tests.support.limits import LIMIT_S
+
+GRACE_S = 40.0
 
 # As torchrun: starts ranks, and ends with 1 as soon as one has failed, once it has ended the others.
 AGENT = """
@@ -67,7 +70,7 @@ def stopped():
 
 def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], Order] = lambda: "") -> NodeEnd:
     command = [sys.executable, "-c", AGENT + body]
-    return run_agent(command, password="hidden", timeout_s=timeout_s, grace_s=20.0, order=order)
+    return run_agent(command, password="hidden", timeout_s=timeout_s, grace_s=GRACE_S, order=order)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +114,19 @@ def test_an_agent_that_stays_when_its_ranks_have_failed_is_ended(monkeypatch: py
     assert (end.status, end.cause) == (LOST_STATUS, "no rank has run here for 0.6 s, and none will")
 
 
-def test_ranks_that_are_asked_to_save_end_by_themselves_and_are_not_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pressed", [False, True], ids=["an order", "Ctrl-C"])
+def test_ranks_that_are_asked_to_save_end_by_themselves_and_are_not_started_again(
+    pressed: bool, tmp_path: Path
+) -> None:
     """Torchrun, which would take their end for a failure, stands still meanwhile."""
+
+    def order() -> Order:
+        if not (tmp_path / "began").exists():
+            return ""
+        if pressed:
+            os.kill(os.getpid(), signal.SIGINT)
+        return "save"
+
     body = f"""
 def save():
     try:
@@ -125,9 +139,9 @@ def save():
 os.waitpid(rank(0, save), 0)
 open({str(tmp_path / "again")!r}, "w")
 """
-    with pytest.raises(SystemExit) as caught:
-        ended(body, order=lambda: "save" if (tmp_path / "began").exists() else "")
-    assert caught.value.code == 138
+    with pytest.raises(KeyboardInterrupt if pressed else SystemExit) as caught, ending_signals_raise():
+        ended(body, order=order)
+    assert pressed or caught.value.code == 138  # type: ignore[attr-defined]
     assert {path.name for path in tmp_path.iterdir()} == {"began", "saved-138"}
 
 
@@ -160,6 +174,29 @@ watch(waits_here, waits_here)
     titles = re.findall(rf"^--- (rank \d) \(pid \d+ on {os.uname().nodename}\):\nCurrent thread", said, re.M)
     assert titles == ["rank 0", "rank 1"] * 2
     assert said.count("in waits_here") == 4
+
+
+def test_a_second_ctrl_c_ends_ranks_that_are_saving(tmp_path: Path) -> None:
+    def order() -> Order:
+        if (tmp_path / "began").exists():
+            os.kill(os.getpid(), signal.SIGINT)
+        return ""
+
+    body = f"""
+def save():
+    try:
+        open({str(tmp_path / "began")!r}, "w")
+        wait()
+    except SystemExit:
+        os.kill(launcher().pid, signal.SIGINT)
+        wait()
+os.waitpid(rank(0, save), 0)
+"""
+    start_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), ending_signals_raise():
+        ended(body, order=order)
+    assert time.monotonic() - start_s < GRACE_S
+    assert ended("wait()", order=lambda: "end").status == 130  # who started the launcher has gone
 
 
 def test_the_password_is_in_the_environment_alone(tmp_path: Path) -> None:
