@@ -21,7 +21,7 @@ class ScratchDirectory:
     """A directory (mode 0700) under `base`, removed by `close`.
 
     Its owner holds a file lock in it. A killed owner cannot clean up, but its lock is gone: the next ScratchDirectory
-    under the same base removes the directory.
+    under the same base removes the directory, and what the owner's children wrote later, at its own end.
     """
 
     def __init__(self, base: Path | None = None) -> None:
@@ -42,6 +42,7 @@ class ScratchDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
+        _remove_abandoned(self.path.parent)
 
     def __enter__(self) -> ScratchDirectory:
         return self
@@ -55,7 +56,11 @@ def _remove_abandoned(base: Path) -> None:
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             if directory.lstat().st_uid != os.getuid():
                 continue
-            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:  # somebody wrote to it, or made it again, while it was removed
+                shutil.rmtree(directory, ignore_errors=True)
+                continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory, ignore_errors=True)
