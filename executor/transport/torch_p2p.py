@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
@@ -91,15 +92,17 @@ class TorchP2PTransport:
         check_tensors(instruction, tensors)
         sent = tuple(tensor.detach().contiguous() for tensor in tensors)
         group, peer = self._route(instruction)
-        works = [dist.isend(tensor, dst=peer, group=group) for tensor in sent]
         who = self._who("to take", instruction.buffer, instruction.peer)
+        with _failures_named(who, self._limit_s):
+            works = [dist.isend(tensor, dst=peer, group=group) for tensor in sent]
         return _TorchPending(works, sent, (), who, self._limit_s)
 
     def recv(self, instruction: Recv) -> Pending:
         tensors = empty_tensors(instruction.specs, self._device)
         group, peer = self._route(instruction)
-        works = [dist.irecv(tensor, src=peer, group=group) for tensor in tensors]
         who = self._who("to send", instruction.buffer, instruction.peer)
+        with _failures_named(who, self._limit_s):
+            works = [dist.irecv(tensor, src=peer, group=group) for tensor in tensors]
         return _TorchPending(works, (), tensors, who, self._limit_s)
 
     def close(self) -> None: ...
@@ -120,6 +123,18 @@ class TorchP2PTransport:
         return f"pipeline rank {me.pp_rank} of replica {me.dp_rank} waited for rank {peer} {verb} the {buffer}"
 
 
+@contextmanager
+def _failures_named(who: str, limit_s: float | None) -> Iterator[None]:
+    """What gloo and NCCL raise for time limits and for peers that are gone, at the start of a transfer, too, becomes an
+    ExecutionError that says who waited for what."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        limit = "" if limit_s is None else f", limit {limit_s:g} s"
+        raise ExecutionError(f"{who}{limit}: {reason}") from error
+
+
 class _TorchPending:
     def __init__(self, works: list[Any], kept: Tensors, tensors: Tensors, who: str, limit_s: float | None) -> None:
         self._works, self._kept, self._tensors, self._who, self._limit_s = works, kept, tensors, who, limit_s
@@ -129,13 +144,9 @@ class _TorchPending:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Tensors:
-        try:
+        with _failures_named(self._who, self._limit_s):
             for work in self._works:
                 work.wait() if self._limit_s is None else work.wait(timedelta(seconds=self._limit_s))
-        except RuntimeError as error:  # gloo and NCCL raise it for time limits and for peers that are gone
-            reason = str(error).splitlines()[0]
-            limit = "" if self._limit_s is None else f", limit {self._limit_s:g} s"
-            raise ExecutionError(f"{self._who}{limit}: {reason}") from error
         self._kept = ()
         return self._tensors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -15,6 +16,7 @@ from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
+from tests.support.limits import SOON_S
 
 PAIR = Topology(pp=2)
 LIMIT_S = 4.0
@@ -121,6 +123,32 @@ def test_a_receive_that_nobody_sends_ends_with_both_names(run_pair):
     assert "rank 0" in results[1]
     assert "activation of micro-batch 5" in results[1]
     assert "limit 4 s" in results[1]
+
+
+def test_a_transfer_that_cannot_begin_since_the_peer_is_gone_says_which(run_ranks):
+    def main(env):
+        dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=2, timeout=timedelta(seconds=30))
+        groups = make_pipeline_groups(PAIR, env.rank, timeout_s=30)
+        transport = TorchP2PTransport(PAIR, env.rank, groups, device=torch.device("cpu"), timeout_s=30)
+        if env.rank == 0:
+            transport.send(operation(Send, 0, 1), filled(0)).wait()
+            return []
+        transport.recv(operation(Recv, 0, 0)).wait()
+        deadline_s = time.monotonic() + SOON_S
+
+        def begin(transfer):  # until the closed connection is seen: what begins before fails later
+            pending = []
+            while time.monotonic() < deadline_s:
+                pending.append(transfer())
+
+        return [
+            outcome(lambda t: begin(lambda: t.send(operation(Send, 5, 0, channel=1), filled(5))), transport),
+            outcome(lambda t: begin(lambda: t.recv(operation(Recv, 5, 0))), transport),
+        ]
+
+    sent, received = run_ranks(2, main)[1]
+    assert "waited for rank 0 to take the activation of micro-batch 5" in sent
+    assert "waited for rank 0 to send the activation of micro-batch 5" in received
 
 
 def test_a_send_of_another_shape_than_the_plan_says_is_refused_before_it_leaves(run_pair):
