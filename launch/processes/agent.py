@@ -215,7 +215,8 @@ def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable
     still, cause, empty_since_s = StandingStill(timeout_s), "", time.monotonic()
     while agent.poll() is None:
         raise_if_lost()
-        select.select([agent.pidfd], [], [], _POLL_S)
+        if select.select([agent.pidfd], [], [], _POLL_S)[0]:
+            break
         match order():
             case "save":
                 raise SystemExit(128 + signal.SIGUSR1)
@@ -251,6 +252,9 @@ def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> Node
         return NodeEnd(0)
     if first and first.is_final:
         return NodeEnd(USER_ERROR_STATUS)
+    was_killed = (agent.poll() or 0) < 0
+    if ranks and was_killed and not cause:  # and its ranks with it
+        return NodeEnd(LOST_STATUS, agent.verdict())
     if cause := cause or _killed_first(ranks):
         return NodeEnd(LOST_STATUS, cause)
     if first:

@@ -85,6 +85,7 @@ def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], Order] = la
         ("watch(wait, lambda: fail(ValueError('bug'), 'bug'))", 1, "", True),
         ("watch(wait, lambda: sys.exit(138))", 138, "", False),  # another node was asked to save
         ("sys.exit(3)", LOST_STATUS, "no rank has begun: torchrun ended with exit status 3", True),
+        ("rank(0, lambda: (os.kill(os.getppid(), 9), wait())); wait()", LOST_STATUS, "torchrun was killed by", True),
         ("killed()", LOST_STATUS, r"no rank has begun: torchrun was killed by signal 9", True),
     ],
 )
