@@ -24,7 +24,7 @@ from dynapipe_ext.launch.processes.cluster import run_local  # noqa: E402
 from dynapipe_ext.launch.store import RedisServer  # noqa: E402
 from tests.support.forked_programs import ForkedPopen  # noqa: E402
 from tests.support.limits import LIMIT_S  # noqa: E402
-from tests.support.preloaded import TRANSFORMERS, Preloaded  # noqa: E402
+from tests.support.preloaded import TRANSFORMERS, Preloaded, PreloadedError  # noqa: E402
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -77,7 +77,10 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
     config.add_cleanup(lambda: shared.__exit__(None, None, None))
     shared.__enter__().load(*TRANSFORMERS)
     os.environ[_SHARED] = shared.address
-    collected = shared.after(f"from tests.support.collected import collect; collect({config.args!r})")
+    try:
+        collected = shared.after(f"from tests.support.collected import collect; collect({config.args!r})")
+    except PreloadedError as error:
+        pytest.exit(str(error), returncode=pytest.ExitCode.INTERNAL_ERROR)
     config.add_cleanup(lambda: collected.__exit__(None, None, None))
     specs[:] = [execnet.XSpec(f"{spec}//python={collected.interpreter}") for spec in specs]
 

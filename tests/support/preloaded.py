@@ -17,6 +17,7 @@ import importlib
 import json
 import logging
 import os
+import secrets
 import selectors
 import shlex
 import signal
@@ -29,7 +30,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NoReturn
@@ -61,6 +62,7 @@ TRANSFORMERS = (
     "deepspeed.module_inject.auto_ep_layer",
 )
 _REQUEST_BYTES = 1 << 17
+_ENDED = "the preloaded process, or its fork that waits for a command, has ended: if nobody ended it, it says why above"
 
 
 class Command:
@@ -68,7 +70,7 @@ class Command:
 
     def __init__(self, stdout: IO[bytes], stderr: IO[str], status: IO[str]) -> None:
         self._stdout, self.stderr, self._status = stdout, stderr, status
-        self.pid = int(status.readline())
+        self.pid = _next_number(status)
         self.returncode: int | None = None
 
     def send_signal(self, number: int) -> None:
@@ -80,11 +82,24 @@ class Command:
 
         limit = threading.Timer(timeout or LIMIT_S, self.send_signal, [signal.SIGKILL])
         limit.start()
-        said = self.stderr.read()
-        self.returncode = int(self._status.readline())
-        limit.cancel()
+        try:
+            stderr = self.stderr.read()
+            self.returncode = _next_number(self._status)
+        finally:
+            limit.cancel()  # else this process would stay until then
         self._stdout.seek(0)
-        return self._stdout.read().decode(), said
+        return self._stdout.read().decode(), stderr
+
+
+class PreloadedError(Exception):
+    """A process that commands are forks of has ended before them."""
+
+
+def _next_number(status: IO[str]) -> int:
+    line = status.readline()
+    if not line:
+        raise PreloadedError(_ENDED)
+    return int(line)
 
 
 class Preloaded:
@@ -120,15 +135,27 @@ class Preloaded:
         return shlex.join([sys.executable, "-P", __file__, "interpret", self.address])
 
     def after(self, code: str) -> Preloaded:
-        """Another one: a fork of this that has run `code`. It ends when nobody is connected to it any more."""
-        other = Preloaded(f"{self.address}-after")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open(os.devnull, "r+b") as null:
+        """Another one: a fork of this that has run `code`. It ends when nobody is connected to it any more.
+
+        Errors: PreloadedError where `code` failed; standard error has its traceback.
+        """
+        other = Preloaded(f"{self.address}-{secrets.token_hex(4)}")
+        status_read, status_write = os.pipe()
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+            open(os.devnull, "r+b") as null,
+            open(status_read, encoding="utf-8") as status,
+        ):
             listener.bind(other.address)
             listener.listen()
             other._requests = _connected(other.address)
             request = {"arguments": [code], "cwd": str(Path.cwd()), "environment": {**os.environ}, "is_code": True}
-            streams = [listener.fileno(), null.fileno(), 2, null.fileno()]
+            streams = [listener.fileno(), null.fileno(), 2, status_write]
             socket.send_fds(self._requests, [json.dumps(request | {"serves": True}).encode()], streams)
+            os.close(status_write)
+            _next_number(status)
+            if _next_number(status):
+                raise PreloadedError(_ENDED)
         return other
 
     def load(self, *modules: str) -> None:
@@ -209,8 +236,12 @@ def _interpret(address: str, arguments: Sequence[str]) -> NoReturn:
         socket.send_fds(requests, [json.dumps(request).encode()], [0, 1, 2, status_write])
     os.close(status_write)
     with open(status_read) as status:
-        _, code = status
-    os._exit(int(code) % 256)
+        try:
+            _, code = _next_number(status), _next_number(status)
+        except PreloadedError as error:
+            print(error, file=sys.stderr, flush=True)
+            os._exit(1)
+    os._exit(code % 256)
 
 
 def _serve(listener: socket.socket) -> NoReturn:
@@ -252,7 +283,8 @@ def _run(watched: selectors.BaseSelector, streams: Sequence[int], given: dict[st
     for stream in standard:
         os.close(stream)
     exit_status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.write(status, f"{exit_status}\n".encode())
+    with suppress(BrokenPipeError):  # nobody waits for it any more
+        os.write(status, f"{exit_status}\n".encode())
     os._exit(0)
 
 
@@ -302,7 +334,8 @@ def _become(
         os.dup2(stream, number)
         os.close(stream)
     os.write(status, f"{os.getpid()}\n".encode())
-    os.close(status)
+    if not serves:
+        os.close(status)
     if place_of:
         _enter(place_of)
     os.chdir(cwd)
@@ -323,6 +356,8 @@ def _become(
             sys.modules["__main__"] = main = ModuleType("__main__")
             exec(arguments[-1], vars(main))
             if serves:
+                os.write(status, b"0\n")
+                os.close(status)
                 _serve(socket.socket(fileno=0))
             sys.exit()
         sys.exit(cli.main())
