@@ -1,6 +1,7 @@
 """Random faults against real jobs, with a matrix of what has been covered.
 
     python tests/bench/chaos.py --runs N [--seed S] [--jobs J] [--minutes M] [--resume] [--output FILE]
+    python tests/bench/chaos.py --runs N --again OUTCOME
 
 A job is a tiny model on 4 ranks (PP2 x DP2), started by `dynapipe train` (and --resume, as its user would) or by
 `dynapipe launch` (which starts again by itself), with a planner and an embedded store. Each meets a few faults, one
@@ -8,7 +9,10 @@ after the other: every wait of a rank x rank, planner, store, launcher x kill, s
 kill; every kind of entry in the store x drop, delay, duplicate, corrupt; torchrun; store, disk and files that are full.
 Cells that were hit least often come first. Afterwards weights, losses and files must be those of a job that nobody
 disturbed, no step lost that was saved, and no process, lock or temporary file left (`tests/support/chaos.py`).
-`--resume` adds runs to those in FILE. Needs root (a small disk is mounted). Exit status 1 where something was wrong.
+Of a run that went wrong a folder is left (`tests/support/chaos.py`, `_keep`): its standard error, its losses beside
+the expected, states of processes, manifests. `--again` does the faults of its outcome.json to N jobs more: the very
+ones, since what a seed draws depends on the runs before it. `--resume` adds runs to those in FILE.
+Needs root (a small disk is mounted). Exit status 1 where something was wrong.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import secrets
 import shutil
 import signal
 import sys
@@ -33,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from contenders import provenance
 
-from tests.support.chaos import Cell, ChaosJobs, Command, Outcome
+from tests.support.chaos import Cell, ChaosJobs, Command, Outcome, read_faults
+from tests.support.faults import Fault
 from tests.support.preloaded import Preloaded
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,14 +51,14 @@ class Runs:
     """What has been run, in a file that is whole after every run."""
 
     def __init__(self, path: Path, seed: int, machine: str, *, resume: bool) -> None:
-        self._path, self._lock = path, threading.Lock()
-        self._head = {**provenance(machine), "seed": seed}
+        self._path, self._seed, self._lock = path, seed, threading.Lock()
+        self._head = provenance(machine)
         self.runs: list[dict[str, Any]] = json.loads(path.read_text())["runs"] if resume else []
 
-    def add(self, outcome: Outcome, cells: Sequence[Cell]) -> None:
+    def add(self, number: int, outcome: Outcome, cells: Sequence[Cell]) -> None:
         hit = [[cell.site, cell.deed, cell.actor] for cell, done in zip(cells, outcome.done, strict=True) if done]
         with self._lock:
-            self.runs.append({"hit": hit, **outcome.to_json()})
+            self.runs.append({"seed": self._seed, "number": number, "hit": hit, **outcome.to_json()})
             num_wrong = sum(bool(run["wrong"]) for run in self.runs)
             result = {**self._head, "num_runs": len(self.runs), "num_wrong": num_wrong, "runs": self.runs}
             part = self._path.with_suffix(".part")
@@ -62,6 +68,20 @@ class Runs:
     def covered(self) -> Counter[Cell]:
         with self._lock:
             return Counter(Cell(*cell) for run in self.runs for cell in run["hit"])
+
+
+def drawn(
+    jobs: ChaosJobs, seed: int, number: int, planned: Counter[Cell]
+) -> tuple[Command, tuple[Fault, ...], tuple[Cell, ...]]:
+    """The command of a run, its faults in the order in which a job comes to them, and their cells, which are those that
+    were planned least often."""
+    chance = random.Random(f"{seed} {number}")
+    command: Command = "launch" if number % LAUNCH_EVERY == LAUNCH_EVERY - 1 else "train"
+    cells = sorted(jobs.cells(command), key=lambda cell: (planned[cell], chance.random()))[:FAULTS]
+    planned.update(cells)
+    pairs = [(jobs.fault(cell, chance), cell) for cell in cells]
+    pairs.sort(key=lambda pair: jobs.place(pair[0]))
+    return command, tuple(fault for fault, _ in pairs), tuple(cell for _, cell in pairs)
 
 
 def show_matrix(cells: Sequence[Cell], covered: Counter[Cell]) -> None:
@@ -83,55 +103,63 @@ def show_matrix(cells: Sequence[Cell], covered: Counter[Cell]) -> None:
     print(f"{hit} of {len(cells)} cells, {sum(covered.values())} faults")
 
 
+def run_all(args: argparse.Namespace, folder: Path, runs: Runs) -> None:
+    """Run what is left of `args.runs` and print how each went; with `args.again` with the faults of that outcome."""
+    end_s = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
+    planned, lock = runs.covered(), threading.Lock()
+    with (
+        Preloaded() as preloaded,
+        ThreadPoolExecutor(args.jobs) as pool,
+        closing(ChaosJobs(preloaded, folder / "jobs")) as jobs,
+    ):
+
+        def one(number: int) -> None:
+            if time.monotonic() > end_s:
+                return
+            with lock:
+                if args.again:
+                    command, faults = read_faults(args.again)
+                    cells = tuple(Cell(fault.site, fault.deed, fault.actor) for fault in faults)
+                else:
+                    command, faults, cells = drawn(jobs, args.seed, number, planned)
+            outcome = jobs.run(f"{number}", command, faults)
+            runs.add(number, outcome, cells)
+            hit = [cell for cell, done in zip(cells, outcome.done, strict=True) if done]
+            deeds = ", ".join(f"{cell.deed} {cell.actor} at {cell.site}" for cell in hit)
+            walls = " + ".join(f"{start.wall_s:.0f}" for start in outcome.starts)
+            print(f"run {number} ({command}, {walls} s): {deeds}", *outcome.wrong, sep="\n  WRONG: ", flush=True)
+            if outcome.evidence is None:
+                shutil.rmtree(folder / "jobs" / f"{number}", ignore_errors=True)
+            else:
+                print(f"  kept in {outcome.evidence}; the same faults again:")
+                print(f"  python tests/bench/chaos.py --runs 10 --again {outcome.evidence}/outcome.json", flush=True)
+
+        for _ in pool.map(one, range(len(runs.runs), args.runs)):
+            pass
+        if not args.again:
+            show_matrix(jobs.cells("launch"), runs.covered())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 32), help="default: another each time")
     parser.add_argument("--jobs", type=int, default=1, help="at the same time")
     parser.add_argument("--minutes", type=float, default=0.0, help="begin no run after them; 0: no limit")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS / "chaos.json")
+    parser.add_argument("--again", type=Path, metavar="OUTCOME", help="outcome.json of a run that went wrong")
+    parser.add_argument("--output", type=Path, help="default: results/chaos.json; with --again none is kept")
     parser.add_argument("--machine", default="")
     args = parser.parse_args()
-    end_s = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
-    runs = Runs(args.output, args.seed, args.machine, resume=args.resume and args.output.exists())
+    print("again: " + str(args.again) if args.again else f"seed {args.seed}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # short: a socket's path must fit
-    planned: Counter[Cell] = runs.covered()
-    lock = threading.Lock()
+    output = args.output or (folder / "again.json" if args.again else RESULTS / "chaos.json")
+    runs = Runs(output, args.seed, args.machine, resume=args.resume and output.exists())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        with (
-            Preloaded() as preloaded,
-            ThreadPoolExecutor(args.jobs) as pool,
-            closing(ChaosJobs(preloaded, folder / "jobs")) as jobs,
-        ):
-
-            def one(number: int) -> None:
-                if time.monotonic() > end_s:
-                    return
-                chance = random.Random(f"{args.seed} {number}")
-                command: Command = "launch" if number % LAUNCH_EVERY == LAUNCH_EVERY - 1 else "train"
-                with lock:
-                    cells = sorted(jobs.cells(command), key=lambda cell: (planned[cell], chance.random()))[:FAULTS]
-                    planned.update(cells)
-                drawn = [(jobs.fault(cell, chance), cell) for cell in cells]
-                faults, cells = zip(*sorted(drawn, key=lambda pair: jobs.place(pair[0])), strict=True)
-                outcome = jobs.run(f"{number}", command, faults)
-                runs.add(outcome, cells)
-                hit = [cell for cell, done in zip(cells, outcome.done, strict=True) if done]
-                said = ", ".join(f"{cell.deed} {cell.actor} at {cell.site}" for cell in hit)
-                walls = " + ".join(f"{start.wall_s:.0f}" for start in outcome.starts)
-                print(f"run {number} ({command}, {walls} s): {said}", *outcome.wrong, sep="\n  WRONG: ", flush=True)
-                if not outcome.wrong:
-                    shutil.rmtree(folder / "jobs" / f"{number}", ignore_errors=True)
-
-            for _ in pool.map(one, range(len(runs.runs), args.runs)):
-                pass
-            show_matrix(jobs.cells("launch"), runs.covered())
+        run_all(args, folder, runs)
     finally:
-        if any(run["wrong"] for run in runs.runs):
-            print(f"runs that went wrong are in {folder}")
-        else:
+        if not [*folder.glob("jobs/*.wrong")]:
             shutil.rmtree(folder, ignore_errors=True)
     repeated = sum(run["repeated_steps"] for run in runs.runs)
     wrong = sum(bool(run["wrong"]) for run in runs.runs)

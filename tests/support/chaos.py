@@ -5,15 +5,18 @@ clean job ─► sites its ranks reach ─► cells (site, deed, actor) ─► f
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.executor.checkpoints.folder import checkpoints, latest
+from dynapipe_ext.executor.checkpoints.folder import MANIFEST, checkpoints, latest
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.launch.job.run_directory import is_in_use
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS
@@ -94,30 +97,38 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of a job: its exit status, how long it took, the last that it said, and the steps that it ran."""
+    """One start of a job: its exit status, how long it took, its standard error, and the steps that it ran.
+
+    `hung_processes` has the states of its processes at the limit (empty: it ended by itself).
+    """
 
     status: int
     wall_s: float
-    said: str
+    stderr: str
     steps: tuple[int, ...]
+    hung_processes: str
 
     @property
     def reason(self) -> str:
         lines = [
-            line for line in self.said.splitlines() if not re.match(r"step \d|tokenizing|data:|ranks:|store: ", line)
+            line for line in self.stderr.splitlines() if not re.match(r"step \d|tokenizing|data:|ranks:|store: ", line)
         ]
         return " | ".join(lines)[-600:]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a job went. `done` are its faults that came to pass, `wrong` is what should not be (empty: nothing)."""
+    """How a job went. `done` are its faults that came to pass, `wrong` is what should not be (empty: nothing).
+
+    Where something is wrong, `evidence` is the folder of what was seen of it.
+    """
 
     command: Command
     faults: tuple[Fault, ...]
     done: tuple[bool, ...]
     starts: tuple[Start, ...]
     wrong: tuple[str, ...]
+    evidence: Path | None
 
     @property
     def repeated_steps(self) -> int:
@@ -135,28 +146,32 @@ class Outcome:
         }
 
 
+class JobsClosedError(Exception):
+    """A run was given up, since its jobs were closed."""
+
+
 class ChaosJobs:
     """A clean job in `folder` (a short path), made at once, and jobs with faults beside it."""
 
     def __init__(self, preloaded: Preloaded, folder: Path) -> None:
-        self._preloaded, self._folder = preloaded, folder.resolve()
-        (self._folder / "tokenized").mkdir(parents=True)
-        (self._folder / "job.toml").write_text(JOB)
-        config = TrainConfig.read(self._folder / "job.toml")
+        self._preloaded, self.folder = preloaded, folder.resolve()
+        self._closed = threading.Event()
+        (self.folder / "tokenized").mkdir(parents=True)
+        (self.folder / "job.toml").write_text(JOB)
+        config = TrainConfig.read(self.folder / "job.toml")
         shape = architecture_of(config, _BYTES_VOCABULARY)
         costs = analytic_costs(config, shape, flops_per_s=50e9, overhead_ns=1_000_000)
-        (self._folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+        (self.folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
         clean = self._prepared("clean")
         start = self._start(clean, "train", self._words("train", clean), {"records": True})
-        assert start.status == 0, start.said
+        assert start.status == 0, start.stderr
         self.sites = _read_sites(clean / "faults" / "sites")
-        self._clean = _end_of(clean / "run")
+        self.clean = _end_of(clean / "run")
 
     def close(self) -> None:
-        """End what a run that was given up has left running."""
-        for pid in _processes(self._folder):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Have runs under way end at once, with `JobsClosedError`."""
+        self._closed.set()
+        _kill_all(self.folder)
 
     def cells(self, command: Command) -> list[Cell]:
         """All that there are: of waits and file operations those that the clean run came to."""
@@ -187,10 +202,14 @@ class ChaosJobs:
         return [site.name for site in self.sites].index(fault.site)
 
     def run(self, name: str, command: Command, faults: Sequence[Fault]) -> Outcome:
-        """Start a job, and again as its user would, until it has ended well; then look at what it left."""
+        """Start a job, and again as its user would, until it has ended well; then look at what it left.
+
+        Of a job that went wrong, what was seen is kept in the folder NAME.wrong beside it.
+        """
         folder = self._prepared(name)
         starts: list[Start] = []
         wrong: list[str] = []
+        left_processes: list[str] = []
         with _small_disk(folder) if any(f.actor == "disk" for f in faults) else _own_disk(folder):
             while not starts or (starts[-1].status and len(starts) < _MOST_STARTS):
                 (folder / "filler").unlink(missing_ok=True)
@@ -198,18 +217,23 @@ class ChaosJobs:
                     folder, command, self._words(command, folder), {"faults": [asdict(fault) for fault in faults]}
                 )
                 starts.append(start)
-                wrong += _wrong_with(folder, start)
+                left_processes.append(_end_processes(folder))
+                wrong += _wrong_with(folder, start, left_processes[-1])
             if starts[-1].status:
                 wrong.append(f"it has not ended well in {len(starts)} starts")
             else:
-                wrong += _differences(_end_of(folder / "run"), self._clean)
+                wrong += _differences(_end_of(folder / "run"), self.clean)
             wrong += _lost_steps(starts)
             wrong += _left_behind(folder)
             done = tuple((folder / "faults" / f"hit-{i}").exists() for i in range(len(faults)))
-        return Outcome(command, tuple(faults), done, tuple(starts), tuple(wrong))
+            evidence = self.folder / f"{name}.wrong" if wrong else None
+            outcome = Outcome(command, tuple(faults), done, tuple(starts), tuple(wrong), evidence)
+            if evidence is not None:  # before a small disk is gone
+                _keep(evidence, folder, outcome, left_processes, self.clean)
+        return outcome
 
     def _prepared(self, name: str) -> Path:
-        folder = self._folder / name
+        folder = self.folder / name
         folder.mkdir()
         return folder
 
@@ -228,29 +252,38 @@ class ChaosJobs:
             (folder / "tokenized").symlink_to("../tokenized")
         variables = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder / "t")}
         given = dict(faults) | {"folder": str(folder / "faults")}
-        begun_s, said = time.monotonic(), [""]
-        with self._preloaded.started(words, cwd=folder, environment=variables, faults=given) as started:
-
-            def listen() -> None:
-                said[0] = started.communicate(2 * LIMIT_S)[1]
-
-            listener = threading.Thread(target=listen)
-            listener.start()
-            while listener.is_alive() and time.monotonic() - begun_s < LIMIT_S:
-                listener.join(0.2)
+        begun_s = time.monotonic()
+        with (
+            self._preloaded.started(words, cwd=folder, environment=variables, faults=given) as started,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            listener = pool.submit(started.communicate, 2 * LIMIT_S)
+            while time.monotonic() - begun_s < LIMIT_S and not self._closed.is_set():
+                if wait([listener], 0.2).done:
+                    break
                 _let_go_on(folder, started.pid)
-            if hangs := listener.is_alive():
-                for pid in _processes(folder):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                listener.join()
-        status = started.returncode
-        assert status is not None
-        if hangs:
-            said[0] = "HANGS"
-        said[0] = said[0].replace(str(self._folder), "JOBS").replace(_ROOT, "")
-        steps = tuple(int(number) for number in re.findall(r"^step (\d+) ", said[0], re.MULTILINE))
-        return Start(status, time.monotonic() - begun_s, said[0], steps)
+            hung_processes = "" if listener.done() or self._closed.is_set() else _states(_processes(folder))
+            if hung_processes:
+                with suppress(ProcessLookupError):
+                    os.kill(started.pid, signal.SIGUSR2)  # it prints its ranks' stacks
+                wait([listener], SOON_S)
+            if not listener.done():
+                _kill_all(folder)
+            stderr = listener.result()[1]
+        if self._closed.is_set():
+            raise JobsClosedError
+        assert started.returncode is not None
+        stderr = stderr.replace(str(self.folder), "JOBS").replace(_ROOT, "")
+        steps = tuple(int(number) for number in re.findall(r"^step (\d+) ", stderr, re.MULTILINE))
+        return Start(started.returncode, time.monotonic() - begun_s, stderr, steps, hung_processes)
+
+
+def read_faults(outcome: Path) -> tuple[Command, tuple[Fault, ...]]:
+    """The command and the faults of a run whose outcome.json was kept."""
+    run = json.loads(outcome.read_text())
+    return run["command"], tuple(
+        Fault(**{key: fault[key] for key in fault if key != "done"}) for fault in run["faults"]
+    )
 
 
 def _read_sites(path: Path) -> list[Site]:
@@ -265,7 +298,7 @@ def _read_sites(path: Path) -> list[Site]:
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class JobEnd:
     """What a run has come to: its last checkpoint's tensors, its losses, the names of its files."""
 
     tensors: Mapping[str, bytes]
@@ -273,14 +306,14 @@ class _End:
     files: frozenset[str]
 
 
-def _end_of(run_dir: Path) -> _End:
+def _end_of(run_dir: Path) -> JobEnd:
     newest = latest(run_dir / "checkpoints")
     tensors = {file.name: file.read_bytes() for file in newest.glob("*.distcp")}
     losses = tuple(RunReport.read(run_dir / "report.json").result.losses)
-    return _End(tensors, losses, frozenset(str(p.relative_to(run_dir)) for p in run_dir.rglob("*")))
+    return JobEnd(tensors, losses, frozenset(str(p.relative_to(run_dir)) for p in run_dir.rglob("*")))
 
 
-def _differences(found: _End, clean: _End) -> Iterator[str]:
+def _differences(found: JobEnd, clean: JobEnd) -> Iterator[str]:
     if found.tensors != clean.tensors or not clean.tensors:
         yield "the weights are not those of a clean run"
     if found.losses != clean.losses:
@@ -291,26 +324,30 @@ def _differences(found: _End, clean: _End) -> Iterator[str]:
         yield f"files that a clean run has: {', '.join(fewer)}"
 
 
-def _wrong_with(folder: Path, start: Start) -> Iterator[str]:
-    """After a start has ended, however it has: no process, no lock, and a reason where it did not end well."""
-    if start.said == "HANGS":
-        yield f"it hangs: not ended after {LIMIT_S:g} s"
-        return
+def _end_processes(folder: Path) -> str:
+    """The states of what has outlived a start, which is then killed. Empty: nothing has, or it ended soon."""
     deadline_s = time.monotonic() + SOON_S
     while (left := _processes(folder)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    if left:
-        yield f"processes are left: {', '.join(map(_command_of, left))}"
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    states = _states(left)
+    _kill_all(folder)
+    return states
+
+
+def _wrong_with(folder: Path, start: Start, left_processes: str) -> Iterator[str]:
+    """After a start has ended, however it has: no process, no lock, and a reason where it did not end well."""
+    if start.hung_processes:
+        yield f"it hangs: not ended after {LIMIT_S:g} s"
+        return
+    if left_processes:
+        yield f"processes are left: {left_processes}"
     if (folder / "run").is_dir() and is_in_use(folder / "run"):
         yield "the run directory is still locked"
     if start.status > 0 and not start.reason:
         yield f"it ended with exit status {start.status} and no reason"
     if start.status == BUG_STATUS:
         yield "it ended as by a defect"
-    if "distributed_c10d.py" in start.said:
+    if "distributed_c10d.py" in start.stderr:
         yield "a rank failed in a collective that its error does not name"
 
 
@@ -332,20 +369,77 @@ def _left_behind(folder: Path) -> Iterator[str]:
         yield f"temporary files are left: {', '.join(left)}"
 
 
+def _keep(evidence: Path, folder: Path, outcome: Outcome, left_processes: Sequence[str], clean: JobEnd) -> None:
+    """Write what was seen of a job that went wrong to a new folder `evidence`:
+
+    outcome.json      its faults, how each start ended, what is wrong
+    start-K.log       standard error of start K
+    processes-K       the states of those that hung in start K, or outlived it
+    files             size and digest of each file of the run directory
+    losses            a step, its loss, the loss of the clean run, and whether they differ
+    events.jsonl, report.json, iter_N.json (the manifest of each checkpoint), hit-K: as the job left them
+    """
+    evidence.mkdir()
+    (evidence / "outcome.json").write_text(json.dumps(outcome.to_json(), indent=1) + "\n")
+    for number, (start, left) in enumerate(zip(outcome.starts, left_processes, strict=True), 1):
+        (evidence / f"start-{number}.log").write_text(start.stderr)
+        if states := start.hung_processes + left:
+            (evidence / f"processes-{number}").write_text(states)
+    run_dir = folder / "run"
+    kept = [run_dir / "events.jsonl", run_dir / "report.json", *(folder / "faults").glob("hit-*")]
+    for file in kept:
+        if file.exists():
+            shutil.copy2(file, evidence)
+    for manifest in run_dir.glob(f"checkpoints/*/{MANIFEST}"):
+        shutil.copy2(manifest, evidence / f"{manifest.parent.name}.json")
+    lines = [
+        f"{file.relative_to(run_dir)}\t{file.stat().st_size}\t{hashlib.sha256(file.read_bytes()).hexdigest()}"
+        for file in sorted(run_dir.rglob("*"))
+        if file.is_file()
+    ]
+    (evidence / "files").write_text("\n".join(lines) + "\n")
+    (evidence / "losses").write_text("\n".join(_compared_losses(run_dir / "events.jsonl", clean.losses)) + "\n")
+
+
+def _compared_losses(events: Path, expected: Sequence[float]) -> Iterator[str]:
+    losses = {}
+    for line in events.read_text(errors="replace").splitlines() if events.exists() else ():
+        with suppress(ValueError):  # a line that a kill or a full disk cut
+            event = json.loads(line)
+            if "loss" in event:
+                losses[event["step"]] = event["loss"]
+    for step, clean_loss in enumerate(expected, 1):
+        loss = losses.get(step)
+        yield f"{step}\t{loss}\t{clean_loss}\t{'' if loss == clean_loss else 'differs'}"
+
+
 def _processes(folder: Path) -> list[int]:
     """Those that work in a job's folder or below, but for zombies."""
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (entry / "cwd").readlink().is_relative_to(folder):
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
-def _command_of(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:100]
-    return str(pid)
+def _kill_all(folder: Path) -> None:
+    for pid in _processes(folder):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _states(pids: Sequence[int]) -> str:
+    """A line a process: its id, its parent's, its state (R, S, D, T), the innermost call of the kernel, its command."""
+    lines = []
+    for pid in pids:
+        with suppress(OSError):  # it has ended since
+            place = Path(f"/proc/{pid}")
+            state, parent = (place / "stat").read_text().rpartition(")")[2].split()[:2]
+            call = (place / "stack").read_text().partition("\n")[0]
+            command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:100]
+            lines.append(f"{pid} of {parent} {state} {call} {command}")
+    return "\n".join(lines)
 
 
 def _let_go_on(folder: Path, launcher: int) -> None:
