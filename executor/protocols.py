@@ -6,6 +6,7 @@ No tensor library is imported here: tensors are opaque, so the same engine runs 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dynapipe_ext.batch.topology import Topology
@@ -124,3 +125,11 @@ class Store(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPlace:
+    """Updates that the optimizer has made (refused steps make none), and its learning-rate schedule's own state."""
+
+    num_updates: int
+    schedule: Mapping[str, Any]

@@ -24,7 +24,7 @@ from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.executor.device import process_group_backend, rank_device
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.launch.env import rank_env
+from dynapipe_ext.launch.processes.env import rank_env
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
 
 _SEED = 1234

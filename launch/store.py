@@ -24,7 +24,7 @@ from dynapipe_ext.executor.parent_death import before_exec, ends_within
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.wire import MAX_PLAN_BYTES
-from dynapipe_ext.launch.env import kv_store_url, store_password
+from dynapipe_ext.launch.processes.env import kv_store_url, store_password
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.processes.scratch import ScratchDirectory
 

@@ -15,12 +15,12 @@ from typing import Any
 import hypothesis
 import pytest
 
-from dynapipe_ext.launch import env
+from dynapipe_ext.launch.processes import env
 
 env.limit_threads(1)  # before any test module imports torch
 
-from dynapipe_ext.launch.env import RankEnv  # noqa: E402
 from dynapipe_ext.launch.processes.cluster import run_local  # noqa: E402
+from dynapipe_ext.launch.processes.env import RankEnv  # noqa: E402
 from dynapipe_ext.launch.store import RedisServer  # noqa: E402
 from tests.support.forked_programs import ForkedPopen  # noqa: E402
 from tests.support.limits import LIMIT_S  # noqa: E402

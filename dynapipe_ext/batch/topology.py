@@ -274,6 +274,12 @@ class ActivationFormat:
         return TensorSpec((*shape, self.hidden_size), self.dtype)
 
 
+ZeroStage = Literal[0, 1, 2, 3]
+Offload = Literal["none", "optimizer", "weights", "all"]
+ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCollectives:
     """Names of the collectives that each rank issues with those of the other replicas that hold the same stages.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import Topology, ZeroStage
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted
 from dynapipe_ext.costs.model import CostModel, IntArray
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, ZeroStage, parameters_per_stage, state_bytes
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, parameters_per_stage, state_bytes
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.settings.tables import LoraSettings
 

@@ -11,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
-from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import (
+    DTYPE_OF_WIDTH,
+    ActivationFormat,
+    Offload,
+    ReplicaCollectives,
+    Topology,
+    ZeroStage,
+)
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
@@ -27,10 +34,8 @@ from dynapipe_ext.costs.model import (
 from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.costs.states import (
     BYTES_PER_PARAMETER,
-    Offload,
     StateBytes,
     StateRecipe,
-    ZeroStage,
     check_states,
     checked_topology,
     largest_layers,

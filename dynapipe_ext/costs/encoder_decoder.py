@@ -17,6 +17,7 @@ from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.links import Link, Links
+from dynapipe_ext.costs.memory import stage_layers, states
 from dynapipe_ext.costs.model import (
     IntArray,
     MicroBatchCosts,
@@ -31,7 +32,6 @@ from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.memory import stage_layers, states
 
 _SIDES = 5  # tokens of encoder and decoder; positions^2 of encoder, decoder, and across
 

@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute
-from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import Offload, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.links import Link, Links
+from dynapipe_ext.costs.memory import States, states
 from dynapipe_ext.costs.model import (
     IntArray,
     MicroBatchCosts,
@@ -26,12 +28,10 @@ from dynapipe_ext.costs.model import (
     refuse_carried,
 )
 from dynapipe_ext.costs.pieces import CarriedPositions
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, Offload, StateRecipe
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
-from dynapipe_ext.models.cluster import Cluster, Precision
-from dynapipe_ext.models.memory import States, states
 
 LAYER_OVERHEAD_NS = 20_000  # of a forward or a backward of one layer: kernel launches, norms, residuals
 

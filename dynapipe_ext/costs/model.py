@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import ActivationFormat, Offload, ReplicaCollectives, Topology
 from dynapipe_ext.costs.floor import ROUNDING_NS, Floor, GrowingTimes, PaddedTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
-from dynapipe_ext.costs.states import Offload
 from dynapipe_ext.errors import PlanError
 
 IntArray = npt.NDArray[np.int64]

@@ -13,6 +13,7 @@ from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, Layout, MicroBatc
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
+from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.costs.pieces import MeasurePieces, PieceSurcharge, PieceSurcharges, SampleInPieces
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.surface import (
@@ -29,7 +30,6 @@ from dynapipe_ext.costs.surface import (
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.reproducible import exp, log
 
 _TIMES, _LEAST_SHAPES, _FEWEST = ("forward_s", "backward_s"), 8, 3

@@ -11,17 +11,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import OFFLOADS, ZERO_STAGES, Offload, Topology
 from dynapipe_ext.costs.grid import IntArray
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
 
 StateRecipe = Literal["megatron", "mixed", "fp32", "deepspeed"]
-ZeroStage = Literal[0, 1, 2, 3]
-Offload = Literal["none", "optimizer", "weights", "all"]
 RECIPES: tuple[StateRecipe, ...] = get_args(StateRecipe)
-ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
-OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 # Bytes of one parameter's weight, gradient and optimizer states (Adam's two moments, 8, and 4 for an fp32 master of
 # 16-bit weights), undivided.
 BYTES_PER_PARAMETER: Mapping[StateRecipe, tuple[int, int, int]] = {

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.costs.states import ZERO_STAGES, ZeroStage
+from dynapipe_ext.batch.topology import ZERO_STAGES, ZeroStage
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.settings.tables import MEETS_INSIDE, DeepSpeedSettings, OptimizerSettings
 

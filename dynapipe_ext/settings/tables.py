@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynapipe_ext.batch.micro_batches import Layout
-from dynapipe_ext.batch.topology import PlacementName
-from dynapipe_ext.costs.states import Offload, ZeroStage
+from dynapipe_ext.batch.topology import Offload, PlacementName, ZeroStage
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import Backend
 from dynapipe_ext.settings.declared import setting, with_default

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import DataError, short
+from dynapipe_ext.executor.protocols import OptimizerPlace
 
 FORMAT = "dynapipe-checkpoint/1"
 MANIFEST = "dynapipe.json"
@@ -99,14 +100,6 @@ class RunState:
                 f" {short(self.costs_fingerprint)}: plans would differ; resume from another checkpoint"
             )
         return model
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerPlace:
-    """Updates that the optimizer has made (refused steps make none), and its learning-rate schedule's own state."""
-
-    num_updates: int
-    schedule: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,6 @@ from dynapipe_ext.errors import DataError, ExecutionError
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.folder import (
     Manifest,
-    OptimizerPlace,
     RunState,
     SavedTensor,
     StoredChunk,
@@ -45,6 +44,7 @@ from dynapipe_ext.executor.checkpoints.folder import (
     refuse_other_model,
 )
 from dynapipe_ext.executor.checkpoints.saving import SavingRanks
+from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron.optimizer import SHARDING, MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import Chunks

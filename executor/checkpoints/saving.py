@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.folder import RECENT_STEPS, Manifest, OptimizerPlace, RunState
+from dynapipe_ext.executor.checkpoints.folder import RECENT_STEPS, Manifest, RunState
 from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.settings.tables import CheckpointSettings
 

@@ -24,7 +24,7 @@ from dynapipe_ext.errors import DynaPipeError, install_advice
 from dynapipe_ext.executor.drop_in.clone import clone_version, misfits
 from dynapipe_ext.executor.proven_step import PROVEN_RULE
 from dynapipe_ext.launch.command_parser import add_json, ending
-from dynapipe_ext.launch.env import limit_threads
+from dynapipe_ext.launch.processes.env import limit_threads
 from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.launch.store import RedisServer, find_server_binary
 from dynapipe_ext.tools.console import deliver, say_loading

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.batch.topology import placement_of
+from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.costs.states import RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
@@ -20,7 +21,6 @@ from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.model_folder import prediction_line
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.models.named_models import PRESETS, read_model
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import deliver, output

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES
+from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.cluster import DEVICES, PRECISIONS
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.tools.account.flops import Account, account, accounts_of_report, flops_table, read_log

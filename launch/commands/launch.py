@@ -17,7 +17,6 @@ from typing import get_args
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.launch.command_parser import ending
-from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, named_interface, store_password
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.requested import is_done, refuse_settings
@@ -32,6 +31,13 @@ from dynapipe_ext.launch.processes.agent import (
     torchrun_command,
 )
 from dynapipe_ext.launch.processes.cluster import JobError, say_at_once
+from dynapipe_ext.launch.processes.env import (
+    debug_settings,
+    kv_store_url,
+    limit_threads,
+    named_interface,
+    store_password,
+)
 from dynapipe_ext.launch.processes.network import interface_towards, refuse_unknown_host
 from dynapipe_ext.launch.processes.nodes import (
     FOLLOW_FLAG,

@@ -42,7 +42,6 @@ from dynapipe_ext.launch.command_parser import (
     cut_at,
     ending,
 )
-from dynapipe_ext.launch.env import child_environment
 from dynapipe_ext.launch.job.run_data import (
     DataForm,
     form_of,
@@ -51,6 +50,7 @@ from dynapipe_ext.launch.job.run_data import (
     loss_notes,
     tokenizer_to_train_with,
 )
+from dynapipe_ext.launch.processes.env import child_environment
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags
 from dynapipe_ext.settings.agreement import check_data_settings
 from dynapipe_ext.settings.tables import DataSettings

@@ -25,9 +25,9 @@ from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measur
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, ending
-from dynapipe_ext.launch.env import RankEnv, limit_threads
 from dynapipe_ext.launch.job.configured import architecture_of, refuse_undivided
 from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.processes.env import RankEnv, limit_threads
 from dynapipe_ext.launch.run.outcome import versions
 from dynapipe_ext.launch.setting_flags import DEGREES, add_flag, settings_of_flags
 from dynapipe_ext.models.architecture import Architecture

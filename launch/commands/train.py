@@ -13,11 +13,11 @@ from rich.console import Console
 
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores
 from dynapipe_ext.launch.job.requested import add_arguments, requested_job
 from dynapipe_ext.launch.job.run_costs import settle_costs
 from dynapipe_ext.launch.job.settled import SettledJob, settled_job
 from dynapipe_ext.launch.processes.cluster import run_local, set_process_title
+from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, num_cores
 from dynapipe_ext.launch.processes.signals import show_own_stacks
 from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
 from dynapipe_ext.launch.run.claim import claimed

@@ -18,7 +18,6 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
-from dynapipe_ext.launch.env import debug_settings
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.model_folder import refuse_unsupported, settings_of_model, usual_settings
 from dynapipe_ext.launch.job.run_data import named_files
@@ -29,6 +28,7 @@ from dynapipe_ext.launch.job.run_directory import (
     run_to_resume,
     runs_folder,
 )
+from dynapipe_ext.launch.processes.env import debug_settings
 from dynapipe_ext.launch.setting_flags import add_setting_flags, settings_of_flags
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.train_config import TrainConfig

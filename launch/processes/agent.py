@@ -18,7 +18,6 @@ from threading import Event
 from typing import Literal, assert_never
 
 from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError, PlanError, VerificationError
-from dynapipe_ext.launch.env import Launcher, agent_variables
 from dynapipe_ext.launch.processes.cluster import (
     BUG_STATUS,
     USER_ERROR_STATUS,
@@ -30,6 +29,7 @@ from dynapipe_ext.launch.processes.cluster import (
     say_at_once,
     say_stacks,
 )
+from dynapipe_ext.launch.processes.env import Launcher, agent_variables
 from dynapipe_ext.launch.processes.scratch import FileLock, ScratchDirectory, is_held
 from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lost, stacks_asked_for
 

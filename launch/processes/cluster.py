@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.parent_death import before_exec, end_with_parent, supervising_pid
-from dynapipe_ext.launch.env import RankEnv, child_environment, use_interface
+from dynapipe_ext.launch.processes.env import RankEnv, child_environment, use_interface
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.processes.scratch import ScratchDirectory
 from dynapipe_ext.launch.processes.signals import (

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.stages.collectives import named_collectives
-from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.launch.processes.env import RankEnv
 
 _LOOK_S = 2.0  # a wait that sends nothing would never learn that its connection is gone
 _SIGN_S = 2.0

@@ -25,12 +25,12 @@ from dynapipe_ext.executor.events import Listener, StepDone
 from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.launch.env import RankEnv, keep_cublas_deterministic, limit_threads, num_cores
 from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, variants
 from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs
 from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S, RunData, run_data
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, refuse_other_nodes_data, settled_job
+from dynapipe_ext.launch.processes.env import RankEnv, keep_cublas_deterministic, limit_threads, num_cores
 from dynapipe_ext.launch.rank.rank_log import RankLog, rank_log, shown, written
 from dynapipe_ext.launch.run.outcome import begin_run, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.run.traced_spans import Spans, TracedSpans, spans_from_bytes, spans_to_bytes

@@ -17,8 +17,8 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.events import Listener, StepDone
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Recorder
-from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job.configured import Variant
+from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.settings.tables import DebugSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span

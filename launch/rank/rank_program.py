@@ -32,7 +32,11 @@ from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import CommandParser
-from dynapipe_ext.launch.env import (
+from dynapipe_ext.launch.job.requested import add_arguments, refuse_done, requested_job
+from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, is_unfinished
+from dynapipe_ext.launch.processes.agent import recorded
+from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError, set_process_title
+from dynapipe_ext.launch.processes.env import (
     RankEnv,
     agent_attempt,
     launcher,
@@ -42,10 +46,6 @@ from dynapipe_ext.launch.env import (
     under_torchrun,
     use_interface,
 )
-from dynapipe_ext.launch.job.requested import add_arguments, refuse_done, requested_job
-from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, is_unfinished
-from dynapipe_ext.launch.processes.agent import recorded
-from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError, set_process_title
 from dynapipe_ext.launch.processes.network import interface_towards
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
 from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank

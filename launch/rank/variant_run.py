@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.memory import reading_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.checkpoints.folder import RunState, least_validation_loss
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress
@@ -42,7 +43,6 @@ from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.launch.rank.rank_log import LoggingRecorder, RankLog
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.memory import reading_stages
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
 

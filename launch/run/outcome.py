@@ -26,7 +26,6 @@ from dynapipe_ext.errors import DynaPipeError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.launch.env import launcher, under_torchrun
 from dynapipe_ext.launch.job.configured import Variant, global_batches, make_planner, topology_of
 from dynapipe_ext.launch.job.run_costs import RunCosts
 from dynapipe_ext.launch.job.run_data import RunData
@@ -42,6 +41,7 @@ from dynapipe_ext.launch.job.run_directory import (
 )
 from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.processes.cluster import JobError
+from dynapipe_ext.launch.processes.env import launcher, under_torchrun
 from dynapipe_ext.launch.run.traced_spans import Spans
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill

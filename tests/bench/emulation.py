@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from dynapipe_ext.launch.env import RankEnv, limit_threads
+from dynapipe_ext.launch.processes.env import RankEnv, limit_threads
 
 limit_threads(1)  # before torch is imported
 

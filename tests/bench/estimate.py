@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from contenders import provenance
 
-from dynapipe_ext.models.cluster import DEVICES, Cluster
+from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.tools.estimate.lengths import distribution_data

@@ -51,8 +51,8 @@ from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.wire import encode
-from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.schedules.planner import Planner
 from tests.support.preloaded import Preloaded

@@ -18,8 +18,9 @@ from tests.support.megatron_ranks import join  # isort: skip  # first: it import
 
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.folder import OptimizerPlace, RunState, read_manifest
+from dynapipe_ext.executor.checkpoints.folder import RunState, read_manifest
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, TensorWriter, read_tensors
+from dynapipe_ext.executor.protocols import OptimizerPlace
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
 from tests.support.limits import LIMIT_S

@@ -22,8 +22,8 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.launch.env import RankEnv, rank_env
 from dynapipe_ext.launch.processes.cluster import JobError, Supervised, run_local
+from dynapipe_ext.launch.processes.env import RankEnv, rank_env
 from dynapipe_ext.schedules.planner import Planner
 from tests.support.limits import LIMIT_S, SOON_S
 

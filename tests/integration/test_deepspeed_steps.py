@@ -27,8 +27,8 @@ from dynapipe_ext.executor.stages.deepspeed.stage import DeepSpeedStage, EngineG
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import token_loss_sum
 from dynapipe_ext.executor.training_loop import ExecutedStep
-from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.checkpoints import tiny
 from tests.support.deepspeed_ranks import quiet

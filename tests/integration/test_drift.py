@@ -27,7 +27,7 @@ from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.training_loop import LoopHooks, LoopSettings, SpanRecorder, StepExecutors, train_steps
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
-from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.rank.variant_run import broadcast_bytes, gather_bytes
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.schedules.judge.simulate import last_end_ns, simulate_ns

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, LatentAttention
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.models.named_models import PRESETS
 from tests.support.estimated_memory import CPU, PARTS, Case, gpt2, llama, measure, on_ranks, random_case
 

@@ -18,7 +18,6 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.transport.torch_p2p import WatchedTransport
-from dynapipe_ext.launch.env import RankEnv, num_cores
 from dynapipe_ext.launch.job.configured import (
     Variant,
     analytic_costs,
@@ -30,6 +29,7 @@ from dynapipe_ext.launch.job.configured import (
 from dynapipe_ext.launch.job.run_data import RunData, run_data
 from dynapipe_ext.launch.job.settled import SettledJob, SettledPlanning
 from dynapipe_ext.launch.processes.cluster import JobError
+from dynapipe_ext.launch.processes.env import RankEnv, num_cores
 from dynapipe_ext.launch.rank import megatron_run
 from dynapipe_ext.launch.rank import variant_run as rank
 from dynapipe_ext.launch.rank.one_rank import train_rank

@@ -18,8 +18,8 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.pairs import PairSample
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
+from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.run.trained_model import write_trained_model
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.models.tensors import tensor_groups

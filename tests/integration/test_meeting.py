@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.stages.collectives import named_collectives
-from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.rank.meeting import Meeting
 

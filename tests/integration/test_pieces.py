@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
+from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, ExecutionError
@@ -35,7 +36,6 @@ from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, unwrapped
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
-from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.show.timeline import read_trace_file

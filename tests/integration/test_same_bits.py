@@ -30,7 +30,7 @@ from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
-from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.given_costs import write_costs
 from tests.support.limits import LIMIT_S

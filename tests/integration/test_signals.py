@@ -10,8 +10,8 @@ from threading import Thread
 
 import pytest
 
-from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.processes.signals import (
     ending_signals_blocked,
     ending_signals_raise,

@@ -82,7 +82,7 @@ RIM = {
     "peft": ("executor/stages/transformers/adapters.py",),
     "flash_attn": ("dynapipe_ext/batch/packed_attention.py",),
 }
-ENVIRONMENT = "launch/env.py"
+ENVIRONMENT = "launch/processes/env.py"
 AMBIENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 VAGUE = {"utils", "util", "common", "helpers", "helper", "misc"}
 
@@ -202,15 +202,19 @@ def test_every_module_has_a_telling_name_of_its_own(all_sources: Any) -> None:
     [
         ("schedules/search/dispatch.py", "from dynapipe_ext.executor.wire import encode", "layer to its right"),
         ("dynapipe_ext/batch/micro_batches.py", "from dynapipe_ext import schedules", "layer to its right"),
-        ("dynapipe_ext/batch/micro_batches.py", "def f():\n    import dynapipe_ext.launch.env", "layer to its right"),
+        (
+            "dynapipe_ext/batch/micro_batches.py",
+            "def f():\n    import dynapipe_ext.launch.cli",
+            "layer to its right",
+        ),
         ("executor/engine.py", "from .wire import encode", "relative import"),
         ("executor/engine.py", "from dynapipe_ext.executor.wire import *", "star import"),
         ("launch/rank/one_rank.py", "import tools.estimate", "second copy"),
         ("executor/engine.py", "def f():\n    import torch.nn", "rim only"),
         ("executor/engine.py", "import importlib\nimportlib.import_module('torch')", "rim only"),
         ("executor/loader.py", "import redis", "rim only"),
-        ("launch/rank/one_rank.py", "import os\nx = os.environ['A']", "launch/env.py alone"),
-        ("launch/rank/one_rank.py", "from os import getenv", "launch/env.py alone"),
+        ("launch/rank/one_rank.py", "import os\nx = os.environ['A']", "launch/processes/env.py alone"),
+        ("launch/rank/one_rank.py", "from os import getenv", "launch/processes/env.py alone"),
         ("dynapipe_ext/costs/grid.py", "x = a @ b", "@ rounds"),
         ("schedules/planner.py", "import numpy as np\nx = np.linalg.solve(a, b)", "np.linalg rounds"),
     ],
@@ -225,7 +229,7 @@ def test_each_rule_finds_its_offence(path: str, text: str, says: str) -> None:
         ("launch/cli.py", "from dynapipe_ext.schedules.search.dispatch import best"),
         ("dynapipe_ext/__init__.py", "from dynapipe_ext.executor.engine import PipelineExecutor"),
         ("executor/stages/megatron/stage.py", "import torch\nfrom megatron.core import parallel_state"),
-        ("launch/env.py", "import os\nx = os.environ"),
+        ("launch/processes/env.py", "import os\nx = os.environ"),
         ("executor/stages/split_linear.py", "x = a @ b"),
     ],
 )

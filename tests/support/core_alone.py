@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dynapipe_ext.launch.env import rank_env
+from dynapipe_ext.launch.processes.env import rank_env
 from tests.support.megatron_loops import LENGTH, ROWS, Loop, batches, forward_step, start
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from dynapipe_ext.executor.stages.deepspeed.engine import ask_for_devices_once, compile_nothing
-from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.processes.env import RankEnv
 from tests.support.checkpoints import tiny
 from tests.support.limits import LIMIT_S
 

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.chunk_runner import StoredBytes
@@ -33,7 +34,6 @@ from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import packed_parameters, wrap_ddp
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.settings.tables import OptimizerSettings
 

@@ -186,8 +186,8 @@ def main() -> None:
             runpy.run_path(_place(megatron_lm, script), run_name="imported")  # once, for all ranks
     from dynapipe_ext.executor.drop_in import drop_in
     from dynapipe_ext.executor.drop_in import script as planned
-    from dynapipe_ext.launch.env import RankEnv
     from dynapipe_ext.launch.processes.cluster import run_local
+    from dynapipe_ext.launch.processes.env import RankEnv
     from tests.support.megatron_lm_1f1b import run_by_1f1b
     from tests.support.megatron_saves import keep_results_in_rank
 

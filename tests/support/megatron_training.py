@@ -30,7 +30,7 @@ from dynapipe_ext.executor.stages.megatron.model import (
     transformer_config,
 )
 from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
-from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.written_arguments import write_arguments

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from dynapipe_ext.executor.stages.megatron.model import destroy_parallel
-from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.processes.env import RankEnv
 from tests.support import rank_results
 
 _Key = TypeVar("_Key", bound=Hashable)

@@ -15,6 +15,7 @@ import torch
 from dynapipe_ext.batch.micro_batches import Layout, LossNorm, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.layers import first_decoder_stage
+from dynapipe_ext.costs.memory import stage_layers
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.pairs import PairSample, collate_pairs
 from dynapipe_ext.executor.stages.megatron.model import (
@@ -30,7 +31,6 @@ from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import wrap_ddp
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.models.memory import stage_layers
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.tables import OptimizerSettings

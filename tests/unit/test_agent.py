@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.launch.env import launcher
 from dynapipe_ext.launch.processes.agent import LOST_STATUS, NodeEnd, Order, RankRecord, read_rank_records, run_agent
+from dynapipe_ext.launch.processes.env import launcher
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
 from tests.support.limits import LIMIT_S
 
@@ -25,7 +25,7 @@ import os, signal, sys, time
 from dynapipe_ext.errors import ConfigError, ExecutionError, NotFiniteError
 from dynapipe_ext.executor.parent_death import end_with_parent, supervising_pid
 from dynapipe_ext.launch.processes.cluster import JobError
-from dynapipe_ext.launch.env import launcher
+from dynapipe_ext.launch.processes.env import launcher
 from dynapipe_ext.launch.processes.agent import recorded
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
 

@@ -18,13 +18,13 @@ from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.folder import (
     MANIFEST,
     Manifest,
-    OptimizerPlace,
     RunState,
     SavedTensor,
     StoredChunk,
     read_manifest,
     refuse_other_model,
 )
+from dynapipe_ext.executor.protocols import OptimizerPlace
 
 COSTS = TokenCosts(num_stages=2, ns_per_token=7)
 

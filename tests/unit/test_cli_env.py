@@ -4,7 +4,14 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.env import RankEnv, child_environment, limit_threads, rank_env, store_password, under_torchrun
+from dynapipe_ext.launch.processes.env import (
+    RankEnv,
+    child_environment,
+    limit_threads,
+    rank_env,
+    store_password,
+    under_torchrun,
+)
 
 TORCHRUN = {
     "RANK": "5",

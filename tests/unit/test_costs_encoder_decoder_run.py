@@ -12,10 +12,10 @@ from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, configured_format, topology_of, variants
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
 

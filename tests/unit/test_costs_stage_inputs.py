@@ -10,6 +10,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
@@ -17,7 +18,6 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.named_models import preset
 
 T5 = Architecture.t5(

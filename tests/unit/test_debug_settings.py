@@ -8,8 +8,8 @@ import pytest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands import launch as launch_command
-from dynapipe_ext.launch.env import RankEnv, debug_settings, kv_store_url
 from dynapipe_ext.launch.job import requested
+from dynapipe_ext.launch.processes.env import RankEnv, debug_settings, kv_store_url
 from dynapipe_ext.launch.rank.rank_log import rank_log
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.tables import DebugSettings

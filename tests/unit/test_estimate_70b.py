@@ -9,9 +9,9 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import Strategy
-from dynapipe_ext.models.cluster import DEVICES, Cluster
-from dynapipe_ext.models.memory import stage_parameters
+from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.tools.estimate.lengths import distribution_data

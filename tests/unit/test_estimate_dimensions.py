@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.topology import Topology, placement_of
+from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import Strategy
+from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.launch.job.configured import topology_of
-from dynapipe_ext.models.cluster import DEVICES, Cluster
-from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.schedules.planner import Planner

@@ -12,14 +12,14 @@ import pytest
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
+from dynapipe_ext.costs.memory import stage_parameters, states
 from dynapipe_ext.costs.states import parameters_per_stage, replica_and_expert_parameters
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.flops import Positions, forward_flops
 from dynapipe_ext.models.huggingface import write_config
-from dynapipe_ext.models.memory import stage_parameters, states
 from dynapipe_ext.models.named_models import PRESETS, preset, read_model
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.models.written_arguments import write_arguments

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.job.configured import topology_of
-from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.planner import Planner

@@ -15,6 +15,7 @@ from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, TimeCorre
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json, read_cost_file
+from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -27,7 +28,6 @@ from dynapipe_ext.launch.job.configured import (
     topology_of,
 )
 from dynapipe_ext.launch.job.run_costs import settle_costs
-from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.settings.train_config import TrainConfig
 
 CONFIG = TrainConfig().with_values(topology={"tp": 2, "pp": 2, "dp": 2})

@@ -20,8 +20,9 @@ from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.sample_selection import samples_of_epoch
 from dynapipe_ext.data.tokenizer import train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.checkpoints.folder import Manifest, OptimizerPlace, RunState
+from dynapipe_ext.executor.checkpoints.folder import Manifest, RunState
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.launch.job.run_data import data_lines, refuse_other_data, run_data
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig

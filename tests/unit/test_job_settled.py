@@ -21,10 +21,10 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import plan as plan_command
 from dynapipe_ext.launch.commands import train as train_command
-from dynapipe_ext.launch.env import RankEnv, num_cores
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, global_batches, variants
 from dynapipe_ext.launch.job.requested import JobRequest, add_arguments, requested_job
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, settled_job
+from dynapipe_ext.launch.processes.env import RankEnv, num_cores
 from dynapipe_ext.launch.rank import one_rank
 from dynapipe_ext.launch.run.outcome import begin_run, run_facts
 from dynapipe_ext.settings.train_config import TrainConfig

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.launch.processes.env import RankEnv
 from tests.conftest import RunRanks
 
 pytest.importorskip("megatron.core")

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.folder import Manifest, OptimizerPlace, RunState
+from dynapipe_ext.executor.checkpoints.folder import Manifest, RunState
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, SaveVote
 from dynapipe_ext.executor.events import EvalDone, StepDone
+from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.settings.tables import CheckpointSettings
 from tests.support.steps import a_step
 

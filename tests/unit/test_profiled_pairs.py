@@ -11,13 +11,13 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.memory import stage_layers, stage_parameters
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.job.configured import check_fits
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.memory import stage_layers, stage_parameters
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.profile_errors import held_out_errors
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import ZERO_STAGES, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, ZERO_STAGES, parameters_per_stage, state_bytes
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, parameters_per_stage, state_bytes
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 

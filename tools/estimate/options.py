@@ -12,13 +12,13 @@ from typing import Literal, get_args
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompute
-from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
+from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, placement_of
+from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.states import Offload, StateRecipe
+from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
-from dynapipe_ext.models.cluster import Cluster, Precision
 from dynapipe_ext.models.flops import layer_weights
 from dynapipe_ext.reproducible import product
 from dynapipe_ext.settings.plan_rules import PlanRules

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import ZERO_STAGES
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, ring_s
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, ZERO_STAGES, state_bytes
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, state_bytes
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.schedules.planner import Planner

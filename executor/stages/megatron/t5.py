@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.layers import first_decoder_stage
+from dynapipe_ext.costs.memory import stage_layers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.accumulator import ExactSums
@@ -43,7 +44,6 @@ from dynapipe_ext.executor.stages.megatron.stage import (
 from dynapipe_ext.executor.stages.megatron.t5_attention import PairAttention, RelativePositions
 from dynapipe_ext.executor.stages.split_linear import hand_over_each_use
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.memory import stage_layers
 from dynapipe_ext.models.tensors import ModelSide
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.checkpoints.folder import OptimizerPlace
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.protocols import Reductions
+from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
 from dynapipe_ext.executor.stages.chunk_runner import gradient_of
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import Offload, Topology
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, Offload, StateBytes, StateRecipe, state_bytes
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, state_bytes
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages, layer_kinds
 from dynapipe_ext.models.tensors import GroupKind, tensor_groups
 
