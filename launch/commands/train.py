@@ -13,11 +13,14 @@ from rich.console import Console
 
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.executor.free_memory import Room
 from dynapipe_ext.launch.job.requested import add_arguments, requested_job
+from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import settle_costs
+from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S
 from dynapipe_ext.launch.job.settled import SettledJob, settled_job
 from dynapipe_ext.launch.processes.cluster import run_local, set_process_title
-from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, num_cores
+from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, num_cores, visible_devices
 from dynapipe_ext.launch.processes.signals import show_own_stacks
 from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
 from dynapipe_ext.launch.run.claim import claimed
@@ -30,7 +33,7 @@ __all__ = ["add_arguments", "run"]
 def run(args: argparse.Namespace) -> int:
     show_own_stacks()
     limit_threads()  # before anything loads torch, which measures with as many as it starts with
-    request = requested_job(args)
+    request = requested_job(args, _place())
     console = Console(stderr=True, highlight=False)
     overwrite = request.overwrite and request.resumed is None  # else it is what --output holds that may be lost
     with claimed(request, console, overwrite=overwrite) as request:
@@ -39,6 +42,11 @@ def run(args: argparse.Namespace) -> int:
         limits = {"save_s": config.checkpoint.grace_s, "stopped_s": config.job.timeout_s}
         run_local(partial(_rank, job), job.topology.world_size, **limits)
     return 0
+
+
+def _place() -> Place:
+    """All ranks are forked on this machine."""
+    return Place(room=Room.here(visible_devices()))
 
 
 def _rank(job: SettledJob, env: RankEnv) -> int:
@@ -51,6 +59,9 @@ class _ThisMachine:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
+
+    def place(self) -> Place:
+        return _place()
 
     def num_cores(self) -> int | None:
         _import_once(self._config)
@@ -68,7 +79,7 @@ class _ThisMachine:
                 path.write_text(json.dumps(cost_model_to_json(costs)))
                 return 0
 
-            run_local(alone, 1, timeout_s=config.job.timeout_s)
+            run_local(alone, 1, timeout_s=max(config.job.timeout_s, PREPARE_LIMIT_S))
             return cost_model_from_json(json.loads(path.read_text()))
 
 

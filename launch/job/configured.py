@@ -246,8 +246,12 @@ def global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, dro
     )
 
 
-def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> None:
-    """Refuse a sample that fits no micro-batch or no rank even alone, before the launch.
+LimitOf = Callable[[int], int]
+
+
+def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray, limit_of: LimitOf | None = None) -> None:
+    """Refuse a sample that fits no micro-batch or no rank even alone, before the launch. `limit_of`: what each of so
+    many ranks may hold, where that is not the settings' limit alone.
 
     Errors: PlanError naming the longest such sample, of a pair's both sides or of either; with pieces, what their plan
     of it says.
@@ -259,10 +263,11 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> N
     _check_max_tokens(config, lengths)
     sides = lengths[:, 0] + lengths[:, 1], lengths[:, 0], lengths[:, 1]
     for longest in dict.fromkeys(int(np.argmax(side)) for side in sides):
-        _check_alone(config, costs, *sample_lengths(lengths, [longest]))
+        (sample,) = sample_lengths(lengths, [longest])
+        _check_alone(config, costs, sample, limit_of or (lambda _: config.plan.memory_limit_bytes))
 
 
-def _check_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) -> None:
+def _check_alone(config: TrainConfig, costs: CostModel, sample: SampleLength, limit_of: LimitOf) -> None:
     """Refuse a sample that no rank can hold. Errors: PlanError."""
     plan, limit = config.plan, config.plan.memory_limit_bytes
     try:
@@ -273,7 +278,7 @@ def _check_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) ->
         raise PlanError(
             f"sample {sample.index} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone,"
             f" but memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it,"
-            f" {_what_fits(config, costs, sample)}, or lower max_seq_len with --truncate"
+            f" {_what_fits(config, costs, sample, limit_of)}, or lower max_seq_len with --truncate"
         )
 
 
@@ -302,7 +307,7 @@ def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) ->
     return min(needs)
 
 
-def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> str:
+def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength, limit_of: LimitOf) -> str:
     """The fewest ranks that a sample fits on, as advice; of as many, those of the least tp."""
     linear = replace(config.topology, placement="linear", stages_per_rank=0, layers_per_stage=())
     for num_ranks in (2, 4, 8, 16, 32, 64, 128, 256):
@@ -313,7 +318,7 @@ def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> s
                 num_bytes, _ = _bytes_alone(at, placed, sample)
             except (ConfigError, PlanError):  # sizes that this topology does not divide, costs of another one
                 continue
-            if num_bytes <= config.plan.memory_limit_bytes:
+            if num_bytes <= limit_of(num_ranks):
                 named = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
                 return f"take {named}, where it needs {num_bytes / 1e9:.3g} GB a rank"
     if config.deepspeed.meets_inside:

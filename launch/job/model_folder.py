@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.errors import ConfigError, install_advice
+from dynapipe_ext.executor.free_memory import Room, usable_bytes
+from dynapipe_ext.launch.processes.env import visible_devices
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config, refuse_adapters
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -193,7 +194,6 @@ Tables = dict[str, dict[str, Any]]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-_USABLE = 0.9  # of a device's or machine's free memory
 # Of a run that goes on with published weights; one from the first step on has the defaults of the settings.
 _FINE_TUNING: Tables = {"optimizer": {"lr": 2e-5, "min_lr": 2e-6, "warmup_fraction": 0.03}}
 _ADAPTING: Tables = {"optimizer": {"lr": 2e-4, "min_lr": 2e-5, "warmup_fraction": 0.03}}  # adapters start at zero
@@ -248,29 +248,5 @@ def prediction_line(architecture: str) -> str:
 
 
 def memory_of_a_rank_gb(num_ranks: int) -> float:
-    """Of the smallest device here, or without one the free memory of this machine by its ranks, less a margin."""
-    num_bytes = _device_bytes() or _free_bytes() // num_ranks
-    return max(0.1, round(_USABLE * num_bytes / 1e9, 1))
-
-
-def _device_bytes() -> int:
-    """By the driver's own tool: asking CUDA would keep this process from forking ranks. 0 without a device."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    mebibytes = [int(line) for line in done.stdout.split() if line.isdigit()]
-    return min(mebibytes, default=0) << 20
-
-
-def _free_bytes() -> int:
-    """Memory of this machine, or of the container that this process is in, that nothing else holds."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    (kibibytes,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    free = kibibytes << 10
-    try:
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):
-        return free
-    return min(free, limit - used)
+    """What plans take of the smallest device here, or without one of this machine's free memory by its ranks."""
+    return max(0.1, round(usable_bytes(Room.here(visible_devices()).of_a_rank(num_ranks)) / 1e9, 1))

@@ -20,6 +20,7 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.model_folder import refuse_unsupported, settings_of_model, usual_settings
+from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_data import named_files
 from dynapipe_ext.launch.job.run_directory import (
     CHECKPOINTS,
@@ -125,20 +126,18 @@ class JobRequest:
     num_shown: int = 0
 
 
-def requested_job(args: argparse.Namespace, *, opens_weights: bool = True) -> JobRequest:
-    """What the flags of a run ask for, known to be possible as far as settings, first weights, store, loggers and the
-    places of run and model tell; nothing is made yet, and no data read. One rank of a job `opens_weights`.
+def requested_job(args: argparse.Namespace, place: Place | None) -> JobRequest:
+    """What the flags of a run ask for, known to be possible as far as settings, memory, first weights, store, loggers
+    and the places of run and model tell; nothing is made yet, and no data read. One rank of a job looks at the memory
+    of its `place` and at the weights, the others have None.
 
-    Errors: ConfigError and DataError.
+    Errors: ConfigError, DataError and PlanError.
     """
     config = config_from(args)
     refuse_settings(config, compare=args.compare)
-    described = config.model.described
-    if opens_weights and config.model.init_from and (described is None or described.family != "transformers"):
-        say_loading("torch")
-        from dynapipe_ext.launch.job.model_folder import open_initial_weights
-
-        open_initial_weights(config.model.init_from, described)
+    if place is not None:
+        refuse_no_room(config, place)
+        _open_weights(config)
     address = asked_store(args.store, insecure=args.insecure_store)
     require_loggers(config)
     run_dir, resumed = _resumed_run(args, config)
@@ -152,6 +151,16 @@ def requested_job(args: argparse.Namespace, *, opens_weights: bool = True) -> Jo
         overwrite=args.overwrite,
         num_shown=args.show_samples,
     )
+
+
+def _open_weights(config: TrainConfig) -> None:
+    """Errors: DataError and ConfigError for first weights that are not those of the model."""
+    described = config.model.described
+    if config.model.init_from and (described is None or described.family != "transformers"):
+        say_loading("torch")
+        from dynapipe_ext.launch.job.model_folder import open_initial_weights
+
+        open_initial_weights(config.model.init_from, described)
 
 
 def refuse_settings(config: TrainConfig, *, compare: bool) -> None:

@@ -111,7 +111,7 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
 
     rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0), layout=config.plan.layout)
     counted = analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0)
-    counted = _on_host(counted) if _is_on_host(config) else counted
+    counted = kept_on_host(counted) if _is_on_host(config) else counted
     return replace(
         counted,
         layer_overhead_ns=rate.layer_overhead_ns,
@@ -138,12 +138,12 @@ def costs_of_settings(
                 f" one ({architecture}): leave them out to measure this machine"
             )
         settled = configured_costs(config, counted)
-        return _on_host(settled) if on_host else settled
+        return kept_on_host(settled) if on_host else settled
 
     return costs.over(topology_of(config))[0].recounted(configured)
 
 
-def _on_host(costs: CountedCosts) -> CountedCosts:
+def kept_on_host(costs: CountedCosts) -> CountedCosts:
     """Without what an engine offloads, as ranks that compute on the host keep it."""
     unmoved: dict[str, Any] = {} if costs.facts.has_decoder else {"offload": "none"}
     return replace(costs, **unmoved)

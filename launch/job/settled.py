@@ -48,6 +48,7 @@ from dynapipe_ext.launch.job.configured import (
 )
 from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, widened_line
 from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
+from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_costs import resumed_costs, settle_costs
 from dynapipe_ext.launch.job.run_data import (
     RunData,
@@ -151,6 +152,10 @@ def placed_planning(
 class Machine(Protocol):
     """Where the ranks of a job run: asked once data are read, as answers take long, or need torch."""
 
+    def place(self) -> Place:
+        """The memory for ranks."""
+        ...
+
     def num_cores(self) -> int | None:
         """The cores of all ranks together; None on accelerators, of which each rank has one."""
         ...
@@ -241,7 +246,8 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
     """
     assert request.address is not None
     config, data = _settled_data(request, console)
-    vocab_size = data.whole.vocab_size
+    vocab_size, place = data.whole.vocab_size, machine.place()
+    check_data(data, lambda lengths: refuse_no_room(config, place, lengths, vocab_size))
     has_costs = config.plan.costs or request.resumed is not None
     costs = settle_costs(config, vocab_size, resumed_costs(request.resumed)) if has_costs else None
     num_cores = machine.num_cores()
@@ -251,7 +257,8 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
     planning, trials = placed_planning(planning, partial(batches_to_place, config, data.train.lengths))
     if trials:
         show(trials_table(trials), console=console)
-    check_data(data, lambda lengths: check_fits(planning.config, planning.costs, lengths))
+    limit_of = partial(place.limit_bytes, config)
+    check_data(data, lambda lengths: check_fits(planning.config, planning.costs, lengths, limit_of))
     console.print(ranks_line(planning.topology), soft_wrap=True)
     return SettledJob(
         planning=planning,

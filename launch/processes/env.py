@@ -154,6 +154,11 @@ def keep_cublas_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def visible_devices() -> str | None:
+    """The accelerators that processes here may use, as CUDA takes them; None: all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def named_interface() -> str:
     """The network interface that the user has chosen for ranks, or nothing."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "")

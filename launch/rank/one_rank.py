@@ -22,15 +22,23 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import read_manifest
 from dynapipe_ext.executor.events import Listener, StepDone
+from dynapipe_ext.executor.free_memory import Room
 from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, variants
 from dynapipe_ext.launch.job.requested import JobRequest
+from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs
 from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S, RunData, run_data
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, refuse_other_nodes_data, settled_job
-from dynapipe_ext.launch.processes.env import RankEnv, keep_cublas_deterministic, limit_threads, num_cores
+from dynapipe_ext.launch.processes.env import (
+    RankEnv,
+    keep_cublas_deterministic,
+    limit_threads,
+    num_cores,
+    visible_devices,
+)
 from dynapipe_ext.launch.rank.rank_log import RankLog, rank_log, shown, written
 from dynapipe_ext.launch.run.outcome import begin_run, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.run.traced_spans import Spans, TracedSpans, spans_from_bytes, spans_to_bytes
@@ -117,12 +125,20 @@ def _prepared_device(env: RankEnv, config: TrainConfig) -> Any:
     return device
 
 
+def place_of(env: RankEnv) -> Place:
+    """The machine of a rank, as all are taken to be alike."""
+    return Place(room=Room.here(visible_devices()), num_ranks=env.local_world_size)
+
+
 @dataclass(frozen=True, slots=True)
 class _RanksMachine:
     """The machines of a job by one of its ranks, all taken to be alike."""
 
     env: RankEnv
     device: Any
+
+    def place(self) -> Place:
+        return place_of(self.env)
 
     def num_cores(self) -> int | None:
         if self.device.type != "cpu":

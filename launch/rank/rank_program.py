@@ -48,7 +48,7 @@ from dynapipe_ext.launch.processes.env import (
 )
 from dynapipe_ext.launch.processes.network import interface_towards
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
-from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
+from dynapipe_ext.launch.rank.one_rank import place_of, rank_title, train_rank
 from dynapipe_ext.launch.run.claim import claimed
 from dynapipe_ext.settings.train_config import TrainConfig
 
@@ -113,7 +113,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _main(env: RankEnv, args: argparse.Namespace) -> int:
-    request = requested_job(args, opens_weights=env.rank == 0)
+    request = requested_job(args, place_of(env) if env.rank == 0 else None)
     config = request.config
     set_process_title(rank_title(env, config))
     tls_host = _settle_network(env, request.address)

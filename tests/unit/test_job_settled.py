@@ -23,6 +23,7 @@ from dynapipe_ext.launch.commands import plan as plan_command
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, global_batches, variants
 from dynapipe_ext.launch.job.requested import JobRequest, add_arguments, requested_job
+from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, settled_job
 from dynapipe_ext.launch.processes.env import RankEnv, num_cores
 from dynapipe_ext.launch.rank import one_rank
@@ -71,6 +72,10 @@ class Measured:
 
     own: Any
 
+    def place(self) -> Place:
+        place: Place = self.own.place()
+        return place
+
     def num_cores(self) -> int | None:
         cores: int | None = self.own.num_cores()
         return cores
@@ -110,7 +115,7 @@ def requested(folder: Path, case: str) -> JobRequest:
     (folder / "job.toml").write_text(text)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    request = requested_job(parser.parse_args(["--config", str(folder / "job.toml")]))
+    request = requested_job(parser.parse_args(["--config", str(folder / "job.toml")]), None)
     place = folder / case.replace(" ", "-").replace(",", "")
     config = replace(request.config, run=replace(request.config.run, run_dir=str(place)))
     return replace(

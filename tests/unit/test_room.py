@@ -1,0 +1,213 @@
+"""What does not fit the memory here is refused before anything is built, and the flags that are named do fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import time
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.batch.micro_batches import as_length_array
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.executor import free_memory
+from dynapipe_ext.executor.free_memory import Room, free_bytes, sizes_of_devices
+from dynapipe_ext.launch.job import model_folder, requested
+from dynapipe_ext.launch.job.requested import requested_job
+from dynapipe_ext.launch.job.room import Place, refuse_no_room
+from dynapipe_ext.settings.train_config import TrainConfig
+from tests.unit.test_model_flags import LLAMA
+
+GB = 10**9
+LLAMA_8B = LLAMA | {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14_336,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+NUM_8B = 8_030_261_248
+LENGTHS = as_length_array([30, 2000, 9])
+A_HOST, FOUR_GPUS = Room(free_bytes=23 * GB), Room(free_bytes=200 * GB, device_bytes=(80 * GB,) * 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of 8B whose weights are a header and a hole."""
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(LLAMA_8B))
+    with (made / "model.safetensors").open("wb") as file:
+        file.truncate(16 * GB)
+    return made
+
+
+def arguments(words: Sequence[str | Path]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    requested.add_arguments(parser)
+    return parser.parse_args([*map(str, words)])
+
+
+def settings(monkeypatch: pytest.MonkeyPatch, room: Room, words: Sequence[str | Path]) -> TrainConfig:
+    monkeypatch.setattr(model_folder.Room, "here", lambda visible: room)
+    return requested.config_from(arguments([*words, "--tokenizer", "bytes"]))
+
+
+def refusal(config: TrainConfig, room: Room, lengths: Any = LENGTHS) -> str:
+    with pytest.raises(PlanError) as refused:
+        refuse_no_room(config, Place(room=room), lengths)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("weights", ["a hole", "none"])
+def test_a_model_far_too_large_is_refused_at_once_without_its_weights(
+    weights: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if weights == "none":
+        (folder / "model.safetensors").unlink()
+    monkeypatch.setattr(model_folder.Room, "here", lambda visible: A_HOST)
+    args = arguments(["--model", folder, "--tokenizer", "bytes"])
+    tracemalloc.start()
+    start_s = time.process_time()
+    with pytest.raises(PlanError, match=r"states of 1 rank here take 128\.5 GB, but 23\.0 GB are free here: ") as e:
+        requested_job(args, Place(room=A_HOST))
+    taken_s, (_, peak_bytes) = time.process_time() - start_s, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken_s < 2
+    assert peak_bytes < 100e6
+    there_are_weights = "here fits --lora --dtype bf16 (16.1 GB); " in str(e.value)
+    assert there_are_weights is (weights == "a hole")
+    assert f"`dynapipe estimate --model {folder}` says what other machines need" in str(e.value)
+
+
+@pytest.mark.parametrize("words", [[], ["--pp", "4"], ["--tp", "2", "--pp", "2"], ["--dtype", "bf16"]], ids=" ".join)
+def test_a_model_that_just_fits_is_let_through_and_one_whose_states_do_not_is_refused(
+    words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host, which ranks share: 16 bytes a parameter in float32, 18 in bfloat16."""
+    config = settings(monkeypatch, A_HOST, ["--model", folder, *words])
+    copies = 4096 * 65 if "--tp" in words else 0  # norms, of which each tensor parallel rank has its own
+    states = (18 if "bf16" in words else 16) * (NUM_8B + copies)
+    refuse_no_room(config, Place(room=Room(free_bytes=int(1.01 * states))))
+    refusal(config, Room(free_bytes=states - 1), None)
+
+
+def test_replicas_and_the_longest_sample_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = settings(monkeypatch, A_HOST, ["--model", folder])
+    two = settings(monkeypatch, A_HOST, ["--model", folder, "--dp", "2"])
+    exactly = Room(free_bytes=16 * NUM_8B + 2 * GB)
+    refuse_no_room(one, Place(room=exactly), as_length_array([30]))
+    assert "of 1 rank here and a micro-batch of the longest sample (8,000 tokens) take" in refusal(
+        one, exactly, as_length_array([30, 8000])
+    )
+    assert "of 2 ranks here take 257.0 GB" in refusal(two, exactly, None)
+    refuse_no_room(two, Place(room=exactly, num_ranks=1), as_length_array([30]))  # the other is on another machine
+    pieces = settings(monkeypatch, A_HOST, ["--model", folder, "--pieces", "512"])
+    refuse_no_room(pieces, Place(room=exactly), as_length_array([30, 8000]))
+
+
+ROOMS = {
+    "a host": A_HOST,
+    "a small host": Room(free_bytes=12 * GB),
+    "a large host": Room(free_bytes=200 * GB),
+    "four GPUs": FOUR_GPUS,
+    "two small GPUs": Room(free_bytes=200 * GB, device_bytes=(24 * GB,) * 2),
+    "a small GPU": Room(free_bytes=23 * GB, device_bytes=(24 * GB,)),
+}
+
+
+@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+@pytest.mark.parametrize("words", [[], ["--dp", "2"], ["--dtype", "bf16"], ["--lora"]], ids=" ".join)
+def test_flags_that_are_named_fit_when_they_are_given(
+    words: list[str], room: Room, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the memory limit that such a command has by default."""
+    given = ["--model", folder, *words]
+    try:
+        refuse_no_room(settings(monkeypatch, room, given), Place(room=room), LENGTHS)
+        return
+    except PlanError as refused:
+        said = str(refused)
+    if "nothing would fit here" in said:
+        return
+    ways = re.sub(r" \([\d.]+ GB\)", "", said.partition("here fits ")[2].partition("; `dynapipe")[0]).split("; or ")
+    assert ways
+    for way in ways:
+        flags, _, engine = way.partition("--deepspeed FILE with ")
+        if engine:
+            (tmp_path / "ds.json").write_text(engine)
+            flags += f"--deepspeed {tmp_path / 'ds.json'}"
+        config = settings(monkeypatch, room, [*given, *shlex.split(flags)])
+        requested.refuse_settings(config, compare=False)
+        refuse_no_room(config, Place(room=room), LENGTHS)
+
+
+def test_what_fits_is_named_by_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {}
+    for name, room in ROOMS.items():
+        try:
+            refuse_no_room(settings(monkeypatch, room, ["--model", folder]), Place(room=room), LENGTHS)
+            named[name] = "as it is"
+        except PlanError as refused:
+            said = str(refused)
+            named[name] = (
+                re.sub(r" \([\d.]+ GB\)", "", said.partition(": ")[2].removeprefix("here fits "))
+                .partition("`")[0]
+                .rstrip(":; ")
+            )
+    offloads = '"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}'
+    offloading = f'{{"zero_optimization": {{"stage": 3, {offloads}}}}}'
+    assert named == {
+        "a host": "--lora --dtype bf16",
+        "a small host": "nothing would fit here",
+        "a large host": "as it is",
+        "four GPUs": "--tp 1 --pp 2 --dp 1; or --lora",
+        "two small GPUs": f"--deepspeed FILE with {offloading}; or --lora --tp 1 --pp 2 --dp 1",
+        "a small GPU": "--lora --dtype bf16",
+    }
+
+
+def test_free_memory_is_that_of_the_tightest_control_group(tmp_path: Path) -> None:
+    def group(path: str, **files: object) -> None:
+        folder = tmp_path / "sys/fs/cgroup" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, value in files.items():
+            (folder / f"memory.{name}").write_text(f"{value}\n")
+
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   1000000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("3:cpu:/x\n2:cpuset,memory:/a/b\n0::/job/step\n")
+    assert free_bytes(tmp_path) == 1_024_000_000
+    group("job", max=900_000_000, current=200_000_000, stat="anon 1\ninactive_file 50000000")
+    group("job/step", max="max", current=1)
+    assert free_bytes(tmp_path) == 750_000_000
+    group("memory/a", limit_in_bytes=500_000_000, usage_in_bytes=100_000_000, stat="total_inactive_file 1000")
+    assert free_bytes(tmp_path) == 400_001_000
+    group("memory/a/b", limit_in_bytes=10, usage_in_bytes=100, stat="")
+    assert free_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "gibibytes"), [(None, [80, 40]), ("", []), ("1", [40]), ("0,1", [80, 40]), ("GPU-b", [40]), ("7", [])]
+)
+def test_devices_are_those_that_ranks_may_use(
+    visible: str | None, gibibytes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-aa, 81920'\necho '1, GPU-bb, 40960'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert sizes_of_devices(visible) == tuple(size << 30 for size in gibibytes)
+    assert Room.here(visible).device_bytes == sizes_of_devices(visible)
+    assert free_memory.usable_bytes(min(sizes_of_devices("0"))) == 9 * (80 << 30) // 10
+    assert np.isclose(Room(free_bytes=80).of_a_rank(4), 20)
