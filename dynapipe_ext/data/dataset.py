@@ -129,6 +129,7 @@ def new_array(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np
 
 TokenizerKind = Literal["bpe", "bytes"]
 _BATCH_EXAMPLES = 1024
+_LONGEST_END = 4  # tokens that end a text or a turn: <|im_end|> and a line's end, for example
 _BLOCK_TOKENS = 1 << 22
 _BATCH_CHARACTERS = 4 << 20
 
@@ -273,6 +274,12 @@ class TokenDataset:
         return str(records["template"] or "") or None if isinstance(records, dict) else "unknown"
 
     @property
+    def loss_on(self) -> str:
+        """On which answers of its chats loss falls: "answers" for all."""
+        records = self.meta.get("records")
+        return str(records.get("loss_on", "answers")) if isinstance(records, dict) else "answers"
+
+    @property
     def record_fields(self) -> tuple[tuple[str, ...], str] | None:
         """The names of the fields of pairs and of texts in the records; None where the folder does not record them."""
         records = self.meta.get("records")
@@ -280,17 +287,23 @@ class TokenDataset:
 
     @property
     def unread_fields(self) -> tuple[str, ...]:
-        """The fields of a prompt and its answer that records had beside the text that was read instead."""
+        """The fields of the records that hold their words, too, and were not read (`record_forms.unread_fields`)."""
         names = self.meta.get("unread_fields")
         return tuple(names) if isinstance(names, list) else ()
 
     @property
     def num_empty_targets(self) -> int:
-        """Samples of which the end of text alone carries loss; 0 where the data came without a tokenizer."""
-        alone = np.flatnonzero(self.lengths[:, 2] == 1)
-        if not len(alone) or not (self.directory / FILE_NAME).is_file():
+        """Samples whose targets are all without words: an end of text alone, or a turn's end. 0 where the data came
+        without a tokenizer."""
+        short = np.flatnonzero(self.lengths[:, 2] <= _LONGEST_END)
+        if not len(short) or not (self.directory / FILE_NAME).is_file():
             return 0
-        return int(np.count_nonzero(self.tokens[self.offsets[alone + 1] - 1] == self.tokenizer().eos))
+        counts: Counter[tuple[int, ...]] = Counter()
+        for index in short:
+            sample = self[int(index)]
+            counts[tuple(sample.tokens[sample.is_target].tolist())] += 1
+        tokenizer = self.tokenizer()
+        return sum(count for targets, count in counts.items() if not tokenizer.decode(targets).strip())
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -365,14 +378,16 @@ def prepare(
     tasks: TaskBounds | None = None,
     vocab_size: int | None = None,
     source_fingerprint: str | None = None,
+    unread: Sequence[str] = (),
     progress: Callable[[int], None] | None = None,
 ) -> TokenDataset:
     """Tokenize `examples` into `directory`, or open the data that an earlier call with equal source and settings wrote.
 
-    `examples` returns a fresh iterator at each call; BPE reads them twice, to train and to encode. `progress` receives
-    the number of finished samples after each batch. The folder appears whole or not at all, also in the place of an
-    older dataset. With `truncate` a sample over `max_seq_len` positions loses the left end of its input, then the right
-    end of its target with its eos. `tasks` bounds each side as well.
+    `examples` returns a fresh iterator at each call; BPE reads them twice, to train and to encode. `unread` are fields
+    of the records that hold their words, too (`TokenDataset.unread_fields`). `progress` receives the number of finished
+    samples after each batch. The folder appears whole or not at all, also in the place of an older dataset. With
+    `truncate` a sample over `max_seq_len` positions loses the left end of its input, then the right end of its target
+    with its eos. `tasks` bounds each side as well.
 
     Errors: DataError for a sample over `max_seq_len` without `truncate`, for no samples, or where `directory` holds
     something else; ConfigError for settings that cannot work.
@@ -394,7 +409,8 @@ def prepare(
             encoder: Tokenizer = train_tokenizer(texts, vocab_size)
         else:
             encoder = BytesTokenizer()
-        _write(partial, examples(), encoder, Truncation(encoder, bounds), progress, source_fingerprint, settings)
+        facts = {"source": source_fingerprint, "settings": settings, "unread_fields": list(unread)}
+        _write(partial, examples(), encoder, Truncation(encoder, bounds), progress, facts)
         move_into_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -438,10 +454,9 @@ def _write(
     tokenizer: Tokenizer,
     truncation: Truncation,
     progress: Callable[[int], None] | None,
-    source: str | None,
-    settings: Mapping[str, object],
+    facts: Mapping[str, object],
 ) -> None:
-    """All files; `source` and `settings` go into meta.json."""
+    """All files; `facts` go into meta.json."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     sizes, first_targets, task_ids = [], [], []
     task_numbers: dict[str, int] = {}
@@ -470,12 +485,7 @@ def _write(
         tasks=list(task_numbers),
         tokenizer_json=tokenizer.as_json(),
         vocab_size=tokenizer.vocab_size,
-        facts={
-            "num_truncated": num_truncated,
-            "file_sizes": list(file_sizes.values()),
-            "source": source,
-            "settings": settings,
-        },
+        facts={"num_truncated": num_truncated, "file_sizes": list(file_sizes.values()), **facts},
     )
 
 

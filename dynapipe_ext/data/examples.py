@@ -1,109 +1,50 @@
-"""Training texts, one at a time: from JSON Lines files, plain or compressed, or made up by a generator."""
+"""Training texts, one at a time: out of records, or made up by a generator."""
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
-import lzma
-import os
 import random
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import IO, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
-from dynapipe_ext.errors import ConfigError, DataError, install_advice
+from dynapipe_ext.errors import ConfigError, DataError
 
-_READ_BYTES = 1 << 20
-_ZSTANDARD_READ_BYTES = 1 << 10  # its decoder returns everything these bytes expand to, up to 10,000 times as much
-COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
-DAMAGE = (EOFError, lzma.LZMAError, zlib.error, OSError)  # what `decompressed` raises
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PREFERENCE = frozenset(("chosen", "rejected"))
-_FIELDS = 'give {"input", "target"} or {"text"}'
+PREFERENCE = frozenset(("chosen", "rejected"))  # the fields of data for preferences
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """One training text: `input` is the prompt, and only `target` carries loss. Plain text has an empty input. `file`
-    and `line` are its place in a file, if it came from one."""
+    is where it came from, if from a file, and `place` its place there in the words of messages."""
 
     task: str
     input: str
     target: str
     file: str = field(default="", compare=False, repr=False)
-    line: int = field(default=0, compare=False, repr=False)
+    place: str = field(default="", compare=False, repr=False)
 
     @property
     def where(self) -> str:
-        """Its place in the words of messages, or nothing."""
-        return f"{self.file}, line {self.line}: " if self.file else ""
+        """The beginning of a message about it; empty where it came from no file."""
+        return f"{self.place}: " if self.place else ""
 
 
-def read_examples(
-    path: str | Path, *, pair: tuple[str, str] | None = ("input", "target"), text: str = "text"
-) -> Iterator[Example]:
-    """The records of a JSON Lines file in order, in constant memory (one line at a time).
-
-    Names ending in `.gz`, `.xz`, `.zst` and `.bz2` are decompressed; other files are plain text. A record is an object
-    with the two fields of `pair`, else with the field `text`, all of which is target. With `pair` None every record is
-    a text. "task" is an optional name. Other fields, blank lines and a byte order mark are ignored.
-
-    Errors: DataError with file and line number: at once for a missing file, else when the line is reached.
-    """
-    file = Path(path)
-    if file.is_dir():
-        raise DataError(f"{file} is a folder: name one .jsonl file (.gz, .xz, .zst or .bz2 if compressed)")
-    check_readable(file)
-    if file.is_file() and file.stat().st_size == 0:
-        raise _empty(file)  # lzma would call it cut short
-    return _examples(file, pair, text)
-
-
-def check_readable(file: Path) -> None:
-    """Errors: DataError for a path that is missing or that this user may not read."""
-    if not file.exists():
-        raise DataError(f"{file} does not exist: check the path given for the data")
-    if not (file.is_file() or file.is_dir()):
-        raise DataError(f"{file} is a pipe or a device, but data are read several times: write them to a file first")
-    if not os.access(file, os.R_OK):
-        raise DataError(f"{file} may not be read by this user: check its permissions")
-
-
-def _examples(file: Path, pair: tuple[str, str] | None, text: str) -> Iterator[Example]:
-    has_records = False
-    for number, line in _numbered_lines(file):
-        if line.strip():
-            has_records = True
-            example = parse_record(line, where=f"{file}, line {number}", pair=pair, text=text)
-            yield replace(example, file=str(file), line=number)
-    if not has_records:
-        raise _empty(file)
-
-
-def _empty(file: Path) -> DataError:
-    return DataError(f"{file} is empty: it needs at least one record a line, {_FIELDS}")
-
-
-def parse_record(
-    line: bytes, *, where: str, pair: tuple[str, str] | None = ("input", "target"), text: str = "text"
-) -> Example:
-    """The example in one line of JSON; `where` opens the message of a DataError."""
-    return example_of(parse_object(line, where=where, fields=_FIELDS), where=where, pair=pair, text=text)
+def decoded(text: bytes, *, where: str) -> str:
+    """Errors: DataError that begins with `where` for bytes that are not UTF-8."""
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        byte = text[error.start]
+        raise DataError(
+            f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8: convert the file to UTF-8"
+        ) from None
 
 
 def parse_object(line: bytes, *, where: str, fields: str = "write one object a line") -> dict[str, object]:
     """The object in one line of JSON. Errors: DataError that begins with `where`; for other values it ends with
     `fields`."""
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = line[error.start]
-        raise DataError(
-            f"{where}: byte {error.start + 1} (0x{byte:02x}) is not UTF-8: convert the file to UTF-8"
-        ) from None
+    text = decoded(line, where=where)
     try:
         record = json.loads(text)
     except json.JSONDecodeError as error:
@@ -111,32 +52,8 @@ def parse_object(line: bytes, *, where: str, fields: str = "write one object a l
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: JSON that cannot be read ({error}): write one flat object a line") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: the record is {_json_type(record)}, not an object: {fields}")
+        raise DataError(f"{where}: the record is {json_type(record)}, not an object: {fields}")
     return record
-
-
-def example_of(
-    record: Mapping[str, object],
-    *,
-    where: str,
-    pair: tuple[str, str] | None = ("input", "target"),
-    text: str = "text",
-    may_be_empty: bool = False,
-) -> Example:
-    """The example in a record: the two fields of `pair`, else the field `text` as target. Errors: DataError."""
-    if pair is not None and all(name in record for name in pair):
-        prompt, target = (string_field(record, name, where=where) for name in pair)
-    elif text in record:
-        prompt, target = "", string_field(record, text, where=where)
-    elif pair is None:
-        raise lacking(record, [text], where=where, fields="all records must have the field named by --text-key")
-    else:
-        missing = [name for name in pair if name not in record]
-        fields = f'give {{"{pair[0]}", "{pair[1]}"}} or {{"{text}"}}'
-        raise lacking(record, missing, where=where, fields=fields)
-    if not prompt and not target and not may_be_empty:
-        raise DataError(f"{where}: the record is empty (no characters to train on): remove it or fill it")
-    return Example(string_field(record, "task", where=where) if "task" in record else "unnamed", prompt, target)
 
 
 def lacking(record: Mapping[str, object], missing: Sequence[str], *, where: str, fields: str) -> DataError:
@@ -156,7 +73,7 @@ def string_field(record: Mapping[str, object], field: str, *, where: str) -> str
     """The text in a field. Errors: DataError for another type and for half of a surrogate pair."""
     value = record[field]
     if not isinstance(value, str):
-        raise DataError(f"{where}: field {field!r} is {_json_type(value)} but must be a string")
+        raise DataError(f"{where}: field {field!r} is {json_type(value)} but must be a string")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -167,85 +84,11 @@ def string_field(record: Mapping[str, object], field: str, *, where: str) -> str
     return value
 
 
-def _json_type(value: object) -> str:
+def json_type(value: object) -> str:
     if value is None:
         return "a null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), f"of type {type(value).__name__}")
-
-
-def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of the decompressed file, each with its number from 1 and without its end."""
-    number, rest = 0, bytearray()
-    with file.open("rb") as raw:
-        blocks = decompressed(raw, file.suffix)
-        while True:
-            try:
-                block = next(blocks, b"")
-            except DAMAGE as error:
-                raise damaged(file, error, line=number) from None
-            if not block:
-                break
-            if number == 0 and not rest and block.startswith(BYTE_ORDER_MARK):
-                block = block[len(BYTE_ORDER_MARK) :]
-            head, newline, tail = block.rpartition(b"\n")
-            if newline:
-                rest += head
-                for line in bytes(rest).split(b"\n"):
-                    number += 1
-                    yield number, line
-                rest = bytearray(tail)
-            else:
-                rest += block
-    if rest:
-        yield number + 1, bytes(rest)
-
-
-def damaged(file: Path, error: BaseException, *, line: int) -> DataError:
-    """The error for a file whose stream raised one of `DAMAGE` after `line` whole lines."""
-    reason = "ends too early" if isinstance(error, EOFError) else f"cannot be read ({error})"
-    place = f" after line {line}" if line else ""
-    return DataError(f"{file} {reason}{place}: copy or compress it again")
-
-
-def decompressed(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
-    """The decompressed blocks of a file with this suffix. A truncated or damaged one raises one of `DAMAGE`."""
-    match suffix.lower():
-        case ".gz":
-            with gzip.open(raw, "rb") as stream:
-                yield from iter(lambda: stream.read(_READ_BYTES), b"")
-        case ".xz":
-            with lzma.open(raw, "rb") as stream:
-                yield from iter(lambda: stream.read(_READ_BYTES), b"")
-        case ".bz2":
-            with bz2.open(raw, "rb") as stream:
-                yield from iter(lambda: stream.read(_READ_BYTES), b"")
-        case ".zst":
-            yield from _zstandard_blocks(raw)
-        case _:
-            yield from iter(lambda: raw.read(_READ_BYTES), b"")
-
-
-def _zstandard_blocks(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompress frame by frame, since zstandard's own stream reader does not notice a truncated file."""
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(f"reading .zst needs the package zstandard: {install_advice('train')}") from None
-
-    frame = None
-    while compressed := raw.read(_ZSTANDARD_READ_BYTES):
-        while compressed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            try:
-                if block := frame.decompress(compressed):
-                    yield block
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from None
-            compressed = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError
 
 
 GENERATOR_VERSION = 1  # raise it with every change of the text, so that prepared data are not reused

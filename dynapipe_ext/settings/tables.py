@@ -18,6 +18,7 @@ PlacementChoice = Literal[PlacementName, "auto"]
 SaveFormat = Literal["hf", "megatron", "deepspeed"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 TemplateChoice = Literal["auto", "chat", "prompt", "text"]
+LossOnChoice = Literal["answers", "last-answer"]
 MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
 
 
@@ -147,7 +148,8 @@ class DataSettings:
 
     `tokenizer` is "bpe" (trained on the data, with `vocab_size` ids), "bytes", or a name for `dynapipe preprocess
     --tokenizer`. The tokenizer of a model's folder also applies that model's chat template: `template` says what the
-    records are, "auto" what the first one is. `input_key` and `target_key` name the fields of a pair, where these are
+    records are, "auto" what the first one is. Loss falls on every answer of a chat that does not say otherwise, or on
+    the last of those alone (`loss_on`). `input_key` and `target_key` name the fields of a pair, where these are
     not input and target or prompt and response. `text_key` names the field of a plain text, and only texts are read.
 
     `max_input_len` and `max_target_len` bound the two sides of a sample; 0: only the whole sample is bounded. `tasks`
@@ -158,7 +160,7 @@ class DataSettings:
     path: str = setting(
         "",
         "--data",
-        "JSONL (also compressed), several as FILE=WEIGHT; or a folder of dynapipe preprocess",
+        "JSON, CSV, Parquet, Arrow or text; several as FILE=WEIGHT; or a folder of dynapipe preprocess",
         "FILE",
         nargs="+",
     )
@@ -167,6 +169,7 @@ class DataSettings:
     tokenizer: str = setting("bpe", "--tokenizer", "bpe, bytes, or as dynapipe preprocess takes it", "NAME")
     vocab_size: int = setting(1024, at_least=1)
     template: TemplateChoice = setting("auto", "--template", "what records are; auto: as the first one")
+    loss_on: LossOnChoice = setting("answers", "--loss-on", "answers of a chat that are trained on")
     input_key: str = setting("", "--input-key", "field of the prompt (input, prompt)", "KEY")
     target_key: str = setting("", "--target-key", "field of the response (target, response)", "KEY")
     text_key: str = setting("", "--text-key", "field of plain text (text), read though pairs are there", "KEY")

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.data.examples import COMPRESSED
 from dynapipe_ext.data.indexed_dataset import (
     import_indexed,
     index_lengths,
@@ -26,12 +25,14 @@ from dynapipe_ext.data.indexed_dataset import (
 )
 from dynapipe_ext.data.length_bounds import SideBounds
 from dynapipe_ext.data.preprocessing import preprocess as work
+from dynapipe_ext.data.preprocessing.compressed import COMPRESSED
 from dynapipe_ext.data.preprocessing.encoder_loading import gpt2_encoder, load_encoder
 from dynapipe_ext.data.preprocessing.encoders import Encoder, Specials, lost_characters
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import Form, InputFile, TextUnit, find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import train_bpe
-from dynapipe_ext.data.preprocessing.rendering import RecordFields
+from dynapipe_ext.data.preprocessing.record_forms import RecordFields
+from dynapipe_ext.data.preprocessing.table_files import is_saved_dataset
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, RayWorkers, Workers, usable_cores
 from dynapipe_ext.data.sample_selection import Tasks, read_tasks, unknown_tasks
@@ -42,7 +43,7 @@ from dynapipe_ext.launch.command_parser import (
     cut_at,
     ending,
 )
-from dynapipe_ext.launch.job.run_data import (
+from dynapipe_ext.launch.job.data_form import (
     DataForm,
     form_of,
     is_encoder_decoder,
@@ -61,6 +62,7 @@ _OF_TEXT = (  # flags for text, which an .idx no longer has
     "json_keys",
     "pair_keys",
     "template",
+    "loss_on",
     "input_key",
     "target_key",
     "text_key",
@@ -118,7 +120,7 @@ def _add_input(reading: argparse._ArgumentGroup) -> None:
         help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx; a folder, whose tree the output mirrors",
     )
     reading.add_argument("--input-format", choices=get_args(Form), help="form of the files (default: by their names)")
-    add_flags(reading, "data.template", "data.input_key", "data.target_key", "data.text_key")
+    add_flags(reading, "data.template", "data.loss_on", "data.input_key", "data.target_key", "data.text_key")
     reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="--input-key and --target-key")
     reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields with text; other fields are ignored")
     reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")
@@ -223,10 +225,10 @@ def _note_tasks(tasks: Tasks, outputs: Sequence[str], console: Console) -> None:
 
 
 def _parts(args: argparse.Namespace, output: str) -> list[tuple[tuple[InputFile, ...], str]]:
-    """Inputs and their outputs: all files go to one output; a folder's files go one by one to a tree like the
-    folder's."""
+    """Inputs and their outputs: all files go to one output; a folder's files go one by one to a tree like the folder's,
+    unless it is one data set of Hugging Face's."""
     root = Path(args.input[0])
-    if len(args.input) > 1 or not root.is_dir():
+    if len(args.input) > 1 or not root.is_dir() or is_saved_dataset(root):
         return [(find_inputs(args.input, args.input_format), output)]
     if Path(output).resolve().is_relative_to(root.resolve()):
         raise ConfigError(f"the output {output} lies in the input folder {root}: choose another place")
@@ -389,7 +391,8 @@ def _choices(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_together(args: argparse.Namespace) -> None:
-    of_records = [name for name in ("template", "input_key", "target_key", "text_key") if getattr(args, name)]
+    names = ("template", "loss_on", "input_key", "target_key", "text_key")
+    of_records = [name for name in names if getattr(args, name)]
     flags = [f"--{name.replace('_', '-')}" for name in of_records]
     if args.output_prefix is not None and args.pair_keys:
         raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
@@ -428,6 +431,7 @@ def _form(args: argparse.Namespace, files: tuple[InputFile, ...], tokenizer: Enc
         template="text" if args.json_keys else args.template or "auto",
         input_key=input_key or "",
         target_key=target_key or "",
+        loss_on=args.loss_on or "answers",
         text_key=text_key or "",
     )
     check_data_settings(settings, "dynapipe preprocess")
@@ -453,6 +457,8 @@ def _settings(args: argparse.Namespace, form: DataForm) -> EncodeSettings:
         tasks=tasks,
         skip_empty=args.skip_empty,
         template=form.template,
+        is_instruction=form.fields.is_instruction,
+        loss_on=form.loss_on,
         unread=form.unread,
     )
 

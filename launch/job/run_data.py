@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -24,28 +25,15 @@ from dynapipe_ext.data.dataset import (
     open_prepared,
     prepare,
 )
-from dynapipe_ext.data.examples import Example, generate_examples, generator_settings, read_examples
+from dynapipe_ext.data.examples import Example, generate_examples, generator_settings
 from dynapipe_ext.data.length_bounds import SideBounds, TaskBounds
 from dynapipe_ext.data.pairs import PairDataset, pair_lengths
-from dynapipe_ext.data.preprocessing.encoder_loading import is_own, load_encoder
-from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, with_separator
-from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
-from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile, find_inputs
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
+from dynapipe_ext.data.preprocessing.encoding import EncodeSettings, read_examples
+from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
-from dynapipe_ext.data.preprocessing.rendering import (
-    ANSWER_FIELDS,
-    CONVERSATIONS,
-    MESSAGES,
-    PAIRS,
-    PROMPT_FIELDS,
-    RecordFields,
-    Template,
-    TextRecord,
-    records,
-    template_of,
-    unread_pair,
-)
-from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder, load_model_tokenizer
+from dynapipe_ext.data.preprocessing.record_forms import RecordFields
+from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.sample_selection import (
     SampleSubset,
     Tasks,
@@ -55,137 +43,23 @@ from dynapipe_ext.data.sample_selection import (
     samples_of_epoch,
     weighted_files,
 )
-from dynapipe_ext.data.tokenizer import FILE_NAME, Tokenizer
+from dynapipe_ext.data.tokenizer import FILE_NAME
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.executor.checkpoints.folder import read_manifest
+from dynapipe_ext.launch.job.data_form import (
+    DataForm,
+    form_lines,
+    form_of,
+    identity_of,
+    loss_notes,
+    tokenizer_to_train_with,
+)
 from dynapipe_ext.launch.job.run_directory import runs_folder
 from dynapipe_ext.launch.processes.scratch import FileLock
 from dynapipe_ext.settings.tables import DataSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import writing_in
 from dynapipe_ext.tools.wording import counted, percent
-
-
-@dataclass(frozen=True, slots=True)
-class DataForm:
-    """The template by which a model's own tokenizer reads records, and their fields.
-
-    Without a template the tokenizer is no model's: input, its separator if it has one, target; or text. `unread` are
-    fields with a prompt and its answer beside a text that is read instead.
-    """
-
-    template: Template | None
-    fields: RecordFields
-    unread: tuple[str, ...] = field(default=(), compare=False)
-
-    def described(self) -> list[object]:
-        """As part of what tokens were made from."""
-        return [{"template": self.template, "fields": asdict(self.fields)}]
-
-
-def loss_notes(prepared: TokenDataset) -> list[str]:
-    """What may surprise about the labels: prompts that are part of a text, and empty answers."""
-    notes = []
-    if unread := prepared.unread_fields:
-        _, text = prepared.record_fields or ((), "text")
-        notes.append(
-            f"note: {counted(len(prepared), 'sample')} of the whole field {text!r}: loss falls on prompts in it, too."
-            f" The records also have {', '.join(map(repr, unread))}, which are not read: to train on answers alone,"
-            " name the prompt's field by --input-key and the answer's by --target-key; else name the text by --text-key"
-        )
-    if num_empty := prepared.num_empty_targets:
-        notes.append(
-            f"note: {counted(num_empty, 'sample')} with an empty target: the end of text is all they teach: remove"
-            " them where that is not meant"
-        )
-    return notes
-
-
-def tokenizer_to_train_with(name: str, *, encoder_decoder: bool) -> Encoder:
-    """The tokenizer that a name means (`load_encoder`): a model's folder's with all that it does to whole samples; for
-    an encoder-decoder any, with a separator behind inputs."""
-    if encoder_decoder:
-        return with_separator(load_encoder(name))
-    return load_model_tokenizer(Path(name)) if is_model_folder(name) else load_encoder(name)
-
-
-def is_model_folder(name: str) -> bool:
-    """Whether a tokenizer's name is a folder of transformers, no data prepared earlier."""
-    return Path(name).is_dir() and not is_own(Path(name) / FILE_NAME)
-
-
-def is_encoder_decoder(name: str) -> bool:
-    """Whether the config.json of a model's folder says that an encoder reads inputs apart."""
-    try:
-        config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and config.get("is_encoder_decoder") is True
-
-
-def identity_of(encoder: Encoder) -> str:
-    """The same for encoders that make the same tokens of everything, wherever their files lie."""
-    return encoder.behaviour if isinstance(encoder, FolderEncoder) else digest_of(encoder)
-
-
-def form_of(data: DataSettings, files: Sequence[InputFile], tokenizer: Encoder | Tokenizer | str) -> DataForm:
-    """The form of the records of all `files`, by their first ones.
-
-    Errors: DataError for a first record of no known kind, or that cannot be read; ConfigError for a template that the
-    tokenizer does not have, or files of several forms.
-    """
-    form, *others = (_form_of_file(data, file, tokenizer) for file in files)
-    for file, other in zip(files[1:], others, strict=True):
-        if other != form:
-            raise ConfigError(
-                f"the records of {file.path} are of another form ({other.template or other.fields}) than those of"
-                f" {files[0].path} ({form.template or form.fields}): give files of one form"
-            )
-    return form
-
-
-def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Tokenizer | str) -> DataForm:
-    usual = None if data.text_key else PAIRS[0]  # a field that is named counts before those that are not
-    named = RecordFields((data.input_key, data.target_key) if data.input_key else usual, data.text_key or "text")
-    try:
-        where, record = _first(file, named)
-    except DataError:
-        if isinstance(tokenizer, FolderEncoder):
-            raise
-        return DataForm(None, named)  # what is wrong is told by the reader of such text
-    if data.template == "auto":
-        template, fields = template_of(record, named, where)
-        unread = unread_pair(record) if template == "text" and named.pair else ()  # a named text is meant
-    else:
-        template = data.template
-        fitting = [pair for pair in PAIRS if not data.input_key and all(name in record for name in pair)]
-        fields, unread = replace(named, pair=fitting[0] if fitting else named.pair or PAIRS[0]), ()
-    if isinstance(tokenizer, FolderEncoder):
-        return DataForm(template, fields, unread)
-    if template == "chat":
-        field = CONVERSATIONS if CONVERSATIONS in record else MESSAGES
-        raise ConfigError(
-            f"{where}: the record has {field!r}, which needs the chat template of a decoder-only model, but the"
-            f" tokenizer is {data.tokenizer!r}: name such a model's folder by --model, or its tokenizer's by"
-            " --tokenizer; give an encoder-decoder input and target"
-        )
-    return DataForm(None, fields, unread)
-
-
-def _first(file: InputFile, named: RecordFields) -> tuple[str, TextRecord]:
-    columns = {
-        *PROMPT_FIELDS,
-        *ANSWER_FIELDS,
-        MESSAGES,
-        CONVERSATIONS,
-        named.text,
-        *(named.pair or ()),
-        *(name for pair in PAIRS for name in pair),
-    }
-    for block in BlockStream([file], columns=columns):
-        for where, record in records(block, text_key=named.text):
-            return where, record
-    raise DataError(f"{file.path} is empty (it has no records): give a file with at least one")
 
 
 def refuse_other_tokens(data: DataSettings, prepared: TokenDataset, *, encoder_decoder: bool) -> None:
@@ -198,6 +72,11 @@ def refuse_other_tokens(data: DataSettings, prepared: TokenDataset, *, encoder_d
         raise DataError(
             f"{prepared.directory} was prepared by the template {prepared.template or 'of no model'} and [data]"
             f" template is {template}: {again} --template {template}`), or leave that out"
+        )
+    if data.loss_on != prepared.loss_on and template in ("auto", "chat"):
+        raise DataError(
+            f"{prepared.directory} was prepared with loss on {prepared.loss_on} and [data] loss_on is {data.loss_on}:"
+            f" {again} --loss-on {data.loss_on}`), or name that of the data"
         )
     if named == "bpe" or not (prepared.directory / FILE_NAME).is_file():
         return
@@ -253,8 +132,16 @@ def missing_file(config: TrainConfig) -> str:
     for setting, path in named_files(config).items():
         is_path = setting not in ("[data] tokenizer", "[model] architecture") or os.sep in path
         if is_path and not Path(path).exists():
-            return f"{setting} is {path}, which is not on this machine"
+            return f"{setting} is {path}, which is not on this machine{_download(setting, path)}"
     return ""
+
+
+def _download(setting: str, path: str) -> str:
+    """How to fetch what has a name of the Hugging Face hub; empty for other paths."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) or Path(path).parent.exists() or "." in path:
+        return ""
+    kind = " --repo-type dataset" if setting.endswith("path") or "mixture" in setting else ""
+    return f" (a name of the Hugging Face hub? `hf download{kind} {path} --local-dir DIR` first, and name DIR)"
 
 
 def refuse_missing_file(config: TrainConfig) -> None:
@@ -364,6 +251,7 @@ def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], 
             truncate=config.data.truncate,
             tasks=tasks,
             source_fingerprint=source.fingerprint,
+            unread=source.form.unread,
             progress=progress,
         )
 
@@ -411,7 +299,8 @@ def _shares(config: TrainConfig, tasks: Tasks, whole: TokenDataset) -> SampleSha
         return SampleShares(names, [weights[task] for task in whole.tasks], np.asarray(whole.task_ids, np.int64))
     if len(files) < 2 or not files[0].weight:
         return None
-    of_sample = np.repeat(np.arange(len(files)), whole.file_sizes)
+    num_files = [len(find_inputs([file.path])) for file in files]  # a folder has several
+    of_sample = np.repeat(np.repeat(np.arange(len(files)), num_files), whole.file_sizes)
     return SampleShares([file.path for file in files], [file.weight for file in files], of_sample)
 
 
@@ -428,6 +317,14 @@ def _mixed(shares: SampleShares | None, part: TokenDataset | SampleSubset, seed:
     parts = np.split(grouped, np.cumsum(counts)[:-1])
     drawn = samples_of_epoch(parts, shares.weights, names=shares.names, seed=seed)
     return SampleSubset.of(part.whole, drawn)
+
+
+def shown_forms(config: TrainConfig) -> list[str]:
+    """`form_lines` of a run's files of text; empty for prepared and made-up data."""
+    paths = [] if _is_tokens(config) else _paths(config)
+    if not paths:
+        return []
+    return form_lines(config.data, find_inputs(paths), encoder_decoder=config.model.num_decoder_layers > 0)
 
 
 def data_lines(data: RunData) -> list[str]:
@@ -527,10 +424,11 @@ def _source(config: TrainConfig, tasks: TaskBounds) -> _Source:
             " name their field by text_key"
         )
     if paths:
-        prints = [fingerprint_of_source(path) for path in paths]
-        form = form_of(data, find_inputs(paths), tokenizer)
-        examples = partial(_examples_of, paths, form)
-        fingerprint = prints[0] if len(paths) == 1 else hashlib.sha256(json.dumps(prints).encode()).hexdigest()
+        files = find_inputs(paths)
+        prints = [fingerprint_of_source(file.path) for file in files]
+        form = form_of(data, files, tokenizer)
+        examples = partial(read_examples, files, form.fields)
+        fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(json.dumps(prints).encode()).hexdigest()
     elif data.input_key or data.text_key:
         raise ConfigError("[data] input_key, target_key and text_key name fields of files: name your data, too")
     else:
@@ -558,11 +456,6 @@ def _paths(config: TrainConfig) -> list[str]:
     return paths or ([config.data.path] if config.data.path else [])
 
 
-def _examples_of(paths: Sequence[str], form: DataForm) -> Iterator[Example]:
-    pair, text = form.fields.pair, form.fields.text
-    return (example for path in paths for example in read_examples(path, pair=pair, text=text))
-
-
 def _preprocessed(
     config: TrainConfig,
     tasks: TaskBounds,
@@ -583,6 +476,8 @@ def _preprocessed(
                 keys=(form.fields.text,),
                 pair=form.fields.pair,
                 template=form.template,
+                is_instruction=form.fields.is_instruction,
+                loss_on=form.loss_on,
                 unread=form.unread,
                 max_seq_len=longest,
                 truncate=truncate,

@@ -57,6 +57,7 @@ from dynapipe_ext.launch.job.run_data import (
     refuse_other_data,
     refuse_pieces,
     run_data,
+    shown_forms,
 )
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS
 from dynapipe_ext.models.architecture import Architecture
@@ -278,6 +279,8 @@ def _settled_data(request: JobRequest, console: Console) -> tuple[TrainConfig, R
     with progress:
         data = run_data(config, advance)
     console.print("\n".join(data_lines(data)), markup=False, soft_wrap=True)
+    if request.num_shown:
+        console.print("\n".join(shown_forms(config)), markup=False, soft_wrap=True)
     show_samples(data.whole, request.num_shown, console)
     refuse_pieces(config, data, compare=request.compare)
     check_data(data, lambda lengths: check_batches(config, lengths))

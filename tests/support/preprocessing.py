@@ -22,7 +22,7 @@ WORK = ".out.preparing"
 def small_blocks(monkeypatch):
     """A few kilobytes make many blocks."""
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 500)
+    monkeypatch.setattr("dynapipe_ext.data.preprocessing.compressed._READ_BYTES", 500)
 
 
 class Stopping:

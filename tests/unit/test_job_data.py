@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -23,7 +24,13 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints.folder import Manifest, RunState
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import OptimizerPlace
-from dynapipe_ext.launch.job.run_data import data_lines, refuse_other_data, run_data
+from dynapipe_ext.launch.job.run_data import (
+    data_lines,
+    refuse_missing_file,
+    refuse_other_data,
+    run_data,
+    shown_forms,
+)
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import toml_of
@@ -159,7 +166,7 @@ def test_files_with_weights_are_recorded_and_come_to_the_same_samples_again(tmp_
         (["a.jsonl=0", "b.jsonl=1"], "gives the weight 0 but it must be above 0"),
         (["a.jsonl=1", "a.jsonl=2"], "a.jsonl is given twice"),
         (["a.jsonl=1", "prepared=2"], "prepared, which is tokenized already"),
-        (["a.jsonl=1", "none.jsonl=2"], "none.jsonl cannot be read"),
+        (["a.jsonl=1", "none.jsonl=2"], "none.jsonl does not exist"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(
@@ -183,3 +190,45 @@ def test_a_sample_that_is_too_long_is_named_by_file_and_line(tmp_path: Path, of_
     config = mixed(tmp_path, tokenizer, num_workers=0).with_values(model={"max_seq_len": 20})
     with pytest.raises(DataError, match=r"b\.jsonl, line 21: .*sample.* has 21 tokens but .*max.seq.len is 20"):
         run_data(config)
+
+
+def test_the_form_of_each_file_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pairs = [{"input": "a", "target": "b"}, {"input": "c", "target": "d"}]
+    Path("one.json").write_text(json.dumps(pairs))
+    Path("two.csv").write_text("input,target\na,b\n")
+    Path("three.jsonl").write_text('{"instruction": "a", "output": "b"}')
+
+    def lines(**data: object) -> list[str]:
+        return shown_forms(TrainConfig.from_json({"data": {"tokenizer": "bytes", **data}}))
+
+    described = "prompts and answers: 'input' and 'target', else texts: 'text'"
+    assert lines(mixture=["one.json", "two.csv"]) == [f"one.json: json, {described}", f"two.csv: csv, {described}"]
+    (instructions,) = lines(path="three.jsonl")
+    assert instructions.startswith("three.jsonl: jsonl, prompts and answers: 'instruction' and 'output' (with input")
+    assert lines() == []
+
+
+@pytest.mark.parametrize("key", ["path", "tokenizer"])
+def test_a_name_of_the_hub_is_said_to_need_a_download(key: str) -> None:
+    config = TrainConfig.from_json({"data": {"path": __file__, key: "some-org/alpaca_52k"}})
+    kind = " --repo-type dataset" if key == "path" else ""
+    with pytest.raises(
+        ConfigError, match=rf"\[data\] {key} is .*`hf download{kind} some-org/alpaca_52k --local-dir DI"
+    ):
+        refuse_missing_file(config)
+
+
+def test_a_mixture_may_have_folders_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    Path("parts").mkdir()
+    for number, texts in enumerate((["aa", "bb", "cc"], ["dd"])):
+        parquet.write_table(pyarrow.table({"text": texts}), f"parts/{number}.parquet")
+    Path("b.jsonl").write_text("\n".join(json.dumps({"text": "ee"}) for _ in range(4)))
+    for tokenizer in ("bytes", "bpe"):
+        data = {"mixture": ["parts=0.5", "b.jsonl=0.5"], "tokenizer": tokenizer, "vocab_size": 300}
+        shares = run_data(TrainConfig.from_json({"data": data})).shares
+        assert shares is not None
+        assert shares.counts().tolist() == [4, 4]

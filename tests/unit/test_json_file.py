@@ -12,7 +12,7 @@ import pytest
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DataError, DynaPipeError
-from dynapipe_ext.launch.job.run_data import is_encoder_decoder
+from dynapipe_ext.launch.job.data_form import is_encoder_decoder
 from dynapipe_ext.models.named_models import model_type, read_model
 from dynapipe_ext.settings.deepspeed_settings import read_deepspeed_config
 from dynapipe_ext.settings.train_config import TrainConfig

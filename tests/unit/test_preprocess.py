@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.data.dataset import TokenDataset, is_prepared, open_prepared, prepare
-from dynapipe_ext.data.examples import read_examples
 from dynapipe_ext.data.indexed_dataset import IndexedTokens, lengths_path
 from dynapipe_ext.data.preprocessing import inputs
 from dynapipe_ext.data.preprocessing.encoder_loading import load_encoder
-from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
+from dynapipe_ext.data.preprocessing.encoding import EncodeSettings, read_examples
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess, train_bpe
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers
@@ -30,7 +29,7 @@ def test_the_dataset_is_the_one_that_prepare_makes(tmp_path):
     for name, encoder in (("bytes", BYTES), ("bpe", train_bpe(files, DATASET, 300))):
         preprocess(files, tmp_path / name, settings=DATASET, encoder=encoder)
         expected = prepare(
-            lambda: read_examples(path),
+            lambda: read_examples(files, DATASET.fields),
             tmp_path / f"{name}-prepared",
             tokenizer=name,
             vocab_size=300,
@@ -49,7 +48,9 @@ def test_samples_are_cut_as_prepare_cuts_them(tmp_path, max_seq_len):
     choices = {"max_seq_len": max_seq_len, "truncate": True}
     settings = EncodeSettings(target="dataset", **choices)
     outcome = preprocess(find_inputs([path]), tmp_path / "out", settings=settings, encoder=BYTES)
-    expected = prepare(lambda: read_examples(path), tmp_path / "p", tokenizer="bytes", **choices)
+    expected = prepare(
+        lambda: read_examples(find_inputs([path]), settings.fields), tmp_path / "p", tokenizer="bytes", **choices
+    )
     assert TokenDataset.open(tmp_path / "out").fingerprint == expected.fingerprint
     assert outcome.num_truncated == expected.num_truncated > 0
 

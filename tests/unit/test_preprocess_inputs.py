@@ -1,8 +1,11 @@
 import bz2
+import csv
 import gzip
 import io
 import json
 import lzma
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +13,9 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.data.preprocessing import inputs
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, find_inputs
-from dynapipe_ext.data.preprocessing.rendering import RecordFields, records, template_of
+from dynapipe_ext.data.preprocessing.record_forms import RecordFields, template_of
+from dynapipe_ext.data.preprocessing.records import all_records, records
+from dynapipe_ext.data.preprocessing.table_files import array_items
 from dynapipe_ext.errors import ConfigError, DataError
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -55,7 +60,7 @@ def write_parquet(folder, columns, name="d.parquet", **choices):
 @pytest.mark.parametrize("block_bytes", [1, 100, 1 << 20])
 def test_lines_come_whole_with_their_numbers_however_the_file_is_cut(tmp_path, monkeypatch, suffix, block_bytes):
     monkeypatch.setattr(inputs, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 64)
+    monkeypatch.setattr("dynapipe_ext.data.preprocessing.compressed._READ_BYTES", 64)
     path = write(tmp_path, f"d.jsonl{suffix}", COMPRESS[suffix](b"\n" + JSONL[:-1]))
     plain = write(tmp_path, "plain.jsonl", b"\n" + JSONL[:-1])
     assert read(path) == [(f"{path}, line {i + 2}", row) for i, row in enumerate(ROWS)]
@@ -81,7 +86,7 @@ def test_a_text_file_has_a_sample_a_line(tmp_path):
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_paragraphs_are_parted_by_blank_lines(tmp_path, monkeypatch, block_bytes, end):
     monkeypatch.setattr(inputs, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 3)
+    monkeypatch.setattr("dynapipe_ext.data.preprocessing.compressed._READ_BYTES", 3)
     path = write(tmp_path, "d.txt", b"a b\nc\n\n \nd\n\n\ne\nf".replace(b"\n", end))
     assert read(path, unit="paragraph") == [
         (f"{path}, line 1", {"text": "a b\nc"}),
@@ -99,7 +104,7 @@ def test_a_document_is_a_whole_file(tmp_path):
 
 def test_rows_of_parquet_come_with_their_numbers_and_only_the_columns_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 200)
-    monkeypatch.setattr(inputs, "_PARQUET_ROWS", 4)
+    monkeypatch.setattr("dynapipe_ext.data.preprocessing.table_files._ROWS", 4)
     table = {"text": [row["text"] for row in ROWS], "other": list(range(40))}
     path = write_parquet(tmp_path, table, row_group_size=9, compression="zstd")
     assert read(path) == [(f"{path}, row {i + 1}", row) for i, row in enumerate(ROWS)]
@@ -132,20 +137,16 @@ def test_text_in_parquet_that_is_not_utf8_is_named_by_rows(tmp_path):
 
 
 def test_the_form_follows_from_the_name_unless_it_is_given(tmp_path):
-    names = ("a.jsonl", "b.json.gz", "c.TXT", "d.md.xz", "e.pq", "f.records")
-    for name in names:
-        write(tmp_path, name, b"x")
-    assert [find_inputs([tmp_path / name])[0].form for name in names] == [
-        "jsonl",
-        "jsonl",
-        "text",
-        "text",
-        "parquet",
-        "jsonl",
-    ]
+    forms = {"a.jsonl": "jsonl", "b.json.gz": "jsonl", "c.TXT": "text", "d.md.xz": "text", "e.pq": "parquet"}
+    forms |= {"f.records": "jsonl", "g.csv.gz": "csv", "h.tsv": "tsv", "i.arrow": "arrow"}
+    for name, form in forms.items():
+        assert find_inputs([write(tmp_path, name, b"x")])[0].form == form
+    for name in ("j.json", "k.jsonl", "l.records"):  # an array begins with a bracket
+        assert find_inputs([write(tmp_path, name, b"\xef\xbb\xbf\n [1")])[0].form == "json"
+    assert find_inputs([write(tmp_path, "m.json.gz", gzip.compress(b"[]"))])[0].form == "json"
     assert find_inputs([tmp_path / "a.jsonl"], "text")[0].form == "text"
-    with pytest.raises(ConfigError, match="the input format is 'csv'"):
-        find_inputs([tmp_path / "a.jsonl"], "csv")
+    with pytest.raises(ConfigError, match="the input format is 'xml'"):
+        find_inputs([tmp_path / "a.jsonl"], "xml")
 
 
 def test_globs_give_files_by_name_and_reach_into_folders(tmp_path):
@@ -161,7 +162,7 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path):
     path = write(tmp_path, "a.jsonl", b"{}")
     for patterns, says in (
         ([tmp_path / "none.jsonl"], "none.jsonl does not exist"),
-        ([tmp_path], r"is a folder: name files, for example '.*\*\.jsonl'"),
+        ([tmp_path], r"is a folder without Parquet files.*: name files, for example '.*\*\.jsonl'"),
         ([str(tmp_path / "*.parquet")], "no file fits"),
         ([path, str(tmp_path / "*.jsonl")], "is given twice"),
     ):
@@ -202,7 +203,7 @@ def test_a_block_has_the_digest_of_its_records_wherever_the_file_lies(tmp_path):
 
 def test_a_line_longer_than_a_block_comes_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 10)
-    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 4)
+    monkeypatch.setattr("dynapipe_ext.data.preprocessing.compressed._READ_BYTES", 4)
     stream = io.BytesIO()
     for size in (500, 1, 300):
         stream.write(json.dumps({"text": "x" * size}).encode() + b"\n")
@@ -223,9 +224,9 @@ def test_blocks_put_together_are_the_file_and_do_not_depend_on_how_it_is_read(
     path = write(tmp_path_factory.mktemp("blocks"), "d.txt", content)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(inputs, "BLOCK_BYTES", block_bytes)
-        patched.setattr("dynapipe_ext.data.examples._READ_BYTES", read_bytes)
+        patched.setattr("dynapipe_ext.data.preprocessing.compressed._READ_BYTES", read_bytes)
         blocks = blocks_of(path, unit=unit)
-        patched.setattr("dynapipe_ext.data.examples._READ_BYTES", 1 << 20)
+        patched.setattr("dynapipe_ext.data.preprocessing.compressed._READ_BYTES", 1 << 20)
         assert [block.payload for block in blocks_of(path, unit=unit)] == [block.payload for block in blocks]
     assert b"".join(block.payload for block in blocks) == content
     before = b""
@@ -233,3 +234,142 @@ def test_blocks_put_together_are_the_file_and_do_not_depend_on_how_it_is_read(
         assert block.first == before.count(b"\n") + 1
         assert before == b"" or before.endswith(b"\n")
         before += block.payload
+
+
+TABLE = [{"text": 'a "b", c\n\nd', "n": "1"}, {"text": "", "n": "é"}, {"text": "x" * 200_000, "n": " 2 "}]
+
+
+def as_table(rows, delimiter, **form):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), delimiter=delimiter, **form)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def as_arrow(rows, *, stream=True):
+    sink, table = io.BytesIO(), pyarrow.Table.from_pylist(rows)
+    with (pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file)(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return sink.getvalue()
+
+
+WRITERS = {
+    "d.json": lambda rows: json.dumps(rows).encode(),
+    "pretty.json": lambda rows: b"\xef\xbb\xbf" + json.dumps(rows, indent=3, ensure_ascii=False).encode() + b"\n",
+    "d.csv": lambda rows: as_table(rows, ","),
+    "quoted.csv": lambda rows: b"\xef\xbb\xbf" + as_table(rows, ",", quoting=csv.QUOTE_ALL, lineterminator="\n"),
+    "d.tsv": lambda rows: as_table(rows, "\t"),
+    "stream.arrow": as_arrow,
+    "file.arrow": lambda rows: as_arrow(rows, stream=False),
+}
+
+
+@pytest.mark.parametrize(("block_bytes", "read_bytes"), [(1, 5), (100, 64), (1 << 20, 1 << 20)])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_form_of_a_table_gives_its_rows(tmp_path, monkeypatch, name, block_bytes, read_bytes):
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("dynapipe_ext.data.preprocessing.compressed._READ_BYTES", read_bytes)
+    monkeypatch.setattr("dynapipe_ext.data.preprocessing.table_files._ROWS", 4)
+    path = write(tmp_path, name, WRITERS[name](ROWS))
+    unit = "item" if name.endswith("json") else "row"
+    assert read(path) == [(f"{path}, {unit} {number}", row) for number, row in enumerate(ROWS, 1)]
+    blocks = blocks_of(path, columns=("text",))
+    assert (len(blocks) > 5) == (block_bytes < 1000)
+    upto = [block.upto_bytes for block in blocks]
+    assert upto == sorted(upto)
+    assert path.stat().st_size - 8 <= upto[-1] <= path.stat().st_size
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_values_of_tables_come_whole_however_long_or_odd(tmp_path, monkeypatch, name):
+    path = write(tmp_path, name, WRITERS[name](TABLE))
+    assert [row for _, row in read(path, columns=("text", "n"))] == TABLE
+    if not name.endswith("arrow"):
+        packed = write(tmp_path, f"{name}.gz", gzip.compress(WRITERS[name](TABLE)))
+        assert [row for _, row in read(packed)] == TABLE
+
+
+@given(st.data())
+def test_items_of_an_array_do_not_depend_on_how_it_is_read(data):
+    values = st.recursive(
+        st.none() | st.booleans() | st.floats(allow_nan=False) | st.integers() | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=8,
+    )
+    rows = data.draw(st.lists(st.dictionaries(st.text(), values, max_size=3), max_size=5))
+    indent, ascii_only = data.draw(st.sampled_from([None, 1])), data.draw(st.booleans())
+    content = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    size = data.draw(st.integers(1, 40))
+    pieces = [content[start : start + size] for start in range(0, len(content), size)]
+    items = [json.loads(item) for item, _ in array_items(Path("d.json"), io.BytesIO(), lambda _: iter(pieces))]
+    assert items == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("d.json", b'[{"text": "a"}, {"text": "b"', "item 2: the file ends within it"),
+        ("d.json", b'[{"text": "a"},', "item 2: the file ends within it"),
+        ("d.json", b"[", "item 1: the file ends within it"),
+        ("d.json", b'[{"text": "a"} {"text": "b"}]', "item 2: a comma is missing before it"),
+        ("d.json", b'[{"text": "a"}] {"text": "b"}', "item 2: text follows the array"),
+        ("d.json", b'[{"text": "a"}, {"text": \xff"b", "and": "much more"}]', "near byte 26: not UTF-8"),
+        ("d.json", b'[{"text": "a"}, {text: "b", "and": "much more text"}]', "item 2: not JSON"),
+        ("d.json", b'[{"text": "a"}, 3]', "item 2: the record is a number, not an object: make each item an object"),
+        ("d.json", b"[]", "is empty"),
+        ("d.csv", b"text,n\na,1,2\n", "row 1: it has 3 values for the 2 columns 'text', 'n'"),
+        ("d.csv", b'text,n\na,1\n"b,2\n', "row 2: not read as a table"),
+        ("d.csv", b"text,text\na,1\n", "its first row must name each column once, but is 'text', 'text'"),
+        ("d.csv", b"text,\na,1\n", "its first row must name each column once"),
+        ("d.csv", b"text,n\n", "has no rows below the names of its columns"),
+        ("d.arrow", b"ARROW not really", "cannot be read as Arrow"),
+        ("d.arrow", as_arrow([{"body": "a"}]), "has the columns 'body' but none of 'text'"),
+        ("d.arrow", as_arrow([{"text": "a"}] * 99)[:-600], "cannot be read as Arrow"),
+    ],
+)
+def test_damaged_tables_are_refused_by_place(tmp_path, name, content, says):
+    path = write(tmp_path, name, content)
+    with pytest.raises(DataError, match=re.escape(str(path)) + r".*" + says):
+        list(all_records(find_inputs([path]), text_key="text", columns=("text",)))
+
+
+def save_to_disk(folder, shards, **state):
+    """What `save_to_disk` of datasets 4 writes; a shard is a list of rows."""
+    names = [f"data-{place:05}-of-{len(shards):05}.arrow" for place in range(len(shards))]
+    folder.mkdir(parents=True)
+    for name, rows in zip(names, shards, strict=True):
+        write(folder, name, as_arrow(rows))
+    described = {"_data_files": [{"filename": name} for name in names], "_split": None, **state}
+    write(folder, "state.json", json.dumps(described).encode())
+    write(folder, "dataset_info.json", b"{}")
+
+
+def test_a_folder_that_save_to_disk_wrote_is_its_arrow_files(tmp_path):
+    save_to_disk(tmp_path / "one", [ROWS[:20], ROWS[20:30], ROWS[30:]])
+    write(tmp_path / "one", "cache-0.arrow", b"of another time")
+    assert [row for file in find_inputs([tmp_path / "one"]) for _, row in read(file.path)] == ROWS
+    save_to_disk(tmp_path / "dict" / "train", [ROWS])
+    write(tmp_path / "dict", "dataset_dict.json", b'{"splits": ["train"]}')
+    assert [file.path.parent.name for file in find_inputs([tmp_path / "dict"])] == ["train"]
+    write(tmp_path / "dict", "dataset_dict.json", b'{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match=r"holds the splits train, test: name the one to train on: .*dict/train, "):
+        find_inputs([tmp_path / "dict"])
+    save_to_disk(tmp_path / "selected", [ROWS], _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(DataError, match=r"save it again after flatten_indices\(\)"):
+        find_inputs([tmp_path / "selected"])
+
+
+def test_a_folder_is_its_parquet_files_of_one_split(tmp_path):
+    for name in ("b/train-00001.parquet", "b/train-00000.parquet", ".cache/x.parquet", "a/0.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_parquet(tmp_path, {"text": ["x"]}, name)
+    write(tmp_path, "README.md", b"words")
+    names = [str(file.path.relative_to(tmp_path)) for file in find_inputs([tmp_path])]
+    assert names == ["a/0.parquet", "b/train-00000.parquet", "b/train-00001.parquet"]
+    write_parquet(tmp_path, {"text": ["x"]}, "b/test-00000.parquet")
+    with pytest.raises(DataError, match=r"holds the splits test, train: name the files of one: .*test\*\.parquet', "):
+        find_inputs([tmp_path])
+    write(tmp_path, "state.json", b'{"_data_files": [{"filename": "../other.arrow"}]}')
+    with pytest.raises(DataError, match=r"lists '\.\./other\.arrow', which lies outside"):
+        find_inputs([tmp_path])

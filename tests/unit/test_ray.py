@@ -45,7 +45,7 @@ def cluster():
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr("dynapipe_ext.data.examples._READ_BYTES", 500)
+    monkeypatch.setattr("dynapipe_ext.data.preprocessing.compressed._READ_BYTES", 500)
     lines = [json.dumps({"input": e.input, "target": e.target}) for e in generate_examples(num_samples=60, seed=3)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     return find_inputs([tmp_path / "d.jsonl"])

@@ -14,6 +14,7 @@ import transformers
 from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.data.preprocessing.record_forms import RecordFields, chat_of, template_of
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.drop_in.samples import megatron_arrays, open_samples, split_source
 from dynapipe_ext.launch import cli
@@ -137,14 +138,17 @@ def test_prompts_that_carry_loss_and_empty_answers_are_counted(
         assert all(note in printed for note in said)
         return said
 
-    (whole,) = notes()
-    assert "3 samples of the whole field 'text': loss falls on prompts" in whole
-    assert "'instruction', 'input', 'output', which are not read" in whole
+    (answers,) = notes()
+    assert "3 samples of instructions: loss falls on their answers alone. The records also have 'text'" in answers
     assert notes("--text-key", "text") == []  # as it is meant
     assert notes("--input-key", "instruction", "--target-key", "output") == []
     write_lines(path, [alpaca, alpaca | {"output": ""}])
-    (empty,) = notes("--input-key", "instruction", "--target-key", "output")
-    assert "1 sample with an empty target: the end of text is all they teach" in empty
+    for flags in ((), ("--input-key", "instruction", "--target-key", "output")):
+        assert "1 sample with an empty target: the end of text is all they teach" in notes(*flags)[-1]
+    write_lines(path, [{"question": "how are", "answer": "you", "text": "how are you"}] * 3)
+    (whole,) = notes()
+    assert "3 samples of the whole field 'text': loss falls on prompts in it, too" in whole
+    assert "The records also have 'question', 'answer', not read" in whole
 
 
 @pytest.mark.parametrize("named", [{"user": "human", "assistant": "gpt"}, {}])
@@ -155,6 +159,91 @@ def test_sharegpts_turns_are_the_messages_of_a_chat(named: Mapping[str, str], to
     assert shown(dataset, 0) == shown(dataset, 1) == shown(dataset, 2)
     (tmp_path / "alone").mkdir()
     assert shown(prepared(tokenizers / "chatml", records[1:2], tmp_path / "alone")) == shown(dataset)
+
+
+QUESTION, ANSWER = TWO_TURNS[1:3]
+EARLIER = {"instruction": "two", "output": "three", "system": "be", "history": [["how are", "fine"]]}
+
+
+@pytest.mark.parametrize(
+    ("record", "as_messages"),
+    [
+        ({"instruction": "how are", "input": "", "output": "fine"}, [("user", "how are"), ("assistant", "fine")]),
+        ({"instruction": "how", "input": "are", "output": "fine"}, [("user", "how\nare"), ("assistant", "fine")]),
+        ({"instruction": "how", "context": "are", "response": "fine"}, [("user", "how\nare"), ("assistant", "fine")]),
+        (
+            EARLIER,
+            [("system", "be"), *zip(("user", "assistant") * 2, ("how are", "fine", "two", "three"), strict=True)],
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "fine"}], "system": "be"},
+            [("system", "be"), ("user", "how"), ("assistant", "fine")],
+        ),
+        (
+            {"messages": [QUESTION | {"content": [{"type": "text", "text": "how"}, {"text": " are"}]}, ANSWER]},
+            [("user", "how are"), ("assistant", ANSWER["content"])],
+        ),
+    ],
+)
+def test_other_forms_of_chats_are_the_same_chat(
+    record: Mapping[str, Any], as_messages: Sequence[tuple[str, str]], tokenizers: Path, tmp_path: Path
+) -> None:
+    fields = template_of(record, RecordFields(), "", instructions_as_chats=True)[1]
+    chat = chat_of(record, fields, "here")
+    assert [(message["role"], message["content"]) for message in chat.messages] == as_messages
+    (tmp_path / "other").mkdir()
+    messages = {"messages": [{"role": role, "content": content} for role, content in as_messages]}
+    expected = prepared(tokenizers / "chatml", [messages], tmp_path / "other")
+    if "history" not in record:
+        assert shown(prepared(tokenizers / "chatml", [record], tmp_path)) == shown(expected)
+
+
+def test_instructions_have_headings_where_no_template_is_for_chats(tokenizers: Path, tmp_path: Path) -> None:
+    record = {"instruction": "how", "input": "are", "output": "fine"}
+    expected = "### Instruction:\nhow\n\n### Input:\nare\n\n### Response:\n"
+    assert shown(prepared(tokenizers / "none", [record], tmp_path)) == f"<s>{expected}⟦fine</s>⟧"
+    path = write_lines(tmp_path / "own.jsonl", [record])
+    data = {"path": str(path), "tokenizer": "bytes"}
+    own = run_data(TrainConfig.from_json({"data": data, "run": {"run_dir": str(tmp_path / "run")}})).whole
+    assert shown(own) == f"{expected}⟨separator⟩⟦fine⟨eos⟩⟧"
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked"])
+def test_loss_falls_on_the_answers_that_are_to_be_trained_on(template: str, tokenizers: Path, tmp_path: Path) -> None:
+    """By switches of messages, by the form, or on the last answer alone; the tokens stay the same."""
+    first, second = [place for place, message in enumerate(TWO_TURNS) if message["role"] == "assistant"]
+
+    def trained(record: Mapping[str, Any], **settings: str) -> tuple[bool, bool]:
+        text = shown(prepared(tokenizers / template, [record], tmp_path, **settings))
+        bare = text.replace("⟦", "").replace("⟧", "")
+        assert bare == shown(prepared(tokenizers / template, [whole], tmp_path)).replace("⟦", "").replace("⟧", "")
+        marked = [part.split("⟧")[0] for part in text.split("⟦")[1:]]
+        words = [str(TWO_TURNS[place]["content"]) for place in (first, second)]
+        return tuple(any(word in part for part in marked) for word in words)  # type: ignore[return-value]
+
+    def switched(**switches: object) -> dict[str, Any]:
+        return {"messages": [m | (switches if place == first else {}) for place, m in enumerate(TWO_TURNS)]}
+
+    whole = {"messages": TWO_TURNS}
+    assert trained(whole) == (True, True)
+    assert trained(switched(weight=0)) == trained(switched(train=False)) == (False, True)
+    assert (
+        trained(switched(weight=1.0)) == trained(switched(train=True)) == trained(switched(weight=None)) == (True, True)
+    )
+    assert trained({"prompt": TWO_TURNS[:second], "completion": TWO_TURNS[second:]}) == (False, True)
+    assert trained({"prompt": TWO_TURNS[:2], "completion": TWO_TURNS[2:]}) == (True, True)
+    assert trained(whole, loss_on="last-answer") == (False, True)
+    last_off = {"messages": [*TWO_TURNS[:second], TWO_TURNS[second] | {"weight": 0}, *TWO_TURNS[second + 1 :]]}
+    assert trained(last_off, loss_on="last-answer") == (True, False)
+
+
+def test_calls_and_tools_of_sharegpt_are_those_of_messages(tokenizers: Path, tmp_path: Path) -> None:
+    call = json.dumps({"name": "weather", "arguments": {"place": "here"}})
+    turns = [("human", "how"), ("function_call", call), ("observation", 'five "two"'), ("gpt", "fine")]
+    record = {"conversations": [{"from": speaker, "value": value} for speaker, value in turns]}
+    expected = shown(prepared(tokenizers / "calls", [called()], tmp_path))
+    for tools in ([WEATHER], json.dumps([WEATHER])):
+        assert shown(prepared(tokenizers / "calls", [record | {"tools": tools}], tmp_path)) == expected
 
 
 def test_an_answer_that_no_special_token_ends_gets_the_end_of_text(tokenizers: Path, tmp_path: Path) -> None:
@@ -263,6 +352,7 @@ def test_cuts_take_the_prompts_start_and_the_chats_end(tokenizers: Path, tmp_pat
 
 CHAT = {"messages": TWO_TURNS[1:]}
 SYSTEM = {"messages": TWO_TURNS[:3]}
+TURNS = {"conversations": [{"from": said["role"], "value": said["content"]} for said in TWO_TURNS]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -294,8 +384,21 @@ def called() -> dict[str, Any]:
             [{"conversations": [{"from": "gpt"}]}],
             "line 1: turn 1 of 'conversations' is from 'gpt'.* a \"value\"",
         ),
-        ("chatml", [{"conversations": [], "system": "be"}], "line 1: field 'system' stands beside 'conversations'"),
-        ("chatml", [{"messages": [TWO_TURNS[1], TWO_TURNS[2] | {"weight": 0}]}], "line 1: message 2 has weight 0, but"),
+        ("chatml", [TURNS | {"system": "be"}], "line 1: field 'system' stands beside a first turn of the system"),
+        ("chatml", [{"messages": [TWO_TURNS[1], TWO_TURNS[2] | {"weight": 0}]}], "line 1: no answer of it is to be"),
+        ("chatml", [{"messages": [TWO_TURNS[1], TWO_TURNS[2] | {"weight": 0.5}]}], "message 2 has weight 0.5: give 0"),
+        (
+            "chatml",
+            [{"messages": [TWO_TURNS[1] | {"train": True}, TWO_TURNS[2]]}],
+            "message 1, of role 'user', has tra",
+        ),
+        ("chatml", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], "content of type 'image': give"),
+        ("chatml", [CHAT | {"tools": "{"}], "line 1: field 'tools' is not JSON"),
+        ("chatml", [{"conversations": [{"from": "function_call", "value": "{"}]}], "turn 1, a function_call, is not"),
+        ("chatml", [{"conversations": [{"from": "function_call", "value": "3"}]}], 'turn 1, .* must be {"name"'),
+        ("chatml", [{"instruction": "a", "output": "b", "history": ["a"]}], "field 'history' must be a list of"),
+        ("chatml", [{"instruction": "a", "output": "b", "input": "c", "context": "d"}], "both 'input' and 'context'"),
+        ("none", [{"instruction": "a", "output": "b", "system": "c"}], "field 'system' is part of a chat: give a tok"),
         ("chatml", [{"messages": []}], "line 1: field 'messages' must be a list"),
         ("chatml", [{"messages": ["hi"]}], 'line 1: message 1 must be an object with a "role"'),
         ("chatml", [{"messages": [{"role": "user"}]}], "line 1: message 1, of role 'user', lacks 'content'"),

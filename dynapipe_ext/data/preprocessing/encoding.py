@@ -7,36 +7,36 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.data.examples import Example, example_of, lacking, string_field
+from dynapipe_ext.data.examples import Example, lacking, string_field
 from dynapipe_ext.data.indexed_dataset import token_dtype
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
-from dynapipe_ext.data.preprocessing.inputs import Block, TextUnit
-from dynapipe_ext.data.preprocessing.rendering import (
-    CHAT_FIELDS,
+from dynapipe_ext.data.preprocessing.inputs import Block, InputFile, TextUnit
+from dynapipe_ext.data.preprocessing.record_forms import (
     TASK,
+    LossOn,
     RecordFields,
-    Renderer,
     Template,
-    TextRecord,
-    first_target,
+    columns_of,
+    example_of,
     is_chat,
-    records,
 )
+from dynapipe_ext.data.preprocessing.records import Record, all_records, records
+from dynapipe_ext.data.preprocessing.rendering import Renderer, first_target
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.errors import ConfigError, DataError
 
 Target = Literal["dataset", "megatron"]
 TOKENS, SIZES, FIRST_TARGET, TASKS, SENTENCES = "tokens", "sizes", "first_target", "task_ids", "sentences"
 IS_TARGET = "is_target"  # a byte for each token of a chat
-_VERSION = 4  # raise it with every change of the output, so that old work is done again
+_VERSION = 5  # raise it with every change of the output, so that old work is done again
 _BATCH_CHARACTERS = 1 << 19
 
 
@@ -46,11 +46,12 @@ class EncodeSettings:
 
     dataset: a sample has the input and the target by `pair`, else the text of `keys[0]` as its target. The tokenizer's
     separator, if any, stands between them and the end of text at the end. Without a `pair` every record is a text;
-    `keys_only` also ignores tasks. With a `template` a model's own tokenizer renders the records.
+    `keys_only` also ignores tasks. With a `template` a model's own tokenizer renders the records;
+    `loss_on` says on which answers of a chat loss falls.
     megatron: each of `keys` becomes a data set with the tokens of each text, or of each sentence in a list. With
     `append_eod` the end of text follows the last one. A text without tokens is a document without a sequence, as in
     Megatron's preprocess_data.py.
-    `unread` are fields with a prompt and its answer beside a text, of which nothing is made.
+    `unread` are fields that hold the words of records, too, and are not read.
     """
 
     target: Target
@@ -64,6 +65,8 @@ class EncodeSettings:
     tasks: TaskBounds = field(default_factory=TaskBounds)
     skip_empty: bool = False
     template: Template | None = None
+    is_instruction: bool = False
+    loss_on: LossOn = "answers"
     unread: tuple[str, ...] = ()
 
     @property
@@ -75,9 +78,12 @@ class EncodeSettings:
         """The fields of a record that are read."""
         if self.target == "megatron" or self.keys_only:
             return frozenset(self.keys)
-        if self.template == "chat":
-            return CHAT_FIELDS
-        return frozenset((*self.keys, *(self.pair or ()), "task"))
+        return columns_of(self.template, self.fields)
+
+    @property
+    def fields(self) -> RecordFields:
+        """The fields of a record; of a corpus for Megatron only the first of its texts."""
+        return RecordFields(self.pair, self.keys[0], self.is_instruction)
 
     def digest(self, encoder: Encoder) -> str:
         """sha256 of everything besides the block that determines its output."""
@@ -125,6 +131,12 @@ def encode_block(block: Block, settings: EncodeSettings, encoder: Encoder) -> En
     return _encode_examples(block, rows, settings, encoder)
 
 
+def read_examples(files: Iterable[InputFile], fields: RecordFields) -> Iterator[Example]:
+    """The prompts with their answers, or texts, of all records. Errors: DataError with the place of the record."""
+    for file, where, record in all_records(files, text_key=fields.text, columns=columns_of(None, fields)):
+        yield replace(example_of(record, fields, where=where), file=str(file.path))
+
+
 def texts_of(block: Block, settings: EncodeSettings) -> Iterator[str]:
     """All texts of a block, for training a tokenizer."""
     for where, record in records(block, text_key=settings.keys[0]):
@@ -136,7 +148,7 @@ def texts_of(block: Block, settings: EncodeSettings) -> Iterator[str]:
 
 
 def _encode_examples(
-    block: Block, rows: Iterable[tuple[str, TextRecord]], settings: EncodeSettings, encoder: Encoder
+    block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
 ) -> EncodedBlock:
     dtype = settings.dtype(encoder)
     tokens: list[npt.NDArray[Any]] = []
@@ -180,15 +192,16 @@ def _encode_examples(
 
 
 def _encode_rendered(
-    block: Block, rows: Iterable[tuple[str, TextRecord]], settings: EncodeSettings, encoder: Encoder
+    block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
 ) -> EncodedBlock:
     if settings.template is None or not isinstance(encoder, FolderEncoder):
         raise ConfigError(f"the template {settings.template} needs the tokenizer of a model's folder: name the folder")
     renderer = Renderer.of(
         settings.template,
-        RecordFields(settings.pair, settings.keys[0]),
+        settings.fields,
         encoder,
         settings.bounds,
+        settings.loss_on,
     )
     dtype, tasks = settings.dtype(encoder), dict[str, int]()
     samples, task_ids, num_skipped = [], [], 0
@@ -222,7 +235,7 @@ def _encode_rendered(
 
 
 def _encode_texts(
-    block: Block, rows: Iterable[tuple[str, TextRecord]], settings: EncodeSettings, encoder: Encoder
+    block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
 ) -> EncodedBlock:
     dtype = settings.dtype(encoder)
     end = [encoder.eos] if settings.append_eod and encoder.eos is not None else []
@@ -255,7 +268,7 @@ def _encode_texts(
     )
 
 
-def _example(where: str, record: TextRecord, settings: EncodeSettings) -> Example:
+def _example(where: str, record: Record, settings: EncodeSettings) -> Example:
     if settings.keys_only:
         (key,) = settings.keys
         _refuse_lacking(where, record, settings)
@@ -266,10 +279,10 @@ def _example(where: str, record: TextRecord, settings: EncodeSettings) -> Exampl
             f"{where}: the record is a chat, which needs the chat template of a model's folder: name that folder as"
             " --tokenizer, or as --model of `dynapipe train`"
         )
-    return example_of(record, where=where, pair=settings.pair, text=settings.keys[0], may_be_empty=True)
+    return example_of(record, settings.fields, where=where)
 
 
-def _texts(where: str, record: TextRecord, settings: EncodeSettings) -> list[list[str]]:
+def _texts(where: str, record: Record, settings: EncodeSettings) -> list[list[str]]:
     """The sentences of each key; a plain text is one sentence."""
     _refuse_lacking(where, record, settings)
     texts = []
@@ -280,7 +293,7 @@ def _texts(where: str, record: TextRecord, settings: EncodeSettings) -> list[lis
     return texts
 
 
-def _refuse_lacking(where: str, record: TextRecord, settings: EncodeSettings) -> None:
+def _refuse_lacking(where: str, record: Record, settings: EncodeSettings) -> None:
     if missing := [key for key in settings.keys if key not in record]:
         raise lacking(record, missing, where=where, fields="name the right ones with --json-keys")
 

@@ -1,42 +1,51 @@
 """Input files, cut into blocks of whole records. Every reader cuts the same blocks, so that finished ones can be kept.
 
-A block of JSON lines or of text ends at the first line after a MiB, one of paragraphs at the first blank line. Parquet
-is cut into batches of rows.
+A block of JSON lines or of text ends at the first line after a MiB, one of paragraphs at the first blank line, one of a
+table at the first row.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
-import io
 import os
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Literal, get_args
+from typing import IO, Any, Literal, assert_never, get_args
 
-from dynapipe_ext.data.examples import (
+from dynapipe_ext.data.preprocessing.compressed import (
     BYTE_ORDER_MARK,
     COMPRESSED,
     DAMAGE,
-    PREFERENCE,
     check_readable,
     damaged,
     decompressed,
 )
-from dynapipe_ext.errors import ConfigError, DataError, install_advice, short
+from dynapipe_ext.data.preprocessing.table_files import (
+    ItemReader,
+    array_items,
+    as_arrow,
+    files_of_folder,
+    row_batches,
+    table_rows,
+)
+from dynapipe_ext.errors import ConfigError, DataError, short
 
-Form = Literal["jsonl", "parquet", "text"]
+Form = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
 TextUnit = Literal["line", "paragraph", "document"]
 BLOCK_BYTES = 1 << 20
-_PARQUET_ROWS = 256
 _MAGIC = "*?["
 _LINE_END, _BLANK_LINE = re.compile(rb"\n"), re.compile(rb"\n\r?\n")
 _FORMS: dict[str, Form] = {
     ".parquet": "parquet",
     ".pq": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".txt": "text",
     ".text": "text",
     ".md": "text",
@@ -73,20 +82,20 @@ class Block:
 
 
 def find_inputs(patterns: Iterable[str | Path], form: Form | None = None) -> tuple[InputFile, ...]:
-    """The files that paths and globs (also `**`) name, in their order; those of one glob are sorted by name.
+    """The files that paths, folders and globs (also `**`) name, in their order; those of one glob are sorted by name.
 
-    The suffix before .gz, .xz, .zst or .bz2 tells the form, unless `form` does: .parquet and .pq are Parquet; .txt,
-    .text and .md are text; all others are JSON Lines.
+    The suffix before .gz, .xz, .zst or .bz2 tells the form, unless `form` does: .parquet and .pq are Parquet; .arrow,
+    .csv and .tsv their namesakes; .txt, .text and .md are text; all others are JSON, an array or an object a line. Of a
+    folder come the files of `files_of_folder`.
 
-    Errors: DataError for a path that is missing, a folder, unreadable or named twice, and for a glob without a match.
+    Errors: DataError for a path that is missing, unreadable or named twice, and for a glob without a match.
     """
     if form is not None and form not in get_args(Form):
         raise ConfigError(f"the input format is {short(form)}: choose from {', '.join(get_args(Form))}")
     files: list[InputFile] = []
     seen: set[Path] = set()
-    for path in (path for pattern in patterns for path in _matches(str(pattern))):
-        if path.is_dir():
-            raise DataError(f"{path} is a folder: name files, for example {str(path / '*.jsonl')!r}")
+    matches = (match for pattern in patterns for match in _matches(str(pattern)))
+    for path in (path for match in matches for path in (files_of_folder(match) if match.is_dir() else [match])):
         check_readable(path)
         if (real := path.resolve()) in seen:
             raise DataError(f"{path} is given twice: name every file once")
@@ -155,11 +164,20 @@ def file_blocks(file: InputFile, unit: TextUnit, columns: Collection[str], block
     """The blocks of one file, at least one. Errors: as for `BlockStream`."""
     if file.stored_bytes == 0:
         raise DataError(f"{file.path} is empty: leave it out")
-    if file.form == "parquet":
-        return _parquet_blocks(file, columns, block_bytes)
-    if file.form == "text" and unit == "document":
-        return iter((_document(file),))
-    return _line_blocks(file, unit if file.form == "text" else "line", block_bytes)
+    match file.form:
+        case "parquet" | "arrow":
+            return _batch_blocks(file, columns, block_bytes)
+        case "json":
+            return _item_blocks(file, array_items, block_bytes)
+        case "csv" | "tsv":
+            delimiter = "," if file.form == "csv" else "\t"
+            return _item_blocks(file, partial(table_rows, delimiter=delimiter), block_bytes)
+        case "text" if unit == "document":
+            return iter((_document(file),))
+        case "text" | "jsonl":
+            return _line_blocks(file, unit if file.form == "text" else "line", block_bytes)
+        case _:
+            assert_never(file.form)
 
 
 def _matches(pattern: str) -> list[Path]:
@@ -174,10 +192,20 @@ def _matches(pattern: str) -> list[Path]:
 def _form_of(path: Path) -> Form:
     suffix = path.suffix.lower()
     inner = Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
-    form = _FORMS.get(inner, "jsonl")
-    if form == "parquet" and inner != suffix:
-        raise DataError(f"{path} is a Parquet file inside {suffix}: decompress it (Parquet compresses by itself)")
-    return form
+    form = _FORMS.get(inner)
+    if form in ("parquet", "arrow") and inner != suffix:
+        raise DataError(f"{path} is a {form.capitalize()} file inside {suffix}: decompress it")
+    return form or ("json" if _begins_array(path) else "jsonl")
+
+
+def _begins_array(path: Path) -> bool:
+    """Whether a file of JSON is an array, and not an object a line. A damaged file is refused when it is read."""
+    with path.open("rb") as raw:
+        try:
+            starts = (piece.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] for piece in _pieces(path, raw))
+            return next(filter(None, starts), b"") == b"["
+        except DataError:
+            return False
 
 
 def _line_blocks(file: InputFile, unit: TextUnit, block_bytes: int) -> Iterator[Block]:
@@ -189,7 +217,7 @@ def _line_blocks(file: InputFile, unit: TextUnit, block_bytes: int) -> Iterator[
     rest, first, has_begun = bytearray(), 1, False
     searched = start = block_bytes - 1
     with file.path.open("rb") as raw:
-        for piece in _pieces(file, raw):
+        for piece in _pieces(file.path, raw):
             rest += piece
             if not has_begun and len(rest) >= len(BYTE_ORDER_MARK):
                 has_begun = True
@@ -205,56 +233,46 @@ def _line_blocks(file: InputFile, unit: TextUnit, block_bytes: int) -> Iterator[
         yield Block(str(file.path), file.form, unit, first, bytes(rest), file.stored_bytes)
 
 
+def _item_blocks(file: InputFile, reader: ItemReader, block_bytes: int) -> Iterator[Block]:
+    """Blocks of one object a line, at least one."""
+    held, held_bytes, first, upto_bytes = list[bytes](), 0, 1, 0
+    with file.path.open("rb") as raw:
+        for item, upto_bytes in reader(file.path, raw, partial(_pieces, file.path)):
+            held.append(item)
+            held_bytes += len(item) + 1
+            if held_bytes >= block_bytes:
+                yield Block(str(file.path), file.form, "line", first, b"\n".join(held) + b"\n", upto_bytes)
+                first, held, held_bytes = first + len(held), [], 0
+    if held or first == 1:
+        yield Block(str(file.path), file.form, "line", first, b"\n".join(held), file.stored_bytes)
+
+
 def _document(file: InputFile) -> Block:
     with file.path.open("rb") as raw:
-        text = b"".join(_pieces(file, raw))
+        text = b"".join(_pieces(file.path, raw))
     text = text.removeprefix(BYTE_ORDER_MARK)
     return Block(str(file.path), "text", "document", 1, text, file.stored_bytes)
 
 
-def _pieces(file: InputFile, raw: IO[bytes]) -> Iterator[bytes]:
+def _pieces(path: Path, raw: IO[bytes]) -> Iterator[bytes]:
     num_lines = 0
     try:
-        for piece in decompressed(raw, file.path.suffix):
+        for piece in decompressed(raw, path.suffix):
             num_lines += piece.count(b"\n")
             yield piece
     except DAMAGE as error:
-        raise damaged(file.path, error, line=num_lines) from None
+        raise damaged(path, error, line=num_lines) from None
 
 
-def _parquet_blocks(file: InputFile, columns: Collection[str], block_bytes: int) -> Iterator[Block]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"reading Parquet needs the package pyarrow: {install_advice('data')}") from None
-
-    try:
-        table = pyarrow.parquet.ParquetFile(file.path)
-        names = table.schema_arrow.names
-        read = {*columns, *(PREFERENCE if set(names) >= PREFERENCE else ())}  # what makes them a kind of their own
-        chosen = [name for name in names if name in read]
-        if not chosen:
-            raise DataError(
-                f"{file.path} has the columns {', '.join(map(repr, names[:9]))} but none of "
-                f"{', '.join(map(repr, sorted(columns)))}: name the right ones"
-            )
-        num_rows = table.metadata.num_rows
-        if num_rows == 0:
-            raise DataError(f"{file.path} has no rows: leave it out")
-        first, held, held_bytes, num_held = 1, [], 0, 0
-        for batch in table.iter_batches(batch_size=_PARQUET_ROWS, columns=chosen):
-            held.append(batch)
-            held_bytes, num_held = held_bytes + batch.nbytes, num_held + batch.num_rows
-            end = first - 1 + num_held
-            if held_bytes < block_bytes and end < num_rows:
-                continue
-            sink = io.BytesIO()
-            with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
-                for rows in held:
-                    writer.write_batch(rows)
-            upto_bytes = file.stored_bytes * end // num_rows
-            yield Block(str(file.path), "parquet", "line", first, sink.getvalue(), upto_bytes)
-            first, held, held_bytes, num_held = end + 1, [], 0, 0
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file.path} cannot be read as Parquet ({error}): write or copy it again") from None
+def _batch_blocks(file: InputFile, columns: Collection[str], block_bytes: int) -> Iterator[Block]:
+    """Blocks of rows in Arrow's own stream, at least one."""
+    first, end, upto_bytes = 1, 0, 0
+    held, held_bytes = list[Any](), 0
+    for batch, upto_bytes in row_batches(file.path, file.form, columns):
+        held.append(batch)
+        held_bytes, end = held_bytes + batch.nbytes, end + batch.num_rows
+        if held_bytes >= block_bytes:
+            yield Block(str(file.path), file.form, "line", first, as_arrow(held), upto_bytes)
+            first, held, held_bytes = end + 1, [], 0
+    if held:
+        yield Block(str(file.path), file.form, "line", first, as_arrow(held), file.stored_bytes)

@@ -497,7 +497,12 @@ def _finish_dataset(
             "num_skipped": encoding.totals["skipped"],
             "file_sizes": list(encoding.file_sizes.values()),
             "source": source,
-            "records": {"template": settings.template, "pair": list(settings.pair or ()), "text": settings.keys[0]},
+            "records": {
+                "template": settings.template,
+                "pair": list(settings.pair or ()),
+                "text": settings.keys[0],
+                "loss_on": settings.loss_on,
+            },
             "settings": {"preprocess": journal.key},
             "unread_fields": list(settings.unread),
         },

@@ -1,0 +1,77 @@
+"""The bytes of files, plain or compressed."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from dynapipe_ext.errors import ConfigError, DataError, install_advice
+
+_READ_BYTES = 1 << 20
+_ZSTANDARD_READ_BYTES = 1 << 10  # its decoder returns everything these bytes expand to, up to 10,000 times as much
+COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
+DAMAGE = (EOFError, lzma.LZMAError, zlib.error, OSError)  # what `decompressed` raises
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def check_readable(file: Path) -> None:
+    """Errors: DataError for a path that is missing or that this user may not read."""
+    if not file.exists():
+        raise DataError(f"{file} does not exist: check the path given for the data")
+    if not (file.is_file() or file.is_dir()):
+        raise DataError(f"{file} is a pipe or a device, but data are read several times: write them to a file first")
+    if not os.access(file, os.R_OK):
+        raise DataError(f"{file} may not be read by this user: check its permissions")
+
+
+def damaged(file: Path, error: BaseException, *, line: int) -> DataError:
+    """The error for a file whose stream raised one of `DAMAGE` after `line` whole lines."""
+    reason = "ends too early" if isinstance(error, EOFError) else f"cannot be read ({error})"
+    place = f" after line {line}" if line else ""
+    return DataError(f"{file} {reason}{place}: copy or compress it again")
+
+
+def decompressed(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
+    """The decompressed blocks of a file with this suffix. A truncated or damaged one raises one of `DAMAGE`."""
+    match suffix.lower():
+        case ".gz":
+            with gzip.open(raw, "rb") as stream:
+                yield from iter(lambda: stream.read(_READ_BYTES), b"")
+        case ".xz":
+            with lzma.open(raw, "rb") as stream:
+                yield from iter(lambda: stream.read(_READ_BYTES), b"")
+        case ".bz2":
+            with bz2.open(raw, "rb") as stream:
+                yield from iter(lambda: stream.read(_READ_BYTES), b"")
+        case ".zst":
+            yield from _zstandard_blocks(raw)
+        case _:
+            yield from iter(lambda: raw.read(_READ_BYTES), b"")
+
+
+def _zstandard_blocks(raw: IO[bytes]) -> Iterator[bytes]:
+    """Decompress frame by frame, since zstandard's own stream reader does not notice a truncated file."""
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"reading .zst needs the package zstandard: {install_advice('train')}") from None
+
+    frame = None
+    while compressed := raw.read(_ZSTANDARD_READ_BYTES):
+        while compressed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                if block := frame.decompress(compressed):
+                    yield block
+            except zstandard.ZstdError as error:
+                raise OSError(str(error)) from None
+            compressed = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError

@@ -1,0 +1,328 @@
+"""The forms that records of training data have, each brought to one of three: a chat, a prompt with its answer, a text.
+
+{"messages": [{"role", "content"}]}                          a chat
+{"conversations": [{"from", "value"}], "system", "tools"}    a chat, as ShareGPT writes it
+{"prompt": [messages], "completion": [messages]}             a chat of which only the completion is trained on
+{"instruction", "input", "output"}                           an instruction: a chat where a template is for chats
+{"input", "target"} and the other `PAIRS`                    a prompt and its answer
+{"text"}                                                     a text
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dynapipe_ext.data.examples import Example, json_type, lacking, string_field
+from dynapipe_ext.errors import DataError, short
+
+Template = Literal["chat", "prompt", "text"]
+LossOn = Literal["answers", "last-answer"]
+MESSAGES, CONVERSATIONS, TOOLS, TASK = "messages", "conversations", "tools", "task"
+INSTRUCTION, _CONTEXTS, _SYSTEM, _HISTORY = "instruction", ("input", "context"), "system", "history"
+# The usual names of the fields of a prompt and its answer.
+PAIRS = (
+    ("input", "target"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("inputs", "targets"),
+    (INSTRUCTION, "output"),
+    (INSTRUCTION, "response"),
+)
+# Names of such fields in general: where a record has some beside its text, that is said.
+PROMPT_FIELDS = (INSTRUCTION, "prompt", "question", "input", "inputs")
+ANSWER_FIELDS = ("output", "response", "completion", "answer", "target", "targets")
+CHAT_FIELDS = frozenset((MESSAGES, CONVERSATIONS, TOOLS, TASK, _SYSTEM, _HISTORY, *_CONTEXTS, "prompt", "completion"))
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+_LOSS_SWITCHES = ("weight", "train")  # fields of a message that say whether loss falls on it
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFields:
+    """The names of the fields of a record. Without a pair every record is a text, whatever other fields it has.
+
+    The pair of an instruction (`is_instruction`) may have more beside it: its input, a system prompt, a history.
+    """
+
+    pair: tuple[str, str] | None = PAIRS[0]
+    text: str = "text"
+    is_instruction: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages as chat templates take them, whether loss falls on each, and the descriptions of tools, if any."""
+
+    messages: list[Mapping[str, Any]]
+    is_trained: tuple[bool, ...]
+    tools: list[Any] | None
+
+
+def template_of(
+    record: Mapping[str, object], named: RecordFields, where: str, *, instructions_as_chats: bool = False
+) -> tuple[Template, RecordFields]:
+    """The template that fits a record by its fields, and these fields.
+
+    Where `named` has no pair the record is a text. Where `named` has the default pair, any pair of `PAIRS` will do.
+
+    Errors: DataError for a record that fits no template.
+    """
+    if named.pair is None:
+        if named.text in record:
+            return "text", named
+        raise lacking(record, [named.text], where=where, fields="name a field that it has, or leave out --text-key")
+    pairs = (named.pair,) if named.pair != PAIRS[0] else PAIRS
+    if is_chat(record):
+        return "chat", named
+    for pair in pairs:
+        if all(name in record for name in pair):
+            is_instruction = pair[0] == INSTRUCTION and named.pair == PAIRS[0]  # a pair that is named is just that
+            fields = RecordFields(pair, named.text, is_instruction)
+            return ("chat" if is_instruction and instructions_as_chats else "prompt"), fields
+    if named.text in record:
+        return "text", named
+    kinds = [MESSAGES, *(" and ".join(pair) for pair in pairs), named.text]
+    raise lacking(
+        record,
+        [named.text],
+        where=where,
+        fields=f"give one of {'; '.join(kinds)}, or name yours with --input-key and --target-key, or --text-key",
+    )
+
+
+def columns_of(template: Template | None, fields: RecordFields) -> frozenset[str]:
+    """The fields of a record that are read."""
+    pair = fields.pair or ()
+    if template == "chat":
+        return CHAT_FIELDS | frozenset(pair)
+    beside = (*_CONTEXTS, _SYSTEM, _HISTORY) if fields.is_instruction else ()
+    return frozenset((fields.text, *pair, TASK, *beside))
+
+
+def unread_fields(record: Mapping[str, object], template: Template, fields: RecordFields) -> tuple[str, ...]:
+    """The fields of a record that hold its words, too, and are not read: of a text its prompt and answer, of an
+    instruction its text.
+
+    >>> alpaca = {"instruction": "add", "input": "1 1", "output": "2", "text": "add 1 1: 2"}
+    >>> unread_fields(alpaca, "prompt", RecordFields(("instruction", "output"), is_instruction=True))
+    ('text',)
+    >>> unread_fields({"question": "1 1", "answer": "2", "text": "1 1: 2"}, "text", RecordFields())
+    ('question', 'answer')
+    """
+    if template == "text":
+        prompt, answer = ([name for name in names if name in record] for names in (PROMPT_FIELDS, ANSWER_FIELDS))
+        return (*prompt, *answer) if prompt and answer else ()
+    return (fields.text,) if fields.is_instruction and fields.text in record else ()
+
+
+def is_chat(record: Mapping[str, object]) -> bool:
+    is_split = isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list)
+    return MESSAGES in record or CONVERSATIONS in record or is_split
+
+
+def example_of(record: Mapping[str, object], fields: RecordFields, *, where: str) -> Example:
+    """The example in a record: its prompt and answer where it has both, else its text as target. Errors: DataError."""
+    if fields.pair is not None and all(name in record for name in fields.pair):
+        prompt, target = prompt_and_answer(record, fields, where)
+    elif fields.text in record:
+        prompt, target = "", string_field(record, fields.text, where=where)
+    elif fields.pair is None:
+        raise lacking(record, [fields.text], where=where, fields="all records must have the field named by --text-key")
+    else:
+        advice = f'give {{"{fields.pair[0]}", "{fields.pair[1]}"}} or {{"{fields.text}"}}'
+        raise lacking(record, [name for name in fields.pair if name not in record], where=where, fields=advice)
+    task = string_field(record, TASK, where=where) if TASK in record else "unnamed"
+    return Example(task, prompt, target, place=where)
+
+
+def prompt_and_answer(record: Mapping[str, object], fields: RecordFields, where: str) -> tuple[str, str]:
+    """An instruction's prompt has headings, so that a model of plain text sees where its answer begins.
+
+    >>> alpaca = {"instruction": "add", "input": "1 1", "output": "2"}
+    >>> print(prompt_and_answer(alpaca, RecordFields(("instruction", "output"), is_instruction=True), "")[0])
+    ### Instruction:
+    add
+    <BLANKLINE>
+    ### Input:
+    1 1
+    <BLANKLINE>
+    ### Response:
+    <BLANKLINE>
+    """
+    assert fields.pair is not None
+    prompt, answer = strings(record, fields.pair, where)
+    if not fields.is_instruction:
+        return prompt, answer
+    for name in (_SYSTEM, _HISTORY):
+        if record.get(name):
+            raise DataError(
+                f"{where}: field {name!r} is part of a chat: give a tokenizer with a chat template, or leave it out"
+            )
+    context = _context(record, where)
+    parts = [("Instruction", prompt), *([("Input", context)] if context else []), ("Response", "")]
+    return "\n\n".join(f"### {heading}:\n{words}" for heading, words in parts), answer
+
+
+def strings(record: Mapping[str, object], names: Sequence[str], where: str) -> list[str]:
+    """The texts in the fields `names`. Errors: DataError for a record that lacks one."""
+    if missing := [name for name in names if name not in record]:
+        raise lacking(record, missing, where=where, fields="all records of the data must be of one kind")
+    return [string_field(record, name, where=where) for name in names]
+
+
+def chat_of(record: Mapping[str, object], fields: RecordFields, where: str, *, loss_on: LossOn = "answers") -> Chat:
+    """The chat in a record. Errors: DataError for anything that is not a chat, or has no answer to train on."""
+    num_context = 0
+    if MESSAGES in record:
+        messages = record[MESSAGES]
+    elif CONVERSATIONS in record:
+        messages = _turns(record, where)
+    elif is_chat(record):
+        prompt, completion = record["prompt"], record["completion"]
+        assert isinstance(prompt, list)
+        assert isinstance(completion, list)
+        messages, num_context = [*prompt, *completion], len(prompt)
+    elif fields.pair is not None and fields.is_instruction:
+        messages = _instruction(record, fields.pair, where)
+    else:
+        raise lacking(record, [MESSAGES], where=where, fields="all records of the data must be of one kind")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{where}: field {MESSAGES!r} must be a list of {{"role", "content"}}, at least one')
+    chat = [_message(message, number, where) for number, message in enumerate(messages, 1)]
+    if not any(message["role"] == "assistant" for message in chat[num_context:]):
+        raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on: remove it")
+    is_trained = [_is_trained(message, number, where) for number, message in enumerate(messages, 1)]
+    is_trained = [trained and place >= num_context for place, trained in enumerate(is_trained)]
+    if not any(is_trained):
+        raise DataError(f"{where}: no answer of it is to be trained on ({_switches()} of all are 0): remove it")
+    if loss_on == "last-answer":
+        last = max(place for place, trained in enumerate(is_trained) if trained)
+        is_trained = [place == last for place in range(len(chat))]
+    return Chat(chat, tuple(is_trained), _tools(record, where))
+
+
+def _message(message: object, number: int, where: str) -> Mapping[str, Any]:
+    """The message without the switches of its loss, and with its parts of text joined."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise DataError(f'{where}: message {number} must be an object with a "role", like "user"')
+    fields = {name: value for name, value in message.items() if value is not None and name not in _LOSS_SWITCHES}
+    if message.get("content") is None and (message.get("tool_calls") or message["role"] == "tool"):
+        return fields | ({"content": None} if "content" in message else {})
+    if "content" not in message:
+        raise DataError(f"{where}: message {number}, of role {message['role']!r}, lacks 'content': give its text")
+    if isinstance(parts := message["content"], list):
+        fields["content"] = "".join(_part(part, number, where) for part in parts)
+    else:
+        string_field(message, "content", where=f"{where}, message {number}")
+    return fields
+
+
+def _part(part: object, number: int, where: str) -> str:
+    if isinstance(part, dict) and part.get("type", "text") == "text" and "text" in part:
+        return string_field(part, "text", where=f"{where}, message {number}")
+    kind = part.get("type") if isinstance(part, dict) else json_type(part)
+    raise DataError(f"{where}: message {number} has content of type {short(kind)}: give parts of type 'text' alone")
+
+
+def _is_trained(message: Mapping[str, Any], number: int, where: str) -> bool:
+    is_answer = bool(message["role"] == "assistant")
+    for name in _LOSS_SWITCHES:
+        if (switch := message.get(name)) is None:
+            continue
+        if switch not in (0, 1):
+            raise DataError(f"{where}: message {number} has {name} {short(switch)}: give 0 or 1, or leave it out")
+        if switch and not is_answer:
+            raise DataError(
+                f"{where}: message {number}, of role {message['role']!r}, has {name} {switch!r}, but loss falls on"
+                " answers alone: leave that out"
+            )
+        if not switch:
+            return False
+    return is_answer
+
+
+def _switches() -> str:
+    return " or ".join(map(repr, _LOSS_SWITCHES))
+
+
+def _instruction(record: Mapping[str, object], pair: tuple[str, str], where: str) -> list[Mapping[str, Any]]:
+    """An instruction as a chat: system prompt, earlier questions with their answers, the instruction, the answer."""
+    instruction, answer = strings(record, pair, where)
+    messages: list[Mapping[str, Any]] = []
+    if record.get(_SYSTEM):
+        messages.append({"role": "system", "content": string_field(record, _SYSTEM, where=where)})
+    history = record.get(_HISTORY) or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise DataError(f"{where}: field {_HISTORY!r} must be a list of [question, answer]")
+    for question, earlier in history:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": earlier}]
+    context = _context(record, where)
+    question = f"{instruction}\n{context}" if context else instruction
+    return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _context(record: Mapping[str, object], where: str) -> str:
+    """What an instruction is about. Errors: DataError for two of them."""
+    contexts = [name for name in _CONTEXTS if record.get(name)]
+    if len(contexts) > 1:
+        raise DataError(f"{where}: both {contexts[0]!r} and {contexts[1]!r} stand beside {INSTRUCTION!r}: keep one")
+    return string_field(record, contexts[0], where=where) if contexts else ""
+
+
+def _turns(record: Mapping[str, object], where: str) -> object:
+    """ShareGPT's turns, {"from", "value"} each, as messages; a list that is not of turns is returned unchanged."""
+    turns = record[CONVERSATIONS]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" not in turn for turn in turns):
+        messages = turns
+    else:
+        messages = [_turn(turn, number, where) for number, turn in enumerate(turns, 1)]
+    if record.get(_SYSTEM) and isinstance(messages, list):
+        if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
+            raise DataError(f"{where}: field {_SYSTEM!r} stands beside a first turn of the system: keep one of them")
+        return [{"role": "system", "content": string_field(record, _SYSTEM, where=where)}, *messages]
+    return messages
+
+
+def _turn(turn: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
+    speaker = turn.get("from")
+    if speaker not in _SPEAKERS or "value" not in turn:
+        raise DataError(
+            f"{where}: turn {number} of {CONVERSATIONS!r} is from {short(speaker)}: known are"
+            f' {", ".join(_SPEAKERS)}, with a "value" each; write others as {MESSAGES!r} of "role" and "content"'
+        )
+    switches = {name: turn[name] for name in _LOSS_SWITCHES if name in turn}
+    if speaker == "function_call":
+        calls = _parsed(turn["value"], f"{where}: turn {number}, a function_call,")
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, dict) and "name" in call for call in calls):
+            raise DataError(f'{where}: turn {number}, a function_call, must be {{"name", "arguments"}} as JSON')
+        return {"role": "assistant", "tool_calls": [{"type": "function", "function": c} for c in calls]} | switches
+    return {"role": _SPEAKERS[speaker], "content": turn["value"]} | switches
+
+
+def _tools(record: Mapping[str, object], where: str) -> list[Any] | None:
+    tools = record.get(TOOLS)
+    if isinstance(tools, str):
+        tools = _parsed(tools, f"{where}: field {TOOLS!r}") if tools.strip() else None
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{where}: field {TOOLS!r} must be a list of the tools' descriptions, or left out")
+    return tools or None
+
+
+def _parsed(text: object, what: str) -> object:
+    """Errors: DataError, which begins with `what`, for text that is not JSON."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} is not JSON ({error}): write the object, or its JSON as a string") from None
