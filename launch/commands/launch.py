@@ -6,6 +6,7 @@ an attempt: torchrun on each node ─► ranks ─► all end well, or the first
 from __future__ import annotations
 
 import argparse
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import topology_of
-from dynapipe_ext.launch.job.requested import is_done, refuse_settings
+from dynapipe_ext.launch.job.requested import is_done, refuse_settings, store_and_secret
 from dynapipe_ext.launch.job.run_data import missing_file, refuse_missing_file
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
 from dynapipe_ext.launch.processes.agent import (
@@ -33,10 +34,11 @@ from dynapipe_ext.launch.processes.agent import (
 from dynapipe_ext.launch.processes.cluster import JobError, say_at_once
 from dynapipe_ext.launch.processes.env import (
     debug_settings,
+    job_secret,
     kv_store_url,
     limit_threads,
     named_interface,
-    store_password,
+    node_variables,
 )
 from dynapipe_ext.launch.processes.network import interface_towards, refuse_unknown_host
 from dynapipe_ext.launch.processes.nodes import (
@@ -50,10 +52,8 @@ from dynapipe_ext.launch.processes.nodes import (
     run_on_nodes,
     shell_line,
 )
-from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.processes.signals import show_own_stacks
 from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
-from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.train_config import TrainConfig
 
 _EPILOG = """examples:
@@ -100,7 +100,6 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--ray-address", metavar="ADDRESS", help="of a running cluster, or auto (default: a new local one)"
     )
-    parser.add_argument("--secret-file", metavar="FILE", help="password of --store, on every node, mode 600")
     parser.add_argument(FOLLOW_FLAG, action="store_true", help="end when standard input ends")
     parser.add_argument("--dry-run", action="store_true", help="print every command, and start nothing")
 
@@ -114,7 +113,6 @@ class LaunchedJob:
     words: tuple[str, ...]
     place: NodePlace
     hosts: tuple[Host, ...]
-    secret_file: str
 
     def node_command(self, place: NodePlace) -> list[str]:
         """The command that starts the launcher of one of several nodes, on that node."""
@@ -122,8 +120,6 @@ class LaunchedJob:
         words += ["--node-rank", str(place.node_rank), "--rdzv-endpoint", place.rdzv_endpoint]
         words += ["--rdzv-backend", place.rdzv_backend, "--rdzv-id", place.rdzv_id]
         words += ["--max-restarts", "0", FOLLOW_FLAG]
-        if self.secret_file:
-            words += ["--secret-file", self.secret_file]
         return [*words, *self.words]
 
     def places(self, first_address: str, attempt: int) -> list[NodePlace]:
@@ -177,15 +173,15 @@ def run(args: argparse.Namespace) -> int:
 def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Callable[[int], NodeEnd]:
     """A function that runs torchrun here once. Errors: ConfigError or StoreError now, once, instead of on every
     rank."""
-    password = read_secret(Path(args.secret_file), store_password()) if args.secret_file else None
-    asked_store(args.store, password, insecure=args.insecure_store)
+    secret = job_secret()
+    store_and_secret(args, secret)
     if job.place.num_nodes > 1:
         refuse_unknown_host(_host_of(job.place.rdzv_endpoint))
     place = replace(job.place, local_addr=_local_address(job.place))
     command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
     return lambda _: run_agent(
         command,
-        password=password,
+        secret=secret or (secrets.token_hex(32) if job.place.num_nodes == 1 else ""),
         timeout_s=job.config.job.timeout_s,
         grace_s=job.config.checkpoint.grace_s,
         order=OrdersOfStdin() if args.follow_stdin else lambda: "",
@@ -242,10 +238,6 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         raise ConfigError(f"{num_nodes} nodes must meet somewhere: give --rdzv-endpoint HOST:PORT, or --hosts FILE")
     if args.ray_address and not args.ray:
         raise ConfigError(f"--ray-address {args.ray_address} names a Ray cluster: add --ray, or leave it out")
-    if args.secret_file and not (args.store or kv_store_url()):
-        raise ConfigError(
-            f"--secret-file {args.secret_file} is for your own store: name the store by --store, or leave it out"
-        )
     if args.rdzv_backend == "static" and num_nodes > 1 and not (hosts or args.ray or args.node_rank is not None):
         raise ConfigError("--rdzv-backend static needs --node-rank on every node: give it, or --hosts FILE")
     if num_nodes > 1 and not (config.run.run_dir or args.resume):
@@ -261,7 +253,7 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         rdzv_id=args.rdzv_id,
     )
     words = (*_flags_of_variables(args), *launch_flags.parse_known_args(args.words)[1])
-    return LaunchedJob(config=config, words=words, place=place, hosts=hosts, secret_file=args.secret_file or "")
+    return LaunchedJob(config=config, words=words, place=place, hosts=hosts)
 
 
 def _flags_of_variables(args: argparse.Namespace) -> list[str]:
@@ -321,7 +313,8 @@ def _run_from_here(args: argparse.Namespace, job: LaunchedJob, attempt: int) -> 
         nodes = RayNodes(job.place.num_nodes, job.place.num_ranks, args.ray_address)
     else:
         nodes = ShellNodes(shlex.split(args.ssh), job.hosts)
-    lines = [shell_line(job.node_command(place), Path.cwd()) for place in job.places(nodes.first_address, attempt)]
+    variables, places = node_variables(secrets.token_hex(32)), job.places(nodes.first_address, attempt)
+    lines = [shell_line(job.node_command(place), Path.cwd(), variables) for place in places]
     return run_on_nodes(nodes, lines, job.config.checkpoint.grace_s)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import secrets
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ __all__ = ["add_arguments", "run"]
 def run(args: argparse.Namespace) -> int:
     show_own_stacks()
     limit_threads()  # before anything loads torch, which measures with as many as it starts with
-    request = requested_job(args, _place())
+    request = requested_job(args, _place(), secret=secrets.token_hex(32))  # which the ranks inherit
     console = Console(stderr=True, highlight=False)
     overwrite = request.overwrite and request.resumed is None  # else it is what --output holds that may be lost
     with claimed(request, console, overwrite=overwrite) as request:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
 from dynapipe_ext.launch.job.configured import topology_of, variants
+from dynapipe_ext.launch.job.job_keys import JobKeys, refuse_guessable
 from dynapipe_ext.launch.job.model_folder import refuse_unsupported, settings_of_model, usual_settings
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_data import named_files
@@ -29,7 +30,8 @@ from dynapipe_ext.launch.job.run_directory import (
     run_to_resume,
     runs_folder,
 )
-from dynapipe_ext.launch.processes.env import debug_settings
+from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, store_password
+from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.setting_flags import add_setting_flags, settings_of_flags
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -59,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_truncate(parser, "--max-seq-len; without --truncate longer ones are refused")
     parser.add_argument(
         "--store", metavar="URL", help="your own Redis-compatible server, or a file with its URL (default: embedded)"
+    )
+    parser.add_argument(
+        "--secret-file", metavar="FILE", help="password of --store, or a secret of the job; mode 600, on every node"
     )
     parser.add_argument("--insecure-store", action="store_true", help="allow a store without TLS on another machine")
     parser.add_argument("--overwrite", action="store_true", help="lose what --run-dir and --output hold")
@@ -113,8 +118,9 @@ class JobRequest:
     """Settings of a run, and where it is to be.
 
     `run_dir` empty means a new directory. `address` is the user's own store; None: the run has one of its own.
-    `resumed` is the checkpoint to go on from. `overwrite`: what the directory and `--output` hold may be lost.
-    `num_shown`: samples to print once they are read.
+    `secret` is what all ranks have and nobody else, empty where they share nothing; `keys` are made of it once the
+    request is claimed. `resumed` is the checkpoint to go on from. `overwrite`: what the directory and `--output` hold
+    may be lost. `num_shown`: samples to print once they are read.
     """
 
     config: TrainConfig
@@ -122,14 +128,16 @@ class JobRequest:
     run_dir: str = ""
     resumed: Path | None = None
     address: StoreAddress | None = None
+    secret: str = field(default="", repr=False)
+    keys: JobKeys | None = None
     overwrite: bool = False
     num_shown: int = 0
 
 
-def requested_job(args: argparse.Namespace, place: Place | None) -> JobRequest:
+def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str = "") -> JobRequest:
     """What the flags of a run ask for, known to be possible as far as settings, memory, first weights, store, loggers
     and the places of run and model tell; nothing is made yet, and no data read. One rank of a job looks at the memory
-    of its `place` and at the weights, the others have None.
+    of its `place` and at the weights, the others have None. `secret` is that of a launcher.
 
     Errors: ConfigError, DataError and PlanError.
     """
@@ -138,7 +146,7 @@ def requested_job(args: argparse.Namespace, place: Place | None) -> JobRequest:
     if place is not None:
         refuse_no_room(config, place)
         _open_weights(config)
-    address = asked_store(args.store, insecure=args.insecure_store)
+    address, secret = store_and_secret(args, secret)
     require_loggers(config)
     run_dir, resumed = _resumed_run(args, config)
     refuse_output(config, run_dir, overwrite=args.overwrite)
@@ -148,6 +156,7 @@ def requested_job(args: argparse.Namespace, place: Place | None) -> JobRequest:
         run_dir=run_dir,
         resumed=resumed,
         address=address,
+        secret=secret,
         overwrite=args.overwrite,
         num_shown=args.show_samples,
     )
@@ -161,6 +170,17 @@ def _open_weights(config: TrainConfig) -> None:
         from dynapipe_ext.launch.job.model_folder import open_initial_weights
 
         open_initial_weights(config.model.init_from, described)
+
+
+def store_and_secret(args: argparse.Namespace, launched: str = "") -> tuple[StoreAddress | None, str]:
+    """The user's own store if there is one, and the secret that all ranks have: that of the launcher, of the file, or
+    the store's password; empty where there is none. Errors: ConfigError."""
+    line = ""
+    if args.secret_file:
+        line = read_secret(Path(args.secret_file), store_password() if args.store or kv_store_url() else None)
+    if (address := asked_store(args.store, line or None, insecure=args.insecure_store)) is not None:
+        return address, launched or address.password
+    return None, launched or (refuse_guessable(line, args.secret_file) if line else "")
 
 
 def refuse_settings(config: TrainConfig, *, compare: bool) -> None:

@@ -46,6 +46,7 @@ from dynapipe_ext.launch.job.configured import (
     trials_table,
     with_placement,
 )
+from dynapipe_ext.launch.job.job_keys import JobKeys
 from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, widened_line
 from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
@@ -177,6 +178,7 @@ class SettledJob:
     planning: SettledPlanning
     data: RunData
     address: StoreAddress
+    keys: JobKeys
     run_dir: Path
     compare: bool = False
     resumed: Path | None = None
@@ -199,22 +201,23 @@ class SettledJob:
         return (self.run_dir / CHECKPOINTS).resolve()
 
     def to_json(self) -> dict[str, Any]:
-        """What ranks on other machines cannot settle for themselves."""
+        """What ranks on other machines cannot settle for themselves; without secrets (`JobKeys.told`)."""
         return {
             "topology": self.config.to_json()["topology"],
             "steps": self.config.run.steps,
             "costs": cost_model_to_json(self.planning.costs),
             "num_cores": self.planning.num_cores,
-            "store": self.address.to_json(),
+            "store": replace(self.address, password="").to_json(),
             "run_dir": str(self.run_dir.resolve()),
             "resumed": str(self.resumed.resolve()) if self.resumed else "",
             "data": self.data.fingerprint,
         }
 
 
-def peers_job(request: JobRequest, raw: Mapping[str, Any], data: RunData) -> SettledJob:
+def peers_job(request: JobRequest, raw: Mapping[str, Any], keys: JobKeys, data: RunData) -> SettledJob:
     """The job of a rank that has the same request as rank 0, from what that one has settled and the data here."""
     config = request.config
+    password = request.address.password if request.address else keys.store_password
     topology = TrainConfig.from_json({"topology": raw["topology"]}).topology
     config = replace(config, topology=topology, run=replace(config.run, steps=raw["steps"], epochs=0.0))
     return SettledJob(
@@ -225,7 +228,8 @@ def peers_job(request: JobRequest, raw: Mapping[str, Any], data: RunData) -> Set
             num_cores=raw["num_cores"],
         ),
         data=data,
-        address=StoreAddress.from_json(raw["store"]),
+        address=replace(StoreAddress.from_json(raw["store"]), password=password),
+        keys=keys,
         run_dir=Path(raw["run_dir"]),
         compare=request.compare,
         resumed=Path(raw["resumed"]) if raw["resumed"] else None,
@@ -246,6 +250,7 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
     Errors: ConfigError, DataError and PlanError.
     """
     assert request.address is not None
+    assert request.keys is not None
     config, data = _settled_data(request, console)
     vocab_size, place = data.whole.vocab_size, machine.place()
     check_data(data, lambda lengths: refuse_no_room(config, place, lengths, vocab_size))
@@ -265,6 +270,7 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
         planning=planning,
         data=data,
         address=request.address,
+        keys=request.keys,
         run_dir=Path(request.run_dir),
         compare=request.compare,
         resumed=request.resumed,

@@ -183,7 +183,7 @@ def torchrun_command(place: NodePlace, max_restarts: int, train_words: Sequence[
 def run_agent(
     command: Sequence[str],
     *,
-    password: str | None,
+    secret: str,
     timeout_s: float,
     grace_s: float,
     order: Callable[[], Order] = lambda: "",
@@ -198,7 +198,7 @@ def run_agent(
     with ScratchDirectory() as scratch:
         records = scratch.path / "ranks"
         records.mkdir()
-        environment = agent_variables(scratch.path / "logs", password) | Launcher(os.getpid(), records).variables()
+        environment = agent_variables(scratch.path / "logs", secret) | Launcher(os.getpid(), records).variables()
         agent = Supervised.spawn("torchrun", command, environment=environment)
         try:
             with stacks_asked_for() as asked:

@@ -10,6 +10,7 @@ from pathlib import Path
 from dynapipe_ext.errors import ConfigError, short
 
 STORE_PASSWORD_VARIABLE = "DYNAPIPE_STORE_PASSWORD"
+_JOB_SECRET_VARIABLE = "DYNAPIPE_JOB_SECRET"
 _LAUNCHER_VARIABLE = "DYNAPIPE_LAUNCHER"
 _DYNAPIPE_KV_PORT = "29500"  # DynaPipe's own default
 
@@ -86,6 +87,18 @@ def under_torchrun() -> bool:
 def store_password() -> str | None:
     """The password of the user's own store; None where the variable is not set."""
     return os.environ.get(STORE_PASSWORD_VARIABLE) or None
+
+
+def job_secret() -> str:
+    """The secret that a launcher has given all ranks of a job, empty without one. It leaves the environment: of the
+    processes that this one starts, torchrun alone needs it (`agent_variables`)."""
+    return os.environ.pop(_JOB_SECRET_VARIABLE, "")
+
+
+def node_variables(secret: str) -> dict[str, str]:
+    """The secrets that the launcher of a job hands to those on its nodes."""
+    password = store_password()
+    return {_JOB_SECRET_VARIABLE: secret} | ({STORE_PASSWORD_VARIABLE: password} if password else {})
 
 
 def kv_store_url(variables: Mapping[str, str] | None = None, *, tls: bool = True) -> str | None:
@@ -199,10 +212,10 @@ def launcher() -> Launcher | None:
     return Launcher(int(pid), Path(records)) if separator and pid.isdigit() else None
 
 
-def agent_variables(logs: Path, password: str | None) -> dict[str, str]:
-    """The variables for a torchrun started here. Everybody on the machine can read arguments, so secrets go here."""
-    variables = {"PET_LOG_DIR": str(logs)}
-    return variables if password is None else variables | {STORE_PASSWORD_VARIABLE: password}
+def agent_variables(logs: Path, secret: str) -> dict[str, str]:
+    """The variables for a torchrun started here. Everybody on the machine can read arguments, so the secret goes
+    here."""
+    return {"PET_LOG_DIR": str(logs)} | ({_JOB_SECRET_VARIABLE: secret} if secret else {})
 
 
 def num_cores() -> int:

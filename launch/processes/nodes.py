@@ -74,9 +74,15 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
-def shell_line(command: Sequence[str], folder: Path) -> str:
-    """The line that a shell on a node runs: `command` in `folder`, which every node has."""
-    return f"cd {shlex.quote(str(folder))} && exec {shlex.join(command)}"
+def shell_line(command: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> str:
+    """The line that a shell on a node runs: `command` in `folder`, which every node has, with `variables`, which may be
+    secret: the shell reads the line from its standard input.
+
+    >>> print(shell_line(["run", "a b"], Path("/work"), {"SECRET": "it's"}))
+    export SECRET='it'"'"'s' && cd /work && exec run 'a b'
+    """
+    exports = "".join(f"export {name}={shlex.quote(value)} && " for name, value in (variables or {}).items())
+    return f"{exports}cd {shlex.quote(str(folder))} && exec {shlex.join(command)}"
 
 
 class Nodes(Protocol):

@@ -1,13 +1,12 @@
 """One rank of a job, from its settled value to its last step: forked by `dynapipe train`, or started by torchrun.
 
-What ranks must agree on (costs, the key that signs plans, the store's address) comes from rank 0 over the job's own
-process group, so no secret passes through the store.
+What ranks must agree on (costs, the store's address) comes from rank 0 over the job's own process group. The keys are
+made on every rank, of a secret that all have already (`launch/job/job_keys.py`).
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 import signal
 import warnings
 from collections.abc import Generator, Sequence
@@ -27,6 +26,7 @@ from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, variants
+from dynapipe_ext.launch.job.job_keys import JobKeys
 from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs
@@ -167,16 +167,16 @@ def _context(
     settled = b""
     if env.rank == 0:
         assert isinstance(job, SettledJob)
-        secret = {"plan_key": secrets.token_hex(32), "namespace": f"run-{secrets.token_hex(8)}"}
-        settled = json.dumps(job.to_json() | secret).encode()
+        keys = stack.enter_context(job.keys.told(on_one_machine=env.local_world_size == env.world_size))
+        settled = json.dumps(job.to_json() | {"keys": keys}).encode()
     shared = json.loads(broadcast_bytes(settled, "what rank 0 has settled", device))
     data = _data(env, meeting, job)
     if isinstance(job, JobRequest):
-        job = peers_job(job, shared, data)
+        job = peers_job(job, shared, JobKeys.heard(shared["keys"], job.secret), data)
     refuse_other_nodes_data(job.data, shared)
     config, timeout_s = job.config, job.config.job.timeout_s
     patience_s = store_patience_s(timeout_s)
-    store = open_store(job.address, namespace=shared["namespace"], connect_s=patience_s, reconnect_s=patience_s)
+    store = open_store(job.address, namespace=job.keys.namespace, connect_s=patience_s, reconnect_s=patience_s)
     stack.callback(store.close)
     groups: Groups = {}
     with named_collectives("making of process groups"):
@@ -188,7 +188,6 @@ def _context(
         job=job,
         costs=RunCosts(job.planning.costs),
         store=store,
-        plan_key=bytes.fromhex(shared["plan_key"]),
         groups=groups,
         device=device,
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),

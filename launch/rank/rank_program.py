@@ -32,6 +32,7 @@ from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import CommandParser
+from dynapipe_ext.launch.job.job_keys import UNSHARED_WARNING
 from dynapipe_ext.launch.job.requested import add_arguments, refuse_done, requested_job
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, is_unfinished
 from dynapipe_ext.launch.processes.agent import recorded
@@ -39,6 +40,7 @@ from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS,
 from dynapipe_ext.launch.processes.env import (
     RankEnv,
     agent_attempt,
+    job_secret,
     launcher,
     limit_threads,
     named_interface,
@@ -113,7 +115,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _main(env: RankEnv, args: argparse.Namespace) -> int:
-    request = requested_job(args, place_of(env) if env.rank == 0 else None)
+    request = requested_job(args, place_of(env) if env.rank == 0 else None, secret=job_secret())
     config = request.config
     set_process_title(rank_title(env, config))
     tls_host = _settle_network(env, request.address)
@@ -125,6 +127,8 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
         resumed, overwrite = _to_go_on_with(Path(request.run_dir), config, compare=request.compare)
         request = replace(request, resumed=resumed)
     console = Console(stderr=True, highlight=False)
+    if not request.secret and env.local_world_size < env.world_size:
+        console.print(UNSHARED_WARNING, markup=False, soft_wrap=True)
     with (
         claimed(request, console, overwrite=overwrite, tls_host=tls_host) as request,
         _telling(env),  # before the store goes, and others fail for that

@@ -64,7 +64,6 @@ class RankContext:
     job: SettledJob
     costs: RunCosts
     store: Store
-    plan_key: bytes
     groups: Groups
     device: torch.device
     clock_offset_s: float
@@ -174,7 +173,7 @@ def _training_loader(
         delivery=PlanDelivery(
             prefetch_steps=config.data.prefetch_steps,
             namespace=namespace,
-            plan_key=context.plan_key,
+            plan_key=context.job.keys.plan_key,
             timeout_s=config.job.timeout_s,
             node_rank=context.node.rank,
             num_nodes=context.node.num_nodes,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from dynapipe_ext.executor.plans.dump import forget_plans_ahead
+from dynapipe_ext.launch.job.job_keys import JobKeys
 from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.run_directory import RunDirectory
 from dynapipe_ext.launch.run.outcome import keeping_what_ran
@@ -19,16 +20,17 @@ from dynapipe_ext.launch.store import RedisServer, greet_store
 def claimed(
     request: JobRequest, console: Console, *, overwrite: bool, tls_host: str | None = None
 ) -> Iterator[JobRequest]:
-    """Inside, the request's store answers and its directory is its own; a run that ends early leaves its report.
+    """Inside, the request's store answers, its keys are made and its directory is its own; a run that ends early leaves
+    its report.
 
     A store that the job starts is on this machine, over TLS where ranks on others reach it by `tls_host`. `overwrite`:
     the run that the directory holds may be lost. Errors: StoreError and ConfigError, before the directory is made.
     """
     with ExitStack() as stack:
-        address = request.address
+        address, keys = request.address, JobKeys.begun(request.secret)
         if address is None:
             binary = request.config.job.redis_server or None
-            server = stack.enter_context(RedisServer(binary=binary, tls_host=tls_host))
+            server = stack.enter_context(RedisServer(binary=binary, tls_host=tls_host, password=keys.store_password))
             address = server.address
             place = f"at {address}" if tls_host else "on a unix socket"
             console.print(f"store: embedded {server.name} {server.version} {place}", markup=False, soft_wrap=True)
@@ -39,4 +41,4 @@ def claimed(
         if plan_dir := request.config.debug.plan_dir:
             stack.callback(forget_plans_ahead, plan_dir)  # where ranks were killed before they could
         stack.enter_context(keeping_what_ran(directory))
-        yield replace(request, address=address, run_dir=str(directory.path))
+        yield replace(request, address=address, keys=keys, run_dir=str(directory.path))

@@ -26,6 +26,7 @@ from dynapipe_ext.launch.job.configured import (
     topology_of,
     variants,
 )
+from dynapipe_ext.launch.job.job_keys import JobKeys
 from dynapipe_ext.launch.job.run_data import RunData, run_data
 from dynapipe_ext.launch.job.settled import SettledJob, SettledPlanning
 from dynapipe_ext.launch.processes.cluster import JobError
@@ -69,7 +70,8 @@ class Outcome:
 
 def settled(config: TrainConfig, costs: CostModel, data: RunData, server: RedisServer, place: Path) -> SettledJob:
     planning = SettledPlanning(config=config, costs=costs, topology=topology_of(config), num_cores=num_cores())
-    return SettledJob(planning=planning, data=data, address=server.address, run_dir=place)
+    keys = JobKeys("of all ranks", salt=place.name)
+    return SettledJob(planning=planning, data=data, address=server.address, keys=keys, run_dir=place)
 
 
 def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]):

@@ -21,6 +21,7 @@ from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Preloaded
 from tests.support.rank_processes import rank_process
 from tests.support.tiny_sizes import TINY_SIZES
+from tests.support.wire import SECRETS_VARIABLE, captured, refuse_secrets
 
 CONFIG = f"""
 [run]
@@ -73,9 +74,13 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     python.write_text(f'#!/bin/sh\nexec {preloaded.interpreter} "$@"\n')
     python.chmod(0o700)
     said: list[str] = []
-    with store_of(hosts[0], tmp_path) as flags:
+    (tmp_path / "secrets").mkdir()
+    with store_of(hosts[0], tmp_path) as flags, captured([name for name, _, _ in hosts]) as wire:
         with preloaded.started(
-            [*words, "--run-dir", "killed", *flags], cwd=tmp_path, interpreter=str(python)
+            [*words, "--run-dir", "killed", *flags],
+            cwd=tmp_path,
+            interpreter=str(python),
+            environment={SECRETS_VARIABLE: str(tmp_path / "secrets")},
         ) as launcher:
             for line in launcher.stderr:
                 said.append(line)
@@ -94,6 +99,7 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     assert sorted(stacks) == [(str(rank), hosts[rank // 2][0]) for rank in range(4)]
     assert len(re.findall(r"rank \d \(process \d+\) was killed", log)) == 1
     assert not [password for password in passwords if password in log]
+    refuse_secrets(wire, tmp_path, log, num_starts=2)
     assert ("at rediss://:***@10.213.7.1:" in log) == (not flags)
     assert ("is used without TLS" in log) == bool(flags)
     for i, (_, _, device) in enumerate(hosts):

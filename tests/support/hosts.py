@@ -18,14 +18,18 @@ from dynapipe_ext.errors import StoreError
 from dynapipe_ext.launch.store import RedisServer, find_server_binary
 from tests.support.limits import LIMIT_S
 
+STORE_PORT = 6399
 Host = tuple[str, str, str]  # namespace, address, device
 
+INTO = """ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec "$@"' "$name" "$@"\n"""
 # What takes the place of ssh: HOST, then a command that is run on it.
-SHELL = """#!/bin/sh
+SHELL = (
+    """#!/bin/sh
 name=$1; shift
 case $name in *-0) cores={};; *) cores={};; esac
-exec taskset -c "$cores" ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec "$@"' "$name" "$@"
-"""
+exec taskset -c "$cores" """
+    + INTO
+)
 
 
 def ip(*words: str) -> None:
@@ -83,7 +87,7 @@ def store_of(host: Host, folder: Path) -> Iterator[list[str]]:
     password, secret = secrets.token_hex(16), folder / "secret"
     secret.touch(0o600)
     secret.write_text(password)
-    settings = f'bind {address}\nport 6399\nsave ""\nrequirepass {password}\ndir "{folder}"\n'
+    settings = f'bind {address}\nport {STORE_PORT}\nsave ""\nrequirepass {password}\ndir "{folder}"\n'
     server = subprocess.Popen(
         ["ip", "netns", "exec", name, find_server_binary(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
@@ -91,7 +95,7 @@ def store_of(host: Host, folder: Path) -> Iterator[list[str]]:
     server.stdin.write(settings.encode())
     server.stdin.close()
     try:
-        yield ["--store", f"redis://{address}:6399/0", "--insecure-store", "--secret-file", str(secret)]
+        yield ["--store", f"redis://{address}:{STORE_PORT}/0", "--insecure-store", "--secret-file", str(secret)]
     finally:
         server.kill()
         server.wait(LIMIT_S)

@@ -229,8 +229,13 @@ def _interpret(address: str, arguments: Sequence[str]) -> NoReturn:
     """Lends a fork of the preloaded process this one's streams, namespaces and cores, and ends as it does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the fork
     request = {"arguments": arguments, "cwd": str(Path.cwd()), "environment": {**os.environ}, "is_code": True}
-    if arguments[0] == "-m":  # the command itself
-        request |= {"arguments": arguments[2:], "is_code": False, "place_of": os.getpid()}
+    if arguments[0] == "-m":
+        request |= {"place_of": os.getpid()}
+        if arguments[1] == "dynapipe_ext.launch.cli":  # the command itself
+            request |= {"arguments": arguments[2:], "is_code": False}
+        else:
+            run = f"runpy.run_module({arguments[1]!r}, run_name='__main__', alter_sys=True)"
+            request["arguments"] = [f"import runpy, sys; sys.argv[1:] = {list(arguments[2:])!r}; {run}"]
     status_read, status_write = os.pipe()
     with _connected(address) as requests:
         socket.send_fds(requests, [json.dumps(request).encode()], [0, 1, 2, status_write])
@@ -345,9 +350,11 @@ def _become(
     sys.argv = ["dynapipe", *arguments]
     if interpreter:
         sys.executable = interpreter
-    if not is_code:
+    if place_of or not is_code:
         programs = importlib.import_module("forked_programs")
         programs.install_for_launch() if place_of else programs.install()
+    if folder := environment.get("DYNAPIPE_TEST_SECRETS"):
+        importlib.import_module("tests.support.wire").keep_secrets(Path(folder))
     if faults is not None:
         importlib.import_module("faults").install(**faults)
     try:

@@ -70,7 +70,7 @@ def stopped():
 
 def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], Order] = lambda: "") -> NodeEnd:
     command = [sys.executable, "-c", AGENT + body]
-    return run_agent(command, password="hidden", timeout_s=timeout_s, grace_s=GRACE_S, order=order)
+    return run_agent(command, secret="hidden", timeout_s=timeout_s, grace_s=GRACE_S, order=order)
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ os.waitpid(rank(0, save), 0)
     assert ended("wait()", order=lambda: "end").status == 130  # who started the launcher has gone
 
 
-def test_the_password_is_in_the_environment_alone(tmp_path: Path) -> None:
-    end = ended(f"open({str(tmp_path / 'told')!r}, 'w').write(os.environ['DYNAPIPE_STORE_PASSWORD'])")
+def test_the_secret_of_a_job_is_in_the_environment_alone(tmp_path: Path) -> None:
+    end = ended(f"open({str(tmp_path / 'told')!r}, 'w').write(os.environ['DYNAPIPE_JOB_SECRET'])")
     assert end.status == 0
     assert (tmp_path / "told").read_text() == "hidden"
 

@@ -22,6 +22,7 @@ from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import plan as plan_command
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, global_batches, variants
+from dynapipe_ext.launch.job.job_keys import JobKeys
 from dynapipe_ext.launch.job.requested import JobRequest, add_arguments, requested_job
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, settled_job
@@ -119,7 +120,11 @@ def requested(folder: Path, case: str) -> JobRequest:
     place = folder / case.replace(" ", "-").replace(",", "")
     config = replace(request.config, run=replace(request.config.run, run_dir=str(place)))
     return replace(
-        request, config=config, run_dir=str(place), address=StoreAddress.parse("redis://:secret@localhost:1/0")
+        request,
+        config=config,
+        run_dir=str(place),
+        address=StoreAddress.parse("redis://:secret@localhost:1/0"),
+        keys=JobKeys.begun(""),
     )
 
 
@@ -148,7 +153,7 @@ def test_every_way_in_plans_the_same(
     place = RankEnv(rank=0, world_size=4, local_rank=0, local_world_size=4, master_addr="", master_port=0)
     forked = settled_job(request, Measured(train_command._ThisMachine(request.config)), console)
     launched = settled_job(request, Measured(one_rank._RanksMachine(place, torch.device("cpu"))), console)
-    peer = peers_job(request, json.loads(json.dumps(launched.to_json())), launched.data)
+    peer = peers_job(request, json.loads(json.dumps(launched.to_json())), launched.keys, launched.data)
     planned = step_0(forked)
     assert replace(forked, data=launched.data) == launched
     assert forked.data.fingerprint == launched.data.fingerprint

@@ -27,6 +27,8 @@ TORCHRUN = "-m torch.distributed.run --nnodes {nodes} --nproc-per-node {ranks} -
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("node0 slots=8\nme@node1\n")
+    (tmp_path / "short").touch(0o600)
+    (tmp_path / "short").write_text("secret")
     return tmp_path
 
 
@@ -69,8 +71,8 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
         line = shlex.split(words[6])
         assert line[:4] == ["cd", str(here), "&&", "exec"]
         said = f"--nnodes 2 --node-rank {rank} --rdzv-endpoint node0:29400 --rdzv-backend c10d --rdzv-id dynapipe-0"
-        said += " --max-restarts 0 --follow-stdin --secret-file secret"
-        asked = [*SIZES, "--run-dir", "my run", *STORE]
+        said += " --max-restarts 0 --follow-stdin"
+        asked = [*SIZES, "--run-dir", "my run", *own]
         assert line[5:] == ["-m", "dynapipe_ext.launch.cli", "launch", *said.split(), *asked]
         assert f"--node-rank {rank} --rdzv-conf is_host={int(rank == 0)}" in " ".join(torchrun)
     assert "hidden" not in str(shells)
@@ -97,7 +99,8 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
         (["--rdzv-endpoint", "a:port"], "--rdzv-endpoint is 'a:port' but"),
         (["--rdzv-endpoint", ":29400"], "--rdzv-endpoint is ':29400' but"),
         (["--ray-address", "auto"], "add --ray, or leave it out"),
-        (["--secret-file", "nothere"], "--secret-file nothere is for your own store: name the store by --store"),
+        (["--secret-file", "nothere"], "the secret file nothere cannot be read"),
+        (["--secret-file", "short"], "short holds 6 characters but a job's secret must have at least 16: (umask 77;"),
         ([*STORE, "--secret-file", "nothere"], "the secret file nothere cannot be read"),
         (STORE, "has no password: set DYNAPIPE_STORE_PASSWORD"),
         (["--store", "nothere"], "--store is neither a URL"),
@@ -118,7 +121,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
         status = int(error.code or 0)
     assert status == 2
     assert says in capsys.readouterr().err
-    assert {path.name for path in here.iterdir()} <= {"hosts", "runs"}
+    assert {path.name for path in here.iterdir()} <= {"hosts", "runs", "short"}
     assert not list(here.glob("runs/*"))
 
 

@@ -1,0 +1,111 @@
+"""Neither the store's password nor the key of plans crosses the network of a job's ranks, whichever way it starts, nor
+is in an argument, a log or a file of the run: all frames of its hosts are captured, and the ranks' own secrets sought.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.settings.train_config import TrainConfig
+from tests.support.given_costs import write_costs
+from tests.support.hosts import INTO, Host, NoHostsError, store_of, two_hosts
+from tests.support.limits import LIMIT_S
+from tests.support.preloaded import Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
+from tests.support.wire import SECRETS_VARIABLE, Wire, captured, refuse_secrets
+
+CONFIG = f"""
+[run]
+steps = 2
+[topology]
+tp = 1
+pp = 2
+dp = 1
+[model]
+num_layers = 2
+{TINY_SIZES}
+[data]
+num_samples = 60
+tokenizer = "bytes"
+truncate = true
+tokens_per_batch = 2048
+[plan]
+costs = "costs.json"
+[debug]
+log_dir = "logs"
+log_level = "debug"
+plan_dir = "plans"
+"""
+TRAIN, LAUNCH = "-m dynapipe_ext.launch.cli train", "-m dynapipe_ext.launch.cli launch --max-restarts 0"
+TORCHRUN = "-m torch.distributed.run --nproc-per-node 2 --standalone -m dynapipe_ext.launch.rank"
+RANK_OF_TWO = (
+    "-m torch.distributed.run --nproc-per-node 1 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint {endpoint}"
+    " --rdzv-conf is_host={is_host} --local-addr {address} -m dynapipe_ext.launch.rank"
+)
+
+SETTINGS = " --config job.toml --run-dir run"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[Host]]:
+    try:
+        with two_hosts() as made:
+            yield made
+    except NoHostsError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job.toml").write_text(CONFIG)
+    write_costs(TrainConfig.read(tmp_path / "job.toml"), 258, tmp_path / "costs.json")
+    for name in ("secrets", "scratch"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def run_on(hosts: list[Host], words: Sequence[str], preloaded: Preloaded, folder: Path) -> tuple[Wire, str]:
+    """What passes while a command runs on each of these hosts, and what all say; they must succeed."""
+    environment = {**os.environ, SECRETS_VARIABLE: str(folder / "secrets"), "TMPDIR": str(folder / "scratch")}
+    with (folder / "said").open("w") as said, captured([name for name, _, _ in hosts]) as wire:
+        jobs = [
+            subprocess.Popen(
+                ["sh", "-c", f"name=$0; exec {INTO}", name, *shlex.split(f"{preloaded.interpreter} {command}")],
+                cwd=folder, env=environment, stdout=said, stderr=said, stdin=subprocess.DEVNULL,
+            )
+            for (name, _, _), command in zip(hosts, words, strict=True)
+        ]  # fmt: skip
+        statuses = [job.wait(LIMIT_S) for job in jobs]
+    text = (folder / "said").read_text()
+    assert not any(statuses), text
+    return wire, text
+
+
+@pytest.mark.parametrize("words", [TRAIN, LAUNCH, TORCHRUN], ids=["train", "launch", "torchrun"])
+def test_on_one_machine_no_secret_crosses_the_network(
+    words: str, hosts: list[Host], folder: Path, preloaded: Preloaded
+) -> None:
+    wire, said = run_on(hosts[:1], [words + SETTINGS], preloaded, folder)
+    refuse_secrets(wire, folder, said)
+    assert list((folder / "scratch").glob("dynapipe*")) == []  # nothing stays of what ranks read
+
+
+def test_ranks_of_torchrun_on_two_machines_make_the_keys_of_what_both_have(
+    hosts: list[Host], folder: Path, preloaded: Preloaded
+) -> None:
+    with store_of(hosts[0], folder) as flags:
+        if not flags:
+            (folder / "secret").touch(0o600)
+            (folder / "secret").write_text("of this job alone")
+            flags = ["--secret-file", "secret"]
+        places = [{"endpoint": f"{hosts[0][1]}:29411", "is_host": int(i == 0), "address": hosts[i][1]} for i in (0, 1)]
+        words = [f"{RANK_OF_TWO.format(**place)}{SETTINGS} {shlex.join(flags)}" for place in places]
+        wire, said = run_on(hosts, words, preloaded, folder)
+    refuse_secrets(wire, folder, said)
+    assert "unencrypted" not in said
