@@ -1,4 +1,4 @@
-"""What tools print: tables, numbers in words, and lines that go on."""
+"""What tools print: tables and lines, and how figures read there: one spelling for a share, a size, a count, a time."""
 
 from __future__ import annotations
 
@@ -50,3 +50,67 @@ def say_loading(*packages: str) -> None:
     """Tell that slow imports come, where they are not done yet: nobody waits in silence."""
     if waiting := [name for name in packages if name.partition("-")[0] not in sys.modules]:
         print(f"loading {' and '.join(waiting)}", file=sys.stderr, flush=True)
+
+
+def percent(share: float | None, digits: int = 1, *, signed: bool = False) -> str:
+    """
+    >>> percent(0.1234), percent(-1e-17), percent(None), percent(-1e-5, 2)
+    ('12.3 %', '0.0 %', '-', '0.00 %')
+    >>> percent(0.25, signed=True), percent(-1e-5, 0, signed=True)
+    ('+25.0 %', '+0 %')
+    """
+    sign = "+" if signed else ""
+    return "-" if share is None else f"{round(100 * share, digits) + 0.0:{sign}.{digits}f} %"  # -0.0 + 0.0 is 0.0
+
+
+def format_bytes(num_bytes: int) -> str:
+    """In units of ten, as limits are given.
+
+    >>> format_bytes(900), format_bytes(1_500_000_000), format_bytes(64_250_000)
+    ('900 B', '1.50 GB', '64.2 MB')
+    """
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{num_bytes} B" if units[0] == "B" else f"{value:.{2 if value < 10 else 1}f} {units[0]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "step"), counted(1200, "step"), counted(3, "batch")
+    ('1 step', '1,200 steps', '3 batches')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """
+    >>> figure(0.08041), figure(1632.4, 3), figure(16_210.0), figure(0.0)
+    ('0.08041', '1,632', '16,210', '0')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def seconds(duration_s: float | None) -> str:
+    """
+    >>> seconds(1.234), seconds(0.0123), seconds(None)
+    ('1.23 s', '12.3 ms', '-')
+    """
+    if duration_s is None:
+        return "-"
+    return f"{duration_s:.2f} s" if duration_s >= 1 else f"{1e3 * duration_s:.1f} ms"
+
+
+def step_range(numbers: tuple[int, ...]) -> str:
+    """The steps that a mean is over; numbers rise.
+
+    >>> step_range((38, 39, 40)), step_range((7,)), step_range((10, 20, 30)), step_range(())
+    ('steps 38 to 40', 'step 7', '3 of steps 10 to 30', 'no step')
+    """
+    if not numbers:
+        return "no step"
+    first, last = numbers[0], numbers[-1]
+    if first == last:
+        return f"step {first}"
+    steps = f"steps {first} to {last}"
+    return steps if len(numbers) == last - first + 1 else f"{len(numbers)} of {steps}"

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.events import StepDone
-from dynapipe_ext.tools.wording import counted, percent
+from dynapipe_ext.tools.console import counted, percent
 
 Clock = Callable[[], float]
 _FIRST_LINE = 1 << 14  # pieces before the first line where the total is unknown

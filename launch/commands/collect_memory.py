@@ -13,9 +13,8 @@ from dynapipe_ext.batching.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.setting_flags import add_flag
-from dynapipe_ext.tools.console import deliver, output, say_loading, show
+from dynapipe_ext.tools.console import counted, deliver, output, say_loading, show
 from dynapipe_ext.tools.progress import WorkProgress
-from dynapipe_ext.tools.wording import counted
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -32,7 +32,7 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
-from dynapipe_ext.tools.console import deliver, output
+from dynapipe_ext.tools.console import counted, deliver, output, percent
 from dynapipe_ext.tools.files import read_json
 from dynapipe_ext.tools.show.plan import (
     certificate_of_file,
@@ -41,7 +41,6 @@ from dynapipe_ext.tools.show.plan import (
     read_plan,
     rendered_plan,
 )
-from dynapipe_ext.tools.wording import counted, percent
 
 _MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _MOST_LIMIT_S = 1e6

@@ -29,8 +29,8 @@ from dynapipe_ext.launch.job.run_costs import costs_of_settings, refuse_table_of
 from dynapipe_ext.launch.job.settled import SettledPlanning
 from dynapipe_ext.launch.setting_flags import DEGREES, add_flag
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.files import parse_json
-from dynapipe_ext.tools.wording import counted
 
 MOST_BYTES = 1 << 60  # of a rank
 MOST_HIDDEN_SIZE = 1 << 20

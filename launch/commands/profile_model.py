@@ -35,10 +35,9 @@ from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.profile_errors import HeldOutErrors, errors_of_pieces, errors_table, held_out_errors
-from dynapipe_ext.tools.console import deliver, say_loading
+from dynapipe_ext.tools.console import counted, deliver, say_loading
 from dynapipe_ext.tools.files import Fields, read_json, write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
-from dynapipe_ext.tools.wording import counted
 
 if TYPE_CHECKING:
     from dynapipe_ext.executor.measuring.profiling import LayerProfiler

@@ -43,7 +43,7 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.tables import ModelSettings
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.wording import format_bytes, percent, seconds
+from dynapipe_ext.tools.console import format_bytes, percent, seconds
 
 CountedCosts = AnalyticCosts | EncoderDecoderRunCosts
 _OURS = "dynapipe-ext"

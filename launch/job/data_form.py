@@ -30,7 +30,7 @@ from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder, 
 from dynapipe_ext.data.tokenizer import FILE_NAME, Tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.settings.tables import DataSettings
-from dynapipe_ext.tools.wording import counted
+from dynapipe_ext.tools.console import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dynapipe_ext.launch.processes.env import visible_devices
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config, refuse_adapters
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.wording import percent
+from dynapipe_ext.tools.console import percent
 
 if TYPE_CHECKING:
     from dynapipe_ext.tools.checkpoint import CheckpointReader

@@ -35,9 +35,8 @@ from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.setting_flags import add_setting_flags, settings_of_flags
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.console import say_loading
+from dynapipe_ext.tools.console import counted, say_loading
 from dynapipe_ext.tools.step_listeners import require_tensorboard, require_wandb
-from dynapipe_ext.tools.wording import counted
 
 _EPILOG = """examples:
   dynapipe train

@@ -58,8 +58,8 @@ from dynapipe_ext.launch.job.run_directory import runs_folder
 from dynapipe_ext.launch.processes.scratch import FileLock
 from dynapipe_ext.settings.tables import DataSettings
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import counted, percent
 from dynapipe_ext.tools.files import writing_in
-from dynapipe_ext.tools.wording import counted, percent
 
 
 def refuse_other_tokens(data: DataSettings, prepared: TokenDataset, *, encoder_decoder: bool) -> None:

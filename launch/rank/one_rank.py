@@ -40,8 +40,16 @@ from dynapipe_ext.launch.processes.env import (
     visible_devices,
 )
 from dynapipe_ext.launch.rank.rank_log import RankLog, rank_log, shown, written
-from dynapipe_ext.launch.run.outcome import begin_run, resume_run, run_facts, write_outcome
-from dynapipe_ext.launch.run.traced_spans import Spans, TracedSpans, spans_from_bytes, spans_to_bytes
+from dynapipe_ext.launch.run.outcome import (
+    Spans,
+    TracedSpans,
+    begin_run,
+    resume_run,
+    run_facts,
+    spans_from_bytes,
+    spans_to_bytes,
+    write_outcome,
+)
 from dynapipe_ext.launch.run.trained_model import keep_model_files, write_trained_model
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import StoreInfo

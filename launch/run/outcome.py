@@ -42,7 +42,6 @@ from dynapipe_ext.launch.job.run_directory import (
 from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.processes.env import launcher, under_torchrun
-from dynapipe_ext.launch.run.traced_spans import Spans
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import held_bytes
@@ -67,10 +66,12 @@ from dynapipe_ext.tools.account.run_events import (
     start_events,
     validation_points,
 )
+from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.files import toml_of, write_atomic
 from dynapipe_ext.tools.show.loss_curve import write_loss_png
 from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
-from dynapipe_ext.tools.wording import counted
+
+Spans = Mapping[int, Sequence[Span]]  # by the step's number from 0; seconds from the first start on any rank
 
 _LAUNCH = "dynapipe launch"
 _STRICT_NOTE = (
@@ -320,3 +321,25 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
+
+
+class TracedSpans:
+    """A listener that keeps one rank's spans of the traced steps."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, tuple[Span, ...]] = {}
+
+    def step_done(self, done: StepDone) -> None:
+        if done.spans:
+            self.spans[done.step] = done.spans
+
+    def close(self) -> None: ...
+
+
+def spans_to_bytes(spans: Spans) -> bytes:
+    return json.dumps({step: [asdict(span) for span in of] for step, of in spans.items()}).encode()
+
+
+def spans_from_bytes(data: bytes) -> Spans:
+    raw = json.loads(data)
+    return {int(step): [Span(**{**span, "shape": tuple(span["shape"])}) for span in of] for step, of in raw.items()}

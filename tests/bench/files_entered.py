@@ -46,10 +46,16 @@ class Entered:
         if event == "return" and code.co_name == "execute" and path.endswith("executor/engine.py"):
             self._done[0] = 1
         elif event == "call" and path not in self._seen and path.startswith(self._roots):
-            if not code.co_flags & inspect.CO_OPTIMIZED:
-                return  # a module, or the body of a class
+            if not code.co_flags & inspect.CO_OPTIMIZED or self._is_imported(frame):
+                return  # a module, the body of a class, or what these call
             self._seen.add(path)
             os.write(self._fd, f"{os.path.relpath(path, ROOT)}\n".encode())
+
+    def _is_imported(self, frame: FrameType) -> bool:
+        caller = frame.f_back
+        while caller is not None and caller.f_code.co_name != "<module>":
+            caller = caller.f_back
+        return caller is not None and caller.f_code.co_filename.startswith(self._roots)
 
     def files(self) -> list[str]:
         return sorted(set(self.log.read_text().split()))

@@ -16,7 +16,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.flops import StepFlops, Work, step_flops
 from dynapipe_ext.tools.account.report import RunReport
-from dynapipe_ext.tools.wording import percent
+from dynapipe_ext.tools.console import percent
 
 _SIZES = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size", "max_seq_len",

@@ -17,7 +17,7 @@ from dynapipe_ext.costs.profiled import MeasureShape
 from dynapipe_ext.costs.surface import ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.tools.wording import percent
+from dynapipe_ext.tools.console import percent
 
 _LABELS = {
     "forward_s": "F seconds",

@@ -23,8 +23,8 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone
 from dynapipe_ext.models.flops import Positions, Work
+from dynapipe_ext.tools.console import counted, format_bytes, percent, seconds, step_range
 from dynapipe_ext.tools.files import Fields, read_json, write_atomic
-from dynapipe_ext.tools.wording import counted, format_bytes, percent, seconds, step_range
 
 _Number = TypeVar("_Number", int, float)
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from dynapipe_ext.tools.check.check_plan import Verdict
-from dynapipe_ext.tools.wording import percent
+from dynapipe_ext.tools.console import percent
 
 
 def verdict_table(verdict: Verdict) -> Table:

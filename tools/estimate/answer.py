@@ -19,12 +19,12 @@ from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.data.sample_selection import data_settings
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import counted, figure, percent
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory
 from dynapipe_ext.tools.estimate.modules import ModuleEstimate, modules_of, positions_of
 from dynapipe_ext.tools.estimate.options import Question
 from dynapipe_ext.tools.estimate.ranking import HOST_UPDATE_BYTES_PER_S, Estimate, Option, tokens_bounds
 from dynapipe_ext.tools.files import toml_of
-from dynapipe_ext.tools.wording import counted, figure, percent
 
 FORMAT = "dynapipe-estimate/1"
 _GB = 1e9

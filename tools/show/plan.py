@@ -24,8 +24,8 @@ from dynapipe_ext.schedules.judge.bounds import Certificate, ReplicaBounds
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, pieces_in_json, read_plan_json
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.check.plan_file import PlanFile
+from dynapipe_ext.tools.console import format_bytes, percent
 from dynapipe_ext.tools.files import Fields, read_json
-from dynapipe_ext.tools.wording import format_bytes, percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,9 +29,9 @@ from dynapipe_ext.schedules.notation import PLAN_FORMAT, from_csv, parse_lines, 
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.timeline import Trace
+from dynapipe_ext.tools.console import counted, percent
 from dynapipe_ext.tools.files import read_json
 from dynapipe_ext.tools.show.timeline import write_trace_html
-from dynapipe_ext.tools.wording import counted, percent
 
 FILE_KINDS = (".csv", ".txt", ".json")
 FOR_COSTS = ("cyclic", "adaptive")  # schedules made for given costs and a memory limit
