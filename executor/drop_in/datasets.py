@@ -65,6 +65,8 @@ def planned_iterators(
     else:
         sources = provider(training.get_train_valid_test_num_samples())
     check_planned_arguments(args, from_path=path is not None)
+    if path is not None:
+        check_parts(sources, args)
     train, valid, test = sources
     if not args.consumed_train_samples and args.iteration:  # a checkpoint that does not say, as Megatron-LM takes it
         args.consumed_train_samples = args.iteration * args.global_batch_size
@@ -77,6 +79,31 @@ def planned_iterators(
         _steps(valid, args, "validation", consumed_valid_samples, forward_only=True) if args.do_valid else None,
         _steps(test, args, "test", 0, forward_only=True) if args.do_test else None,
     )
+
+
+def check_data_at_start(path: str, args: Any) -> None:
+    """What Megatron-LM would find only once the model is built, as far as its arguments say enough by now: they may
+    leave the global batch to the ranks, and conversations need its tokenizer. Errors: ConfigError, DataError."""
+    if args.sft or not args.global_batch_size:
+        return
+    check_parts(split_source(open_samples(path, max_positions=args.seq_length), args.split), args)
+
+
+def check_parts(sources: Sources, args: Any) -> None:
+    """Errors: ConfigError naming a part by --split that is used and does not fill one global batch."""
+    weights = [float(word) for word in (args.split or "1").replace("/", ",").split(",") if word.strip()]
+    total = sum(len(source) for source in sources if source is not None)
+    uses_part = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
+    for use, source, weight, is_used in zip(_USES, sources, [*weights, 0.0, 0.0][:3], uses_part, strict=True):
+        own_size = getattr(args, "eval_global_batch_size", None) if use != "training" else None
+        needed, size = own_size or args.global_batch_size, 0 if source is None else len(source)
+        if not (is_used and weight) or size >= needed:
+            continue
+        instead = "lower --global-batch-size" if use == "training" else "give it the weight 0, or --eval-iters 0"
+        raise ConfigError(
+            f"--split {args.split or '1'} leaves the {use} data {size:,} of {total:,} samples, fewer than a global"
+            f" batch of {needed:,}: raise its weight, or {instead}"
+        )
 
 
 def real_flops(original: Callable[[Any, int], float], steps: PlannedSteps, args: Any, batch_size: int) -> float:

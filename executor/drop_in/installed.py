@@ -14,13 +14,13 @@ from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
-from dynapipe_ext.executor.drop_in.datasets import planned_iterators, real_flops
+from dynapipe_ext.executor.drop_in.datasets import check_data_at_start, planned_iterators, real_flops
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
 from dynapipe_ext.executor.drop_in.megatron_lm import parsed_arguments, training_loop
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.drop_in.placement import as_interleaved, check_placement, placed
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
-from dynapipe_ext.executor.drop_in.refusals import check_arguments
+from dynapipe_ext.executor.drop_in.refusals import check_arguments, check_counted
 from dynapipe_ext.executor.store.address import StoreAddress
 
 
@@ -122,7 +122,11 @@ def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
 
         args = original(provide, *others, **keywords)
         check_arguments(args)
-        wishes.settings(args)  # what is wrong with them is said now, not at the first step
+        settings = wishes.settings(args)  # what is wrong with them is said now, not at the first step
+        if (path := wishes.wish(args, "data")) is not None:
+            if settings.costs is None:
+                check_counted(args)
+            check_data_at_start(str(path), args)
         return args
 
     _replace_everywhere(patches, original, parse_args)
@@ -157,6 +161,8 @@ def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
             chunk = getattr(provider, "keywords", {}).get("vp_stage")
             with as_interleaved(chunk) if wishes.wish(args, "placement") == "v" else nullcontext():
                 return build(provider)
+        if wishes.wish(args, "costs") is None:
+            check_counted(args)
         # With virtual stages the first chunk's iterator is the one that moves.
         if not trained and planned[0] is not None:
             trained.append(planned[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,11 +15,14 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel, as_cost_model
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import device_bytes
+from dynapipe_ext.executor.drop_in.refusals import num_dense_layers
+from dynapipe_ext.executor.free_memory import usable_bytes
 from dynapipe_ext.executor.protocols import Transport
 from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.executor.stages.megatron.stage import unwrapped
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
-from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.architecture import Architecture, LatentAttention
 
 MegatronPlacement = Literal["interleaved", "v"]  # of the stages of ranks that hold several
 _SPECULATIVE_NS = 1_000  # a parameter, where nothing better is known: only ratios between stages matter
@@ -33,8 +35,9 @@ class MegatronPipeline:
     `counts_memory`: whether the costs say bytes. `recompute` is what the model's configuration fixes for all
     micro-batches; None leaves it to plans. `pad_multiple` is what lengths of its hidden states must be multiples of.
     `replica_collectives` are those of replicas that may run other micro-batches: gradients reduced once, after the last
-    backward (`StepGradients`), and tokens that ranks with shared experts exchange inside each. `device_bytes` are those
-    of the smallest device of all ranks; on a CPU, the machine's memory divided by all ranks.
+    backward (`StepGradients`), and tokens that ranks with shared experts exchange inside each. `usable_bytes` is
+    what plans may take without a limit, of the smallest device of all ranks; on a CPU, of the machine's memory divided
+    by all ranks.
     """
 
     topology: Topology
@@ -47,7 +50,7 @@ class MegatronPipeline:
     pad_multiple: int
     replica_collectives: ReplicaCollectives
     device: torch.device
-    device_bytes: int
+    usable_bytes: int
 
     @property
     def in_v(self) -> bool:
@@ -75,7 +78,7 @@ def megatron_pipeline(
     shards = topology.tp if config.sequence_parallel else 1
     dtype = str(config.pipeline_dtype or config.params_dtype).removeprefix("torch.")
     topology, num_parameters = _with_found_layers(topology, chunks, config, device)
-    device_bytes = min(gather_json(_device_bytes(device), device))
+    free_bytes = min(gather_json(_usable_bytes(device), device))
     if costs is None and num_expert_ranks % topology.tp == 0:  # else experts are cut otherwise than other layers
         costs = _counted(chunks[0], config, topology, ep)
     if costs is not None:
@@ -93,7 +96,7 @@ def megatron_pipeline(
         pad_multiple=shards,
         replica_collectives=ReplicaCollectives.of_zero(0, ep=ep),
         device=device,
-        device_bytes=device_bytes,
+        usable_bytes=free_bytes,
     )
 
 
@@ -191,9 +194,9 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
     model = unwrapped(chunk)
     if type(model).__name__ != "GPTModel" or not topology.layers_per_stage:
         return None
-    if config.multi_latent_attention or config.moe_layer_freq != 1:  # layers of other sizes, or not all alike
+    num_experts, num_dense = config.num_moe_experts or 0, num_dense_layers(config)
+    if num_dense is None:
         return None
-    num_experts = config.num_moe_experts or 0
     ddp_config = getattr(chunk, "ddp_config", None)
     is_gated = bool(config.gated_linear_unit)
     architecture = Architecture.gpt(
@@ -214,6 +217,13 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
         head_dim=config.kv_channels,
         qkv_bias=bool(config.add_qkv_bias),
     )
+    architecture = replace(
+        architecture,
+        shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0 if num_experts else 0,
+        num_dense_layers=num_dense,
+        dense_ffn_hidden_size=config.ffn_hidden_size if num_dense else 0,
+        **_latent(config),
+    )
     num_bytes = 4 if config.params_dtype == torch.float32 else 2
     return AnalyticCosts(
         architecture,
@@ -228,6 +238,20 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
     )
 
 
+def _latent(config: Any) -> dict[str, Any]:
+    """What latent attention changes of an architecture."""
+    if not config.multi_latent_attention:
+        return {}
+    latent = LatentAttention(
+        q_rank=config.q_lora_rank or 0,
+        kv_rank=config.kv_lora_rank,
+        plain_dim=config.qk_head_dim,
+        rotary_dim=config.qk_pos_emb_head_dim,
+        value_dim=config.v_head_dim,
+    )
+    return {"latent": latent, "head_dim": latent.plain_dim + latent.rotary_dim, "position": "rope"}
+
+
 def _by_size(num_parameters: Sequence[int]) -> TokenCosts:
     """Of any other model: every stage takes a time in proportion to its parameters."""
     largest = max(1, *num_parameters)
@@ -235,8 +259,7 @@ def _by_size(num_parameters: Sequence[int]) -> TokenCosts:
     return TokenCosts(len(num_parameters), ns_per_token=_SPECULATIVE_NS, bytes_per_token=1, stage_scale=scale)
 
 
-def _device_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return machine // int(dist.get_world_size())
+def _usable_bytes(device: torch.device) -> int:
+    """What plans may take of a rank's device, or of its part of the machine, where nobody sets a limit."""
+    num_bytes = device_bytes(device)
+    return usable_bytes(num_bytes if device.type == "cuda" else num_bytes // int(dist.get_world_size()))

@@ -124,7 +124,7 @@ def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forwar
     if not pipeline.counts_memory:
         raise ConfigError(
             "micro-batches can only be cut for a model whose costs are known, which are counted for GPTModel alone:"
-            " give costs (--dynapipe-costs, from `dynapipe profile`)"
+            " give costs in a script of your own, installed(costs=TokenCosts(…)), or leave planned data out"
         )
     schedule = _schedule(pipeline, settings)
     of_model = {
@@ -137,7 +137,7 @@ def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forwar
     planner = Planner(
         pipeline.topology,
         pipeline.costs,
-        settings.limit_bytes if settings.limit_bytes is not None else pipeline.device_bytes,
+        settings.limit_bytes if settings.limit_bytes is not None else pipeline.usable_bytes,
         **settings.as_keywords() | of_model,
         format=pipeline.activation_format,
         collectives=pipeline.replica_collectives,

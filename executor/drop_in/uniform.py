@@ -105,7 +105,7 @@ class UniformPlanner:
         if self.limit_bytes is not None:
             limit = self.limit_bytes - reserve_bytes
         elif self.pipeline.in_v:  # which is no schedule of Megatron's
-            limit = self.pipeline.device_bytes
+            limit = self.pipeline.usable_bytes
         elif self.pipeline.counts_memory:
             limit = max(peak_bytes(self._of_megatron(), costs))
         else:

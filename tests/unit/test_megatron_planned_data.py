@@ -63,7 +63,7 @@ def pipeline(topology: Topology, rank: int = 0, *, ep: int = 1) -> MegatronPipel
         pad_multiple=1,
         replica_collectives=ReplicaCollectives.of_zero(0, ep=ep),
         device=torch.device("cpu"),
-        device_bytes=1 << 30,
+        usable_bytes=1 << 30,
     )
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,8 +19,12 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import Coordinates, Topology
+from dynapipe_ext.data.dataset import prepare
+from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.arguments import Wishes
 from dynapipe_ext.executor.drop_in.gradient_sync import check_sync
+from dynapipe_ext.executor.drop_in.installed import _install_arguments
 from dynapipe_ext.executor.drop_in.megatron_lm import check_collects, sent_to_last_rank
 from dynapipe_ext.executor.drop_in.pipeline import rank_topology
 from dynapipe_ext.executor.drop_in.placement import check_placement
@@ -27,9 +36,11 @@ from dynapipe_ext.executor.drop_in.refusals import (
     check_arguments,
     check_call,
     check_config,
+    check_counted,
     check_planned_arguments,
     check_planned_experts,
     check_shapes,
+    num_dense_layers,
 )
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.stages import megatron_cpu
@@ -261,3 +272,66 @@ def test_ranks_that_lie_otherwise_are_refused(
     stand(state)
     with pytest.raises(ConfigError, match=told):
         rank_topology(num_chunks)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "num_dense"),
+    [(1, 0), ([0, 1, 1, 1], 1), ([0, 0, 0, 1], 3), ([1, 1, 1, 1], 0), (2, None), ([1, 0, 1, 1], None), ([0] * 4, None)],
+)
+def test_layers_without_experts_are_counted_before_all_with_and_refused_at_the_start_elsewhere(
+    frequency: Any, num_dense: int | None
+) -> None:
+    args = Namespace(num_layers=4, num_experts=8, moe_layer_freq=frequency)
+    assert num_dense_layers(args) == num_dense
+    assert num_dense_layers(Namespace(num_layers=4, num_moe_experts=None, moe_layer_freq=frequency)) == 0
+    if num_dense is not None:
+        check_counted(args)
+        return
+    with pytest.raises(ConfigError, match=r"moe_layer_freq is .* in a script of your own, installed\(costs="):
+        check_counted(args)
+
+
+def test_arguments_that_planned_data_cannot_go_with_are_refused_as_they_are_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Megatron-LM builds its model: layers that are not counted, and parts that fill no global batch."""
+    prepare(
+        lambda: generate_examples(num_samples=400, seed=0),
+        tmp_path / "data",
+        tokenizer="bytes",
+        max_seq_len=4096,
+        truncate=True,
+    )
+    parsed = Namespace(
+        **{"num_layers": 4, "moe_layer_freq": 1, "sft": False, "split": None, "global_batch_size": 32},
+        **{"seq_length": 4096, "skip_train": False, "eval_iters": 10, "pipeline_model_parallel_size": 1},
+    )
+
+    def parse_args(*_: Any) -> Namespace:
+        return copy.copy(parsed)
+
+    module = ModuleType("megatron.training.arguments")
+    module.parse_args = parse_args  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.training.initialize", ModuleType("megatron.training.initialize"))
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", module)
+
+    def refused(**changes: Any) -> str:
+        with ExitStack() as patches:
+            _install_arguments(patches, Wishes(data=tmp_path / "data"))
+            vars(parsed).update(changes)
+            try:
+                module.parse_args()  # type: ignore[attr-defined]
+            except ConfigError as error:
+                return str(error)
+        return ""
+
+    assert refused() == ""
+    assert "--split 949,50,1 leaves the validation data 20 of 400 samples, fewer than a global batch of 32: raise" in (
+        refused(split="949,50,1")
+    )
+    assert "leaves the test data 0 of 400 samples" in refused(split="899,100,1")
+    assert "or give it the weight 0, or --eval-iters 0" in refused(split="899,100,1")
+    assert "leaves the training data 4 of 400 samples" in refused(split="1,99,0")
+    assert refused(split="949,50,1", eval_iters=0) == ""
+    assert refused(split="90,10,0", eval_iters=10) == ""
+    assert "moe_layer_freq is 2" in refused(num_experts=4, moe_layer_freq=2)

@@ -1,0 +1,107 @@
+"""What the drop-in counts of models with latent attention and of layers of two kinds is what Megatron builds, and their
+steps of planned data run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.states import replica_and_expert_parameters
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
+from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline, _counted
+from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, data_planner
+from dynapipe_ext.executor.drop_in.settings import DropInSettings
+from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
+from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.models.huggingface import read_config
+from tests.support.megatron_loops import LENGTH, VOCAB, forward_step
+from tests.support.published_models import ranks
+
+LLAMA = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4,
+    "intermediate_size": 96, "vocab_size": 128, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+LATENT = {
+    "model_type": "deepseek_v3", "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 4,
+    "topk_group": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "experts": {"model_type": "qwen3_moe", "head_dim": 8, **EXPERTS},
+    "latent, a dense layer first": {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1},
+    "latent, whole queries, two dense layers": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 2},
+}  # fmt: skip
+
+
+class Samples:
+    """Of 1 to 16 positions."""
+
+    lengths = np.stack([1 + np.arange(8) % LENGTH, 0 * np.arange(8), 1 + np.arange(8) % LENGTH], axis=1)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        return TokenSample(index, np.arange(self.lengths[index, 0] + 1) % VOCAB, 1)
+
+
+def counted(_rank: int) -> dict[str, tuple[AnalyticCosts | None, int, float]]:
+    """By model its counted costs, the parameters that Megatron has built, and the loss of a step of planned data."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.enums import ModelType
+
+    initialize_parallel(Topology(), 0)
+    found = {}
+    for name, sizes in MODELS.items():
+        architecture, topology = read_config(LLAMA | sizes, name), Topology(layers_per_stage=(4,))
+        config = transformer_config(architecture, topology, dtype="float32")
+        model: Any = build_model(architecture, topology, 0, config, seed=0, device=torch.device("cpu"))
+        costs, built = _counted(model, config, topology, 1), sum(p.numel() for p in model.parameters())
+        model.model_type = ModelType.encoder_or_decoder
+        config.finalize_model_grads_func = finalize_model_grads
+        chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+        steps = PlannedSteps(Samples(), batch_size=8, seed=0)
+        shape = {"num_microbatches": 1, "seq_length": LENGTH, "micro_batch_size": 2}
+        reports = ForwardBackward(DropInSettings())(
+            forward_step_func=forward_step, data_iterator=steps, model=chunk, **shape
+        )
+        steps.close()
+        loss, tokens = torch.stack([report["lm loss"] for report in reports]).sum(dim=0).tolist()
+        found[name] = costs, built, loss / tokens
+    return found
+
+
+def test_counted_parameters_are_those_that_megatron_builds_and_planned_data_have_a_planner(tmp_path: Path) -> None:
+    (found,) = ranks(1, tmp_path, counted)
+    for name, (costs, built, loss) in found.items():
+        assert costs is not None, name
+        norms = 4 * 2 * 8 if name == "experts" else 0  # of queries and keys, which are not counted
+        assert int(replica_and_expert_parameters(costs.architecture, costs.topology, 1).sum()) + norms == built, name
+        pipeline = MegatronPipeline(
+            topology=costs.topology,
+            coordinates=costs.topology.coordinates(0),
+            transport=InlineHub().transport(0),
+            activation_format=ActivationFormat(32),
+            costs=costs,
+            counts_memory=True,
+            recompute=None,
+            pad_multiple=1,
+            replica_collectives=ReplicaCollectives(),
+            device=torch.device("cpu"),
+            usable_bytes=1 << 30,
+        )
+        samples = [SampleLength(i, length, 0, length) for i, length in enumerate((9, 60, 31, 4))]
+        plan = data_planner(pipeline, DropInSettings(), forward_only=False).plan(samples)
+        assert 16 * built < plan.peak_bytes < 1 << 30
+        assert loss == pytest.approx(math.log(LLAMA["vocab_size"]), abs=0.5), name  # of weights as they are drawn
