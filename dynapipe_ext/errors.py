@@ -124,6 +124,10 @@ class StoreError(DynaPipeError):
     """The store is absent, refuses, timed out, or holds a message that this job did not sign."""
 
 
+class StoreRefusedError(StoreError):
+    """The store, or what protects it, refuses this job: another try would end the same way."""
+
+
 class ExecutionError(DynaPipeError):
     """A rank that cannot go on: a peer is late, dead or out of step."""
 

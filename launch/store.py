@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
-from dynapipe_ext.errors import ConfigError, StoreError
+from dynapipe_ext.errors import ConfigError, StoreError, StoreRefusedError
 from dynapipe_ext.executor.parent_death import before_exec, ends_within
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
@@ -63,7 +63,7 @@ def make_certificate(folder: Path, host: str) -> StoreCertificate:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise StoreError(f"no certificate for {host}: openssl cannot be run ({error}): install it") from error
+        raise StoreRefusedError(f"no certificate for {host}: openssl cannot be run ({error}): install it") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
         raise StoreError(f"no certificate for {host}: openssl failed ({lines[-1]})")
@@ -105,9 +105,9 @@ def _server_binaries(explicit: str | None) -> list[str]:
     candidates = (os.path.expanduser(explicit),) if explicit else (*_packaged_binaries(), *_SERVER_NAMES)
     programs = [path for path in map(shutil.which, candidates) if path is not None]
     if explicit and not programs:
-        raise StoreError(f"the Redis server {explicit!r} is not an executable file: {_NEXT_MOVE}")
+        raise StoreRefusedError(f"the Redis server {explicit!r} is not an executable file: {_NEXT_MOVE}")
     if not programs:
-        raise StoreError(f"no Redis-compatible server was found: {_NEXT_MOVE}")
+        raise StoreRefusedError(f"no Redis-compatible server was found: {_NEXT_MOVE}")
     return programs
 
 
@@ -248,7 +248,7 @@ class RedisServer:
                 refusals.append(error)
         if self._tls_host is None:
             raise refusals[0]
-        raise StoreError(
+        raise StoreRefusedError(
             f"no server serves over TLS on {self._tls_host}: {_TLS_MOVE} ({'; '.join(map(str, refusals))})"
         ) from refusals[-1]
 
@@ -373,9 +373,15 @@ def _quoted(path: str) -> str:
 _MOST_URL_BYTES = 4096
 
 
-def greet_store(address: StoreAddress) -> None:
-    """Errors: StoreError for a store that does not answer or refuses the password."""
-    open_store(address, namespace="greeting").close()
+def greet_store(address: StoreAddress, wait_s: float | None = None) -> None:
+    """Errors: StoreRefusedError for a store that refuses the password or does not answer. With `wait_s`, one that has
+    served this job before is waited for so long: StoreError."""
+    try:
+        open_store(address, namespace="greeting", connect_s=wait_s).close()
+    except StoreError as error:
+        if wait_s is not None:
+            raise
+        raise StoreRefusedError(str(error)) from error
     if address.scheme == "redis" and address.insecure:
         print(
             f"dynapipe: WARNING: the store at {address} is used without TLS: whoever sees this network can read its"
@@ -395,6 +401,8 @@ def store_address(url_or_file: str, password: str | None = None, *, insecure: bo
     can see the command line. `insecure` allows a network without TLS."""
     url = url_or_file if "://" in url_or_file else _url_in(Path(url_or_file))
     address = StoreAddress.parse(url, password or store_password(), insecure=insecure)
+    if missing := [file for file in address.files if not os.access(file, os.R_OK)]:
+        raise ConfigError(f"--store names {missing[0]}, which cannot be read here: put it on every machine")
     if address.password and address.password in url_or_file:
         print(
             "dynapipe: the store's password is visible in the process list: pass it in DYNAPIPE_STORE_PASSWORD, or give"

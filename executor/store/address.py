@@ -77,6 +77,16 @@ class StoreAddress:
         return f"{scheme}://{quote(user, safe='')}:***@{rest}"
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """The files of certificates and keys that a TLS address names.
+
+        >>> StoreAddress("rediss://10.0.0.7/0?ssl_ca_certs=/etc/ca.pem&ssl_check_hostname=false").files
+        ('/etc/ca.pem',)
+        """
+        options = dict(parse_qsl(_split(self.url).query))
+        return tuple(options[name] for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile") if name in options)
+
+    @property
     def scheme(self) -> str:
         """`unix`, `redis` or `rediss`."""
         return _split(self.url).scheme

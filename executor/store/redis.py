@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import ssl
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +29,7 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from dynapipe_ext.errors import ConfigError, StoreError
+from dynapipe_ext.errors import ConfigError, StoreError, StoreRefusedError
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.keys import overdue
 
@@ -76,7 +77,7 @@ class RedisStore:
         self.where = address.redacted()
         self._prefix = f"dynapipe/{namespace}/"
         first_s = _CONNECT_S if connect_timeout_s is None else connect_timeout_s
-        self._patience_s, self._awaits_start = first_s, connect_timeout_s is not None
+        self._patience_s, self._awaits_start, self._has_answered = first_s, connect_timeout_s is not None, False
         try:
             trusted = {"ssl_ca_data": address.ca_pem} if address.ca_pem else {}
             self._client = redis.Redis.from_url(
@@ -90,7 +91,7 @@ class RedisStore:
             self._call("connecting", self._client.ping)
         except (ValueError, TypeError, RedisError) as error:  # the client makes its first connection at the ping
             raise ConfigError(f"store address {self.where} cannot be used: {error}") from error
-        self._patience_s, self._awaits_start = reconnect_timeout_s, True
+        self._patience_s, self._awaits_start, self._has_answered = reconnect_timeout_s, True, True
 
     def put(self, key: str, value: bytes) -> None:
         name = self._prefix + key
@@ -163,16 +164,18 @@ class RedisStore:
             try:
                 return call()
             except (AuthenticationError, AuthenticationWrongNumberOfArgsError) as error:
-                raise StoreError(
+                raise StoreRefusedError(
                     f"store at {self.where} refuses the password ({error}): give the address the server's own password"
                     " (requirepass, or the ACL user's with user@ in the URL)"
                 ) from None
             except NoPermissionError as error:
-                raise StoreError(
+                raise StoreRefusedError(
                     f"store at {self.where} does not permit {doing} ({error}): allow the ACL user the commands"
                     f" @read @write @blocking @transaction @connection on keys {self._prefix}*"
                 ) from None
             except _PASSING as error:
+                if not self._has_answered and (why := _refusal_of_tls(error.__context__)):
+                    raise StoreRefusedError(f"store at {self.where} cannot be used over TLS: {why}") from None
                 if not self._awaits_start and isinstance(error.__context__, _NOBODY):
                     raise self._absent(error) from None
                 now_s = time.monotonic()
@@ -184,7 +187,7 @@ class RedisStore:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             except ResponseError as error:
-                raise StoreError(
+                raise StoreRefusedError(
                     f"store at {self.where} refused {doing}: {error} (needed: Redis 6.2 or any Valkey, a writable"
                     f" primary, and keys {self._prefix}* that no other program uses)"
                 ) from None
@@ -215,16 +218,34 @@ def _refuse_open_network(address: StoreAddress) -> None:
     if address.scheme == "unix" or _is_loopback(address.host):
         return
     if not address.password:
-        raise StoreError(
+        raise StoreRefusedError(
             f"store at {address.redacted()} would be used over the network without a password: set requirepass or an"
             " ACL user on the server and give its password in the address"
         )
     if address.scheme == "redis" and not address.insecure:
-        raise StoreError(
+        raise StoreRefusedError(
             f"store at {address.redacted()} would be used over the network in the clear, where its password can be"
             " read: give a TLS server's rediss:// address, or say that this network is trusted (--insecure-store;"
             " StoreAddress.parse(…, insecure=True))"
         )
+
+
+def _refusal_of_tls(error: BaseException | None) -> str:
+    """Why TLS cannot be had with this server, whenever one asks, and what to do; empty where it may pass."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            return (
+                f"its certificate is not trusted ({error.verify_message}): give its authority's as ?ssl_ca_certs=FILE,"
+                " and the host by a name that is in it"
+            )
+        case ssl.SSLEOFError() | ssl.SSLZeroReturnError() | ssl.SSLSyscallError():
+            return ""
+        case ssl.SSLError(reason="WRONG_VERSION_NUMBER"):
+            return "it speaks no TLS there: give the port of its TLS, or redis:// with --insecure-store"
+        case ssl.SSLError():
+            return f"{error.reason or error}: check the files of ?ssl_ca_certs, ssl_certfile and ssl_keyfile"
+        case _:
+            return ""
 
 
 def _is_loopback(host: str) -> bool:

@@ -17,7 +17,14 @@ from pathlib import Path
 from threading import Event
 from typing import Literal, assert_never
 
-from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError, PlanError, VerificationError
+from dynapipe_ext.errors import (
+    ConfigError,
+    DataError,
+    NotFiniteError,
+    PlanError,
+    StoreRefusedError,
+    VerificationError,
+)
 from dynapipe_ext.launch.processes.cluster import (
     BUG_STATUS,
     USER_ERROR_STATUS,
@@ -37,7 +44,7 @@ _END, _STACKS = ".end", ".stacks"
 _END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
 _LOOKED_AT_S = 1.0  # a launcher that tests a lock holds it for an instant
 # Errors of settings or data, and stops that the settings ask for: another start would end the same way.
-_FINAL = (ConfigError, DataError, PlanError, VerificationError, NotFiniteError)
+_FINAL = (ConfigError, DataError, PlanError, StoreRefusedError, VerificationError, NotFiniteError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +170,7 @@ def torchrun_command(place: NodePlace, max_restarts: int, train_words: Sequence[
     --nnodes 2 --nproc-per-node 8 --max-restarts 0 --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id mine \
 --node-rank 0 --rdzv-conf is_host=1 -m dynapipe_ext.launch.rank --config mine.toml
     """
-    words = [sys.executable, "-m", "torch.distributed.run"]
+    words = [sys.executable, "-m", "dynapipe_ext.launch.processes.torchrun"]
     words += ["--nnodes", str(place.num_nodes), "--nproc-per-node", str(place.num_ranks)]
     words += ["--max-restarts", str(max_restarts)]
     if place.num_nodes == 1:

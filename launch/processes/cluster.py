@@ -143,10 +143,11 @@ class Supervised:
         command: Sequence[str],
         *,
         stdin: bytes | int = b"",
+        stderr: int | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Supervised:
-        """Run another program with `stdin` (at most 64 KiB, or a descriptor) as its standard input, and `environment`
-        added to that of this process.
+        """Run another program with `stdin` (at most 64 KiB, or a descriptor) as its standard input, `environment` added
+        to that of this process, and the descriptor `stderr` as its standard error (None: that of this process).
 
         Secrets belong in `stdin`, since everybody on the machine can read arguments.
         """
@@ -156,6 +157,7 @@ class Supervised:
             popen = subprocess.Popen(
                 list(command),
                 stdin=subprocess.PIPE if isinstance(stdin, bytes) else stdin,
+                stderr=stderr,
                 env=child_environment(environment),
                 process_group=0,  # Ctrl-C reaches this process, which then ends the job in order
                 preexec_fn=before_exec(),

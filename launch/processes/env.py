@@ -12,6 +12,7 @@ from dynapipe_ext.errors import ConfigError, short
 STORE_PASSWORD_VARIABLE = "DYNAPIPE_STORE_PASSWORD"
 _JOB_SECRET_VARIABLE = "DYNAPIPE_JOB_SECRET"
 _LAUNCHER_VARIABLE = "DYNAPIPE_LAUNCHER"
+_TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
 _DYNAPIPE_KV_PORT = "29500"  # DynaPipe's own default
 
 
@@ -215,7 +216,10 @@ def launcher() -> Launcher | None:
 def agent_variables(logs: Path, secret: str) -> dict[str, str]:
     """The variables for a torchrun started here. Everybody on the machine can read arguments, so the secret goes
     here."""
-    return {"PET_LOG_DIR": str(logs)} | ({_JOB_SECRET_VARIABLE: secret} if secret else {})
+    variables = {"PET_LOG_DIR": str(logs)} | ({_JOB_SECRET_VARIABLE: secret} if secret else {})
+    if not os.environ.get(_TORCH_LOG):  # else each connection of a lost rank is a warning with its calls
+        variables[_TORCH_LOG] = "ERROR"
+    return variables
 
 
 def num_cores() -> int:

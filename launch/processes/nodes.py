@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol, get_args
 from dynapipe_ext.errors import ConfigError, ExecutionError, install_advice, reason, short
 from dynapipe_ext.executor.parent_death import before_exec
 from dynapipe_ext.launch.processes.agent import LOST_STATUS, SAVED_STATUSES, NodeEnd, Order
-from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all
+from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all, say_at_once
 from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lost, stacks_asked_for
 
 FOLLOW_FLAG = "--follow-stdin"
@@ -34,6 +34,9 @@ _TELL_S = 3.0  # time for the other nodes to report what they know of a failure
 _END_S = 5.0
 _SAVE_MARGIN_S = 10.0
 _MOST_ORDER_BYTES = 4096
+_NOT_EXECUTABLE_STATUS, _NOT_FOUND_STATUS = 126, 127  # of a shell
+_ERROR, _MOST_ERRORS = "dynapipe: error: ", 3
+_MOST_LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +82,10 @@ def shell_line(command: Sequence[str], folder: Path, variables: Mapping[str, str
     secret: the shell reads the line from its standard input.
 
     >>> print(shell_line(["run", "a b"], Path("/work"), {"SECRET": "it's"}))
-    export SECRET='it'"'"'s' && cd /work && exec run 'a b'
+    export SECRET='it'"'"'s' && cd /work && exec run 'a b' || exit 127
     """
     exports = "".join(f"export {name}={shlex.quote(value)} && " for name, value in (variables or {}).items())
-    return f"{exports}cd {shlex.quote(str(folder))} && exec {shlex.join(command)}"
+    return f"{exports}cd {shlex.quote(str(folder))} && exec {shlex.join(command)} || exit {_NOT_FOUND_STATUS}"
 
 
 class Nodes(Protocol):
@@ -99,6 +102,10 @@ class Nodes(Protocol):
         """The exit statuses of nodes that have ended, after waiting at most `wait_s` for the next one."""
         ...
 
+    def errors(self) -> Mapping[str, Sequence[str]]:
+        """The errors of each node that nobody has printed yet."""
+        ...
+
     def order(self, order: WrittenOrder) -> None: ...
 
     def close(self) -> None: ...
@@ -111,6 +118,7 @@ class ShellNodes:
         self._shell, self._hosts = tuple(shell), tuple(hosts)
         self._nodes: list[Supervised] = []
         self._inputs: list[int] = []
+        self._words: list[_NodeWords] = []
 
     @property
     def first_address(self) -> str:
@@ -120,16 +128,31 @@ class ShellNodes:
         for host, line in zip(self._hosts, lines, strict=True):
             theirs, ours = os.pipe()
             self._inputs.append(ours)
+            heard, says = os.pipe()
+            self._words.append(_NodeWords(host.name, heard))
             try:
-                self._nodes.append(Supervised.spawn(host.name, [*self._shell, host.name, "sh", "-s"], stdin=theirs))
+                command = [*self._shell, host.name, "sh", "-s"]
+                self._nodes.append(Supervised.spawn(host.name, command, stdin=theirs, stderr=says))
             finally:
                 os.close(theirs)
+                os.close(says)
             self._tell(ours, f"{line}\n".encode())
 
     def ended(self, wait_s: float) -> Mapping[str, int]:
-        running = [node.pidfd for node in self._nodes if node.poll() is None]
-        select.select(running, [], [], wait_s)
-        return {node.name: exit_status(code) for node in self._nodes if (code := node.poll()) is not None}
+        waiting = select.poll()
+        for descriptor in [node.pidfd for node in self._nodes if node.poll() is None]:
+            waiting.register(descriptor, select.POLLIN)
+        for words in self._words:
+            if not words.have_ended:
+                waiting.register(words.descriptor, select.POLLIN)
+        waiting.poll(wait_s * 1000)
+        statuses = {node.name: exit_status(code) for node in self._nodes if (code := node.poll()) is not None}
+        for words in self._words:
+            words.pass_on()
+        return statuses
+
+    def errors(self) -> Mapping[str, Sequence[str]]:
+        return {words.name: tuple(words.errors) for words in self._words}
 
     def order(self, order: WrittenOrder) -> None:
         for descriptor in self._inputs:
@@ -143,11 +166,48 @@ class ShellNodes:
             pass
         end_all(self._nodes, 0.0)
         self._nodes.clear()
+        while self._words:
+            self._words.pop().close()
 
     @staticmethod
     def _tell(descriptor: int, words: bytes) -> None:
         with suppress(BrokenPipeError):  # it has ended: whoever watches it reports that
             os.write(descriptor, words)
+
+
+class _NodeWords:
+    """What a node says on standard error, read from `descriptor`: passed on line by line, but for its `errors`, as all
+    nodes may say the same, and some what another one explains."""
+
+    def __init__(self, name: str, descriptor: int) -> None:
+        self.name, self.descriptor = name, descriptor
+        self.errors: list[str] = []
+        self.have_ended = False
+        self._unsaid = b""
+        os.set_blocking(descriptor, False)
+
+    def pass_on(self) -> None:
+        """All that has come by now."""
+        while not self.have_ended:
+            try:
+                words = os.read(self.descriptor, _MOST_LINE_BYTES)
+            except BlockingIOError:
+                return
+            self.have_ended = not words
+            *lines, self._unsaid = (self._unsaid + words).split(b"\n")
+            if self._unsaid and (self.have_ended or len(self._unsaid) >= _MOST_LINE_BYTES):
+                lines, self._unsaid = [*lines, self._unsaid], b""
+            for line in lines:
+                self._say(line.decode(errors="replace"))
+
+    def _say(self, line: str) -> None:
+        if line.startswith(_ERROR):
+            self.errors.append(line.removeprefix(_ERROR))
+        else:
+            say_at_once(line)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
 
 def run_on_nodes(nodes: Nodes, lines: Sequence[str], grace_s: float) -> NodeEnd:
@@ -164,28 +224,47 @@ def run_on_nodes(nodes: Nodes, lines: Sequence[str], grace_s: float) -> NodeEnd:
                     asked.clear()
                     nodes.order("stacks")
         deadline_s = time.monotonic() + _TELL_S
-        while len(ended) < len(lines) and time.monotonic() < deadline_s:
+        while len(ended) < len(lines) and time.monotonic() < deadline_s and not _is_mistake(ended.values()):
             ended = nodes.ended(_POLL_S)
-        return _of_nodes(ended)
+        return _of_nodes(ended, nodes.errors())
     except (SystemExit, KeyboardInterrupt):
         nodes.order("save")
         deadline_s = time.monotonic() + grace_s + _SAVE_MARGIN_S
         while len(nodes.ended(_POLL_S)) < len(lines) and time.monotonic() < deadline_s and not interrupted_again():
             pass
+        if cause := _cause(nodes.errors().values()):
+            say_at_once(f"{_ERROR}{cause}")
         raise
     finally:
         nodes.close()
 
 
-def _of_nodes(ended: Mapping[str, int]) -> NodeEnd:
-    """The end of a job, from the ends of its nodes: the status that explains the others counts."""
+def _is_mistake(statuses: Iterable[int]) -> bool:
+    return not {USER_ERROR_STATUS, _NOT_EXECUTABLE_STATUS, _NOT_FOUND_STATUS}.isdisjoint(statuses)
+
+
+def _of_nodes(ended: Mapping[str, int], errors: Mapping[str, Sequence[str]]) -> NodeEnd:
+    """The end of a job, from the ends of its nodes: the status that explains the others counts, with the errors of the
+    nodes that have it."""
     failed = {name: status for name, status in ended.items() if status}
-    for status in (USER_ERROR_STATUS, BUG_STATUS, *SAVED_STATUSES):
-        if status in failed.values():
-            return NodeEnd(status)
+    for status in (USER_ERROR_STATUS, _NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS, BUG_STATUS, *SAVED_STATUSES):
+        if names := [name for name, has in failed.items() if has == status]:
+            cause = _cause(errors.get(name, ()) for name in names)
+            if status in (_NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS):
+                where, status = f"{names[0]}: folder or Python of this job", USER_ERROR_STATUS
+                cause = f"{where} cannot be used there (see above): the same paths must exist on all nodes"
+            return NodeEnd(status, cause)
     if not failed:
         return NodeEnd(0)
-    return NodeEnd(LOST_STATUS, ", ".join(f"{name} ended with exit status {status}" for name, status in failed.items()))
+    statuses = ", ".join(f"{name} ended with exit status {status}" for name, status in failed.items())
+    return NodeEnd(LOST_STATUS, _cause(errors.get(name, ()) for name in failed) or statuses)
+
+
+def _cause(errors_of_nodes: Iterable[Sequence[str]]) -> str:
+    """In one line, what several nodes may say alike."""
+    causes = list(dict.fromkeys(error for errors in errors_of_nodes for error in errors))
+    more = [f"and {len(causes) - _MOST_ERRORS} more"] if len(causes) > _MOST_ERRORS else []
+    return "; ".join([*causes[:_MOST_ERRORS], *more])
 
 
 def exit_status(code: int) -> int:
@@ -285,6 +364,9 @@ class RayNodes:
                 if code is not None:
                     self._ended[name] = exit_status(code)
         return self._ended
+
+    def errors(self) -> Mapping[str, Sequence[str]]:
+        return {}  # Ray has printed them
 
     def order(self, order: WrittenOrder) -> None:
         for _, actor in self._named():

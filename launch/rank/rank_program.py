@@ -30,6 +30,7 @@ from rich.console import Console
 from dynapipe_ext.errors import DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
+from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.job.job_keys import UNSHARED_WARNING
@@ -126,11 +127,13 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     if launcher() is not None and request.resumed is None and request.run_dir:
         resumed, overwrite = _to_go_on_with(Path(request.run_dir), config, compare=request.compare)
         request = replace(request, resumed=resumed)
+    goes_on = launcher() is not None and (request.resumed is not None or overwrite)
+    store_wait_s = store_patience_s(config.job.timeout_s) if goes_on else None
     console = Console(stderr=True, highlight=False)
     if not request.secret and env.local_world_size < env.world_size:
         console.print(UNSHARED_WARNING, markup=False, soft_wrap=True)
     with (
-        claimed(request, console, overwrite=overwrite, tls_host=tls_host) as request,
+        claimed(request, console, overwrite=overwrite, tls_host=tls_host, store_wait_s=store_wait_s) as request,
         _telling(env),  # before the store goes, and others fail for that
     ):
         return train_rank(env, request, end_signals=end_signals)

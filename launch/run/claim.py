@@ -18,13 +18,19 @@ from dynapipe_ext.launch.store import RedisServer, greet_store
 
 @contextmanager
 def claimed(
-    request: JobRequest, console: Console, *, overwrite: bool, tls_host: str | None = None
+    request: JobRequest,
+    console: Console,
+    *,
+    overwrite: bool,
+    tls_host: str | None = None,
+    store_wait_s: float | None = None,
 ) -> Iterator[JobRequest]:
     """Inside, the request's store answers, its keys are made and its directory is its own; a run that ends early leaves
     its report.
 
     A store that the job starts is on this machine, over TLS where ranks on others reach it by `tls_host`. `overwrite`:
-    the run that the directory holds may be lost. Errors: StoreError and ConfigError, before the directory is made.
+    the run that the directory holds may be lost. `store_wait_s`: how long a store that has served this run may take to
+    answer (None: it is refused if it is away). Errors: StoreError and ConfigError, before the directory is made.
     """
     with ExitStack() as stack:
         address, keys = request.address, JobKeys.begun(request.secret)
@@ -35,7 +41,7 @@ def claimed(
             place = f"at {address}" if tls_host else "on a unix socket"
             console.print(f"store: embedded {server.name} {server.version} {place}", markup=False, soft_wrap=True)
         else:
-            greet_store(address)  # refused here, once, rather than by every rank
+            greet_store(address, store_wait_s)  # refused here, once, rather than by every rank
         directory = RunDirectory(request.run_dir, overwrite=overwrite, resume=request.resumed is not None)
         stack.enter_context(directory)
         if plan_dir := request.config.debug.plan_dir:

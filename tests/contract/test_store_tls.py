@@ -18,11 +18,12 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import redis
 
-from dynapipe_ext.errors import StoreError
+from dynapipe_ext.errors import StoreError, StoreRefusedError
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.launch.store import RedisServer, make_certificate
@@ -89,10 +90,24 @@ def test_a_store_works_over_tls_with_the_servers_certificate(tls_server: tuple[S
         assert store.get("a", 10.0) == b"1" * 100_000
 
 
-def test_a_server_whose_certificate_is_not_trusted_is_refused(tls_server: tuple[StoreAddress, Path]) -> None:
-    address, _ = tls_server
-    with pytest.raises(StoreError, match=r"(?i)certificate verify failed"):
-        RedisStore(address, namespace="tls", connect_timeout_s=0.5)
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("rediss://127.0.0.1:{port}/0", r"is not trusted \(self-signed certificate\): give its authority's as"),
+        ("rediss://127.0.0.1:{port}/0?ssl_ca_certs={key}", "NO_CERTIFICATE_OR_CRL_FOUND: check the files of"),
+        ("rediss://127.0.0.1:{other}/0", "it speaks no TLS there"),
+    ],
+)
+def test_what_tls_refuses_is_refused_at_once_however_long_a_server_may_take_to_start(
+    url: str, says: str, tls_server: tuple[StoreAddress, Path]
+) -> None:
+    address, cert = tls_server
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"-ERR no TLS\r\n"), daemon=True).start()
+        names = {"port": urlsplit(address.url).port, "other": other.getsockname()[1]}
+        url = url.format(**names, cert=cert, key=cert.with_name("key.pem"))
+        with pytest.raises(StoreRefusedError, match=says):
+            RedisStore(StoreAddress(url, address.password), namespace="tls", connect_timeout_s=LIMIT_S)
 
 
 @pytest.fixture(scope="module")

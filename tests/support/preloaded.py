@@ -117,7 +117,8 @@ class Preloaded:
                 listener.bind(self.address)
                 listener.listen()
                 words = [sys.executable, "-P", __file__, "serve", str(os.getpid()), *_MODULES]
-                self._process = subprocess.Popen(words, stdin=listener)
+                quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # which torch reads as it is loaded; as ranks of a launcher
+                self._process = subprocess.Popen(words, stdin=listener, env=quiet | os.environ)
         self._requests = _connected(self.address)
         return self
 

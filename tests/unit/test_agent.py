@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from dynapipe_ext.launch.processes import torchrun
 from dynapipe_ext.launch.processes.agent import LOST_STATUS, NodeEnd, Order, RankRecord, read_rank_records, run_agent
+from dynapipe_ext.launch.processes.cluster import Supervised
 from dynapipe_ext.launch.processes.env import launcher
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
 from tests.support.limits import LIMIT_S
@@ -22,7 +25,7 @@ GRACE_S = 40.0
 # As torchrun: starts ranks, and ends with 1 as soon as one has failed, once it has ended the others.
 AGENT = """
 import os, signal, sys, time
-from dynapipe_ext.errors import ConfigError, ExecutionError, NotFiniteError
+from dynapipe_ext.errors import ConfigError, ExecutionError, NotFiniteError, StoreError, StoreRefusedError
 from dynapipe_ext.executor.parent_death import end_with_parent, supervising_pid
 from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.processes.env import launcher
@@ -80,6 +83,8 @@ def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], Order] = la
         ("watch(wait, killed)", LOST_STATUS, r"rank 1 \(process \d+\) was killed: if nobody did that, memory", True),
         ("watch(wait, lambda: fail(ConfigError('no'), 'no'))", 2, "", False),
         ("watch(wait, lambda: fail(NotFiniteError('nan'), 'nan'))", 2, "", False),  # it would be so again
+        ("watch(wait, lambda: fail(StoreRefusedError('no TLS'), 'no TLS'))", 2, "", False),
+        ("watch(wait, lambda: fail(StoreError('away'), 'away'))", LOST_STATUS, "", True),
         ("watch(wait, lambda: fail(ExecutionError('late'), 'late'))", LOST_STATUS, "", True),
         ("watch(wait, lambda: fail(ExecutionError('late'), 'another is why'))", LOST_STATUS, "", True),
         ("watch(wait, lambda: fail(ValueError('bug'), 'bug'))", 1, "", True),
@@ -198,6 +203,22 @@ os.waitpid(rank(0, save), 0)
         ended(body, order=order)
     assert time.monotonic() - start_s < GRACE_S
     assert ended("wait()", order=lambda: "end").status == 130  # who started the launcher has gone
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--standalone", "--nproc-per-node", "2", "--no-python", "false"], ""),
+        (["--rdzv-backend", "carrier-pigeon", "--nnodes", "2", "x.py"], r"torchrun: ValueError: .*carrier-pigeon.*\n"),
+    ],
+)
+def test_torchrun_says_nothing_of_ranks_that_fail_and_in_a_line_what_stops_itself(
+    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Supervised.fork("torchrun", lambda: torchrun.main(words)) as agent:
+        select.select([agent.pidfd], [], [], LIMIT_S)
+        assert agent.poll() == 1
+    assert re.fullmatch(says, capfd.readouterr().err)
 
 
 def test_the_secret_of_a_job_is_in_the_environment_alone(tmp_path: Path) -> None:

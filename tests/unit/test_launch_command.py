@@ -20,7 +20,9 @@ from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 
 STORE = ["--store", "redis://127.0.0.1:1/0"]
 SIZES = ["--tp", "2", "--pp", "2", "--dp", "2"]
-TORCHRUN = "-m torch.distributed.run --nnodes {nodes} --nproc-per-node {ranks} --max-restarts {restarts}"
+TORCHRUN = (
+    "-m dynapipe_ext.launch.processes.torchrun --nnodes {nodes} --nproc-per-node {ranks} --max-restarts {restarts}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +75,7 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
         said = f"--nnodes 2 --node-rank {rank} --rdzv-endpoint node0:29400 --rdzv-backend c10d --rdzv-id dynapipe-0"
         said += " --max-restarts 0 --follow-stdin"
         asked = [*SIZES, "--run-dir", "my run", *own]
-        assert line[5:] == ["-m", "dynapipe_ext.launch.cli", "launch", *said.split(), *asked]
+        assert line[5:] == ["-m", "dynapipe_ext.launch.cli", "launch", *said.split(), *asked, "||", "exit", "127"]
         assert f"--node-rank {rank} --rdzv-conf is_host={int(rank == 0)}" in " ".join(torchrun)
     assert "hidden" not in str(shells)
     by_ssh, *_ = commands(capsys, "--hosts", "hosts", "--run-dir", "my run", *own)

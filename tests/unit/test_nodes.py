@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.processes.agent import NodeEnd
-from dynapipe_ext.launch.processes.nodes import Host, OrdersOfStdin, ShellNodes, read_hosts, run_on_nodes
+from dynapipe_ext.launch.processes.nodes import Host, OrdersOfStdin, ShellNodes, read_hosts, run_on_nodes, shell_line
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
 from tests.support.limits import LIMIT_S
 
@@ -61,19 +62,38 @@ def test_a_wrong_line_of_a_host_file_is_named(text: str, says: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("statuses", "end"),
+    ("ends", "end"),
     [
         ((0, 0, 0), NodeEnd(0)),
         ((0, 75, 75), NodeEnd(75, "me@b ended with exit status 75, c ended with exit status 75")),
-        ((75, 2, 75), NodeEnd(2)),  # a mistake, for which the others were lost
+        ((0, (75, "x was killed"), 75), NodeEnd(75, "x was killed")),
+        (((75, "peer is gone"), (2, "no such key"), (75, "late")), NodeEnd(2, "no such key")),  # for which others end
+        (((2, "no such file"),) * 3, NodeEnd(2, "no such file")),  # once, though all say it
+        ((75, 127, 75), NodeEnd(2, "me@b: folder or Python of this job cannot be used there (see above): the same")),
+        (((75, "a"), (75, "b"), (75, "c")), NodeEnd(75, "a; b; c")),
+        (((75, "a\ndynapipe: error: b"), (75, "c"), (75, "d")), NodeEnd(75, "a; b; c; and 1 more")),
         ((138, 138, 143), NodeEnd(143)),
     ],
 )
-def test_a_job_ends_as_the_node_that_explains_the_others(
-    statuses: Sequence[int], end: NodeEnd, nodes: ShellNodes, tmp_path: Path
+def test_a_job_ends_as_the_node_that_explains_the_others_and_in_its_words(
+    ends: Sequence[int | tuple[int, str]], end: NodeEnd, nodes: ShellNodes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_on_nodes(nodes, [f"pwd > here; exit {status}" for status in statuses], 5.0) == end
-    assert (tmp_path / "me@b" / "here").read_text() == f"{tmp_path / 'me@b'}\n"
+    """What else nodes say is printed as it comes. A mistake waits for what no other node has to say."""
+    lines = []
+    for way, host in zip(ends, HOSTS, strict=True):
+        status, error = way if isinstance(way, tuple) else (way, "")
+        error = f"printf '%s\\n' {shlex.quote('dynapipe: error: ' + error)} >&2; " if error else ""
+        lines.append(f"echo {host.name} in ${{PWD##*/}} >&2; {error}sleep {0.3 * (status == 2)}; exit {status}")
+    reached = run_on_nodes(nodes, lines, 5.0)
+    assert (reached.status, reached.cause[: len(end.cause) or None]) == (end.status, end.cause)
+    said = capfd.readouterr().err
+    assert sorted(said.splitlines()) == sorted(f"{host.name} in {host.name}" for host in HOSTS)
+
+
+def test_a_node_without_the_jobs_folder_or_python_is_a_mistake(nodes: ShellNodes, tmp_path: Path) -> None:
+    """In every shell: where `cd` fails, some end with 1 and others with 2."""
+    fits, no_folder = shell_line(["true"], tmp_path), shell_line(["true"], tmp_path / "nowhere")
+    assert run_on_nodes(nodes, [fits, no_folder, fits], 5.0).cause.startswith("me@b: folder or Python of this job")
 
 
 def test_when_a_node_has_failed_the_input_of_the_others_ends_and_they_with_it(

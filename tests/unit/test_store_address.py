@@ -4,9 +4,26 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, StoreError, StoreRefusedError
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.launch.store import store_address
+from dynapipe_ext.launch.store import greet_store, store_address
+
+
+def test_a_certificate_that_is_not_on_this_machine_is_named_before_anybody_connects(tmp_path: Path) -> None:
+    url = f"rediss://h?ssl_ca_certs={tmp_path}/ca.pem"
+    with pytest.raises(ConfigError, match=r"--store names .*/ca\.pem, which cannot be read here: put it on every"):
+        store_address(url, "given")
+    (tmp_path / "ca.pem").touch()
+    assert store_address(url, "given").password == "given"
+
+
+def test_a_store_that_is_away_is_refused_unless_it_has_served_the_job_before(tmp_path: Path) -> None:
+    nobody = StoreAddress(f"unix://{tmp_path}/store.sock", "given")
+    with pytest.raises(StoreRefusedError, match="nobody listens at"):
+        greet_store(nobody)
+    with pytest.raises(StoreError, match=r"did not answer for 0\.2 s") as caught:
+        greet_store(nobody, 0.2)
+    assert not isinstance(caught.value, StoreRefusedError)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +95,7 @@ def test_a_file_that_only_its_owner_reads_gives_user_and_password(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "store.url"
-    file.write_text("rediss://alice:hidden@h:6380/0?ssl_ca_certs=/ca.pem\n")
+    file.write_text(f"rediss://alice:hidden@h:6380/0?ssl_ca_certs={file}\n")
     file.chmod(0o600)
     address = store_address(str(file))
     assert (address.username, address.password, address.host) == ("alice", "hidden", "h")

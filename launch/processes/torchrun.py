@@ -1,0 +1,35 @@
+"""torchrun's agent as `dynapipe launch` starts it: `python -m dynapipe_ext.launch.processes.torchrun`, with its words.
+
+Of ranks that fail it says nothing: the first of them has said why, or the launcher does. What stops the agent itself is
+one line. SIGUSR2 prints its stacks.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from dynapipe_ext.errors import in_one_line
+from dynapipe_ext.launch.processes.cluster import BUG_STATUS, say_at_once
+from dynapipe_ext.launch.processes.signals import show_own_stacks
+
+
+def main(words: Sequence[str]) -> int:
+    show_own_stacks()
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)  # of which ranks it ends, and how they did
+    try:
+        run.main(words)
+    except ChildFailedError:
+        return BUG_STATUS
+    except Exception as error:  # noqa: BLE001 - whatever it is, the launcher may start again
+        say_at_once(f"torchrun: {in_one_line(error)}")
+        return BUG_STATUS
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
