@@ -74,7 +74,7 @@ _dynapipe_has_extras() {
 }
 
 dynapipe_setup() {
-    local root=$1 extras=$2 log stamp hash
+    local root=$1 extras=$2 log stamp hash packages
     venv_python=$root/.venv/bin/python
     unset VIRTUAL_ENV PYTHONHOME # another active environment is not this one
     # The path is in the hash: an environment that was copied along still points to where it came from.
@@ -92,12 +92,11 @@ dynapipe_setup() {
     if ! _dynapipe_has_extras "$stamp" "$extras" || [ ! -x "$venv_python" ]; then # nobody finished it meanwhile
         : >"$log"
         _dynapipe_make_venv "$root" "$log"
-        if ! "$venv_python" -c 'import torch' >/dev/null 2>&1; then
-            _dynapipe_say "installing ${DYNAPIPE_TORCH:-torch==2.13.0} (some minutes)"
-            _dynapipe_quietly "$log" "$venv_python" -m pip install "${DYNAPIPE_TORCH:-torch==2.13.0}"
-        fi
-        _dynapipe_say "installing dynapipe-ext[$extras] and what it needs (a minute or two)"
-        _dynapipe_quietly "$log" "$venv_python" -m pip install -e "$root[$extras]"
+        packages=(-e "$root[$extras]")
+        "$venv_python" -c 'import torch' >/dev/null 2>&1 || packages+=("${DYNAPIPE_TORCH:-torch==2.13.0}")
+        _dynapipe_say "installing dynapipe-ext[$extras] and what it needs (some minutes)"
+        # Most of 20,000 files are never imported: those that are get compiled then.
+        _dynapipe_quietly "$log" "$venv_python" -m pip install --no-compile "${packages[@]}"
         [ -f "$stamp" ] || rm -f "$root"/.venv/.dynapipe-*
         printf '%s\n' ${extras//,/ } >>"$stamp"
     fi

@@ -11,8 +11,7 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 # shellcheck source=launch/setup.sh
 source "$root/launch/setup.sh"
 
-# Most of 20,000 files are never imported: those that are get compiled then (pip takes a falsy value for this flag's yes).
-PIP_NO_COMPILE=0 dynapipe_setup "$root" train,test,transformers,lora,inference,data,ray,deepspeed
+dynapipe_setup "$root" train,test,transformers,lora,inference,data,ray,deepspeed
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters start: none need compile again what one has compiled
 cd "$root"

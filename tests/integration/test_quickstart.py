@@ -86,8 +86,7 @@ def run(command: list[str], cwd: Path, limit_s: int) -> subprocess.CompletedProc
     return subprocess.run(
         ["timeout", "-k", "20", str(limit_s), *command],  # ends the whole process group, ranks and store included
         cwd=cwd,
-        # Most of what pip installs is never imported, let alone compiled; its options that say no are given by a false.
-        env={**inherited, "OMP_NUM_THREADS": "1", "PIP_NO_COMPILE": "false", "CMAKE_ARGS": QUICKLY},
+        env={**inherited, "OMP_NUM_THREADS": "1", "CMAKE_ARGS": QUICKLY},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -69,8 +69,7 @@ def test_the_first_run_installs_and_the_second_does_nothing(checkout: Path) -> N
     assert status == 0
     assert f"at {checkout}/.venv/bin/python" in output
     assert [call for call in calls if "pip install" in call] == [
-        "python -m pip install torch==2.13.0",
-        f"python -m pip install -e {checkout}[train]",
+        f"python -m pip install --no-compile -e {checkout}[train] torch==2.13.0",
     ]
     assert set_up(checkout, "train") == (0, f"at {checkout}/.venv/bin/python\n", [])
 
@@ -81,7 +80,7 @@ def test_two_at_once_install_once(checkout: Path) -> None:
         assert "at " in one.communicate(timeout=LIMIT_S)[0]
         assert "at " in other.communicate(timeout=LIMIT_S)[0]
     calls = (checkout.parent / "calls").read_text()
-    assert calls.count("pip install -e") == 1
+    assert calls.count("pip install") == 1
 
 
 def test_more_extras_are_added_and_fewer_are_there_already(checkout: Path) -> None:
@@ -94,9 +93,9 @@ def test_more_extras_are_added_and_fewer_are_there_already(checkout: Path) -> No
 def test_a_changed_pyproject_or_a_moved_checkout_installs_again(checkout: Path) -> None:
     set_up(checkout, "train")
     (checkout / "pyproject.toml").write_text("[project]\nname = 'x'\n")
-    assert any("pip install -e" in call for call in set_up(checkout, "train")[2])
+    assert any("pip install" in call for call in set_up(checkout, "train")[2])
     moved = checkout.rename(checkout.with_name("moved"))
-    assert any(f"pip install -e {moved}[train]" in call for call in set_up(moved, "train")[2])
+    assert any(f"-e {moved}[train]" in call for call in set_up(moved, "train")[2])
 
 
 def test_a_torch_that_is_there_is_kept(checkout: Path) -> None:
@@ -107,7 +106,7 @@ def test_a_torch_that_is_there_is_kept(checkout: Path) -> None:
 
 def test_the_torch_requirement_can_be_chosen(checkout: Path) -> None:
     calls = set_up(checkout, "train", DYNAPIPE_TORCH="torch==2.9.0")[2]
-    assert "python -m pip install torch==2.9.0" in calls
+    assert f"python -m pip install --no-compile -e {checkout}[train] torch==2.9.0" in calls
 
 
 def test_an_active_environment_is_not_used(checkout: Path, tmp_path: Path) -> None:
@@ -127,4 +126,4 @@ def test_a_failing_install_shows_pips_words_and_is_tried_again(checkout: Path) -
     assert "build/setup.log" in output
     status, output, calls = set_up(checkout, "train")
     assert status == 0
-    assert any("pip install -e" in call for call in calls)
+    assert any("pip install" in call for call in calls)
