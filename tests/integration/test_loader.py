@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -184,8 +184,9 @@ def test_a_state_of_other_data_or_settings_is_refused_by_name(changed: dict[str,
     with pytest.raises(DataError, match=named):
         loader(**{"shuffle": True, "seed": 5, **changed}).load_state_dict(state)
     loader(CountingDataset(samples=None), shuffle=True, seed=5).load_state_dict(state)  # which cannot be told
-    with pytest.raises(DataError, match="format"):
-        loader().load_state_dict({})
+    for none in ({}, None):
+        with pytest.raises(DataError, match="loader state has format None"):
+            loader().load_state_dict(none)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -206,20 +207,6 @@ def test_a_state_with_a_key_that_is_missing_or_of_another_type_is_refused_by_nam
         state[name] = value
     with pytest.raises(DataError, match=f"^{name} of the loader's state is "):
         loader().load_state_dict(state)
-
-
-def test_a_state_that_is_none_is_refused() -> None:
-    with pytest.raises(DataError, match="loader state has format None"):
-        loader().load_state_dict(None)  # type: ignore[arg-type]
-
-
-def test_a_sample_longer_than_its_length_says_is_refused_rather_than_cut() -> None:
-    class Longer(CountingDataset):
-        def __getitem__(self, index: int) -> TokenSample:
-            return TokenSample(index, np.arange(self.lengths[index, 0] + 2), 1)
-
-    with pytest.raises(DataError, match=r"positions but the dataset's `lengths` say \d+: the rest would never be"):
-        next(iter(loader(Longer())))
 
 
 def test_another_topology_goes_on_with_the_same_global_batches() -> None:
@@ -288,19 +275,46 @@ def test_planning_in_line_is_exposed_and_counted() -> None:
     assert loading.exposed_planning_s > 0
 
 
+class Longer(CountingDataset):
+    def __getitem__(self, index: int) -> TokenSample:
+        return TokenSample(index, np.arange(self.lengths[index, 0] + 2), 1)
+
+
+class Broken(CountingDataset):
+    def __getitem__(self, index: int) -> TokenSample:
+        raise OSError(f"disk gone at sample {index}")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: loader(Longer()),
+            DataError,
+            r"positions but the dataset's `lengths` say \d+: the rest would never be",
+        ),
+        (lambda: loader(Broken()), OSError, "disk gone"),
+        (lambda: loader(collate_fn=lambda *_: []), DataError, "collate_fn gave list: it must map names to tensors"),
+        (lambda: DynaPipeDataLoader([1, 2], planner(), batch_size=1), ConfigError, "list has no attribute `lengths`"),
+        (
+            lambda: DynaPipeDataLoader(CountingDataset(), planner(), batch_size=4),
+            ConfigError,
+            r"coordinates=topology\.coordinates",
+        ),
+    ],
+    ids=["a sample longer than its length", "a broken dataset", "no mapping", "no lengths", "no coordinates"],
+)
+def test_what_a_dataset_or_a_collate_function_does_wrong_reaches_the_consumer(
+    make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        next(iter(make()))
+
+
 def test_a_failure_of_planning_reaches_the_consumer() -> None:
     small = Planner(Topology(), TokenCosts(1), 10.0, schedule="1f1b", format=ActivationFormat(16))
     with pytest.raises(PlanError):
         next(iter(loader(planner=small)))
-
-
-def test_an_error_of_the_dataset_reaches_the_consumer() -> None:
-    class Broken(CountingDataset):
-        def __getitem__(self, index: int) -> TokenSample:
-            raise OSError(f"disk gone at sample {index}")
-
-    with pytest.raises(OSError, match="disk gone"):
-        next(iter(loader(Broken())))
 
 
 @pytest.mark.parametrize(
@@ -343,18 +357,3 @@ def test_a_rank_of_other_ranks_than_the_topologys_does_not_take_itself_for_the_f
     wanted = f"the topology has {topology.world_size} ranks but torch.distributed knows of {num_ranks}: make them agree"
     with pytest.raises(ConfigError, match=wanted):
         DynaPipeDataLoader(CountingDataset(), Planner(topology, TokenCosts(1), 1e12), tokens_per_batch=400)
-
-
-def test_a_collate_function_that_gives_no_mapping_is_told_what_to_give() -> None:
-    with pytest.raises(DataError, match="collate_fn gave list: it must map names to tensors"):
-        next(iter(loader(collate_fn=lambda micro_batch, samples: samples)))
-
-
-def test_a_dataset_without_lengths_is_told_what_to_give() -> None:
-    with pytest.raises(ConfigError, match="list has no attribute `lengths`"):
-        DynaPipeDataLoader([1, 2, 3], planner(), batch_size=1)
-
-
-def test_many_ranks_need_coordinates() -> None:
-    with pytest.raises(ConfigError, match=r"coordinates=topology\.coordinates"):
-        DynaPipeDataLoader(CountingDataset(), planner(), batch_size=4)

@@ -171,22 +171,21 @@ def test_truncated_lengthened_and_foreign_bytes_are_refused() -> None:
             wire.decode(other, KEY)
 
 
-def test_another_key_is_refused_and_the_message_says_what_to_do() -> None:
-    with pytest.raises(StoreError, match="same plan key"):
-        wire.decode(wire.encode(example_plan(), KEY), b"j" * 32)
-
-
-def test_a_plan_stored_under_another_name_is_refused() -> None:
-    data = wire.encode(example_plan(), KEY, context=b"plan/0/1/0/0")
-    with pytest.raises(StoreError, match="plan/0/2/0/0"):
-        wire.decode(data, KEY, context=b"plan/0/2/0/0")
-
-
-def test_another_version_is_named() -> None:
-    data = bytearray(wire.encode(example_plan(), KEY))
-    data[4] = 9
-    with pytest.raises(StoreError, match=f"version 9 but this process reads {wire.VERSION}"):
-        wire.decode(bytes(data), KEY)
+@pytest.mark.parametrize(
+    ("key", "context", "version", "message"),
+    [
+        (b"j" * 32, b"", 0, "same plan key"),
+        (KEY, b"plan/0/2/0/0", 0, "plan/0/2/0/0"),
+        (KEY, b"plan/0/1/0/0", 9, f"version 9 but this process reads {wire.VERSION}"),
+    ],
+)
+def test_a_plan_of_another_key_name_or_version_is_refused_with_what_to_do(
+    key: bytes, context: bytes, version: int, message: str
+) -> None:
+    data = bytearray(wire.encode(example_plan(), KEY, context=b"plan/0/1/0/0"))
+    data[4] = version or data[4]
+    with pytest.raises(StoreError, match=message):
+        wire.decode(bytes(data), key, context=context)
 
 
 def test_the_signature_is_checked_before_anything_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:

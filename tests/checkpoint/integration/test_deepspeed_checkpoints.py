@@ -303,66 +303,59 @@ def copy_of(source: Path, tmp_path: Path) -> tuple[Path, Path]:
     return folder, folder / (folder / "latest").read_text()
 
 
-@pytest.mark.parametrize("name", ["stage1", "stage3"])
-def test_a_rank_that_is_absent_is_named(runs: Path, tmp_path: Path, name: str) -> None:
-    folder, tag = copy_of(runs / name, tmp_path)
-    (tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(DataError, match="optimizer states of 2 ranks are needed but rank 1 has none"):
-        open_checkpoint(folder)
+RANK_0, RANK_1 = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
+STATES = "stage1/global_step2/mp_rank_00_model_states.pt"
 
 
-def test_files_of_two_checkpoints_are_not_mixed(runs: Path, tmp_path: Path) -> None:
-    folder, tag = copy_of(runs / "stage1", tmp_path)
-    other = runs / "stage2-aligned" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(other, tag / other.name)
-    with pytest.raises(DataError, match="files of two checkpoints are mixed"):
-        open_checkpoint(folder)
-
-
-def test_stage_3_without_its_masters_is_refused(runs: Path, tmp_path: Path) -> None:
-    folder, tag = copy_of(runs / "stage3", tmp_path)
-    for rank in range(2):
-        (tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(DataError, match="which hold the weights of ZeRO-3"):
-        open_checkpoint(folder)
-
-
-def test_tensor_and_expert_parallel_files_are_refused_by_name(runs: Path, tmp_path: Path) -> None:
-    folder, tag = copy_of(runs / "stage1", tmp_path)
-    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_01_model_states.pt")
-    with pytest.raises(DataError, match=r"tensor parallel ranks \(mp_rank_01\).*ds_to_universal"):
-        open_checkpoint(folder)
-    (tag / "mp_rank_01_model_states.pt").rename(tag / "layer_0_expert_3_mp_rank_00_model_states.pt")
-    with pytest.raises(DataError, match=r"layer_0_expert_3_mp_rank_00_model_states\.pt: experts"):
-        open_checkpoint(folder)
-    (tag / "layer_0_expert_3_mp_rank_00_model_states.pt").rename(tag / "offloaded_tensors")
-    with pytest.raises(DataError, match="offloaded to NVMe"):
+@pytest.mark.parametrize(
+    ("saved", "files", "says"),
+    [
+        ("runs/stage1", {RANK_1: ""}, "optimizer states of 2 ranks are needed but rank 1 has none"),
+        ("runs/stage3", {RANK_1: ""}, "optimizer states of 2 ranks are needed but rank 1 has none"),
+        ("runs/stage3", {RANK_0: "", RANK_1: ""}, "which hold the weights of ZeRO-3"),
+        ("runs/stage1", {RANK_1: f"stage2-aligned/global_step2/{RANK_1}"}, "files of two checkpoints are mixed"),
+        ("runs/stage1", {"mp_rank_01_model_states.pt": STATES}, r"parallel ranks \(mp_rank_01\).*ds_to_universal"),
+        ("runs/stage1", {"layer_0_expert_3_mp_rank_00_model_states.pt": STATES}, r"_expert_3_.*\.pt: experts"),
+        ("runs/stage1", {"offloaded_tensors": STATES}, "offloaded to NVMe"),
+        (
+            "pipelines/tied",
+            {"mp_rank_01_model_states.pt": ""},
+            "model states of 2 ranks are needed but rank 1 has none",
+        ),
+    ],
+)
+def test_files_that_are_absent_mixed_or_of_another_kind_are_refused_by_name(
+    saved: str, files: dict[str, str], says: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """`files` of the checkpoint are replaced by others, or removed."""
+    fixture, name = saved.split("/")
+    place: Path = request.getfixturevalue(fixture)
+    folder, tag = copy_of(place / name, tmp_path)
+    for file, other in files.items():
+        if other:
+            shutil.copy(place / other, tag / file)
+        else:
+            (tag / file).unlink()
+    with pytest.raises(DataError, match=says):
         open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("name", "changes", "says"),
     [
-        ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.weight .24, 20. is missing"),
-        ({"num_hidden_layers": 1}, "layers.1.mlp.up_proj.weight .37, 20. is extra"),
-        ({"intermediate_size": 36}, "layers.0.mlp.gate_proj.weight is .37, 20., not .36, 20."),
+        ("stage1", {"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.weight .24, 20. is missing"),
+        ("stage1", {"num_hidden_layers": 1}, "layers.1.mlp.up_proj.weight .37, 20. is extra"),
+        ("stage1", {"intermediate_size": 36}, "layers.0.mlp.gate_proj.weight is .37, 20., not .36, 20."),
+        ("stage1-bf16", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
     ],
 )
-def test_missing_extra_and_misshapen_tensors_are_named(
-    runs: Path, tmp_path: Path, changes: dict[str, Any], says: str
+def test_tensors_that_are_not_those_of_the_config_are_named(
+    name: str, changes: dict[str, Any], says: str, runs: Path, tmp_path: Path
 ) -> None:
-    folder, _ = copy_of(runs / "stage1", tmp_path)
+    folder, _ = copy_of(runs / name, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(DataError, match=says):
-        open_checkpoint(folder).check()
-
-
-def test_a_tied_head_that_differs_is_refused(runs: Path, tmp_path: Path) -> None:
-    folder, _ = copy_of(runs / "stage1-bf16", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    with pytest.raises(DataError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         open_checkpoint(folder).check()
 
 
@@ -386,11 +379,4 @@ def test_a_layer_whose_place_cannot_be_told_is_refused_by_name(pipelines: Path, 
     (tag / "layer_05-model_states.pt").unlink()
     (tag / "layer_02-model_states.pt").unlink()
     with pytest.raises(DataError, match=r"1 layer files hold a block of llama \(layer_01.*config.json says 2"):
-        open_checkpoint(folder)
-
-
-def test_a_stage_of_a_pipeline_that_is_absent_is_named(pipelines: Path, tmp_path: Path) -> None:
-    folder, tag = copy_of(pipelines / "tied", tmp_path)
-    (tag / "mp_rank_01_model_states.pt").unlink()
-    with pytest.raises(DataError, match="model states of 2 ranks are needed but rank 1 has none"):
         open_checkpoint(folder)
