@@ -116,7 +116,7 @@ class PlannerProcesses:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(_STOP_S)
+                process.wait()  # which may take its time where others have the cores
         for thread in self._threads:
             thread.join(_STOP_S)
         for process in self.processes:

@@ -154,8 +154,13 @@ def test_a_planner_that_cannot_start_ends_the_wait(store: RedisStore) -> None:
         source(store, timeout_s=600.0).plan(StepPosition())
 
 
+@pytest.mark.parametrize("stop_s", [60.0, 0.0], ids=["asked", "killed"])
 @pytest.mark.usefixtures("forked_planners")
-def test_closing_the_pool_leaves_no_process_and_blames_nobody(store: RedisStore) -> None:
+def test_closing_the_pool_leaves_no_process_and_blames_nobody(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch, stop_s: float
+) -> None:
+    """Also where a killed process takes longer to end than planners that were asked to."""
+    monkeypatch.setattr("dynapipe_ext.executor.plans.channel._STOP_S", stop_s)
     with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
         store.get(KEYS.heartbeat(0), 60.0)
     assert set(pool.poll()) == {0, 1}
