@@ -1,11 +1,14 @@
-"""The errors of this package, and the words they share: which known name somebody may have meant, and bounds."""
+"""The errors of this package, and the words they share: which known name somebody may have meant, bytes,
+and bounds."""
 
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALIKE = 0.6  # share of letters in common, as difflib counts
 
 
@@ -56,6 +59,18 @@ def short(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
+
+def format_bytes(num_bytes: int) -> str:
+    """In units of ten, as limits are given.
+
+    >>> format_bytes(900), format_bytes(1_500_000_000), format_bytes(64_250_000)
+    ('900 B', '1.50 GB', '64.2 MB')
+    """
+    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{num_bytes} B" if units[0] == "B" else f"{value:.{2 if value < 10 else 1}f} {units[0]}"
 
 
 def in_one_line(error: BaseException) -> str:
@@ -110,6 +125,10 @@ def refuse_unknown(
 
 class DataError(DynaPipeError):
     """A file, sample or field that cannot be used."""
+
+
+class NoRoomError(DynaPipeError):
+    """A place that is full, read-only or another user's: whoever starts again meets it again."""
 
 
 class PlanError(DynaPipeError):

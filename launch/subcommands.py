@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, in_one_line, install_advice
+from dynapipe_ext.errors import NO_ROOM, ConfigError, DataError, DynaPipeError, in_one_line, install_advice
 from dynapipe_ext.launch.command_parser import CommandParser, ending, json_place
 from dynapipe_ext.launch.processes.cluster import USER_ERROR_STATUS, JobError
 from dynapipe_ext.launch.processes.env import keep_cuda_forkable
-from dynapipe_ext.tools.files import NO_ROOM, deliver_error
+from dynapipe_ext.tools.files import deliver_error
 
 _DEFECT_STATUS = 1
 _BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE

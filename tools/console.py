@@ -63,18 +63,6 @@ def percent(share: float | None, digits: int = 1, *, signed: bool = False) -> st
     return "-" if share is None else f"{round(100 * share, digits) + 0.0:{sign}.{digits}f} %"  # -0.0 + 0.0 is 0.0
 
 
-def format_bytes(num_bytes: int) -> str:
-    """In units of ten, as limits are given.
-
-    >>> format_bytes(900), format_bytes(1_500_000_000), format_bytes(64_250_000)
-    ('900 B', '1.50 GB', '64.2 MB')
-    """
-    value, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
-    while value >= 1000 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{num_bytes} B" if units[0] == "B" else f"{value:.{2 if value < 10 else 1}f} {units[0]}"
-
-
 def counted(number: int, noun: str) -> str:
     """
     >>> counted(1, "step"), counted(1200, "step"), counted(3, "batch")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import sys
@@ -169,9 +168,6 @@ def _value(value: object) -> str:
             return f"[{', '.join(map(_value, value))}]"
         case _:
             return repr(value)
-
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager

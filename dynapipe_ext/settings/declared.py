@@ -84,8 +84,12 @@ class Setting:
             raise ConfigError(f"{subject} but must be {bounds}" + (f": {self.hint}" if self.hint else ""))
 
     def _chosen(self, value: Any, subject: str) -> Any:
-        takes_numbers = int in get_args(self.kind)
-        if value in self.choices or (takes_numbers and type(value) is int):
+        kinds = get_args(self.kind)
+        takes_numbers = int in kinds or float in kinds
+        if takes_numbers and type(value) in (int, *({float} & set(kinds))):
+            self._refuse_out_of_bounds(value, subject)
+            return float(value) if float in kinds else value
+        if value in self.choices:
             return value
         choices = ", ".join(word or '""' for word in self.choices) + ", or a number" * takes_numbers
         raise ConfigError(f"{subject}: choose from {choices}{did_you_mean(str(value), self.choices)}")

@@ -26,6 +26,17 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def number_or_word(text: str) -> float | str:
+    """
+    >>> number_or_word("2.5"), number_or_word("auto")
+    (2.5, 'auto')
+    """
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def betas(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))

@@ -11,7 +11,7 @@ from dynapipe_ext.batch.topology import Offload, PlacementName, ZeroStage
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import Backend
 from dynapipe_ext.settings.declared import setting, with_default
-from dynapipe_ext.settings.flag_values import betas, dtype, numbers
+from dynapipe_ext.settings.flag_values import betas, dtype, number_or_word, numbers
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 PlacementChoice = Literal[PlacementName, "auto"]
@@ -241,7 +241,8 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and at its end. The `keep_last`
+    """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and at its end. "auto" minutes
+    are 10, or 20 times what the last save took where that is more, and pass over a disk without room. The `keep_last`
     newest checkpoints stay (0: all). With `keep_best` the one of the least loss stays too, of the validation loss where
     there is one. `background`: training goes on while a copy is written. After a signal to end, the run saves and ends
     within `grace_s`. At its end the run writes its model into the folder `output`, in the format `save_format`: the
@@ -250,7 +251,9 @@ class CheckpointSettings:
     output: str = setting("", "--output", "folder to make of the trained model", "DIR")
     save_format: SaveFormat = setting("hf", "--save-format", "of --output")
     save_every: int = setting(0, "--save-every", "between checkpoints", "STEPS", at_least=0)
-    save_minutes: float = setting(0.0, "--save-minutes", "between checkpoints", "M", at_least=0)
+    save_minutes: Literal["auto"] | float = setting(
+        "auto", "--save-minutes", "between checkpoints; auto: about 10", "M", parse=number_or_word, at_least=0
+    )
     keep_last: int = setting(2, "--keep-last", "checkpoints that stay; 0: all", at_least=0)
     keep_best: bool = setting(False, "--keep-best", "by validation; --output is then it")
     background: bool = setting(False)

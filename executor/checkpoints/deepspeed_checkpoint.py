@@ -31,6 +31,7 @@ def engine_saver(
     *,
     num_steps: int,
     adapts: bool = False,
+    num_bytes: int = 0,
 ) -> SavingTogether:
     """In a checkpoint that is the last of `num_steps`, or may be the best, lies the model, too, where an output is made
     of it. Of one that `adapts`, frozen weights are left out."""
@@ -63,6 +64,7 @@ def engine_saver(
         place=lambda: optimizer.place,
         framework="deepspeed",
         faults=SAVING_FAULTS,
+        num_bytes=num_bytes,
     )
 
 

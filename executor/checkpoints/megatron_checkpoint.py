@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dynapipe_ext.errors import DataError, ExecutionError
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.folder import (
     Manifest,
@@ -43,7 +43,7 @@ from dynapipe_ext.executor.checkpoints.folder import (
     read_manifest,
     refuse_other_model,
 )
-from dynapipe_ext.executor.checkpoints.saving import SavingRanks
+from dynapipe_ext.executor.checkpoints.saving import NO_FAULT, SavingRanks, WriteFault
 from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron.optimizer import SHARDING, MegatronOptimizer
@@ -65,7 +65,7 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
         self._copy_first = copy_first
         self._file = f"__{dist.get_rank()}_0.distcp"
         self._rows: _Rows = []
-        self._fault = ""
+        self._fault: Exception | None = None
         self._metadata = b""
 
     @property
@@ -93,13 +93,14 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
                 file.flush()
                 os.fsync(file.fileno())
         except (OSError, RuntimeError) as error:
-            self._fault = f"rank {dist.get_rank()} could not write {folder / self._file} ({error})"
+            self._fault = error
 
-    def finish(self, device: torch.device) -> Mapping[str, SavedTensor]:
-        """On all ranks: what lies where. Errors: ExecutionError on all ranks."""
-        everyone = gather_json([self._file, self._fault, self._rows], device)
-        if faults := [fault for _, fault, _ in everyone if fault]:
-            raise ExecutionError(f"the checkpoint was not saved: {faults[0]}: make room there, then resume")
+    def finish(self, ranks: SavingRanks, device: torch.device) -> Mapping[str, SavedTensor]:
+        """On all ranks: what lies where. Errors: NoRoomError and ExecutionError on all ranks."""
+        fault = ranks.fault_of(self._fault) if self._fault else NO_FAULT
+        everyone = gather_json([self._file, fault.to_json(), self._rows], device)
+        if any(text for _, (text, _), _ in everyone):
+            ranks.raise_first([WriteFault(*told) for _, told, _ in everyone])
         objects = [
             (key, StoredChunk((), (), file, offset, num_bytes))
             for file, _, rows in everyone
@@ -234,8 +235,8 @@ class CheckpointSaver:
 
     `arguments` describe the model by Megatron's names, for Megatron and for conversion. `keep_last` checkpoints stay
     (0: all), and with `keep_best` the one of the best `RunState.score`. `background`: `save` copies this rank's
-    tensors to memory and returns; a thread writes them while training goes on.
-    Errors: ExecutionError on all ranks where one cannot write; what was saved before stays.
+    tensors to memory and returns; a thread writes them while training goes on. A checkpoint takes `num_bytes` (0:
+    nobody knows). Errors: NoRoomError and ExecutionError on all ranks where one cannot write; what was saved stays.
     """
 
     def __init__(
@@ -248,6 +249,7 @@ class CheckpointSaver:
         keep_last: int = 0,
         keep_best: bool = False,
         background: bool = False,
+        num_bytes: int = 0,
     ) -> None:
         self._root, self._chunks, self._optimizer, self._arguments = root, chunks, optimizer, dict(arguments)
         self._keep_last, self._keep_best, self._background = keep_last, keep_best, background
@@ -255,7 +257,8 @@ class CheckpointSaver:
         self._pending: _Pending | None = None
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
-        self._ranks = SavingRanks(root, self._device, faults=(OSError, RuntimeError, CheckpointingException))
+        faults = (OSError, RuntimeError, CheckpointingException)
+        self._ranks = SavingRanks(root, self._device, faults=faults, num_bytes=num_bytes)
         self.most = self._ranks.most
         if dist.get_rank() == 0:
             folders.tidy(root)
@@ -278,7 +281,7 @@ class CheckpointSaver:
             elif self.most(pending.thread.is_alive(), pending.run.step):
                 return
             self._pending = None
-            tensors = pending.writer.finish(self._device)
+            tensors = pending.writer.finish(self._ranks, self._device)
             self._ranks.on_first(lambda: self._publish(pending, tensors))
 
     def _started(self, run: RunState) -> _Pending:
@@ -294,7 +297,7 @@ class CheckpointSaver:
             "iteration": run.step,
             "opt_param_scheduler": dict(place.schedule),
         }
-        self._ranks.on_first(lambda: folders.begin(self._root, run.step))
+        self._ranks.begin(run.step)
         part, writer = folders.part_folder(self._root, run.step), TensorWriter(copy_first=self._background)
         request = self._ranks.on_every(
             lambda: dist_checkpointing.save(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ExecutionError, NoRoomError
 from dynapipe_ext.executor.checkpoints import folder as folders
+from dynapipe_ext.executor.checkpoints.disk_room import AUTO_SAVE_S, lacks_room, needed_and_free, why_unwritable
 from dynapipe_ext.executor.checkpoints.folder import RECENT_STEPS, Manifest, RunState
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.protocols import OptimizerPlace
@@ -105,12 +108,25 @@ class Saver(Protocol):
     def close(self) -> None: ...
 
 
+_MOST_SHARE = 1 / 20  # of a run's time that goes into saves which nobody asked for
+
+
+@dataclass(frozen=True, slots=True)
+class UnaskedSaves:
+    """What rank 0 looks at before a save that settings leave to the run: `lacks_room()` says what one needs beside what
+    is free, or nothing where that will do. `say` tells of one that is left out."""
+
+    lacks_room: Callable[[], str]
+    say: Callable[[str], object]
+
+
 class PeriodicCheckpoints:
     """A listener on every rank. It saves when any rank votes for it, and after `num_steps`.
 
-    Saves are due by `settings`. Where these keep the best checkpoint, a save is also due for a validation loss below
-    all before, and below `least_validation_loss`, that of the checkpoints which a resumed run already has.
-    `state(done, progress)` describes the run after a step; `progress` begins at that of a resumed run.
+    Saves are due by `settings`; rank 0 has what `unasked` ones need, and decides on those. Where settings keep the best
+    checkpoint, a save is also due for a validation loss below all before, and below `least_validation_loss`, that of
+    the checkpoints which a resumed run already has. `state(done, progress)` describes the run after a step; `progress`
+    begins at that of a resumed run.
     `num_samples(done)` counts the samples of the step's batch. Once a signal has asked any rank to end, all ranks save
     and raise SystemExit with 128 and the signal's number.
     """
@@ -126,11 +142,12 @@ class PeriodicCheckpoints:
         num_samples: Callable[[StepDone], int],
         progress: RunProgress,
         least_validation_loss: float = math.inf,
+        unasked: UnaskedSaves | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._saver, self._settings, self._state, self._request = saver, settings, state, request
         self._num_steps, self._num_samples, self._progress, self._clock = num_steps, num_samples, progress, clock
-        self._saved_s = clock()
+        self._saved_s, self._save_took_s, self._unasked = clock(), 0.0, unasked
         self._least_loss = least_validation_loss
 
     def step_done(self, done: StepDone) -> None:
@@ -143,8 +160,10 @@ class PeriodicCheckpoints:
         vote = SaveVote.from_number(self._saver.most(own_vote.to_number(), done.number))
         is_last = done.number >= self._num_steps
         if vote.saves or is_last:
+            start_s = self._clock()
             self._saver.save(self._state(done, self._progress))
             self._saved_s = self._clock()
+            self._save_took_s = self._saved_s - start_s
         if is_last or vote.end_signal is not None:
             self._saver.advance(wait=True)
         if vote.end_signal is not None:
@@ -155,37 +174,98 @@ class PeriodicCheckpoints:
 
     def _is_due(self, done: StepDone) -> bool:
         every, minutes = self._settings.save_every, self._settings.save_minutes
-        by_steps = every > 0 and done.number % every == 0
-        return by_steps or (minutes > 0 and self._clock() - self._saved_s >= 60 * minutes)
+        if every > 0 and done.number % every == 0:
+            return True
+        if minutes == "auto":
+            return self._is_due_unasked(done)
+        return minutes > 0 and self._clock() - self._saved_s >= 60 * minutes
+
+    def _is_due_unasked(self, done: StepDone) -> bool:
+        after_s = max(AUTO_SAVE_S, self._save_took_s / _MOST_SHARE)
+        if self._unasked is None or self._clock() - self._saved_s < after_s:
+            return False
+        if lack := self._unasked.lacks_room():
+            self._unasked.say(f"step {done.number} is not saved, which {lack}: make room there for the next one")
+            self._saved_s = self._clock()
+        return not lack
 
     def close(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._saver.close()
 
 
+@dataclass(frozen=True, slots=True)
+class WriteFault:
+    """Why a rank could not write, empty where it could; `is_lasting`: the place is full, read-only or not its own."""
+
+    text: str = ""
+    is_lasting: bool = False
+
+    def to_json(self) -> list[Any]:
+        return [self.text, self.is_lasting]
+
+
+NO_FAULT = WriteFault()
+
+
 class SavingRanks:
-    """This rank among all that save below `root`. `faults` are the errors of writing: where work fails by one of them
-    on one rank, all ranks raise ExecutionError with its words, and none waits for one that is gone."""
+    """This rank among all that save below `root` checkpoints of about `num_bytes`.
+
+    `faults` are the errors of writing: where work fails by one of them on one rank, what is half written goes, all
+    ranks raise NoRoomError or ExecutionError with its words, and none waits for one that is gone."""
 
     def __init__(
-        self, root: Path, device: torch.device, *, faults: tuple[type[Exception], ...] = (OSError, RuntimeError)
+        self,
+        root: Path,
+        device: torch.device,
+        *,
+        faults: tuple[type[Exception], ...] = (OSError, RuntimeError),
+        num_bytes: int = 0,
     ) -> None:
-        self._root, self._device, self._faults = root, device, faults
+        self._root, self._device, self._faults, self._num_bytes = root, device, faults, num_bytes
+
+    def begin(self, step: int) -> None:
+        """Make the folder that all ranks then write the checkpoint of a step into. Errors: NoRoomError, before anything
+        is written where its bytes do not fit."""
+
+        def made() -> None:
+            if lacks_room(self._root, self._num_bytes):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            folders.begin(self._root, step)
+
+        self.on_first(made)
 
     def on_first(self, work: Callable[[], object]) -> None:
         self.on_every(work if dist.get_rank() == 0 else lambda: None)
 
     def on_every(self, work: Callable[[], _T]) -> _T:
         """What `work` gives."""
-        result, fault = None, ""
+        result, fault = None, NO_FAULT
         try:
             result = work()
         except self._faults as error:
-            fault = f"rank {dist.get_rank()} could not write below {self._root}: {error}"
-        if self._most(bool(fault)):
-            first = next(text for text in gather_json(fault, self._device) if text)
-            raise ExecutionError(f"the checkpoint was not saved: {first}: make room there, then resume")
+            fault = self.fault_of(error)
+        if self._most(bool(fault.text)):
+            self.raise_first([WriteFault(*told) for told in gather_json(fault.to_json(), self._device)])
         return cast(_T, result)
+
+    def fault_of(self, error: Exception) -> WriteFault:
+        why = why_unwritable(error, self._root)
+        return WriteFault(f"rank {dist.get_rank()} could not write below {self._root}: {why or error}", bool(why))
+
+    def raise_first(self, faults: Sequence[WriteFault]) -> NoReturn:
+        """On all ranks, none of which writes any more. What is half written goes first, so that what is free then is
+        what is free."""
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                folders.tidy(self._root)
+        self._most(0)
+        first = next((fault for fault in faults if fault.is_lasting), None)
+        if first is None:
+            text = next(fault.text for fault in faults if fault.text)
+            raise ExecutionError(f"the checkpoint was not saved: {text}: look there, then resume")
+        room = f"; one {needed_and_free(self._root, self._num_bytes)}" if self._num_bytes else ""
+        raise NoRoomError(f"the checkpoint was not saved: {first.text}{room}: make room there, then resume")
 
     def most(self, number: int, step: int) -> int:
         """The largest of every rank's number: what one of them asks for after so many steps, all do."""
@@ -203,8 +283,9 @@ class SavingTogether:
 
     Every rank takes each of `steps(folder, run)` once all have taken the one before: what ranks wait for each other in
     is a step of its own. Then rank 0 calls `join(folder)`, and `published(folder)` where the checkpoint has its name.
-    `place` says where the optimizer stands, `framework` is the package whose version is kept.
-    Errors: ExecutionError on all ranks where one of them cannot write (`faults`); what was saved before stays.
+    `place` says where the optimizer stands, `framework` is the package whose version is kept, `num_bytes` what a
+    checkpoint takes (0: nobody knows). Errors: NoRoomError and ExecutionError on all ranks where one of them cannot
+    write (`faults`); what was saved before stays.
     """
 
     def __init__(
@@ -219,10 +300,11 @@ class SavingTogether:
         join: Callable[[Path], object] = lambda folder: None,
         published: Callable[[Path], object] = lambda folder: None,
         faults: tuple[type[Exception], ...] = (OSError, RuntimeError),
+        num_bytes: int = 0,
     ) -> None:
         self._root, self._settings, self._framework = root, settings, framework
         self._steps, self._join, self._published, self._place = steps, join, published, place
-        self._ranks = SavingRanks(root, device, faults=faults)
+        self._ranks = SavingRanks(root, device, faults=faults, num_bytes=num_bytes)
         self.most = self._ranks.most
         if dist.get_rank() == 0:
             folders.tidy(root)
@@ -230,7 +312,7 @@ class SavingTogether:
     def save(self, run: RunState) -> None:
         part = folders.part_folder(self._root, run.step)
         with named_collectives(f"checkpoint of step {run.step}"):
-            self._ranks.on_first(lambda: folders.begin(self._root, run.step))
+            self._ranks.begin(run.step)
             for step in self._steps:
                 self._ranks.on_every(partial(step, part, run))
             self._ranks.on_first(lambda: self._publish(part, run))

@@ -41,6 +41,7 @@ def parts_saver(
     optimizer: TransformersOptimizer,
     parallel: ParallelContext,
     settings: CheckpointSettings,
+    num_bytes: int = 0,
 ) -> SavingTogether:
     """Of replicas, which hold the same, the first writes."""
     coordinates = parallel.coordinates
@@ -59,6 +60,7 @@ def parts_saver(
         place=lambda: optimizer.place,
         framework="transformers",
         faults=SAVING_FAULTS,
+        num_bytes=num_bytes,
     )
 
 

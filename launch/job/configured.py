@@ -34,7 +34,7 @@ from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, PlanError, format_bytes
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.models.named_models import dropout_rates
@@ -43,7 +43,7 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.tables import ModelSettings
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.console import format_bytes, percent, seconds
+from dynapipe_ext.tools.console import percent, seconds
 
 CountedCosts = AnalyticCosts | EncoderDecoderRunCosts
 _OURS = "dynapipe-ext"

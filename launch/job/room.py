@@ -17,7 +17,7 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, LengthArray, MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, PlanError, format_bytes
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
 from dynapipe_ext.launch.job.configured import (
     analytic_costs,
@@ -31,7 +31,7 @@ from dynapipe_ext.launch.job.run_costs import kept_on_host
 from dynapipe_ext.settings.deepspeed_settings import settings_in
 from dynapipe_ext.settings.tables import DeepSpeedSettings
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.console import counted, format_bytes
+from dynapipe_ext.tools.console import counted
 
 _SHORTEST = SampleLength(0, 1, 0, 1)
 _MOST_ACTIVATIONS = 2  # of counted ones, which this device's layers may keep: room that suggestions leave

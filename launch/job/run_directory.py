@@ -13,10 +13,13 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, format_bytes
+from dynapipe_ext.executor.checkpoints.disk_room import AUTO_SAVE_S, lacks_room
 from dynapipe_ext.launch.processes.scratch import FileLock, is_held
+from dynapipe_ext.settings.tables import CheckpointSettings
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
+from dynapipe_ext.tools.console import counted
 
 CHECKPOINTS = "checkpoints"
 _RUNS, _LATEST, _LOCK = Path("runs"), "latest", ".lock"
@@ -33,6 +36,20 @@ _LEFT_BY_A_RUN = (
     "trace.html",
     "trace.json",
 )
+
+
+def checkpoints_line(settings: CheckpointSettings, run_dir: Path, num_bytes: int) -> str:
+    """Where a run saves, when, and how much each checkpoint takes."""
+    place, minutes = run_dir / CHECKPOINTS, settings.save_minutes
+    by_clock = f"{AUTO_SAVE_S / 60:g}" if minutes == "auto" else f"{minutes:g}"
+    every = [f"every {counted(settings.save_every, 'step')}"] if settings.save_every else []
+    every += [f"every {by_clock} minutes"] if minutes else []
+    stay = f"the newest {settings.keep_last} stay" if settings.keep_last else "all stay"
+    size = f"about {format_bytes(num_bytes)} each, {stay}"
+    line = f"checkpoints: in {place} {', '.join([*every, 'and at the end' if every else 'at the end'])} ({size})"
+    if lack := lacks_room(place, num_bytes):
+        line += f"; none fits: one {lack}, make room there in time"
+    return line
 
 
 def runs_folder(run_dir: str) -> Path:

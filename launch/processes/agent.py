@@ -20,6 +20,7 @@ from typing import Literal, assert_never
 from dynapipe_ext.errors import (
     ConfigError,
     DataError,
+    NoRoomError,
     NotFiniteError,
     PlanError,
     StoreRefusedError,
@@ -44,7 +45,7 @@ _END, _STACKS = ".end", ".stacks"
 _END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
 _LOOKED_AT_S = 1.0  # a launcher that tests a lock holds it for an instant
 # Errors of settings or data, and stops that the settings ask for: another start would end the same way.
-_FINAL = (ConfigError, DataError, PlanError, StoreRefusedError, VerificationError, NotFiniteError)
+_FINAL = (ConfigError, DataError, NoRoomError, PlanError, StoreRefusedError, VerificationError, NotFiniteError)
 
 
 @dataclass(frozen=True, slots=True)

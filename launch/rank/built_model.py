@@ -24,13 +24,15 @@ class TrainedStage(Stage, Protocol):
 class BuiltModel:
     """`stage` runs plans, `optimizer` updates its weights; `modules` are switched
     between training and evaluation. `saver(folder)` saves checkpoints below a folder, of the model that `description`
-    tells by; `restore(folder)` takes one on and says where its run stood. `held_bytes()`: of weights, gradients and
-    optimizer states."""
+    tells by, where the second argument is how many bytes each takes; `restore(folder)` takes one on and says where its
+    run stood. `num_trained` parameters are this rank's alone, but for its replicas. `held_bytes()`: of weights,
+    gradients and optimizer states."""
 
     stage: TrainedStage
     optimizer: Any
     modules: Sequence[Any]
     description: dict[str, Any]
-    saver: Callable[[Path], Saver]
+    saver: Callable[[Path, int], Saver]
+    num_trained: int
     restore: Callable[[Path], RunState]
     held_bytes: Callable[[], int]

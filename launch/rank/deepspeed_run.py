@@ -53,9 +53,17 @@ def build_deepspeed(config: TrainConfig, architecture: Architecture, device: tor
     optimizer = DeepSpeedOptimizer(engine, config.optimizer, num_steps=num_steps, parallel=parallel, device=device)
     description = model_description(config, architecture) | {"zero_stage": settings.zero_stage}
 
-    def saver(root: Path) -> SavingTogether:
+    def saver(root: Path, num_bytes: int) -> SavingTogether:
         return engine_saver(
-            root, engine, parts, optimizer, config.checkpoint, parallel, num_steps=num_steps, adapts=adapts
+            root,
+            engine,
+            parts,
+            optimizer,
+            config.checkpoint,
+            parallel,
+            num_steps=num_steps,
+            adapts=adapts,
+            num_bytes=num_bytes,
         )
 
     return BuiltModel(
@@ -64,6 +72,7 @@ def build_deepspeed(config: TrainConfig, architecture: Architecture, device: tor
         modules=parts,
         description=description,
         saver=saver,
+        num_trained=trained,
         restore=lambda folder: load_engine(folder, engine, optimizer, model=description, adapts=adapts),
         held_bytes=lambda: int(states.total[0]),
     )

@@ -11,7 +11,7 @@ import torch
 from dynapipe_ext.executor.checkpoints.folder import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.checkpoints.saving import Saver
-from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
+from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients, own_parameters
 from dynapipe_ext.executor.stages.megatron.model import build_chunks, build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
@@ -59,7 +59,7 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
     num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
     description = asdict(architecture) | {"dtype": config.model.dtype}
 
-    def saver(root: Path) -> Saver:
+    def saver(root: Path, num_bytes: int) -> Saver:
         return CheckpointSaver(
             root,
             chunks,
@@ -68,6 +68,7 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
             keep_last=config.checkpoint.keep_last,
             keep_best=config.checkpoint.keep_best,
             background=config.checkpoint.background,
+            num_bytes=num_bytes,
         )
 
     def restore(folder: Path) -> RunState:
@@ -80,5 +81,6 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
         description=description,
         saver=saver,
         restore=restore,
+        num_trained=sum(weight.numel() for weight in own_parameters(chunks)),
         held_bytes=lambda: optimizer.state_bytes() + stage.weight_bytes() + num_sum_bytes,
     )

@@ -44,8 +44,9 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
         optimizer=optimizer,
         modules=parts,
         description=description,
-        saver=lambda root: parts_saver(root, parts, optimizer, parallel, config.checkpoint),
+        saver=lambda root, num_bytes: parts_saver(root, parts, optimizer, parallel, config.checkpoint, num_bytes),
         restore=lambda folder: load_parts(folder, parts, optimizer, parallel, model=description),
+        num_trained=sum(p.numel() for p in weights if p.requires_grad),
         held_bytes=lambda: num_weight_bytes + optimizer.state_bytes(),
     )
 

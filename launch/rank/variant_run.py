@@ -17,8 +17,9 @@ import torch.distributed as dist
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.memory import reading_stages
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.executor.checkpoints.disk_room import bytes_of_checkpoint, lacks_room
 from dynapipe_ext.executor.checkpoints.folder import RunState, least_validation_loss
-from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress
+from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, UnaskedSaves
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
@@ -39,7 +40,9 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import Groups, TorchP2PTransport, WatchedTransport
 from dynapipe_ext.launch.job.configured import Variant, architecture_of, topology_of
 from dynapipe_ext.launch.job.run_costs import RunCosts, write_fitted_costs
+from dynapipe_ext.launch.job.run_directory import checkpoints_line
 from dynapipe_ext.launch.job.settled import SettledJob
+from dynapipe_ext.launch.processes.cluster import say_at_once
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.launch.rank.rank_log import LoggingRecorder, RankLog
 from dynapipe_ext.models.architecture import Architecture
@@ -260,8 +263,12 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
             validation_loss=done.evaluation.loss if done.evaluation else None,
         )
 
+    num_bytes, unasked = bytes_of_checkpoint(_num_trained(context, built), config.model.dtype), None
+    if context.rank == 0:
+        say_at_once(checkpoints_line(config.checkpoint, job.run_dir, num_bytes))
+        unasked = UnaskedSaves(partial(lacks_room, job.checkpoints, num_bytes), say_at_once)
     return PeriodicCheckpoints(
-        built.saver(job.checkpoints),
+        built.saver(job.checkpoints, num_bytes),
         config.checkpoint,
         state,
         context.end_request,
@@ -269,7 +276,17 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
         num_samples=lambda done: loader.num_samples(done.epoch, done.epoch_step),
         progress=progress,
         least_validation_loss=least_loss,
+        unasked=unasked,
     )
+
+
+@named_collectives("bytes of a checkpoint")
+def _num_trained(context: RankContext, built: BuiltModel) -> int:
+    """Parameters of the whole model that train."""
+    is_first_replica = topology_of(context.job.config).coordinates(context.rank).dp_rank == 0
+    number = torch.tensor([built.num_trained * is_first_replica], dtype=torch.int64, device=context.device)
+    dist.all_reduce(number)
+    return int(number)
 
 
 def _own_bytes(built: BuiltModel, device: torch.device, activation_bytes: int) -> int:

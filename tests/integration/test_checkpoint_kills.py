@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.support.megatron_ranks import join  # isort: skip  # first: it imports megatron uncompiled
 
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ExecutionError, NoRoomError
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.folder import RunState, read_manifest
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, TensorWriter, read_tensors
@@ -154,7 +154,7 @@ def test_a_rank_that_cannot_write_fails_all_ranks_by_name(background, run_ranks,
             try:
                 act()
                 said.append("")
-            except ExecutionError as error:
+            except NoRoomError as error:
                 said.append(str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         dist.barrier()
@@ -165,7 +165,27 @@ def test_a_rank_that_cannot_write_fails_all_ranks_by_name(background, run_ranks,
         assert "rank 1 could not write" in (later if background else saving)
         assert "File too large" in saving + later
         assert (saving == "") == background
-    assert folders.latest(root).name == "iter_0000001"
+    assert {entry.name for entry in root.iterdir()} == {"iter_0000001", folders.POINTER}
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(run_ranks, tmp_path):
+    root = tmp_path / "checkpoints"
+
+    def main(env) -> str:
+        join(env)
+        trained: Any = Trained(1)
+        saver = CheckpointSaver(root, [trained], trained, {}, num_bytes=10**18)
+        with pytest.raises(NoRoomError) as caught:
+            saver.save(run_at(1))
+        dist.barrier()
+        dist.destroy_process_group()
+        return str(caught.value)
+
+    first, second = run_ranks(2, main)
+    assert first == second or "are free" in second  # what is free may change between two looks
+    assert first.startswith(f"the checkpoint was not saved: rank 0 could not write below {root}: No space left on")
+    assert f"; one takes about 1000000.0 TB below {root}, where " in first
+    assert not root.exists() or not list(root.iterdir())
 
 
 def test_ranks_whose_peer_is_gone_say_of_which_step_the_checkpoint_is(run_ranks, tmp_path):

@@ -7,6 +7,8 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from dynapipe_ext.tools.account.report import RunReport
 from tests.integration.test_resume_command import SETTINGS
 from tests.support.limits import LIMIT_S
@@ -40,6 +42,43 @@ def test_a_report_that_cannot_be_written_is_named_once_by_rank_0(preloaded: Prel
     why = "rank 0: run/trace.json is a folder: name another file, or move it away\n"
     assert re.fullmatch(rf"ranks: .*\n{why}{ENDED}", said)
     assert RunReport.read(tmp_path / "run" / "report.json").unfinished is not None
+
+
+def test_a_checkpoint_without_room_ends_the_run_in_one_line_and_leaves_the_one_before(
+    preloaded: Preloaded, tmp_path: Path
+) -> None:
+    """And the run goes on from there once there is room."""
+    (tmp_path / "settings.toml").write_text(SETTINGS)
+    words = ["train", "--config", "settings.toml", "--run-dir", "run", "--save-every", "3"]
+    lines = []
+    with preloaded.started(words, cwd=tmp_path, environment={"GLOO_SOCKET_IFNAME": "lo"}) as command:
+        for line in command.stderr:
+            lines.append(line)
+            if line.startswith("step 4 "):  # of its files only checkpoints grow
+                process = rank_process(1, 2, tmp_path)
+                resource.prlimit(process, resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+        command.communicate(LIMIT_S)
+    assert command.returncode == 2
+    said = "".join(lines)
+    opening = re.search(
+        r"checkpoints: in run/checkpoints every 3 steps, every 10 minutes, and at the end \(about (.*) kB each, the"
+        r" newest 2 stay\)\n",
+        said,
+    )
+    assert opening, said
+    root = tmp_path / "run" / "checkpoints"
+    written = sum(file.stat().st_size for file in (root / "iter_0000003").glob("*.distcp"))
+    assert float(opening[1]) * 1000 == pytest.approx(written, rel=0.5)  # of tensors this small half is their names
+    why = (
+        rf"rank \d: the checkpoint was not saved: rank 1 could not write below {root}: File too large; one takes about"
+        rf" {opening[1]} kB below {root}, where .* are free: make room there, then resume\n"
+    )
+    saved = r"saved: run/checkpoints/iter_0000003; to go on: dynapipe train --resume run\n"
+    assert re.search(rf"{why}.*{saved}", said, re.DOTALL), said
+    assert "Traceback" not in said
+    assert "unexpected pos" not in said
+    assert {entry.name for entry in root.iterdir()} == {"iter_0000003", "latest_checkpointed_iteration.txt"}
+    assert "step 4 (1/1) " in preloaded.train("--resume", "run", "--steps", "4", cwd=tmp_path)
 
 
 def test_of_ranks_that_fail_since_one_could_not_write_none_is_heard(preloaded: Preloaded, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ GRACE_S = 40.0
 # As torchrun: starts ranks, and ends with 1 as soon as one has failed, once it has ended the others.
 AGENT = """
 import os, signal, sys, time
-from dynapipe_ext.errors import ConfigError, ExecutionError, NotFiniteError, StoreError, StoreRefusedError
+from dynapipe_ext.errors import ConfigError, ExecutionError, NoRoomError, NotFiniteError, StoreError, StoreRefusedError
 from dynapipe_ext.executor.parent_death import end_with_parent, supervising_pid
 from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.processes.env import launcher
@@ -85,6 +85,7 @@ def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], Order] = la
         ("watch(wait, lambda: fail(NotFiniteError('nan'), 'nan'))", 2, "", False),  # it would be so again
         ("watch(wait, lambda: fail(StoreRefusedError('no TLS'), 'no TLS'))", 2, "", False),
         ("watch(wait, lambda: fail(StoreError('away'), 'away'))", LOST_STATUS, "", True),
+        ("watch(wait, lambda: fail(NoRoomError('full'), 'full'))", 2, "", False),
         ("watch(wait, lambda: fail(ExecutionError('late'), 'late'))", LOST_STATUS, "", True),
         ("watch(wait, lambda: fail(ExecutionError('late'), 'another is why'))", LOST_STATUS, "", True),
         ("watch(wait, lambda: fail(ValueError('bug'), 'bug'))", 1, "", True),

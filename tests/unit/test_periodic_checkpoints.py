@@ -14,7 +14,13 @@ import pytest
 
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.folder import Manifest, RunState
-from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, SaveVote
+from dynapipe_ext.executor.checkpoints.saving import (
+    EndRequest,
+    PeriodicCheckpoints,
+    RunProgress,
+    SaveVote,
+    UnaskedSaves,
+)
 from dynapipe_ext.executor.events import EvalDone, StepDone
 from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.settings.tables import CheckpointSettings
@@ -80,18 +86,28 @@ def steps_saved(
     last: int = 7,
     validation: Mapping[int, float] | None = None,
     least_validation_loss: float = math.inf,
+    unasked: UnaskedSaves | None = None,
+    save_s: float = 0.0,
 ) -> list[int]:
-    """Of steps up to `last`, each of which lasts a minute; `validation` losses are by the number of their step."""
+    """Of steps up to `last`, each of which lasts a minute, and saves of `save_s`; `validation` losses are by the number
+    of their step."""
     kept, now_s = saver or Kept(), 0.0
+
+    def state_later(done: StepDone, progress: RunProgress) -> RunState:
+        nonlocal now_s
+        now_s += save_s
+        return state(done, progress)
+
     checkpoints = PeriodicCheckpoints(
         kept,
         settings,
-        state,
+        state_later,
         request or EndRequest(60),
         num_steps=last,
         num_samples=lambda done: 10 + done.step,
         progress=RunProgress(100 * first, (9.0,) * first),
         least_validation_loss=least_validation_loss,
+        unasked=unasked,
         clock=lambda: now_s,
     )
     for step in range(first, last):
@@ -108,6 +124,23 @@ def test_a_run_saves_by_steps_by_the_clock_and_after_its_last_step() -> None:
     assert steps_saved(CheckpointSettings(save_minutes=2)) == [2, 4, 6, 7]
     assert steps_saved(CheckpointSettings(save_every=5, save_minutes=2)) == [2, 4, 5, 7]
     assert steps_saved(CheckpointSettings(save_every=3), first=4) == [6, 7]
+
+
+def test_a_run_of_more_than_minutes_saves_unasked_where_there_is_room_and_not_for_long() -> None:
+    """Rank 0 decides; the others have nothing to decide by."""
+    lacks: list[str] = []
+    said: list[str] = []
+    fits = UnaskedSaves(lambda: "", said.append)
+    full = UnaskedSaves(lambda: lacks.append("") or "takes 2 B where 1 B is free", said.append)
+    assert steps_saved(CheckpointSettings(), last=25, unasked=fits) == [10, 20, 25]
+    assert steps_saved(CheckpointSettings(), last=60, unasked=fits, save_s=60) == [10, 30, 50, 60]
+    assert steps_saved(CheckpointSettings(save_every=8), last=25, unasked=fits) == [8, 16, 24, 25]
+    assert steps_saved(CheckpointSettings(save_minutes=0), last=25, unasked=fits) == [25]
+    assert steps_saved(CheckpointSettings(), last=25) == [25]
+    assert said == []
+    assert steps_saved(CheckpointSettings(), last=25, unasked=full) == [25]
+    assert len(lacks) == 2  # a look every ten minutes
+    assert said[0] == "step 10 is not saved, which takes 2 B where 1 B is free: make room there for the next one"
 
 
 def test_what_was_saved_is_waited_for_at_the_end_alone() -> None:

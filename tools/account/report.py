@@ -20,10 +20,10 @@ from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, format_bytes
 from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone
 from dynapipe_ext.models.flops import Positions, Work
-from dynapipe_ext.tools.console import counted, format_bytes, percent, seconds, step_range
+from dynapipe_ext.tools.console import counted, percent, seconds, step_range
 from dynapipe_ext.tools.files import Fields, read_json, write_atomic
 
 _Number = TypeVar("_Number", int, float)

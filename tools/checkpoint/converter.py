@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import NO_ROOM, ConfigError, DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint import journal as journals
 from dynapipe_ext.tools.checkpoint.formats import (
@@ -33,7 +33,6 @@ from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, sett
 from dynapipe_ext.tools.checkpoint.journal import ConversionJournal, Finished
 from dynapipe_ext.tools.checkpoint.recognition import Format, format_of, recognise
 from dynapipe_ext.tools.console import say_loading
-from dynapipe_ext.tools.files import NO_ROOM
 
 PieceKey = tuple[str, StateKind]  # a group's name, and what of it
 

@@ -103,6 +103,15 @@ def _partial_over_tensor_parallel(chunks: Chunks) -> Iterator[torch.Tensor]:
                 yield parameter
 
 
+def own_parameters(chunks: Chunks) -> list[Any]:
+    """Of those that train, the ones of which this rank's copy counts among all of its replica's."""
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    return [p for p in trained if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]
+
+
 class ExactNorm:
     """The norm of all gradients of a model whose `main_grad` holds them, and their clipping by it.
 
@@ -112,13 +121,9 @@ class ExactNorm:
 
     def __init__(self, chunks: Chunks) -> None:
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-        from megatron.core.transformer.module import param_is_not_shared
 
         self._parameters = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
-        self._counted = [
-            p for p in self._parameters if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
-        ]
+        self._counted = own_parameters(chunks)
         self._group: Any = parallel_state.get_model_parallel_group()
         self._device = next(chunks[0].parameters()).device
         most = torch.tensor(len(self._counted), device=self._device)
