@@ -15,6 +15,7 @@ from typing import Any
 
 from dynapipe_ext.batch.topology import ZERO_STAGES, ZeroStage
 from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.settings.deepspeed_keys import refuse_unread
 from dynapipe_ext.settings.tables import MEETS_INSIDE, DeepSpeedSettings, OptimizerSettings
 
 Json = dict[str, Any]
@@ -64,6 +65,7 @@ def read_deepspeed_config(path: str | Path) -> Json:
         if not isinstance(raw.get(name, {}), dict):
             raise ConfigError(f"{path}: {name} is {short(raw[name])} but must be an object")
     _refuse_misfits(raw, path)
+    refuse_unread(raw, path)
     for name, instead in _FOREIGN.items():
         if raw.get(name, {}).get("enabled") is True:
             raise ConfigError(f"{path}: {name} is enabled, which runs here cannot follow: {instead}")
