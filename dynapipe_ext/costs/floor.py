@@ -181,8 +181,3 @@ Floor = GrowingTimes | TablePoints
 def least_from_on(values: FloatArray, axis: int) -> FloatArray:
     """The least from each place on along an axis."""
     return np.flip(np.minimum.accumulate(np.flip(values, axis), axis=axis), axis)
-
-
-def leastleast_from_on(values: FloatArray, axis: int) -> FloatArray:
-    """The least from each place on along an axis."""
-    return np.flip(np.minimum.accumulate(np.flip(values, axis), axis=axis), axis)

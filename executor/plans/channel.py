@@ -317,11 +317,6 @@ class PlanChannel:
         if self._pool is not None:
             self._pool.reached(place)
 
-    @property
-    def planners(self) -> PlannerProcesses | None:
-        """The planner processes, on the rank that started them."""
-        return self._pool
-
     def close(self) -> None:
         self._stop_planners()
         self._next = None

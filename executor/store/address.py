@@ -114,11 +114,6 @@ class StoreAddress:
         parts = _split(self.url)
         return unquote(parts.path) if parts.scheme == "unix" else ""
 
-    @property
-    def db(self) -> int:
-        """Number of the database."""
-        return _database(_split(self.url))
-
 
 def _split(text: str) -> SplitResult:
     """The parts of a well-formed store URL. Messages never show the part that may hold a password."""

@@ -67,7 +67,7 @@ def test_planners_of_two_nodes_share_the_steps_and_one_that_is_killed_is_started
     try:
         steps = zip(*loaders, strict=True)
         found = [[encode(plan, KEY)] for _, plan in next(steps)]
-        pools = [loading._channel.planners for loading in loaders if loading._channel]
+        pools = [loading._channel._pool for loading in loaders if loading._channel]
         assert [list(pool._processes) if pool else [] for pool in pools] == [[0], [], [1], []]
         for pool in filter(None, pools):
             os.kill(pool.processes[0].pid, signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_a_planner_that_is_killed_for_good_ends_every_ranks_iteration(
         for one in running:
             next(one)
         assert loaders[0]._channel is not None
-        pool = loaders[0]._channel.planners
+        pool = loaders[0]._channel._pool
         assert pool is not None
         for process in pool.processes:
             os.kill(process.pid, signal.SIGKILL)

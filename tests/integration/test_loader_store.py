@@ -69,7 +69,7 @@ def test_planners_outlive_the_signal_that_asks_ranks_to_save_however_early_it_co
     with through(address, RANKS[0], namespace, num_workers=2) as loading:
         running = iter(loading)
         assert loading._channel is not None
-        pool = loading._channel.planners
+        pool = loading._channel._pool
         assert pool is not None
         pids = [process.pid for process in pool.processes]
         for _ in range(4):

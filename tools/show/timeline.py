@@ -24,8 +24,6 @@ from dynapipe_ext.timeline import Span, Trace, chrome_events
 from dynapipe_ext.tools.files import read_json, write_atomic
 
 FORMAT = "dynapipe-trace/1"
-TRACE_FILE = "trace.json"
-HTML_FILE = "trace.html"
 
 SpanKind = Literal["F", "B", "I", "W", "reduce", "wait", "other"]
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
