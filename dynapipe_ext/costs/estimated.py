@@ -346,48 +346,20 @@ def estimated_costs(
     layout: Layout = "padded",
 ) -> EstimatedCosts:
     """Costs under a strategy. Errors: ConfigError for sizes that do not divide over it."""
-    a, topology = architecture, strategy.weight_topology
-    tp, links = topology.tp, cluster.links
-    wide = precision == "fp32"
-    values: Literal[2, 4] = 4 if wide else 2
-    padded = a.padded(tp)
+    topology = strategy.weight_topology
+    tp = topology.tp
     held = states(
-        a,
+        architecture,
         topology,
-        vocab_size=padded.vocab_size,
+        vocab_size=architecture.padded(tp).vocab_size,
         recipe=recipe,
         zero_stage=strategy.zero_stage,
         offload=strategy.offload,
         ep=strategy.ep,
     )
-    base: AnalyticCosts | EncoderDecoderCosts
-    plain = None
-    if a.num_decoder_layers:
-        base = EncoderDecoderCosts(
-            architecture=padded,
-            topology=topology,
-            flops_per_s=cluster.flops_per_s(precision),
-            links=links,
-            layer_overhead_ns=LAYER_OVERHEAD_NS,
-            activation_bytes_per_value=values,
-            sequence_parallel=strategy.sequence_parallel,
-        )
-    else:
-        base = AnalyticCosts(
-            padded,
-            topology,
-            flops_per_s=cluster.flops_per_s(precision),
-            overhead_ns=0,
-            layer_overhead_ns=LAYER_OVERHEAD_NS,
-            activation_bytes_per_value=values,
-            param_bytes=values,
-            sequence_parallel=strategy.sequence_parallel,
-            flash=not a.attention_softcap,  # capped scores are computed and kept whole
-            links=links,
-            ep=strategy.ep,
-        )
-        if not cluster.device.is_fused and PlainLayers.know(a):
-            plain = PlainLayers.of(base, packed=layout == "packed")
+    base, plain = _counted_costs(architecture, cluster, strategy, precision), None
+    if isinstance(base, AnalyticCosts) and not cluster.device.is_fused and PlainLayers.know(architecture):
+        plain = PlainLayers.of(base, packed=layout == "packed")
     return EstimatedCosts(
         base=base,
         states=held,
@@ -397,7 +369,39 @@ def estimated_costs(
         replica_link=cluster.group_link(tp, topology.dp),
         expert_link=cluster.group_link(tp * strategy.cp, strategy.ep),
         context_link=cluster.group_link(tp, strategy.cp),
-        links=links,
+        links=cluster.links,
         host_bytes_per_s=cluster.host_bytes_per_s,
         plain=plain,
+    )
+
+
+def _counted_costs(
+    architecture: Architecture, cluster: Cluster, strategy: Strategy, precision: Precision
+) -> AnalyticCosts | EncoderDecoderCosts:
+    """What the padded model's own layers cost, without what the strategy adds to them."""
+    topology, flops_per_s = strategy.weight_topology, cluster.flops_per_s(precision)
+    padded = architecture.padded(topology.tp)
+    value_bytes: Literal[2, 4] = 4 if precision == "fp32" else 2
+    if architecture.num_decoder_layers:
+        return EncoderDecoderCosts(
+            architecture=padded,
+            topology=topology,
+            flops_per_s=flops_per_s,
+            links=cluster.links,
+            layer_overhead_ns=LAYER_OVERHEAD_NS,
+            activation_bytes_per_value=value_bytes,
+            sequence_parallel=strategy.sequence_parallel,
+        )
+    return AnalyticCosts(
+        padded,
+        topology,
+        flops_per_s=flops_per_s,
+        overhead_ns=0,
+        layer_overhead_ns=LAYER_OVERHEAD_NS,
+        activation_bytes_per_value=value_bytes,
+        param_bytes=value_bytes,
+        sequence_parallel=strategy.sequence_parallel,
+        flash=not architecture.attention_softcap,  # capped scores are computed and kept whole
+        links=cluster.links,
+        ep=strategy.ep,
     )

@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "the outcome")
 
 
-def run(args: argparse.Namespace) -> int:
+def _checked_limit(args: argparse.Namespace) -> int | None:
+    """The memory limit in bytes. Errors: ConfigError and DataError for what is refused before torch is loaded."""
     if args.beams is not None and args.beams < 1:
         raise ConfigError(f"--beams is {args.beams}: 1 or more is needed")
     if args.seed < 0:
@@ -74,9 +75,13 @@ def run(args: argparse.Namespace) -> int:
     limit_gb = args.memory_limit_gb
     if limit_gb is not None and not 1e-9 <= limit_gb < 1e9:
         raise ConfigError(f"--memory-limit-gb is {limit_gb:g} but must make 1 B to 10^18 B: give GB, such as 2.5")
-    limit_bytes = None if limit_gb is None else round(limit_gb * 1e9)
-    if not Path(args.model).exists():  # before torch is loaded
+    if not Path(args.model).exists():
         raise DataError(f"{args.model} does not exist: give a model's folder, or its config.json")
+    return None if limit_gb is None else round(limit_gb * 1e9)
+
+
+def run(args: argparse.Namespace) -> int:
+    limit_bytes = _checked_limit(args)
     say_loading("torch", "transformers")
     from dynapipe_ext.batching.inference.memory_profiling import (
         beams_of,

@@ -199,18 +199,7 @@ def transformer_config(
     )
     arguments["deterministic_mode"] = deterministic
     if a.num_experts:
-        arguments |= {
-            "num_moe_experts": a.num_experts,
-            "moe_router_topk": a.top_k,
-            "moe_ffn_hidden_size": a.ffn_hidden_size,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_router_pre_softmax": not a.norm_topk_prob,
-            "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
-            "moe_shared_expert_gate": a.shared_expert_gate,
-            "moe_router_bias_update_rate": 0.0,  # a bias stays what it is: the loss says nothing of it
-        } | router_arguments(a)
+        arguments |= _expert_arguments(a)
     if a.latent:
         arguments |= {"rotary_base": a.rope_theta} | latent_arguments(a, a.latent)
     return (MLATransformerConfig if a.latent else TransformerConfig)(
@@ -232,6 +221,21 @@ def transformer_config(
         layernorm_zero_centered_gamma=a.zero_centered_norm,
         window_size=(a.sliding_window - 1, 0) if a.sliding_window else None,
     )
+
+
+def _expert_arguments(a: Architecture) -> dict[str, Any]:
+    return {
+        "num_moe_experts": a.num_experts,
+        "moe_router_topk": a.top_k,
+        "moe_ffn_hidden_size": a.ffn_hidden_size,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_pre_softmax": not a.norm_topk_prob,
+        "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
+        "moe_shared_expert_gate": a.shared_expert_gate,
+        "moe_router_bias_update_rate": 0.0,  # a bias stays what it is: the loss says nothing of it
+    } | router_arguments(a)
 
 
 def _softmax_scale(a: Architecture) -> float | None:

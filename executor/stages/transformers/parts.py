@@ -62,27 +62,7 @@ def parts_of_folder(
     """
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
 
-    def load(part_class: Any) -> Any:
-        try:
-            model, loading = part_class.from_pretrained(
-                folder, config=config, local_files_only=True, output_loading_info=True, **options
-            )
-        except (OSError, RuntimeError, SafetensorError, UnpicklingError, MemoryError) as error:  # of files that are cut
-            if is_out_of_memory(error):
-                raise ConfigError(
-                    f"the memory of this rank is too small for its part of {folder} ({in_one_line(error)}): raise pp,"
-                    " or take another machine"
-                ) from error
-            raise DataError(
-                f"{folder} has weights that cannot be read ({in_one_line(error)}): give the folder of a whole model"
-            ) from error
-        if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
-            raise DataError(
-                f"{folder} lacks weights of {type(model).__name__} or has them in other shapes: {', '.join(lacking)}:"
-                " give the folder of a whole model"
-            )
-        return model
-
+    load = partial(_loaded, folder, config, options)
     whole = _class_of(config, pattern)
     if _has_pairs(config, pattern):
         cut = T5Cut(_is_tied(load, whole))
@@ -101,6 +81,29 @@ def parts_of_folder(
                 " tie_word_embeddings there, or give the files that belong to the model"
             )
     return parts
+
+
+def _loaded(folder: str | Path, config: Any, options: Mapping[str, Any], part_class: Any) -> Any:
+    """A part with its weights. Errors: DataError; ConfigError where they need more memory than there is."""
+    try:
+        model, loading = part_class.from_pretrained(
+            folder, config=config, local_files_only=True, output_loading_info=True, **options
+        )
+    except (OSError, RuntimeError, SafetensorError, UnpicklingError, MemoryError) as error:  # of files that are cut
+        if is_out_of_memory(error):
+            raise ConfigError(
+                f"the memory of this rank is too small for its part of {folder} ({in_one_line(error)}): raise pp,"
+                " or take another machine"
+            ) from error
+        raise DataError(
+            f"{folder} has weights that cannot be read ({in_one_line(error)}): give the folder of a whole model"
+        ) from error
+    if lacking := sorted({*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}):
+        raise DataError(
+            f"{folder} lacks weights of {type(model).__name__} or has them in other shapes: {', '.join(lacking)}:"
+            " give the folder of a whole model"
+        )
+    return model
 
 
 def parts_of_config(
