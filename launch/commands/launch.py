@@ -31,7 +31,7 @@ from dynapipe_ext.launch.processes.agent import (
     run_agent,
     torchrun_command,
 )
-from dynapipe_ext.launch.processes.cluster import JobError, say_at_once
+from dynapipe_ext.launch.processes.cluster import USER_ERROR_STATUS, JobError, say_at_once
 from dynapipe_ext.launch.processes.env import (
     debug_settings,
     job_secret,
@@ -155,8 +155,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             start = _agent_starter(args, job, by_hand)
         end = _attempts(start, 0 if by_hand else args.max_restarts, run_dir, ends_with)
-        if end.status:
-            raise JobError(end.cause, end.status)
+        if end.status:  # of a mistake the node that it was found on tells, where one process started all
+            raise JobError("" if args.follow_stdin and end.status == USER_ERROR_STATUS else end.cause, end.status)
     except BaseException as error:
         if not args.follow_stdin:  # else the process that started this one reports
             report_what_ran(run_dir, reason_of(error) or "ranks failed: the log says why")

@@ -193,8 +193,9 @@ class RunData:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all that is read of both."""
-        parts = [self.train.samples_fingerprint, self.held_out and self.held_out.samples_fingerprint]
+        """sha256 of all that is read of both; of older folders with their tokenizer, which cannot be left out there."""
+        both = (self.train, self.held_out)
+        parts = [part and (part.samples_fingerprint or part.whole.fingerprint) for part in both]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

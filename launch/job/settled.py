@@ -28,7 +28,7 @@ from dynapipe_ext.costs.adjustments import FittedTimes, without
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.job.configured import (
     architecture_of,
@@ -210,7 +210,6 @@ class SettledJob:
             "store": replace(self.address, password="").to_json(),
             "run_dir": str(self.run_dir.resolve()),
             "resumed": str(self.resumed.resolve()) if self.resumed else "",
-            "data": self.data.fingerprint,
         }
 
 
@@ -235,12 +234,6 @@ def peers_job(request: JobRequest, raw: Mapping[str, Any], keys: JobKeys, data: 
         resumed=Path(raw["resumed"]) if raw["resumed"] else None,
         overwrite=request.overwrite,
     )
-
-
-def refuse_other_nodes_data(data: RunData, raw: Mapping[str, Any]) -> None:
-    """Errors: DataError for other data than those of the rank that has settled the job."""
-    if data.fingerprint != raw["data"]:
-        raise DataError(f"{data.whole.directory} holds other data than rank 0's: have the same files on every node")
 
 
 def settled_job(request: JobRequest, machine: Machine, console: Console) -> SettledJob:

@@ -45,13 +45,13 @@ _END, _STACKS = ".end", ".stacks"
 _END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
 _LOOKED_AT_S = 1.0  # a launcher that tests a lock holds it for an instant
 # Errors of settings or data, and stops that the settings ask for: another start would end the same way.
-_FINAL = (ConfigError, DataError, NoRoomError, PlanError, StoreRefusedError, VerificationError, NotFiniteError)
+FINAL = (ConfigError, DataError, NoRoomError, PlanError, StoreRefusedError, VerificationError, NotFiniteError)
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
     """How a rank ended by itself, at `at_s` (seconds of the epoch). `cause` is the cause for the whole job. `is_first`:
-    no other rank failed before. `is_final`: another start would end the same way."""
+    no other rank failed before. `is_final`: for that cause another start would end the same way."""
 
     status: int
     at_s: float
@@ -89,8 +89,7 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
         yield
         end = RankEnd(0, time.time())
     except JobError as error:
-        is_final = isinstance(error.__cause__, _FINAL)
-        end = RankEnd(error.exit_status, time.time(), error.cause, error.cause == str(error), is_final)
+        end = RankEnd(error.exit_status, time.time(), error.cause, error.cause == str(error), error.is_final)
         raise
     except SystemExit as error:
         end = RankEnd(error.code if isinstance(error.code, int) else BUG_STATUS, time.time())
@@ -244,8 +243,8 @@ def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable
             cause = cause or f"{name} (process {pid}) was stopped for {timeout_s:g} s, and is killed"
             _send(pid, signal.SIGKILL)
         cause = cause or _killed_first(ranks)
-        if any(rank.end and rank.end.is_first and rank.end.is_final for rank in ranks):
-            return NodeEnd(USER_ERROR_STATUS)
+        if end := _final(ranks):
+            return end
         if not ranks or any(rank.runs or (rank.end and rank.end.status == 0) for rank in ranks):
             empty_since_s = time.monotonic()
         elif time.monotonic() - empty_since_s > timeout_s + _AFTER_RANKS_S:
@@ -258,8 +257,8 @@ def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> Node
     first = next((end for end in ends if end.is_first), None)
     if agent.poll() == 0:
         return NodeEnd(0)
-    if first and first.is_final:
-        return NodeEnd(USER_ERROR_STATUS)
+    if end := _final(ranks):
+        return end
     was_killed = (agent.poll() or 0) < 0
     if ranks and was_killed and not cause:  # and its ranks with it
         return NodeEnd(LOST_STATUS, agent.verdict())
@@ -274,6 +273,15 @@ def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> Node
     if ends:
         return NodeEnd(LOST_STATUS)
     return NodeEnd(LOST_STATUS, f"no rank has begun: {agent.verdict()}")
+
+
+def _final(ranks: Sequence[RankRecord]) -> NodeEnd | None:
+    """The end of a node after a failure that every start would end with; None without one. Where the rank that has
+    said why is on another node, its cause is this node's to say."""
+    ends = [rank.end for rank in ranks if rank.end and rank.end.is_final]
+    if not ends:
+        return None
+    return NodeEnd(USER_ERROR_STATUS, "" if any(end.is_first for end in ends) else ends[0].cause)
 
 
 def _killed_first(ranks: Iterable[RankRecord]) -> str:

@@ -96,12 +96,16 @@ _POLL_S = 0.5  # a signal that arrives just before a wait is noticed at the late
 
 
 class JobError(ExecutionError):
-    """A process of the job failed. It has printed the `cause` if it could. `exit_status` is that of the whole job."""
+    """A process of the job failed. It has printed the `cause` if it could. `exit_status` is that of the whole job.
+    `is_final`: another start would end the same way."""
 
-    def __init__(self, message: str, exit_status: int = USER_ERROR_STATUS, cause: str = "") -> None:
+    def __init__(
+        self, message: str, exit_status: int = USER_ERROR_STATUS, cause: str = "", *, is_final: bool = False
+    ) -> None:
         super().__init__(message)
         self.exit_status = exit_status
         self.cause = cause or message
+        self.is_final = is_final
 
 
 class Supervised:

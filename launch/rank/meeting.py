@@ -1,6 +1,7 @@
 """Where the ranks of a job meet before, and while, each prepares what takes it as long as it takes.
 
-rank ─► arrives in torch's store, waits there for the others ─► all connect at once, within a short limit
+rank ─► shows in torch's store what it was started with, which is compared ─► arrives there once it is ready, waits for
+        the others ─► all connect at once, within a short limit
 
 Whoever is connected answers soon, so a connection that is broken shows; who prepares does not, and is waited for in the
 store alone. Of ranks on several machines each gives signs there meanwhile, for the one before it to look at.
@@ -8,8 +9,11 @@ store alone. Of ranks on several machines each gives signs there meanwhile, for 
 
 from __future__ import annotations
 
+import hashlib
+import json
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -21,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.launch.job.terms import Terms, difference
 from dynapipe_ext.launch.processes.env import RankEnv
 
 _LOOK_S = 2.0  # a wait that sends nothing would never learn that its connection is gone
-_SIGN_S = 2.0
+_SIGN_S, _POLL_S = 2.0, 0.05
 _LOST = "dynapipe/lost"
 _T = TypeVar("_T")
 
@@ -72,6 +77,26 @@ class Meeting:
                 f"{what}: the store in which all ranks meet is gone ({str(error).splitlines()[0]}): look at the first"
                 " message of the other ranks"
             ) from error
+
+    def agree(self, what: str, terms: Terms, least: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return the least of each value under `least` over all ranks, once all have called this with the same `what`
+        and equal `terms`.
+
+        Errors: ConfigError on all ranks, in the same words, for the first name whose values differ; as `arrive`.
+        """
+        place, text = f"dynapipe/{what}", json.dumps(terms)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        mine = {"terms": digest, "host": socket.gethostname(), "least": least or {}}
+        self._answered(what, partial(self._show, place, {digest: text, f"of/{self._rank}": json.dumps(mine)}))
+        self.arrive(what)
+        if self._rank == 0:
+            self._answered(what, partial(self._compare, place, terms))
+        verdict = json.loads(self._answered(what, partial(self._store.get, f"{place}/verdict")))
+        if verdict["fault"]:
+            with suppress(RuntimeError, ExecutionError):  # the store goes with the first who leaves
+                self._answered(what, partial(self._heard, place))
+            raise ConfigError(f"{what}: {verdict['fault']}")
+        return dict(verdict["least"])
 
     def connect(self, device: torch.device, *, timeout_s: float) -> None:
         """Make the process group of all ranks, all of which must have arrived: connections, and whatever it does later,
@@ -134,6 +159,27 @@ class Meeting:
         self._store.set(f"{place}/{self._rank}", "")
         if self._store.add(f"{place}/arrived", 1) == self._world_size:
             self._store.set(f"{place}/all", "")
+
+    def _show(self, place: str, texts: Mapping[str, str]) -> None:
+        for name, text in texts.items():
+            self._store.set(f"{place}/{name}", text)
+
+    def _compare(self, place: str, terms: Terms) -> None:
+        """As rank 0: tell all how the terms of the first other rank differ that has not the same."""
+        ranks = [json.loads(self._store.get(f"{place}/of/{rank}")) for rank in range(self._world_size)]
+        who = [f"rank {rank} ({one['host']})" for rank, one in enumerate(ranks)]
+        other = next((rank for rank, one in enumerate(ranks) if one["terms"] != ranks[0]["terms"]), 0)
+        others = json.loads(self._store.get(f"{place}/{ranks[other]['terms']}"))
+        least = {name: min(one["least"].get(name, value) for one in ranks) for name, value in ranks[0]["least"].items()}
+        fault = difference(terms, others, (who[0], who[other]))
+        self._store.set(f"{place}/verdict", json.dumps({"fault": fault, "least": least}))
+
+    def _heard(self, place: str) -> None:
+        """Wait until all have heard the verdict, for a moment."""
+        deadline_s, number = time.monotonic() + _LOOK_S, self._store.add(f"{place}/heard", 1)
+        while number < self._world_size and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+            number = self._store.add(f"{place}/heard", 0)
 
     def _has_come(self, place: str, deadline_s: float) -> bool:
         """Whether all have, after waiting for them for a moment."""

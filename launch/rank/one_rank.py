@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,8 @@ from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs
 from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S, RunData, run_data
-from dynapipe_ext.launch.job.settled import SettledJob, peers_job, refuse_other_nodes_data, settled_job
+from dynapipe_ext.launch.job.settled import SettledJob, peers_job, settled_job
+from dynapipe_ext.launch.job.terms import terms_of, terms_of_data
 from dynapipe_ext.launch.processes.env import (
     RankEnv,
     keep_cublas_deterministic,
@@ -65,25 +67,27 @@ EndSignals = tuple[signal.Signals, ...]
 def train_rank(env: RankEnv, job: SettledJob | JobRequest, *, end_signals: EndSignals = (signal.SIGUSR1,)) -> int:
     """Train as one rank of a job, which keeps a log where the settings ask for one; returns 0. Errors are raised.
 
-    Of a job that is only requested, rank 0 settles it; its request has a directory and a store. `end_signals` ask a
-    rank to save and end.
+    Of a job that is only requested, all ranks compare what they request, and rank 0 settles it; its request has a
+    directory and a store. `end_signals` ask a rank to save and end.
     """
     with rank_log(job.config.debug, env) as log:
         return _train(env, job, end_signals, log)
 
 
 def _train(env: RankEnv, job: SettledJob | JobRequest, end_signals: EndSignals, log: RankLog | None) -> int:
-    config = job.config
-    _refuse_number_of_ranks(env, config)
     if env.rank == 0:
         say_loading("torch", "megatron-core")
     import torch.distributed as dist
 
     from dynapipe_ext.launch.rank.meeting import Meeting
 
-    device = _prepared_device(env, config)
-    timeout_s = config.job.timeout_s
+    timeout_s = job.config.job.timeout_s
     meeting = Meeting(env, limit_s=max(timeout_s, PREPARE_LIMIT_S), silent_s=timeout_s)
+    if isinstance(job, JobRequest):
+        job = _requested_by_all(env, meeting, job)
+    config = job.config
+    _refuse_number_of_ranks(env, config)
+    device = _prepared_device(env, config)
     if env.rank == 0 and isinstance(job, JobRequest):
         job = settled_job(job, _RanksMachine(env, device), Console(stderr=True, highlight=False))
     meeting.arrive("meeting of all ranks")
@@ -104,8 +108,26 @@ def _train(env: RankEnv, job: SettledJob | JobRequest, end_signals: EndSignals, 
     return 0
 
 
+def _requested_by_all(env: RankEnv, meeting: Meeting, request: JobRequest) -> JobRequest:
+    """What all ranks request alike, with the memory that the least of them has.
+
+    Errors: ConfigError on all ranks for settings, files, packages or devices that differ between them.
+    """
+    from dynapipe_ext.executor.device import rank_device
+
+    config = request.config
+    terms = {"the kind of device": rank_device(env.local_rank).type, **terms_of(config, compare=request.compare)}
+    own_gb = config.plan.memory_limit_gb
+    least = meeting.agree("comparison of nodes", terms, {"memory_limit_gb": own_gb})
+    if env.rank == 0 and least["memory_limit_gb"] < own_gb:
+        print(
+            f"memory_limit_gb: {least['memory_limit_gb']:g}, the least of all ranks ({own_gb:g} here)", file=sys.stderr
+        )
+    return replace(request, config=config.with_values(plan=least))
+
+
 def _refuse_number_of_ranks(env: RankEnv, config: TrainConfig) -> None:
-    """Errors: ConfigError, on all ranks before they meet."""
+    """Errors: ConfigError, on all ranks before they connect."""
     topology = topology_of(config)
     if env.world_size != topology.world_size:
         raise ConfigError(
@@ -181,7 +203,6 @@ def _context(
     data = _data(env, meeting, job)
     if isinstance(job, JobRequest):
         job = peers_job(job, shared, JobKeys.heard(shared["keys"], job.secret), data)
-    refuse_other_nodes_data(job.data, shared)
     config, timeout_s = job.config, job.config.job.timeout_s
     patience_s = store_patience_s(timeout_s)
     store = open_store(job.address, namespace=job.keys.namespace, connect_s=patience_s, reconnect_s=patience_s)
@@ -208,14 +229,16 @@ def _context(
 
 def _data(env: RankEnv, meeting: Meeting, job: SettledJob | JobRequest) -> RunData:
     """What was settled before ranks met; else rank 0 has prepared it by now, then the first rank of every other node
-    does (a shared file system finds it done), and the others open that."""
+    does (a shared file system finds it done), and the others open that. All ranks must then have the same samples."""
     meeting.arrive("preparation of the data by rank 0")
     data = job.data if isinstance(job, SettledJob) else None
     if data is None and env.local_rank == 0:
         data = run_data(job.config)
     meeting.arrive("preparation of the data on every node")
+    data = data or run_data(job.config)
+    meeting.agree("comparison of the data", terms_of_data(data))
     meeting.close()
-    return data or run_data(job.config)
+    return data
 
 
 def _run(context: RankContext) -> list[Spans]:

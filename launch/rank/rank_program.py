@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -36,7 +37,7 @@ from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.job.job_keys import UNSHARED_WARNING
 from dynapipe_ext.launch.job.requested import add_arguments, refuse_done, requested_job
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, is_unfinished
-from dynapipe_ext.launch.processes.agent import recorded
+from dynapipe_ext.launch.processes.agent import FINAL, recorded
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError, set_process_title
 from dynapipe_ext.launch.processes.env import (
     RankEnv,
@@ -175,14 +176,16 @@ def _telling(env: RankEnv) -> Iterator[None]:
     except Exception as error:
         status = USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
         mine = f"rank {env.rank}: {in_one_line(error)}"
-        if (cause := _first_cause(env, mine)) == mine:
+        cause, is_final = _first_failure(env, (mine, isinstance(error, FINAL)))
+        if cause == mine:
             print(f"dynapipe: error: {mine}", file=sys.stderr, flush=True)
             _tell_torchrun(error, mine)
-        raise JobError(mine, status, cause) from error
+        raise JobError(mine, status, cause, is_final=is_final) from error
 
 
-def _first_cause(env: RankEnv, mine: str) -> str:
-    """Why the first rank failed, by the store of torchrun's agent; `mine` where this is the first, or nobody knows."""
+def _first_failure(env: RankEnv, mine: tuple[str, bool]) -> tuple[str, bool]:
+    """Why the first rank failed, and whether every start would end so, by the store of torchrun's agent; `mine` where
+    this is the first, or nobody knows."""
     attempt = agent_attempt()
     if attempt is None:
         return mine
@@ -192,10 +195,11 @@ def _first_cause(env: RankEnv, mine: str) -> str:
         limit = timedelta(seconds=_ASK_S)
         store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=limit, wait_for_workers=False)
         key = f"dynapipe/failure/{attempt}"
-        found: bytes = store.compare_set(key, "", mine)
+        first: bytes = store.compare_set(key, "", json.dumps(mine))
     except RuntimeError:  # the agent has gone
         return mine
-    return found.decode(errors="replace")
+    cause, is_final = json.loads(first)
+    return cause, is_final
 
 
 def _tell_torchrun(error: Exception, cause: str) -> None:

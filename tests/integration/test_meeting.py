@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.processes.network import free_port
@@ -54,6 +54,24 @@ def test_ranks_that_never_arrive_are_named(run_ranks):
     said = run_ranks(4, main)
     for rank in (0, 3):
         assert said[rank].startswith(f"preparation of the data: rank {rank} waited 4 s for ranks 1, 2: look at what")
+
+
+def test_ranks_that_were_started_otherwise_are_told_by_all_in_the_same_words(run_ranks):
+    """By all, so that every node knows that another start would end the same way."""
+
+    def main(env):
+        meeting = Meeting(env, limit_s=60.0, silent_s=60.0)
+        least = meeting.agree("nodes", {"lr": "0.1", "seed": "0"}, {"limit_gb": 3.0 - env.rank, "own": 1.0})
+        meeting.agree("data", {"samples": "9"})
+        with pytest.raises(ConfigError) as caught:
+            meeting.agree("more", {"lr": "0.1"} | ({"seed": "1"} if env.rank == 2 else {}))
+        return least, str(caught.value)
+
+    host = socket.gethostname()
+    says = f"more: seed is nothing for rank 0 ({host}) and 1 for rank 2 ({host}): start every node by the same command"
+    for least, said in run_ranks(3, main):
+        assert least == {"limit_gb": 1.0, "own": 1.0}
+        assert said.startswith(says)
 
 
 def test_a_rank_that_is_lost_while_it_prepares_is_named_by_all_long_before_the_limit(run_ranks):

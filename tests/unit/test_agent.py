@@ -29,11 +29,12 @@ from dynapipe_ext.errors import ConfigError, ExecutionError, NoRoomError, NotFin
 from dynapipe_ext.executor.parent_death import end_with_parent, supervising_pid
 from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.processes.env import launcher
-from dynapipe_ext.launch.processes.agent import recorded
+from dynapipe_ext.launch.processes.agent import FINAL, recorded
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
 
-def fail(error, cause):
-    raise JobError(str(error), 1 if isinstance(error, ValueError) else 2, cause) from error
+def fail(error, cause, is_final=None):
+    final = isinstance(error, FINAL) if is_final is None else is_final
+    raise JobError(str(error), 1 if isinstance(error, ValueError) else 2, cause, is_final=final) from error
 
 def rank(number, body):
     agent = supervising_pid()
@@ -88,6 +89,8 @@ def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], Order] = la
         ("watch(wait, lambda: fail(NoRoomError('full'), 'full'))", 2, "", False),
         ("watch(wait, lambda: fail(ExecutionError('late'), 'late'))", LOST_STATUS, "", True),
         ("watch(wait, lambda: fail(ExecutionError('late'), 'another is why'))", LOST_STATUS, "", True),
+        ("watch(wait, lambda: fail(ExecutionError('late'), 'a mistake elsewhere', True))", 2, "a mistake else", False),
+        ("watch(wait, lambda: fail(ConfigError('late'), 'a host was lost', False))", LOST_STATUS, "", True),
         ("watch(wait, lambda: fail(ValueError('bug'), 'bug'))", 1, "", True),
         ("watch(wait, lambda: sys.exit(138))", 138, "", False),  # another node was asked to save
         ("sys.exit(3)", LOST_STATUS, "no rank has begun: torchrun ended with exit status 3", True),
