@@ -6,11 +6,14 @@ an attempt: torchrun on each node ─► ranks ─► all end well, or the first
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import secrets
 import shlex
 import sys
+import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -25,13 +28,15 @@ from dynapipe_ext.launch.job.run_data import missing_file, refuse_missing_file
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
 from dynapipe_ext.launch.processes.agent import (
     LOST_STATUS,
+    TAKEN_STATUS,
     NodeEnd,
     NodePlace,
+    Order,
     RendezvousBackend,
     run_agent,
     torchrun_command,
 )
-from dynapipe_ext.launch.processes.cluster import USER_ERROR_STATUS, JobError, say_at_once
+from dynapipe_ext.launch.processes.cluster import JobError, say_at_once
 from dynapipe_ext.launch.processes.env import (
     debug_settings,
     job_secret,
@@ -39,8 +44,10 @@ from dynapipe_ext.launch.processes.env import (
     limit_threads,
     named_interface,
     node_variables,
+    slurm_step,
 )
-from dynapipe_ext.launch.processes.network import interface_towards, refuse_unknown_host
+from dynapipe_ext.launch.processes.meeting_place import refusing_other_job
+from dynapipe_ext.launch.processes.network import holder_of_port, interface_towards, refuse_unknown_host
 from dynapipe_ext.launch.processes.nodes import (
     FOLLOW_FLAG,
     Host,
@@ -63,6 +70,8 @@ _EPILOG = """examples:
   dynapipe launch --config mine.toml --hosts hosts.txt --dry-run
 """
 _PORT = 29400  # torchrun's own for c10d
+_FREE_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
+_MOST_PLACES = 5
 _SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=8"  # it ends when a host is lost
 
 
@@ -81,13 +90,15 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
         "--node-rank", type=int, metavar="N", help="of this machine, from 0 (default: the nodes agree on it)"
     )
     parser.add_argument(
-        "--rdzv-endpoint", metavar="HOST[:PORT]", help=f"where the nodes meet (default: the first of --hosts, {_PORT})"
+        "--rdzv-endpoint",
+        metavar="HOST[:PORT]",
+        help=f"where the nodes meet (default: the first of --hosts at a free port; of nodes started by hand: {_PORT})",
     )
     parser.add_argument(
         "--rdzv-backend", choices=get_args(RendezvousBackend), default="c10d", help="static keeps the order of nodes"
     )
     parser.add_argument(
-        "--rdzv-id", metavar="ID", default="dynapipe", help="of the job, where several meet at one place"
+        "--rdzv-id", metavar="ID", help="of the job (default: a new one; of nodes started by hand: made of --run-dir)"
     )
     parser.add_argument(
         "--max-restarts", type=int, default=3, metavar="N", help="most restarts from the last checkpoint"
@@ -122,10 +133,12 @@ class LaunchedJob:
         words += ["--max-restarts", "0", FOLLOW_FLAG]
         return [*words, *self.words]
 
-    def places(self, first_address: str, attempt: int) -> list[NodePlace]:
-        """The places of all nodes. They meet at the first one by default; each attempt has its own rendezvous."""
-        endpoint = self.place.rdzv_endpoint or _with_port(first_address)
-        same = replace(self.place, rdzv_endpoint=endpoint, rdzv_id=f"{self.place.rdzv_id}-{attempt}")
+    def places(self, first_address: str) -> list[NodePlace]:
+        """The places of all nodes, which meet at the first one by default. By another job's port or id nodes would join
+        that job, so each call has its own."""
+        port = secrets.choice(_FREE_PORTS)
+        endpoint = self.place.rdzv_endpoint or _with_port(first_address, port)
+        same = replace(self.place, rdzv_endpoint=endpoint, rdzv_id=f"{self.place.rdzv_id}-{secrets.token_hex(4)}")
         return [replace(same, node_rank=i) for i in range(self.place.num_nodes)]
 
 
@@ -151,12 +164,12 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         if from_here:
-            start: Callable[[int], NodeEnd] = lambda attempt: _run_from_here(args, job, attempt)  # noqa: E731
+            start: Callable[[int], NodeEnd] = lambda _: _run_from_here(args, job)  # noqa: E731
         else:
             start = _agent_starter(args, job, by_hand)
         end = _attempts(start, 0 if by_hand else args.max_restarts, run_dir, ends_with)
-        if end.status:  # of a mistake the node that it was found on tells, where one process started all
-            raise JobError("" if args.follow_stdin and end.status == USER_ERROR_STATUS else end.cause, end.status)
+        if end.status:
+            raise JobError(end.cause, end.status)
     except BaseException as error:
         if not args.follow_stdin:  # else the process that started this one reports
             report_what_ran(run_dir, reason_of(error) or "ranks failed: the log says why")
@@ -177,15 +190,34 @@ def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) ->
     store_and_secret(args, secret)
     if job.place.num_nodes > 1:
         refuse_unknown_host(_host_of(job.place.rdzv_endpoint))
+        if job.place.node_rank == 0:
+            _refuse_taken_port(job.place.rdzv_endpoint, follows=args.follow_stdin)
     place = replace(job.place, local_addr=_local_address(job.place))
     command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
-    return lambda _: run_agent(
-        command,
-        secret=secret or (secrets.token_hex(32) if job.place.num_nodes == 1 else ""),
-        timeout_s=job.config.job.timeout_s,
-        grace_s=job.config.checkpoint.grace_s,
-        order=OrdersOfStdin() if args.follow_stdin else lambda: "",
-    )
+    secret = secret or (secrets.token_hex(32) if job.place.num_nodes == 1 else "")
+
+    def start(_: int) -> NodeEnd:
+        orders: AbstractContextManager[Callable[[], Order]] = nullcontext(lambda: "")
+        if args.follow_stdin:
+            orders = nullcontext(OrdersOfStdin())
+        elif by_hand:
+            orders = refusing_other_job(place)
+        limits = {"timeout_s": job.config.job.timeout_s, "grace_s": job.config.checkpoint.grace_s}
+        with orders as order:
+            return run_agent(command, secret=secret, order=order, **limits)
+
+    return start
+
+
+def _refuse_taken_port(endpoint: str, *, follows: bool) -> None:
+    """Errors: ConfigError where the first node, this one, cannot have the port at which all meet; JobError where this
+    launcher follows another, which may choose another port."""
+    port = int(endpoint.rpartition(":")[2])
+    if holder := holder_of_port(port):
+        fault = f"nodes would meet at {endpoint}, but {holder} has that port on this machine"
+        if follows:
+            raise JobError(fault, TAKEN_STATUS)
+        raise ConfigError(f"{fault}: give another by --rdzv-endpoint HOST:PORT on every node")
 
 
 def _attempts(
@@ -249,8 +281,8 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         num_nodes=num_nodes,
         node_rank=args.node_rank,
         rdzv_backend=args.rdzv_backend,
-        rdzv_endpoint=_with_port(args.rdzv_endpoint) if args.rdzv_endpoint else "",
-        rdzv_id=args.rdzv_id,
+        rdzv_endpoint=_with_port(args.rdzv_endpoint, _usual_port()) if args.rdzv_endpoint else "",
+        rdzv_id=args.rdzv_id or ("dynapipe" if hosts or args.ray else _usual_id(args.resume or config.run.run_dir)),
     )
     words = (*_flags_of_variables(args), *launch_flags.parse_known_args(args.words)[1])
     return LaunchedJob(config=config, words=words, place=place, hosts=hosts)
@@ -263,8 +295,22 @@ def _flags_of_variables(args: argparse.Namespace) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
-def _with_port(endpoint: str) -> str:
-    """The endpoint with torchrun's port where it has none. Errors: ConfigError for a missing host or an invalid port.
+def _usual_id(run_dir: str) -> str:
+    """The id on which the nodes of a job agree by themselves: that of Slurm's step, or made of the run's directory."""
+    if step := slurm_step():
+        return f"slurm-{step}"
+    return f"dynapipe-{hashlib.sha256(os.path.abspath(run_dir).encode()).hexdigest()[:8]}"
+
+
+def _usual_port() -> int:
+    """The port on which the nodes of a job agree by themselves."""
+    if step := slurm_step():
+        return _FREE_PORTS[zlib.crc32(step.encode()) % len(_FREE_PORTS)]
+    return _PORT
+
+
+def _with_port(endpoint: str, port: int = _PORT) -> str:
+    """The endpoint, at `port` where it names none. Errors: ConfigError for a missing host or an invalid port.
 
     >>> _with_port("host"), _with_port("host:1234"), _with_port("fe80::1"), _with_port("[fe80::1]:1234")
     ('host:29400', 'host:1234', '[fe80::1]:29400', '[fe80::1]:1234')
@@ -272,9 +318,9 @@ def _with_port(endpoint: str) -> str:
     if endpoint.count(":") > 1 and not endpoint.startswith("["):
         endpoint = f"[{endpoint}]"
     if ":" not in endpoint or endpoint.endswith("]"):
-        endpoint = f"{endpoint}:{_PORT}"
-    host, _, port = endpoint.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        endpoint = f"{endpoint}:{port}"
+    host, _, named = endpoint.rpartition(":")
+    if not (host and named.isascii() and named.isdigit() and 0 < int(named) < 1 << 16):
         raise ConfigError(f"--rdzv-endpoint is {short(endpoint)} but must be HOST or HOST:PORT, the port in 1..65535")
     return endpoint
 
@@ -307,15 +353,20 @@ def _host_of(endpoint: str) -> str:
     return endpoint.rpartition(":")[0].strip("[]")
 
 
-def _run_from_here(args: argparse.Namespace, job: LaunchedJob, attempt: int) -> NodeEnd:
+def _run_from_here(args: argparse.Namespace, job: LaunchedJob) -> NodeEnd:
+    """Run all nodes once. Where their port is taken, they meet at another, unless the user chose it."""
     nodes: Nodes
-    if args.ray:
-        nodes = RayNodes(job.place.num_nodes, job.place.num_ranks, args.ray_address)
-    else:
-        nodes = ShellNodes(shlex.split(args.ssh), job.hosts)
-    variables, places = node_variables(secrets.token_hex(32)), job.places(nodes.first_address, attempt)
-    lines = [shell_line(job.node_command(place), Path.cwd(), variables) for place in places]
-    return run_on_nodes(nodes, lines, job.config.checkpoint.grace_s)
+    for _ in range(1 if job.place.rdzv_endpoint else _MOST_PLACES):
+        if args.ray:
+            nodes = RayNodes(job.place.num_nodes, job.place.num_ranks, args.ray_address)
+        else:
+            nodes = ShellNodes(shlex.split(args.ssh), job.hosts)
+        variables, places = node_variables(secrets.token_hex(32)), job.places(nodes.first_address)
+        lines = [shell_line(job.node_command(place), Path.cwd(), variables) for place in places]
+        end = run_on_nodes(nodes, lines, job.config.checkpoint.grace_s)
+        if end.status != TAKEN_STATUS:
+            return end
+    raise ConfigError(f"{end.cause or 'the first node has no port for the nodes'}: give a free one by --rdzv-endpoint")
 
 
 def _commands(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Sequence[str]:
@@ -325,7 +376,7 @@ def _commands(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Sequ
         return [shlex.join(torchrun_command(place, args.max_restarts if by_hand else 0, job.words))]
     commands = []
     names = [host.name for host in job.hosts] or [f"ray-node-{i}" for i in range(job.place.num_nodes)]
-    for name, place in zip(names, job.places(names[0].rpartition("@")[2], 0), strict=True):
+    for name, place in zip(names, job.places(names[0].rpartition("@")[2]), strict=True):
         line = shell_line(job.node_command(place), Path.cwd())
         shell = [*shlex.split(args.ssh), name, "sh", "-s"] if job.hosts else ["sh", "-s"]
         commands += [f"{shlex.join(shell)} <<< {shlex.quote(line)}"]

@@ -127,6 +127,7 @@ def _record(place: Path) -> RankRecord:
 RendezvousBackend = Literal["c10d", "static"]
 Order = Literal["", "save", "stacks", "end"]  # to a node: nothing, or what its launcher shall do
 LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another try may succeed
+TAKEN_STATUS = 69  # EX_UNAVAILABLE: another process has the port at which nodes were to meet
 SAVED_STATUSES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 _POLL_S = 0.2

@@ -189,6 +189,17 @@ def use_interface(name: str) -> list[str]:
     return unset
 
 
+def slurm_step(variables: Mapping[str, str] | None = None) -> str:
+    """The step of a Slurm job that this process is part of, as all of its processes know it; empty outside of one.
+
+    >>> slurm_step({"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0"}), slurm_step({"SLURM_JOB_ID": "71"})
+    ('71.0', '')
+    """
+    variables = os.environ if variables is None else variables
+    job, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", "")
+    return f"{job}.{step}" if job and step else ""
+
+
 def agent_attempt() -> str | None:
     """The number of this start of the job, by the torchrun agent whose store the ranks share; None without an agent."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

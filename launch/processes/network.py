@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 from dynapipe_ext.errors import ConfigError, short
 
@@ -84,6 +87,30 @@ def _addresses() -> dict[str, str]:
 
 def _is_loopback(name: str, address: str) -> bool:
     return name == "lo" or address.startswith("127.") or address in ("::1",)
+
+
+def holder_of_port(port: int) -> str:
+    """Who listens at a port of this machine, as far as this user may know; empty where nobody does."""
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=has_both).close()
+    except PermissionError:
+        return "the system"
+    except OSError:
+        return _listener(port) or "another process"
+    return ""
+
+
+def _listener(port: int) -> str:
+    import psutil
+
+    with suppress(psutil.Error):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr[1] == port and one.pid:
+                program, *words = psutil.Process(one.pid).cmdline()
+                return f"process {one.pid} ({short(shlex.join([Path(program).name, *words]))})"
+    return ""
 
 
 def free_port(host: str = "127.0.0.1") -> int:

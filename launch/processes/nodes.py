@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from dynapipe_ext.errors import ConfigError, ExecutionError, install_advice, reason, short
 from dynapipe_ext.executor.parent_death import before_exec
-from dynapipe_ext.launch.processes.agent import LOST_STATUS, SAVED_STATUSES, NodeEnd, Order
+from dynapipe_ext.launch.processes.agent import LOST_STATUS, SAVED_STATUSES, TAKEN_STATUS, NodeEnd, Order
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all, say_at_once
 from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lost, stacks_asked_for
 
@@ -247,7 +247,8 @@ def _of_nodes(ended: Mapping[str, int], errors: Mapping[str, Sequence[str]]) -> 
     """The end of a job, from the ends of its nodes: the status that explains the others counts, with the errors of the
     nodes that have it."""
     failed = {name: status for name, status in ended.items() if status}
-    for status in (USER_ERROR_STATUS, _NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS, BUG_STATUS, *SAVED_STATUSES):
+    mistakes = USER_ERROR_STATUS, _NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS
+    for status in (*mistakes, TAKEN_STATUS, BUG_STATUS, *SAVED_STATUSES):
         if names := [name for name, has in failed.items() if has == status]:
             cause = _cause(errors.get(name, ()) for name in names)
             if status in (_NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS):

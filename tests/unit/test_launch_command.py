@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import socket
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import launch
 from dynapipe_ext.launch.job.run_directory import RunDirectory
-from dynapipe_ext.launch.processes.agent import NodeEnd
+from dynapipe_ext.launch.processes.agent import TAKEN_STATUS, NodeEnd
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.rank import rank_program
 from dynapipe_ext.launch.run.outcome import report_what_ran
@@ -62,6 +66,54 @@ def test_of_nodes_that_are_started_one_by_one_torchrun_counts_the_restarts(capsy
     assert "--rdzv-conf" not in words
 
 
+def test_nodes_that_are_started_one_by_one_agree_on_where_they_meet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    """By the run's directory, as jobs do not share one; within a step of Slurm by that."""
+
+    def place(run_dir: str, *more: str) -> tuple[str, str]:
+        (words,) = commands(capsys, "--nnodes", "2", "--rdzv-endpoint", "node0", "--run-dir", run_dir, *more)
+        named = dict(pairwise(words))
+        return named["--rdzv-endpoint"], named["--rdzv-id"]
+
+    assert place("r") == place(str(here / "r")) != place("s")
+    assert place("r")[0] == place("s")[0] == "node0:29400"
+    assert place("r", "--rdzv-id", "mine") == ("node0:29400", "mine")
+    for step in ("0", "1"):
+        monkeypatch.setenv("SLURM_JOB_ID", "71")
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        assert place("r") == place("s")
+        assert place("r")[1] == f"slurm-71.{step}"
+        assert re.fullmatch(r"node0:2\d{4}", place("r")[0])
+
+
+def test_a_taken_port_is_said_by_the_first_node_and_another_is_tried_where_nobody_chose_it(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("", 0)) as server:
+        endpoint = f"localhost:{server.getsockname()[1]}"
+        alone = ["launch", *SIZES, "--nnodes", "2", "--rdzv-endpoint", endpoint, "--node-rank", "0", "--run-dir", "r"]
+        says = f"nodes would meet at {endpoint}, but process {os.getpid()} ("
+        for followed, status in (([], 2), (["--follow-stdin"], TAKEN_STATUS)):
+            assert cli.main([*alone, *followed]) == status
+            assert says in " ".join(capfd.readouterr().err.split())
+    shell = here / "into"  # node0 starts where its port is free at the second time only
+    shell.write_text(
+        f'#!/bin/sh\nread -r line; echo "$line" >> {here}/lines\n'
+        f"[ $(wc -l < {here}/lines) -ge 2 ] || exit {TAKEN_STATUS}\n"
+    )
+    shell.chmod(0o700)
+    (here / "many").write_text("node0\n")
+    hosts = ["launch", "--tp", "1", "--pp", "1", "--dp", "1", "--hosts", "many", "--ssh", str(shell), "--run-dir", "r"]
+    assert cli.main([*hosts, "--rdzv-endpoint", "node0:29400", "--max-restarts", "0"]) == 2
+    assert "give a free one by --rdzv-endpoint" in " ".join(capfd.readouterr().err.split())
+    (here / "lines").unlink()
+    assert cli.main([*hosts, "--max-restarts", "0"]) == 0
+    places = re.findall(r"--rdzv-endpoint (node0:\d+)", (here / "lines").read_text())
+    assert len(places) == 2
+    assert places[0] != places[1]
+
+
 def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,16 +121,22 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
     own = [*STORE, "--secret-file", "secret"]
     shells = commands(capsys, "--hosts", "hosts", "--run-dir", "my run", "--ssh", "rsh -n", *own)
     assert [words[:5] for words in shells[::2]] == [["rsh", "-n", name, "sh", "-s"] for name in ("node0", "me@node1")]
+    place = dict(pairwise(shlex.split(shells[0][6])))
+    assert re.fullmatch(r"node0:2\d{4}", place["--rdzv-endpoint"])
+    assert re.fullmatch(r"dynapipe-[0-9a-f]{8}", place["--rdzv-id"])
     for rank, (words, torchrun) in enumerate(zip(shells[::2], shells[1::2], strict=True)):
         line = shlex.split(words[6])
         assert line[:4] == ["cd", str(here), "&&", "exec"]
-        said = f"--nnodes 2 --node-rank {rank} --rdzv-endpoint node0:29400 --rdzv-backend c10d --rdzv-id dynapipe-0"
+        said = f"--nnodes 2 --node-rank {rank} --rdzv-endpoint {place['--rdzv-endpoint']} --rdzv-backend c10d"
+        said += f" --rdzv-id {place['--rdzv-id']}"
         said += " --max-restarts 0 --follow-stdin"
         asked = [*SIZES, "--run-dir", "my run", *own]
         assert line[5:] == ["-m", "dynapipe_ext.launch.cli", "launch", *said.split(), *asked, "||", "exit", "127"]
         assert f"--node-rank {rank} --rdzv-conf is_host={int(rank == 0)}" in " ".join(torchrun)
     assert "hidden" not in str(shells)
     by_ssh, *_ = commands(capsys, "--hosts", "hosts", "--run-dir", "my run", *own)
+    assert place["--rdzv-id"] not in by_ssh[-1]  # another launch, another place
+    assert place["--rdzv-endpoint"] not in by_ssh[-1]
     assert by_ssh[:3] == ["ssh", "-o", "BatchMode=yes"]
     assert "ServerAliveInterval=15" in by_ssh  # a host that is lost ends its shell within two minutes
 
