@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, install_advice
 from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.tools.files import writing_in
 
 
 def require_tensorboard() -> None:
@@ -24,23 +28,35 @@ def require_tensorboard() -> None:
 
 class TensorBoardFile:
     """Writes the scalars of each step to an event file in a folder; figures of all ranks only at steps that have
-    them."""
+    them. Errors: DataError where the folder cannot be written, at once: tensorboard's own writer has a thread for it,
+    which dies there with a traceback."""
 
     def __init__(self, folder: Path) -> None:
         require_tensorboard()
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._writer = EventFileWriter(str(folder))
+        self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        with writing_in(self._path):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._records = RecordWriter(self._path.open("ab"))
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def step_done(self, done: StepDone) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(done).items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=done.number, summary=Summary(value=values)))
+        self._add(Event(wall_time=time.time(), step=done.number, summary=Summary(value=values)))
+
+    def _add(self, event: Any) -> None:
+        with writing_in(self._path):
+            self._records.write(event.SerializeToString())
+            self._records.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with suppress(OSError):  # of what could not be written before, and was said
+            self._records.close()
 
 
 def scalars(done: StepDone) -> dict[str, float]:

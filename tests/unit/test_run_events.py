@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,21 @@ def test_tensorboard_reads_the_figures_of_each_step(tmp_path: Path) -> None:
             found[event.step] = {value.tag: value.simple_value for value in event.summary.value}
     assert found == {done.number: pytest.approx(scalars(done)) for done in steps}
     assert found[2]["plan/bubble_ratio"] == 0.25
+
+
+def test_tensorboard_that_has_no_room_is_named_at_its_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    listener, limits = TensorBoardFile(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    listener.step_done(a_step(0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (next(tmp_path.iterdir()).stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(
+            DataError, match=r"events\.out\.tfevents\..* cannot be written \(File too large\): make room"
+        ):
+            listener.step_done(a_step(1))
+        listener.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_tensorboard_that_is_not_installed_is_refused_with_what_to_install(
