@@ -375,7 +375,7 @@ def called() -> dict[str, Any]:
     [
         ("refuses-system", [CHAT, SYSTEM], "line 2: the chat template has no system role .*System role not supported"),
         ("drops-system", [CHAT, SYSTEM], "line 2: the chat template leaves out message 1, of role 'system': put its"),
-        ("forgets", [CHAT], "line 1: the chat template writes message 2 in another way once more messages follow"),
+        ("forgets", [CHAT], "line 1: the chat template leaves out the words of message 2, or writes them twice"),
         ("none", [CHAT], "the tokenizer has no chat template: give a folder that has one"),
         ("chatml", [{"messages": TWO_TURNS[:2]}], "line 1: no message has the role 'assistant'"),
         ("chatml", [{"conversations": [{"from": "function", "value": "4"}]}], "line 1: turn 1 .* is from 'function'"),

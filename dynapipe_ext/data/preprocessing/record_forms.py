@@ -68,6 +68,12 @@ class Chat:
     is_trained: tuple[bool, ...]
     tools: list[Any] | None
 
+    @property
+    def answers(self) -> list[bool]:
+        """Whether loss falls on each answer."""
+        pairs = zip(self.messages, self.is_trained, strict=True)
+        return [is_trained for message, is_trained in pairs if message["role"] == "assistant"]
+
 
 def template_of(
     record: Mapping[str, object], named: RecordFields, where: str, *, instructions_as_chats: bool = False

@@ -10,6 +10,7 @@ from typing import Any, Protocol, assert_never
 import numpy as np
 
 from dynapipe_ext.data.length_bounds import LengthBounds
+from dynapipe_ext.data.preprocessing.answers import answer_spans
 from dynapipe_ext.data.preprocessing.record_forms import (
     TOOLS,
     Chat,
@@ -36,6 +37,8 @@ class ModelTokenizer(Protocol):
     def has_chat_template(self) -> bool: ...
     @property
     def marks_generation(self) -> bool: ...
+    @property
+    def writes_newline(self) -> bool: ...
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, answer_next: bool = False
@@ -135,12 +138,11 @@ class Renderer:
     def _chat(self, record: Mapping[str, object], where: str) -> Rendered:
         chat = chat_of(record, self.fields, where, loss_on=self.loss_on)
         try:
-            whole = self.tokenizer.render(chat.messages, chat.tools)
-            self._check_kept(chat, whole, where)
+            self._check_kept(chat, self.tokenizer.render(chat.messages, chat.tools), where)
             if self.tokenizer.marks_generation:
                 tokens, is_target = self._marked(chat, where)
             else:
-                tokens, is_target = self._assistant_turns(chat, whole, where)
+                tokens, is_target = self._found(chat)
         except DataError as error:
             if str(error).startswith(where):
                 raise
@@ -157,8 +159,7 @@ class Renderer:
     def _marked(self, chat: Chat, where: str) -> tuple[list[int], list[bool]]:
         """Tokens and targets of a chat whose template marks answers itself."""
         tokens, is_target = self.tokenizer.render_marked(chat.messages, chat.tools)
-        pairs = zip(chat.messages, chat.is_trained, strict=True)
-        answers = [is_trained for message, is_trained in pairs if message["role"] == "assistant"]
+        answers = chat.answers
         if all(answers):
             return tokens, is_target
         starts = [place for place, target in enumerate(is_target) if target and not (place and is_target[place - 1])]
@@ -170,33 +171,25 @@ class Renderer:
         of_answer = np.cumsum([place in set(starts) for place in range(len(tokens))]) - 1
         return tokens, [target and answers[of_answer[place]] for place, target in enumerate(is_target)]
 
-    def _assistant_turns(self, chat: Chat, whole: str, where: str) -> tuple[list[int], list[bool]]:
+    def _found(self, chat: Chat) -> tuple[list[int], list[bool]]:
         """Tokens and targets of a chat whose template does not mark answers.
 
-        The template renders the chat up to the start and up to the end of each answer; the difference is the answer. A
-        token belongs to the turn of its last character. An answer without a special token at its end gets END.
+        A token belongs to the span of its last character. A last answer without a special token at its end gets END.
         """
-        messages, tools = chat.messages, chat.tools
-        spans = []
-        for number, message in enumerate(messages, 1):
-            if message["role"] != "assistant":
-                continue
-            before = self.tokenizer.render(messages[: number - 1], tools, answer_next=True)
-            upto = self.tokenizer.render(messages[:number], tools)
-            if not (whole.startswith(before) and whole.startswith(upto) and len(before) < len(upto)):
-                raise DataError(
-                    f"{where}: the chat template writes message {number} in another way once more messages follow, so"
-                    " the assistant's words in it cannot be found: mark them in the template by {% generation %}, or"
-                    " give chats of one answer each"
-                )
-            spans.append((len(before), len(upto), chat.is_trained[number - 1]))
+
+        def render(messages: Sequence[Mapping[str, Any]], answer_next: bool) -> str:
+            return self.tokenizer.render(messages, chat.tools, answer_next=answer_next)
+
+        newline_is_written = self.tokenizer.writes_newline
+        whole, spans = answer_spans(render, chat.messages, newline_is_written=newline_is_written)
         tokens, ends = self.tokenizer.encode_places(whole)
-        is_target = [any(trained and start < end <= stop for start, stop, trained in spans) for end in ends]
-        start, stop, trained = spans[-1]
+        trained = [span for span, is_trained in zip(spans, chat.answers, strict=True) if is_trained]
+        is_target = [any(start < end <= stop for start, stop in trained) for end in ends]
+        start, stop = spans[-1]
         answer = [token for token, end in zip(tokens, ends, strict=True) if start < end <= stop]
         if stop == len(whole) and not any(map(self.tokenizer.is_special, answer)):
             assert self.tokenizer.eos is not None
-            return [*tokens, self.tokenizer.eos], [*is_target, trained]
+            return [*tokens, self.tokenizer.eos], [*is_target, chat.answers[-1]]
         return tokens, is_target
 
     def _check_kept(self, chat: Chat, whole: str, where: str) -> None:

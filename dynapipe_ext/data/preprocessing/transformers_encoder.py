@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dynapipe_ext.data.preprocessing.answers import as_parts, training_template, with_text_arguments, writes_newline
 from dynapipe_ext.data.preprocessing.encoders import FORMAT, LibraryEncoder, Specials
 from dynapipe_ext.errors import ConfigError, DataError, install_advice
 
 _MOST_FILE_BYTES = 256 << 20
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".vocab")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what a template puts around the turns that carry loss
+_OF_PARTS = ("message['content'][0]['type']", "['content'][0]['text']")  # templates that read lists of parts alone
 _PROBE = "The 12,345 quick  brown\tfox\n\n  jumped. Größe — 你好, مرحبا! <s></s><|endoftext|> e\u0301 \U0001f600 x_y=1;"
 
 
@@ -85,32 +87,41 @@ class FolderEncoder:
     @property
     def marks_generation(self) -> bool:
         """Whether the chat template itself says which of its text an assistant wrote."""
-        return bool(_GENERATION.search(self._tokenizer.get_chat_template()))
+        return bool(_GENERATION.search(self._template(None)))
+
+    @property
+    def writes_newline(self) -> bool:
+        """`answers.writes_newline` of the chat template."""
+        return writes_newline(self._template(None))
+
+    def _template(self, tools: Sequence[Any] | None) -> str:
+        return training_template(self._tokenizer.get_chat_template(tools=tools))
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, answer_next: bool = False
     ) -> str:
         """The chat as text; `answer_next` ends it where the assistant begins. Errors: DataError, as the template's."""
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=answer_next
-                )
-            )
-        except Exception as error:
-            raise DataError(f"the chat template refuses the messages ({error})") from error
+        return str(self._applied(messages, tools, tokenize=False, add_generation_prompt=answer_next))
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
     ) -> tuple[list[int], list[bool]]:
         """Ids of a chat and which of them the template marks as the assistant's. Errors: as those of `render`."""
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-        except Exception as error:
-            raise DataError(f"the chat template refuses the messages ({error})") from error
+        encoded = self._applied(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         return list(encoded["input_ids"]), [bool(one) for one in encoded["assistant_masks"]]
+
+    def _applied(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, **choices: Any) -> Any:
+        """The chat template's result. Some templates take the arguments of calls as text, others contents as parts."""
+        template, refusal = self._template(tools), None
+        of_parts = any(sign in template for sign in _OF_PARTS)
+        for variant in (as_parts(messages) if of_parts else messages, with_text_arguments(messages)):
+            try:
+                return self._tokenizer.apply_chat_template(
+                    list(variant), tools=tools, chat_template=template, **choices
+                )
+            except Exception as error:  # noqa: BLE001  (a template may raise anything)
+                refusal = refusal or error
+        raise DataError(f"the chat template refuses the messages ({refusal})") from refusal
 
     def encode_places(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of a text, and for each the character at which it ends. Errors: DataError where that is not known."""
