@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -85,6 +86,50 @@ def test_a_mistake_on_one_of_two_hosts_is_said_once_and_nothing_starts_again(
     last = said.splitlines()[-1]
     assert last.startswith("dynapipe: error: rank 0: store at redis://:***@10.213.7.1:6399/0 would be used over the")
     assert [line for line in said.splitlines() if not line.startswith("network of rank")] == [last]
+
+
+def test_jobs_that_start_at_once_on_the_same_hosts_end_as_if_alone_and_one_of_unlike_nodes_before_it_trains(
+    hosts: list[Host], preloaded: Preloaded, tmp_path: Path
+) -> None:
+    """They share no port and no id. The second host of the third job has another file of settings by the same name."""
+    text = CONFIG.replace("steps = 12", "steps = 3").replace("tp = 2", "tp = 1")
+    (tmp_path / "job.toml").write_text(text)
+    write_costs(TrainConfig.read(tmp_path / "job.toml"), 258, tmp_path / "costs.json")
+    (tmp_path / "unlike").mkdir()
+    (tmp_path / "unlike" / "job.toml").write_text(f"{text}[optimizer]\nlr = 0.5\n")
+    flags = host_files(hosts, tmp_path, slots=1)
+    unlike = tmp_path / "into-unlike"
+    unlike.write_text(
+        f'#!/bin/sh\n[ $1 = {hosts[0][0]} ] && exec {flags[-1]} "$@"\n'
+        f"sed -u '1s|cd {tmp_path} |cd {tmp_path}/unlike |' | {flags[-1]} \"$@\"\n"
+    )
+    unlike.chmod(0o700)
+    python, ways = hosts_python(preloaded, tmp_path), {"a": flags[-1], "b": flags[-1], "c": str(unlike)}
+    with store_of(hosts[0], tmp_path) as store, ExitStack() as stack:
+        launchers = []
+        for run_dir, way in ways.items():
+            words = [
+                "launch",
+                *flags[:-1],
+                way,
+                "--config",
+                "job.toml",
+                "--costs",
+                str(tmp_path / "costs.json"),
+                *store,
+            ]
+            words += ["--run-dir", str(tmp_path / run_dir)]
+            launchers.append(stack.enter_context(preloaded.started(words, cwd=tmp_path, interpreter=python)))
+        logs = [launcher.communicate(LIMIT_S)[1] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0, 2], "\n\n".join(logs)[-9000:]
+    assert "restart" not in "".join(logs)
+    said = f"lr is 0.002 for rank 0 ({hosts[0][0]}) and 0.5 for rank 1 ({hosts[1][0]}): start every node by the same"
+    assert f"comparison of nodes: [optimizer] {said} command, with the same files" in logs[2].splitlines()[-1]
+    assert logs[2].count("dynapipe: error: ") == 1
+    preloaded.train("--config", "job.toml", "--run-dir", "alone", "--costs", "costs.json", cwd=tmp_path)
+    losses = [RunReport.read(tmp_path / run / "report.json").result.losses for run in ("a", "b", "alone")]
+    assert losses[0] == losses[1] == losses[2]
+    assert len(losses[0]) == 3
 
 
 def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
