@@ -157,7 +157,7 @@ COMMANDS = {
     "dynapipe flops runs/latest": (),
     "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": (),
     "dynapipe train --data prepared": SHORT,
-    "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": ("--plans", "2"),
+    "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": ("--plans", "1"),
 }
 SHOWN = {
     "doctor": "Redis server",

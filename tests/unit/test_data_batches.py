@@ -98,17 +98,13 @@ def test_indices_are_plain_integers():
         (DataError, {"batch_size": 2, "order": [-1]}, "order names sample -1"),
         (DataError, {"batch_size": 2, "order": []}, "expected a list of sample indices"),
         (DataError, {"batch_size": 2, "order": [0.5]}, "expected a list of sample indices"),
+        (DataError, {"lengths": np.zeros((0, 3), np.int64), "batch_size": 1}, "lengths is empty"),
         (DataError, {"batch_size": 2, "order": [0, 1, 2, 2]}, "order puts sample 2 twice into global batch 1"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(error, settings, message):
     with pytest.raises(error, match=message):
-        GlobalBatches(np.array([5, 9, 4, 7]), **({"seed": 0} | settings))
-
-
-def test_no_samples_are_refused():
-    with pytest.raises(DataError, match="lengths is empty"):
-        GlobalBatches(np.zeros((0, 3), np.int64), batch_size=1, seed=0)
+        GlobalBatches(**({"lengths": np.array([5, 9, 4, 7]), "seed": 0} | settings))
 
 
 def test_a_sample_over_the_budget_outside_of_the_order_is_no_obstacle():

@@ -169,6 +169,7 @@ def test_published_models_have_their_published_sizes(name: str) -> None:
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}, "use_sliding_window"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_name(change: dict[str, Any], said: str) -> None:
@@ -185,12 +186,6 @@ def test_costs_of_older_families_keep_their_bytes() -> None:
         architecture = read_config({"model_type": family} | values)
         assert Architecture.from_json(architecture.to_json()) == architecture
         assert old < set(architecture.to_json())
-
-
-def test_a_window_in_some_layers_only_is_refused() -> None:
-    raw = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16} | _SMALL
-    with pytest.raises(ConfigError, match="use_sliding_window"):
-        read_config(raw)
 
 
 def test_t5_of_version_1_1_has_a_head_of_its_own_and_no_scale() -> None:
@@ -233,6 +228,7 @@ def test_megatrons_arguments_give_the_architecture_back(case: str) -> None:
 
 
 _NO_BIAS = {"add_bias_linear": False}
+_NO_FAMILY = {"num_layers": 2, "position_embedding_type": "rope"}
 _MEGATRON = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 131}
 _ROPE = _MEGATRON | {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True} | _NO_BIAS
 _MIXTURE = _ROPE | {"num_experts": 4}
@@ -288,6 +284,8 @@ _LATENT = _MIXTURE | {"multi_latent_attention": True, "qk_layernorm": True, "kv_
         (_ROPE | {"swiglu": False}, "gated_mlp False"),
         (_ROPE | {"add_bias_linear": True, "qk_layernorm": True}, "mlp_bias True"),
         (_MEGATRON | {"add_position_embedding": False}, "add_position_embedding is False"),
+        (_NO_FAMILY | {"normalization": "LayerNorm"}, r"of no family known here: put the model's config\.json"),
+        (_NO_FAMILY | {"normalization": "RMSNorm"}, "num_attention_heads is None"),
     ],
 )
 def test_arguments_of_another_model_are_refused_by_name(arguments: dict[str, Any], said: str) -> None:
@@ -385,10 +383,3 @@ def test_what_megatrons_command_line_cannot_say_is_said(change: dict[str, Any], 
     else:
         assert not unsayable(architecture)
         assert read_arguments(write_arguments(architecture)) == architecture
-
-
-def test_arguments_of_no_family_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"of no family known here: put the model's config\.json"):
-        read_arguments({"num_layers": 2, "position_embedding_type": "rope", "normalization": "LayerNorm"})
-    with pytest.raises(ConfigError, match="num_attention_heads is None"):
-        read_arguments({"num_layers": 2, "position_embedding_type": "rope", "normalization": "RMSNorm"})
