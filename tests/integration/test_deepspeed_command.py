@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, format_bytes
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import load_engine
 from dynapipe_ext.executor.checkpoints.folder import checkpoints, read_manifest
 from dynapipe_ext.launch.cli import main
@@ -87,7 +87,7 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
 def test_losses_are_those_of_a_plain_loop_and_the_saved_model_is_the_trained_one(
     ran: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, _ = ran
+    folder, said = ran
     monkeypatch.chdir(folder)
     train, held_out = samples_of(folder / "zero3")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -96,6 +96,7 @@ def test_losses_are_those_of_a_plain_loop_and_the_saved_model_is_the_trained_one
     for name in RUNS:
         report = report_of(folder / name)
         assert report["losses"] == pytest.approx(expected, rel=1e-5)
+        assert f"(about {format_bytes(12 * model.num_parameters())} each, " in said[name]
         saved = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{name}-trained")
         with torch.no_grad():
             total = sum(float(loss_sum(saved, sample)) for sample in held_out)

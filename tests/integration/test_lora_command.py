@@ -66,6 +66,7 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
             *given, *long, *ranks, "--run-dir", name, "--output", f"{name}-adapter", cwd=folder
         )
         assert "lora: 896 weights of adapters train (" in said
+        assert "(about 10.8 kB each, " in said  # 12 bytes a weight: of a checkpoint
         assert "rank 4 beside q_proj, v_proj" in said
     wide = ["--lora-target-modules", "all-linear", "--lora-dropout", "0.2", "--dtype", "bf16"]
     wide += ["--steps", "6", "--save-every", "4"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,11 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--weight-decay", str(DECAY)]
     given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.3"]
     given += ["--betas", "0.9,0.95", "--eval-fraction", "0.2", "--eval-every", str(STEPS)]
-    preloaded_transformers.train(*given, "--save-every", str(SAVED), cwd=folder)
+    said = preloaded_transformers.train(*given, "--save-every", str(SAVED), cwd=folder)
+    written = [file.stat().st_size for file in (folder / "run").glob(f"checkpoints/*{STEPS}/*.safetensors")]
+    told = re.search(r"checkpoints: in run/checkpoints every .* \(about (.*) kB each, ", said)
+    assert told
+    assert float(told[1]) * 1000 == pytest.approx(sum(written), rel=0.1)
     for name, ranks in (("again", RANKS[:0]), ("moved", ("--pp", "1", "--dp", "1", "--placement", "linear"))):
         interrupted(folder / "run", folder / name)
         preloaded_transformers.train("--resume", name, "--output", f"trained-{name}", *ranks, cwd=folder)
