@@ -48,7 +48,7 @@ def profiled_peak(call: Callable[[], Any]) -> tuple[Any, int]:
 def _quiet() -> Iterator[None]:
     """Nothing on standard error: some versions of the profiler's C++ core log each start and stop there."""
     try:
-        kept = os.dup(2)
+        stderr_copy = os.dup(2)
     except OSError:  # there is none
         yield
         return
@@ -58,8 +58,8 @@ def _quiet() -> Iterator[None]:
         os.dup2(nowhere, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
         os.close(nowhere)
 
 

@@ -250,9 +250,9 @@ class ActivationFormat:
         """Errors: ConfigError."""
         check_integer("hidden_size", self.hidden_size, least=1)
         check_integer("sequence_shards", self.sequence_shards, least=1)
-        for name, value, known in ("dtype", self.dtype, tuple(DTYPE_BYTES)), ("order", self.order, ("sbh", "bsh")):
-            if value not in known:
-                raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(known)}")
+        for name, value, choices in ("dtype", self.dtype, tuple(DTYPE_BYTES)), ("order", self.order, ("sbh", "bsh")):
+            if value not in choices:
+                raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(choices)}")
 
     def specs(self, micro_batch: MicroBatch, boundary: int = 0) -> tuple[TensorSpec, ...]:
         """The tensors of a message between stages `boundary` and `boundary` + 1, in either direction.

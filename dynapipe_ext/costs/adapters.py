@@ -50,11 +50,11 @@ def adapter_costs(
     ).total
     value_bytes, _, _ = BYTES_PER_PARAMETER[recipe]
     inputs = sum(layer.num_inputs for layer in lora.described or ())
-    kept = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
+    kept_bytes = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
     frozen_weights = FrozenWeights(
         _trained_shares(lora, architecture, topology),
         static_bytes=tuple(static.tolist()),
-        token_bytes=tuple((layers * kept).tolist()),
+        token_bytes=tuple((layers * kept_bytes).tolist()),
     )
     return adjusted(base, frozen_weights)
 

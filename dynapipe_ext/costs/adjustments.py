@@ -89,11 +89,11 @@ class FrozenWeights:
         # The work for weight gradients; under full recomputation I does it and W is nothing, so W without says it.
         plain = costs if is_stored.all() else before("none")
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.minimum(plain.weight_ns, costs.backward_ns))
-        kept = np.outer(self.token_bytes or (0,) * costs.num_stages, work.tokens).astype(np.int64)
+        kept_bytes = np.outer(self.token_bytes or (0,) * costs.num_stages, work.tokens).astype(np.int64)
         return replace(
             costs,
-            stored_bytes=costs.stored_bytes + kept * is_stored,
-            working_bytes=costs.working_bytes + kept * ~is_stored,
+            stored_bytes=costs.stored_bytes + kept_bytes * is_stored,
+            working_bytes=costs.working_bytes + kept_bytes * ~is_stored,
             backward_ns=costs.backward_ns - _part(self._frozen, weight_ns),
             weight_ns=costs.weight_ns - _part(self._frozen, costs.weight_ns),
             static_bytes=self._static(costs),

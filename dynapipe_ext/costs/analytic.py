@@ -327,17 +327,17 @@ class AnalyticCosts:
         routed = self._routed(a, tokens)
         mlp = values * (a.fc1_size + a.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
         mlp = mlp + values * 3 * a.shared_ffn_hidden_size * tokens // tp
-        kept = self._split(copied * tokens) + attention + mlp
+        kept_bytes = self._split(copied * tokens) + attention + mlp
         if a.num_experts:
-            kept = kept + values * h * routed + self._split(4 * a.num_experts * tokens)
+            kept_bytes = kept_bytes + values * h * routed + self._split(4 * a.num_experts * tokens)
         if self.split_backward:
-            kept = np.maximum(kept, 2 * values * h * (tokens + routed) + attention + mlp)
+            kept_bytes = np.maximum(kept_bytes, 2 * values * h * (tokens + routed) + attention + mlp)
         if recompute == "selective":
-            return kept
+            return kept_bytes
         if self.flash:  # the log-sum-exp of every head and position, fp32
-            return kept + 4 * a.num_heads // tp * tokens
+            return kept_bytes + 4 * a.num_heads // tp * tokens
         scores = 2 * values + 1 if self.dropout else values  # softmax, and with dropout its mask and its output
-        return kept + scores * a.num_heads // tp * squares
+        return kept_bytes + scores * a.num_heads // tp * squares
 
     @property
     def _recipe(self) -> StateRecipe:

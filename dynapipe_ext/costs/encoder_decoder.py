@@ -142,13 +142,15 @@ class EncoderDecoderCosts:
     def head_bytes_of(self, dec: IntArray) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, for so many decoder positions."""
         a, values = self.architecture, self.activation_bytes_per_value
-        kept: IntArray = 2 * self._split(values * a.hidden_size * dec) + 4 * (a.vocab_size // self.topology.tp) * dec
-        return kept
+        kept_bytes: IntArray = (
+            2 * self._split(values * a.hidden_size * dec) + 4 * (a.vocab_size // self.topology.tp) * dec
+        )
+        return kept_bytes
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
-        kept = (0 if m.recompute == "stage" else m.rows * m.decoder_len for m in micro_batches)
-        return self.head_bytes_of(np.fromiter(kept, np.int64))
+        kept_positions = (0 if m.recompute == "stage" else m.rows * m.decoder_len for m in micro_batches)
+        return self.head_bytes_of(np.fromiter(kept_positions, np.int64))
 
     def _kept(
         self,
@@ -164,8 +166,8 @@ class EncoderDecoderCosts:
         scores = self._bytes_per_score * a.num_heads // tp * squares
         rest = self._split((4 + 2 * self.dropout) * values * a.hidden_size * tokens)
         rest = rest + values * (4 * a.query_size + fc1 + a.ffn_hidden_size) // tp * tokens
-        kept = np.where(full, self._split(inputs), rest + np.where(selective, 0, scores))
-        return rest + scores, kept
+        kept_bytes = np.where(full, self._split(inputs), rest + np.where(selective, 0, scores))
+        return rest + scores, kept_bytes
 
     @property
     def _bytes_per_score(self) -> int:

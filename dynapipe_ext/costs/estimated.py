@@ -198,8 +198,11 @@ class EstimatedCosts:
                 stored = stored - self._layers[:, :1] * (recompute != "full") * spared
             stored, working = bytes_keeping_inputs(recompute == "stage", stored, working, costs.transfer_bytes)
             if carried is not None:
-                kept, joined = self.plain.carried_bytes(carried)
-                stored, working = stored + self._layers[:, :1] * kept, working + (self._layers[:, :1] > 0) * joined
+                kept_bytes, joined = self.plain.carried_bytes(carried)
+                stored, working = (
+                    stored + self._layers[:, :1] * kept_bytes,
+                    working + (self._layers[:, :1] > 0) * joined,
+                )
         return replace(
             costs,
             forward_ns=np.maximum(costs.forward_ns + forward_ns, gather_ns),
@@ -219,8 +222,8 @@ class EstimatedCosts:
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """The part of the last stage's stored bytes that is the head's: norm, logits; shape (M,)."""
         if self.plain is not None:
-            kept = (0 if m.recompute == "stage" else m.padded_tokens for m in micro_batches)
-            return self.plain.head_bytes(np.fromiter(kept, np.int64))
+            kept_positions = (0 if m.recompute == "stage" else m.padded_tokens for m in micro_batches)
+            return self.plain.head_bytes(np.fromiter(kept_positions, np.int64))
         head: IntArray = -(-self.base.head_bytes(micro_batches) // self.strategy.cp)
         return head
 
@@ -304,12 +307,12 @@ class EstimatedCosts:
         layers = self._layers[:, :1]
         stages = np.arange(self.num_stages)[:, None]
         is_first, is_last = stages == 0, stages == self.num_stages - 1
-        kept = np.where(recompute == "full", plain.checkpoint_bytes(tokens), plain.layer_bytes(tokens, positions))
+        kept_bytes = np.where(recompute == "full", plain.checkpoint_bytes(tokens), plain.layer_bytes(tokens, positions))
         head = is_last * plain.head_bytes(tokens)
         tied = plain.architecture.tied_embeddings and self.num_stages == 1
         shared = np.where(recompute == "full", plain.shared_bytes(positions), 0)
-        stored = layers * kept + (layers > 0) * shared + head
-        of_layer = np.where(layers > 0, plain.layer_working_bytes(tokens, kept, positions, tied=tied) - head, 0)
+        stored = layers * kept_bytes + (layers > 0) * shared + head
+        of_layer = np.where(layers > 0, plain.layer_working_bytes(tokens, kept_bytes, positions, tied=tied) - head, 0)
         of_head = is_last * plain.head_working_bytes(tokens, tied=tied)
         of_embedding = is_first * plain.embedding_working_bytes(tied=tied) - stored
         return stored, np.maximum(np.maximum(of_layer, of_head), np.maximum(of_embedding, 0))

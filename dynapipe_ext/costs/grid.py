@@ -60,12 +60,12 @@ class Grid:
         is not known. Every operation is elementwise in one fixed order, so all machines get the same bits.
         """
         num_shapes = len(coordinates[0])
-        known = np.ones(num_shapes, bool)
+        in_table = np.ones(num_shapes, bool)
         total = np.zeros((len(self.columns), num_shapes))
         sides = []
         for axis, raw in zip(self.axes, coordinates, strict=True):
             x = np.maximum(raw, axis[0])
-            known &= x <= axis[-1]
+            in_table &= x <= axis[-1]
             low = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, max(0, len(axis) - 2))
             high = np.minimum(low + 1, len(axis) - 1)
             width = axis[high] - axis[low]
@@ -75,9 +75,9 @@ class Grid:
             flat, weight = np.zeros(num_shapes, np.int64), np.ones(num_shapes)
             for axis, (index, share) in zip(self.axes, corner, strict=True):
                 flat, weight = flat * len(axis) + index, weight * share
-            known &= self.known[flat] | (weight == 0)
+            in_table &= self.known[flat] | (weight == 0)
             total += weight * self.values[:, flat]
-        return total, known
+        return total, in_table
 
     def to_json(self) -> dict[str, Any]:
         """Axes and, per column, the values in row-major order with null where nothing was measured."""

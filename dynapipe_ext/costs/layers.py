@@ -33,7 +33,7 @@ def stage_values(
     """
     count = shapes.shape[1]
     axes = {"encoder": [0, 1], "decoder": [0, 1, 2], "postprocess": [0, 2] if has_decoder else [0, 1]}
-    total, known = np.zeros((len(COLUMNS), len(layout), count)), np.ones(count, bool)
+    total, in_table = np.zeros((len(COLUMNS), len(layout), count)), np.ones(count, bool)
     if not grids[0] or (has_decoder and not grids[1]):
         return total, np.zeros(count, bool)
     if native is not None and use_native:
@@ -41,13 +41,13 @@ def stage_values(
             [(list(map(np.ndarray.tolist, grid.axes)), _by_point(grid), grid.known)] if grid else [] for grid in grids
         ]
         places = np.ascontiguousarray(shapes)
-        native.stage_costs(parts, [axes[kind] for kind in KINDS], list(layout), head_on_every, places, total, known)
-        return total, known
+        native.stage_costs(parts, [axes[kind] for kind in KINDS], list(layout), head_on_every, places, total, in_table)
+        return total, in_table
     layers = np.zeros((len(KINDS), len(COLUMNS), count))
     for layer, kind, grid in zip(layers, KINDS, grids, strict=True):
         if grid:
             values, measured = grid.at(list(shapes[axes[kind]]))
-            known &= measured
+            in_table &= measured
             layer[: len(values)] = values[_columns(grid)]
     e, d, head = layers
     for stage, (num_encoder, num_decoder) in enumerate(layout):
@@ -59,7 +59,7 @@ def stage_values(
         if num_decoder:
             last = num_encoder * e[2] + (num_decoder - 1) * d[2] + d[3]
             total[3, stage] = np.maximum(total[3, stage], last)
-    return total, known
+    return total, in_table
 
 
 def _columns(grid: Grid) -> list[int]:

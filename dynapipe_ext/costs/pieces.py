@@ -52,8 +52,8 @@ class CarriedPositions:
 
     def kept_bytes(self, value_bytes: int) -> IntArray:
         """Of one key or value a position: the buffers of samples, and sums of gradients."""
-        kept: IntArray = value_bytes * self.buffered + SUM_BYTES * self.summed
-        return kept
+        kept_bytes: IntArray = value_bytes * self.buffered + SUM_BYTES * self.summed
+        return kept_bytes
 
 
 _MOST = 1e6  # ns or bytes for a position or a pair of them: so that those of the longest samples fit into 64 bits
@@ -233,7 +233,7 @@ class PieceSurcharges:
             grown = [getattr(one, name)(own, before) for name in _GROWTHS]
             for total, more in zip((forward, backward, working, stored), (*grown, one.own_bytes * own), strict=True):
                 total += its * more
-        kept = self.kept_values * positions.kept_bytes(value_bytes)
+        kept_bytes = self.kept_values * positions.kept_bytes(value_bytes)
         layer = layers[:, None]
         forward_ns, backward_ns = (np.rint(layer * x).astype(np.int64) for x in (forward, backward))
         of_own = np.ceil(layer * stored).astype(np.int64)
@@ -242,7 +242,7 @@ class PieceSurcharges:
             costs,
             forward_ns=costs.forward_ns + forward_ns,
             backward_ns=costs.backward_ns + backward_ns + np.where(again, forward_ns, 0),
-            stored_bytes=np.maximum(0, costs.stored_bytes + ~again * of_own) + layer * kept,
+            stored_bytes=np.maximum(0, costs.stored_bytes + ~again * of_own) + layer * kept_bytes,
             working_bytes=np.maximum(0, costs.working_bytes + of_running + again * of_own),
         )
 

@@ -201,15 +201,15 @@ class CostTable:
         shapes = np.array([self._equivalent(m) for m in own], np.float64).reshape(-1, 3).T
         tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.float64)
         tokens, recompute = tokens.reshape(-1, 2).T, np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        costs, known = self._price(shapes, tokens, recompute)
+        costs, in_table = self._price(shapes, tokens, recompute)
         packed = np.array([m.layout == "packed" and m.attention != "row" for m in micro_batches], bool)
-        if (lost := packed & ~known).any():
+        if (lost := packed & ~in_table).any():
             measured = np.unique(np.concatenate([grid.axes[0] for grid in self.grids.values()]))
             below = measured[np.maximum(np.searchsorted(measured, shapes[0], side="right") - 1, 0)]
             factor, shapes[0] = np.where(lost, shapes[0] / below, 1.0), np.where(lost, below, shapes[0])
-            costs, known = self._price(shapes, tokens, recompute, factor)
-        if not known.all():
-            index = int(np.flatnonzero(~known)[0])
+            costs, in_table = self._price(shapes, tokens, recompute, factor)
+        if not in_table.all():
+            index = int(np.flatnonzero(~in_table)[0])
             refused = own[index] if "B" in self.working_in else micro_batches[index]
             raise PlanError(self._refusal(refused, shapes[:, index]))
         if self.packed_bytes:
@@ -240,7 +240,7 @@ class CostTable:
         grids = [self.grids.get((recompute, kind)) for kind in KINDS]
         on_every = self.lm_head == "every"
         layout, options = self.stage_layers(), {"has_decoder": self.has_decoder, "head_on_every": on_every}
-        (forward, backward, stored, running), known = stage_values(grids, layout, shapes, **options)
+        (forward, backward, stored, running), in_table = stage_values(grids, layout, shapes, **options)
         weight = np.zeros_like(backward)
         if self.has_weights:
             as_backward = [grid and weight_as_backward(grid) for grid in grids]
@@ -254,7 +254,7 @@ class CostTable:
         if self.once_bytes:
             once = once_by_stage(layout, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
             stored, running = stored + once, running + once
-        return np.stack([forward, backward, weight, stored, running]), known
+        return np.stack([forward, backward, weight, stored, running]), in_table
 
     def _price(
         self,
@@ -268,14 +268,14 @@ class CostTable:
         count = shapes.shape[1]
         again = np.broadcast_to(np.asarray(recompute) == "stage", count)
         if isinstance(recompute, str):
-            ms_and_mb, known = self._stages("none" if recompute == "stage" else recompute, shapes)
+            ms_and_mb, in_table = self._stages("none" if recompute == "stage" else recompute, shapes)
         else:
-            ms_and_mb, known = np.zeros((5, len(layout), count)), np.zeros(count, bool)
+            ms_and_mb, in_table = np.zeros((5, len(layout), count)), np.zeros(count, bool)
             for kind in LAYER_RECOMPUTES:
                 if (chosen := (recompute == kind) | again * (kind == "none")).any():
-                    ms_and_mb[:, :, chosen], known[chosen] = self._stages(kind, shapes[:, chosen])
+                    ms_and_mb[:, :, chosen], in_table[chosen] = self._stages(kind, shapes[:, chosen])
         if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
-            known = known & ~again
+            in_table = in_table & ~again
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
         bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (self.value_bytes * self.hidden_size)
         pairs = itertools.pairwise(self.topology.stage_ranks)
@@ -290,9 +290,9 @@ class CostTable:
         working = np.maximum(running - stored, 0)
         sent = integers(bytes_sent)
         transfer = self.links.transfer_ns(self.topology, sent) if self.links else integers(sent_ns)
-        if not known.all():
+        if not in_table.all():
             for table in (forward, backward, weight, stored, working, transfer, sent):
-                table[:, ~known] = INFEASIBLE
+                table[:, ~in_table] = INFEASIBLE
         costs = MicroBatchCosts(
             forward_ns=forward,
             backward_ns=backward,
@@ -304,7 +304,7 @@ class CostTable:
             static_bytes=self.static_bytes(),
             working_in=self.working_in,
         )
-        return costs.keeping_inputs(again & known), known
+        return costs.keeping_inputs(again & in_table), in_table
 
     def static_bytes(self) -> IntArray:
         """Weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes x

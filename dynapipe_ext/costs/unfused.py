@@ -57,8 +57,8 @@ class PlainLayers:
         tables = 4 * v * a.head_dim if rope else 0  # sine and cosine, of queries and of keys
         a_token += self._qk_norm_bytes()
         norms = self._share(self._layer_norms_bytes() * tokens)
-        kept: IntArray = a_token * tokens + norms + tables * positions + self._window_bytes(tokens, positions)
-        return kept
+        kept_bytes: IntArray = a_token * tokens + norms + tables * positions + self._window_bytes(tokens, positions)
+        return kept_bytes
 
     @property
     def _attention_values(self) -> int:

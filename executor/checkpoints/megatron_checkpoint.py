@@ -100,7 +100,7 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
         fault = ranks.fault_of(self._fault) if self._fault else NO_FAULT
         everyone = gather_json([self._file, fault.to_json(), self._rows], device)
         if any(text for _, (text, _), _ in everyone):
-            ranks.raise_first([WriteFault(*told) for _, told, _ in everyone])
+            ranks.raise_first([WriteFault(*fault_json) for _, fault_json, _ in everyone])
         objects = [
             (key, StoredChunk((), (), file, offset, num_bytes))
             for file, _, rows in everyone

@@ -246,7 +246,7 @@ class SavingRanks:
         except self._faults as error:
             fault = self.fault_of(error)
         if self._most(bool(fault.text)):
-            self.raise_first([WriteFault(*told) for told in gather_json(fault.to_json(), self._device)])
+            self.raise_first([WriteFault(*fault_json) for fault_json in gather_json(fault.to_json(), self._device)])
         return cast(_T, result)
 
     def fault_of(self, error: Exception) -> WriteFault:

@@ -224,9 +224,9 @@ def _refuse_ownerless(chunks: Iterable[Module]) -> None:
 
 def _refuse_reducers(owners: Iterable[torch.nn.Module]) -> None:
     for module in (module for owner in owners for module in owner.modules()):
-        if found := _REDUCERS & {kind.__name__ for kind in type(module).__mro__}:
+        if reducers := _REDUCERS & {kind.__name__ for kind in type(module).__mro__}:
             raise ConfigError(
-                f"the stage's module is wrapped in {found.pop()}, whose collectives run in every backward, of which"
+                f"the stage's module is wrapped in {reducers.pop()}, whose collectives run in every backward, of which"
                 " replicas may have unequal numbers: give the module itself, and parallel=ParallelContext(topology),"
                 " which sums gradients once a step"
             )

@@ -118,15 +118,15 @@ def run(args: argparse.Namespace) -> int:
     question, search, prices = question_of(args), search_of(args), prices_of(args)
     console = output(_PIPE_COLUMNS, json_to=args.json)
     with WorkProgress("planning", search.most_plans, console=Console(stderr=True), enabled=sys.stderr.isatty()) as bar:
-        found = estimate(question, search, bar.advance)
+        answer = estimate(question, search, bar.advance)
     if left_out := prediction_line(args.model):
         console.print(left_out, markup=False, soft_wrap=True)
-    show_estimate(found, prices, console, most=args.top)
+    show_estimate(answer, prices, console, most=args.top)
     if args.write:
-        console.print(write_best(found, args.write, data=args.data, total_tokens=prices.total_tokens))
+        console.print(write_best(answer, args.write, data=args.data, total_tokens=prices.total_tokens))
     if args.json:
-        deliver(args.json, estimate_json(found, prices))
-    return 0 if found.options else _NOTHING_FITS
+        deliver(args.json, estimate_json(answer, prices))
+    return 0 if answer.options else _NOTHING_FITS
 
 
 def question_of(args: argparse.Namespace) -> Question:
@@ -214,27 +214,27 @@ def prices_of(args: argparse.Namespace) -> Prices:
     return Prices(total_tokens=tokens, per_gpu_hour=price)
 
 
-def write_best(found: Estimate, path: str, *, data: Sequence[str], total_tokens: float) -> str:
+def write_best(answer: Estimate, path: str, *, data: Sequence[str], total_tokens: float) -> str:
     """Write the fastest option that `dynapipe train` can run; says which. Errors: ConfigError where there is none."""
-    first = trainable(found)
+    first = trainable(answer)
     if first is None:
-        if not found.options:
+        if not answer.options:
             raise ConfigError(f"nothing fits, so there is nothing to write to {path}: raise the memory or the devices")
-        fault = train_fault(found.question, found.options[0])
+        fault = train_fault(answer.question, answer.options[0])
         raise ConfigError(
-            f"dynapipe train can run none of the {len(found.options)} planned options ({fault}), so nothing is written"
+            f"dynapipe train can run none of the {len(answer.options)} planned options ({fault}), so nothing is written"
             f" to {path}: plan more with --plans, or keep to --zero 0,1 --offload none --cp 1"
         )
     place, option = first
-    text = toml_text(found.question, option, place, data=data, total_tokens=total_tokens)
-    topology_of(TrainConfig.from_json(settings(found.question, option), "the estimate"))
+    text = toml_text(answer.question, option, place, data=data, total_tokens=total_tokens)
+    topology_of(TrainConfig.from_json(settings(answer.question, option), "the estimate"))
     write_atomic(path, text)
-    passed = "" if place == 1 else f"; dynapipe train does not run what is before it: {_fault_before(found)}"
+    passed = "" if place == 1 else f"; dynapipe train does not run what is before it: {_fault_before(answer)}"
     return f"option {place} is in {path}, for dynapipe train --config{passed}"
 
 
-def _fault_before(found: Estimate) -> str:
-    return train_fault(found.question, found.options[0])
+def _fault_before(answer: Estimate) -> str:
+    return train_fault(answer.question, answer.options[0])
 
 
 def _numbers(text: str | None, flag: str, *, least: int = 1, most: int = 1 << 20) -> tuple[int, ...]:
@@ -252,9 +252,9 @@ def _stages_per_rank(args: argparse.Namespace) -> tuple[int, ...]:
     return numbers
 
 
-def _words(text: str | None, flag: str, known: tuple[Any, ...]) -> tuple[Any, ...]:
+def _words(text: str | None, flag: str, choices: tuple[Any, ...]) -> tuple[Any, ...]:
     words = [] if text is None else text.split(",")
-    if unknown := [word for word in words if word not in known]:
-        near = did_you_mean(unknown[0], known)
-        raise ConfigError(f"{flag} is {short(unknown[0])}: choose from {', '.join(known)}{near}")
+    if unknown := [word for word in words if word not in choices]:
+        near = did_you_mean(unknown[0], choices)
+        raise ConfigError(f"{flag} is {short(unknown[0])}: choose from {', '.join(choices)}{near}")
     return tuple(words)

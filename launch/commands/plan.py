@@ -265,9 +265,9 @@ def best_in_time(
             " search"
         )
     if planner.schedule != "adaptive" or not planner.effort:
-        found = f"schedule {planner.schedule!r} and effort {planner.effort}"
+        rules = f"schedule {planner.schedule!r} and effort {planner.effort}"
         raise ConfigError(
-            f"--time-limit searches again with other seeds, but {found} search nothing: leave it out, or take the"
+            f"--time-limit searches again with other seeds, but {rules} search nothing: leave it out, or take the"
             " adaptive schedule with effort above 0"
         )
     end_s = clock() + limit_s

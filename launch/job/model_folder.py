@@ -33,10 +33,11 @@ def refuse_unsupported(config: TrainConfig) -> None:
         return
     if not config.model.uses_transformers:
         return
-    if found := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
+    if unsupported := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
         raise ConfigError(
-            f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(found)}: leave it"
-            " out (dropout is that of its config.json), or, where megatron-core has a twin, --lora and --backend"
+            f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(unsupported)}:"
+            " leave it out (dropout is that of its config.json), or, where megatron-core has a twin, --lora and"
+            " --backend"
         )
 
 
@@ -106,11 +107,11 @@ def _refuse_beside_pairs(config: TrainConfig) -> None:
             f"{model.architecture} is an encoder-decoder, which transformers trains from weights on, but gives none:"
             " name a folder with weights by --model, or leave --backend out"
         )
-    asked = {"--deepspeed": config.deepspeed.config, "--deterministic": config.optimizer.deterministic}
-    if found := [name for name, is_asked in asked.items() if is_asked]:
+    requested = {"--deepspeed": config.deepspeed.config, "--deterministic": config.optimizer.deterministic}
+    if unsupported := [name for name, is_asked in requested.items() if is_asked]:
         raise ConfigError(
             f"{model.architecture} is an encoder-decoder that transformers computes, of which runs have no"
-            f" {', '.join(found)}: leave it out, or where megatron-core has that, leave --backend out"
+            f" {', '.join(unsupported)}: leave it out, or where megatron-core has that, leave --backend out"
         )
 
 
@@ -137,19 +138,20 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
             " where pipeline ranks divide weights and gradients"
         )
     offloads = config.deepspeed.offloads_optimizer
-    asked = _asked_of_megatron(config) | {
+    requested = _asked_of_megatron(config) | {
         f"pieces {plan.pieces}": plan.pieces != "off",
         "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
     }
     if config.deepspeed.meets_inside:
-        asked |= {
+        requested |= {
             f"schedule {plan.schedule}": plan.schedule not in ("adaptive", "1f1b"),
             "split_backward": plan.split_backward,
             "replica_counts free": plan.replica_counts == "free",
         }
-    if found := [name for name, is_asked in asked.items() if is_asked]:
+    if unsupported := [name for name, is_asked in requested.items() if is_asked]:
         raise ConfigError(
-            f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without {', '.join(found)}: leave it out"
+            f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without {', '.join(unsupported)}:"
+            " leave it out"
         )
 
 
@@ -235,16 +237,16 @@ def dropout_line(config: TrainConfig) -> str:
     model = config.model
     if model.dropout or model.uses_transformers or not (rates := dropout_rates(model.architecture)):
         return ""
-    file, found = config_file(model.architecture), ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-    return f"dropout: none, though {file} has {found}: [model] dropout of a --config sets one rate for all"
+    file, rates_text = config_file(model.architecture), ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    return f"dropout: none, though {file} has {rates_text}: [model] dropout of a --config sets one rate for all"
 
 
 def prediction_line(architecture: str) -> str:
     """What is said of a config.json's layers of multi-token prediction, which no model here has; else nothing."""
     raw = raw_config(architecture)
-    if not (found := [f"{name} {raw[name]}" for name in _PREDICTION_LAYERS if raw.get(name)]):
+    if not (layers := [f"{name} {raw[name]}" for name in _PREDICTION_LAYERS if raw.get(name)]):
         return ""
-    return f"multi-token prediction: left out, though {config_file(architecture)} has {', '.join(found)}"
+    return f"multi-token prediction: left out, though {config_file(architecture)} has {', '.join(layers)}"
 
 
 def memory_of_a_rank_gb(num_ranks: int) -> float:

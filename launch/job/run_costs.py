@@ -38,10 +38,12 @@ def refuse_table_of_other_model(costs: CostModel, config: TrainConfig, architect
     """Errors: ConfigError for a table of other layers, weights or states than those of `config`, or of a smaller head
     (a larger one counts too much, which is safe). Of a table that does not say what it is of, what it is made of tells.
     """
-    found = costs.facts.measured_sizes
+    measured = costs.facts.measured_sizes
     wanted = {name: getattr(architecture, name) for name in _SIZES} | {"dtype": config.model.dtype}
-    other = [f"{name} {found[name]}, not {value}" for name, value in wanted.items() if found.get(name, value) != value]
-    ids, needed = found.get("vocab_size", architecture.vocab_size), architecture.vocab_size
+    other = [
+        f"{name} {measured[name]}, not {value}" for name, value in wanted.items() if measured.get(name, value) != value
+    ]
+    ids, needed = measured.get("vocab_size", architecture.vocab_size), architecture.vocab_size
     if round_up(ids, VOCAB_MULTIPLE) < round_up(needed, VOCAB_MULTIPLE):
         other.append(f"vocab_size {ids}, not {needed} (with a tokenizer of your own, [data] vocab_size says it)")
     if other:

@@ -423,5 +423,5 @@ def _compared(
     return figures, faults
 
 
-def _close(claimed: float, found: float) -> bool:
-    return abs(claimed - found) <= _TOLERANCE * found
+def _close(claimed: float, recomputed: float) -> bool:
+    return abs(claimed - recomputed) <= _TOLERANCE * recomputed

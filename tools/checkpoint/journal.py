@@ -129,8 +129,8 @@ class ConversionJournal:
 def files_below(directory: Path) -> set[str]:
     """Relative names of all files below `directory`, but the journal."""
     top = os.path.join(directory, "")
-    found = {os.path.join(folder, name).removeprefix(top) for folder, _, names in os.walk(directory) for name in names}
-    return found - {NAME}
+    files = {os.path.join(folder, name).removeprefix(top) for folder, _, names in os.walk(directory) for name in names}
+    return files - {NAME}
 
 
 def settled(directory: Path, name: str) -> tuple[int, str]:

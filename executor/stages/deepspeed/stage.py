@@ -155,8 +155,8 @@ class EngineGradients(GradientAccumulator):
     def _sum_of(self, weight: Any) -> torch.Tensor:
         """What `add` has summed up, where the engine looks for it."""
         for name in ("_hp_grad", "grad_accum"):
-            if (found := getattr(weight, name, None)) is not None:
-                return cast(torch.Tensor, found)
+            if (value := getattr(weight, name, None)) is not None:
+                return cast(torch.Tensor, value)
         return cast(torch.Tensor, weight.grad)
 
     def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -85,10 +85,10 @@ class TransformersPart(torch.nn.Module, ABC):
         within, where they find no key by then."""
         key = self._key
 
-        def run(*given: Any) -> Any:
+        def run(*arguments: Any) -> Any:
             if key:
                 seed_torch(seed_of(key, layer))
-            return call(*given)
+            return call(*arguments)
 
         return torch.utils.checkpoint.checkpoint(run, *arguments, use_reentrant=False)
 

@@ -135,14 +135,14 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def shape_faults(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+def shape_faults(wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> list[str]:
     """What is missing, extra and misshapen, each named with its shapes."""
-    missing = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in found]
-    extra = [f"{name} {list(shape)} is extra" for name, shape in found.items() if name not in wanted]
+    missing = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in present]
+    extra = [f"{name} {list(shape)} is extra" for name, shape in present.items() if name not in wanted]
     misshapen = [
-        f"{name} is {list(found[name])}, not {list(shape)}"
+        f"{name} is {list(present[name])}, not {list(shape)}"
         for name, shape in wanted.items()
-        if name in found and tuple(found[name]) != tuple(shape)
+        if name in present and tuple(present[name]) != tuple(shape)
     ]
     return missing + extra + misshapen
 
