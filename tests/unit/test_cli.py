@@ -387,7 +387,7 @@ def test_train_limits_threads_before_anything_may_load_torch(monkeypatch: pytest
 
     order: list[str] = []
 
-    def asked(*_: object) -> None:
+    def asked(*_: object, **__: object) -> None:
         order.append("request")
         raise AskedError
 
