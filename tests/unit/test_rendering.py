@@ -128,17 +128,15 @@ def test_prompts_that_carry_loss_and_empty_answers_are_counted(
     path = write_lines(tmp_path / "alpaca.jsonl", [alpaca] * 3)
 
     def notes(*flags: str) -> list[str]:
-        command = ["preprocess", "--input", str(path), "--output", str(tmp_path / "out"), "--overwrite"]
-        assert cli.main([*command, "--tokenizer", str(tokenizers / "chatml"), *flags]) == 0
         data = {"path": str(path), "tokenizer": str(tokenizers / "chatml")}
         data |= {flag[2:].replace("-", "_"): name for flag, name in zip(flags[::2], flags[1::2], strict=True)}
         config = TrainConfig.from_json({"data": data, "run": {"run_dir": str(tmp_path / "run")}})
-        said = [line for line in data_lines(run_data(config)) if line.startswith("note:")]
-        printed = "".join(capsys.readouterr())
-        assert all(note in printed for note in said)
-        return said
+        return [line for line in data_lines(run_data(config)) if line.startswith("note:")]
 
     (answers,) = notes()
+    command = ["preprocess", "--input", str(path), "--output", str(tmp_path / "out"), "--workers", "1"]
+    assert cli.main([*command, "--tokenizer", str(tokenizers / "chatml")]) == 0
+    assert answers in "".join(capsys.readouterr())
     assert "3 samples of instructions: loss falls on their answers alone. The records also have 'text'" in answers
     assert notes("--text-key", "text") == []  # as it is meant
     assert notes("--input-key", "instruction", "--target-key", "output") == []
