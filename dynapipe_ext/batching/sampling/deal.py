@@ -144,25 +144,15 @@ def _longest_first(
     `_LEAST_SHARE` of them, which saves rounds where a few bins have much to catch up).
     """
     num_blocks, width = length.shape
-    chosen = np.full((num_blocks, width), num_bins, np.int64)
-    load = np.zeros((num_blocks, num_bins), np.int64)
-    filled = np.zeros((num_blocks, num_bins), np.int64)
-    level = np.minimum(-(-length.sum(axis=1) // num_bins), cap)
-    # Beside a few dear samples only short ones should lie, and fewer of them: the other bins take more.
-    level = np.where(heavy(cost.max(axis=1), cost.sum(axis=1), num_bins), (level + cap) // 2, level)
-    # A block that is all but full may need a little more than the cap for now: `exchange` evens it out.
-    limit = np.where(level > cap - cap // _OVER_CAP, cap + cap // _OVER_CAP, cap)
-    next_up = np.zeros(num_blocks, np.int64)
+    dealt = _Greedy.of(num_blocks, width, num_bins)
+    filled, load, next_up = dealt.filled, dealt.load, dealt.next_up
+    level, limit = _levels(length, cost, num_bins, cap)
     rows, ranks = np.arange(num_blocks), np.arange(num_bins, dtype=np.int64)
     while len(rows):
         at = next_up[rows]
         now_filled, now_load = filled[rows], load[rows]
-        after = now_filled + length[rows, at][:, None]
-        closed = after > level[rows, None]
-        key = np.where(closed, CLOSED, now_load)
-        level_out = closed.all(axis=1)  # every bin is at the level: by tokens from here on
-        if level_out.any():
-            key[level_out] = np.where(after[level_out] > limit[rows[level_out], None], CLOSED, now_filled[level_out])
+        closed, key = _open_bins(now_load, now_filled, length[rows, at], level[rows], limit[rows])
+        level_out: BoolArray = closed.all(axis=1)
         num_open = (key < CLOSED).sum(axis=1)
         few = np.flatnonzero((num_open * _FEW <= num_bins) & (num_open > 0) & ~level_out)
         width_now = num_bins if len(few) else int(num_open.max())
@@ -184,24 +174,73 @@ def _longest_first(
             by_load[few] = np.take_along_axis(by_load[few], ranks % num_open[few, None], axis=1)
         row, rank = np.nonzero(take)
         column, to_bin = columns[row, rank], by_load[row, rank]
-        chosen[rows[row], column] = to_bin
+        dealt.chosen[rows[row], column] = to_bin
         np.add.at(load, (rows[row], to_bin), costs[row, rank])
         np.add.at(filled, (rows[row], to_bin), lengths[row, rank])
         next_up[rows] += take.sum(axis=1)
-        for stuck in rows[~take.any(axis=1)].tolist():  # on to the first sample for which there is room
-            if kept[stuck, next_up[stuck]]:
-                emptiest = int(filled[stuck].argmin())
-                chosen[stuck, next_up[stuck]] = emptiest
-                load[stuck, emptiest] += cost[stuck, next_up[stuck]]
-                filled[stuck, emptiest] += length[stuck, next_up[stuck]]
-                next_up[stuck] += 1
-                continue
-            room = int(limit[stuck] - filled[stuck].min())
-            usable = (length[stuck] <= room) | kept[stuck] | (np.arange(width) >= sizes[stuck])
-            usable[: next_up[stuck] + 1] = False
-            next_up[stuck] = int(usable.argmax()) if usable.any() else width
+        for stuck in rows[~take.any(axis=1)].tolist():
+            _pass_stuck(stuck, length, cost, sizes, kept, limit, dealt)
         rows = rows[next_up[rows] < sizes[rows]]
-    return chosen
+    return dealt.chosen
+
+
+def _levels(length: IntArray, cost: IntArray, num_bins: int, cap: int) -> tuple[IntArray, IntArray]:
+    """Tokens of each block's bins up to which they fill by cost, and at most."""
+    level = np.minimum(-(-length.sum(axis=1) // num_bins), cap)
+    # Beside a few dear samples only short ones should lie, and fewer of them: the other bins take more.
+    level = np.where(heavy(cost.max(axis=1), cost.sum(axis=1), num_bins), (level + cap) // 2, level)
+    # A block that is all but full may need a little more than the cap for now: `exchange` evens it out.
+    return level, np.where(level > cap - cap // _OVER_CAP, cap + cap // _OVER_CAP, cap)
+
+
+def _open_bins(
+    load: IntArray, filled: IntArray, longest: IntArray, level: IntArray, limit: IntArray
+) -> tuple[BoolArray, IntArray]:
+    """Which bins the longest sample would bring above the level, and the order of bins: by cost, `CLOSED` for those.
+
+    Where all are at the level it is by tokens, up to the limit.
+    """
+    after = filled + longest[:, None]
+    closed: BoolArray = after > level[:, None]
+    key: IntArray = np.where(closed, CLOSED, load)
+    level_out = closed.all(axis=1)
+    if level_out.any():
+        key[level_out] = np.where(after[level_out] > limit[level_out, None], CLOSED, filled[level_out])
+    return closed, key
+
+
+@dataclass(frozen=True, slots=True)
+class _Greedy:
+    """Where the greedy start is, written in place: bins of samples, costs and tokens of bins, blocks' next samples."""
+
+    chosen: IntArray
+    load: IntArray
+    filled: IntArray
+    next_up: IntArray
+
+    @classmethod
+    def of(cls, num_blocks: int, width: int, num_bins: int) -> _Greedy:
+        load, filled = (np.zeros((num_blocks, num_bins), np.int64) for _ in range(2))
+        return cls(np.full((num_blocks, width), num_bins, np.int64), load, filled, np.zeros(num_blocks, np.int64))
+
+
+def _pass_stuck(
+    stuck: int, length: IntArray, cost: IntArray, sizes: IntArray, kept: BoolArray, limit: IntArray, dealt: _Greedy
+) -> None:
+    """On to the first sample of the block for which there is room; one to be `kept` goes into the emptiest bin."""
+    at = int(dealt.next_up[stuck])
+    if kept[stuck, at]:
+        emptiest = int(dealt.filled[stuck].argmin())
+        dealt.chosen[stuck, at] = emptiest
+        dealt.load[stuck, emptiest] += cost[stuck, at]
+        dealt.filled[stuck, emptiest] += length[stuck, at]
+        dealt.next_up[stuck] += 1
+        return
+    width = length.shape[1]
+    room = int(limit[stuck] - dealt.filled[stuck].min())
+    usable = (length[stuck] <= room) | kept[stuck] | (np.arange(width) >= sizes[stuck])
+    usable[: at + 1] = False
+    dealt.next_up[stuck] = int(usable.argmax()) if usable.any() else width
 
 
 def heavy(largest: IntArray, total: IntArray, num_bins: int | IntArray) -> BoolArray:
