@@ -12,6 +12,7 @@ import numpy as np
 from dynapipe_ext.batching.sampling.even_steps import least_cost
 from dynapipe_ext.batching.sampling.fill import Steps, fill_steps, joined, place_rest
 from dynapipe_ext.batching.sampling.padded_steps import fill_padded, padded_costs
+from dynapipe_ext.batching.sampling.spread import spread, unfed
 from dynapipe_ext.batching.sampling.twins import twins_parted
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import DataError, PlanError
@@ -19,11 +20,7 @@ from dynapipe_ext.errors import DataError, PlanError
 Objective = Literal["tokens", "quadratic", "padded"]
 Last = Literal["spread", "pad", "carry"]
 
-_ROOM = (128, 2048)  # one part in so many of the cap, least and most, is room to balance in
-_ROOM_BY_SAMPLE = 12  # times the samples that fill a bin, between these: the fewer a bin has, the more room they need
-_MORE = 100  # where it was not, one more step in so many is tried, or what is left would need
 _FULL = 2048  # one part in so many of the cap stays free in "full" steps
-_MOST_TRIES = 64
 _LOOKED_AT = 1.001  # the gap of steps this even is not worked out
 _REPEAT = (0.984, 0.95, 0.9, 0.75, 0.0)  # how full repeated samples make the last step, as far as they fit
 
@@ -103,9 +100,9 @@ def plan_epoch(order: IntArray, tokens: IntArray, costs: IntArray, rule: StepRul
     if rule.objective == "padded":
         steps = fill_padded(by_place, num_ranks=num_ranks, cap=rule.max_tokens, all_of_them=rule.last == "spread")
         if rule.last == "spread" and len(steps.left):
-            raise _unfed(len(order), (len(steps.starts) - 1) // num_ranks + 1, num_ranks)
+            raise unfed(len(order), (len(steps.starts) - 1) // num_ranks + 1, num_ranks)
     elif rule.last == "spread":
-        steps = _spread(by_place, cost, rule)
+        steps = spread(by_place, cost, num_ranks=num_ranks, cap=rule.max_tokens)
     else:
         steps = _full_steps(by_place, cost, rule, num_first)
     repeated = 0
@@ -119,34 +116,6 @@ def plan_epoch(order: IntArray, tokens: IntArray, costs: IntArray, rule: StepRul
         plan.samples, plan.starts, plan.rest, tokens, num_ranks=num_ranks, cap=rule.max_tokens, padded=padded
     )
     return EpochPlan(*parted, num_ranks)
-
-
-def _unfed(num_samples: int, num_steps: int, num_ranks: int) -> PlanError:
-    return PlanError(
-        f"{num_samples} samples do not feed {num_steps} steps of {num_ranks} ranks, which their lengths need: choose"
-        " last='pad' (some are repeated) or last='carry' (some wait for the next epoch), or raise max_tokens"
-    )
-
-
-def _spread(tokens: IntArray, costs: IntArray, rule: StepRule) -> Steps:
-    """All samples in as few steps as leave a little room, and more where they do not fit."""
-    total, capacity = int(tokens.sum()), rule.num_replicas * rule.max_tokens
-    room = min(max(_ROOM[0], _ROOM_BY_SAMPLE * rule.max_tokens * len(tokens) // total), _ROOM[1])
-    num_steps = -(-total * room // ((room - 1) * capacity))
-    num_large = int((2 * tokens > rule.max_tokens).sum())  # no two of these lie in a bin
-    num_steps = max(1, num_steps, -(-num_large // rule.num_replicas))
-    for _ in range(_MOST_TRIES):
-        if num_steps * rule.num_replicas > len(tokens):
-            break
-        target = -(-total // num_steps)
-        steps = fill_steps(
-            tokens, costs, num_steps=num_steps, num_ranks=rule.num_replicas, cap=rule.max_tokens, target=target
-        )
-        steps = place_rest(steps, tokens, cap=rule.max_tokens)
-        if not len(steps.left):
-            return steps
-        num_steps += max(1, num_steps // _MORE, int(tokens[steps.left].sum()) // capacity)
-    raise _unfed(len(tokens), num_steps, rule.num_replicas)
 
 
 def _full_steps(tokens: IntArray, costs: IntArray, rule: StepRule, num_first: int) -> Steps:

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynapipe_ext.batching.sampling.bins import CLOSED, FloatArray
-from dynapipe_ext.batching.sampling.composition import alike_in_length
-from dynapipe_ext.batching.sampling.deal import deal, heavy
+from dynapipe_ext.batching.sampling.bins import CLOSED
+from dynapipe_ext.batching.sampling.composition import FURTHEST, length_variation
+from dynapipe_ext.batching.sampling.deal import Dealt, deal, heavy
 from dynapipe_ext.batching.sampling.even_steps import even_steps
+from dynapipe_ext.batching.sampling.grouping import Blocks, chained, grouped_alike
 from dynapipe_ext.costs.model import IntArray
 
 _BLOCK_BINS = 128  # bins dealt together: the more, the evener; a sample stays within so many of its place
 _WINDOW = 16  # samples on either side of a boundary between blocks that may change sides
 _CHUNK = 1 << 12  # boundaries looked at side by side
 _BLOCK_STEPS = 6  # and steps at least, among which bins of like cost find each other
-_GROUPED = 3  # steps of a block at least, for bins of like cost to make a step
+_UNEVEN = 1.01  # steps whose dearest ranks cost this much more than the mean are dealt another way, too
+_MANY = 320_000  # samples, above which one way must do
 _MOST_MOVES = 1 << 22  # samples left times samples placed, up to which one is moved for each that lacks room
 _NONE = np.zeros(0, np.int64)
 
@@ -35,14 +37,22 @@ class Steps:
 
 
 def fill_steps(
-    tokens: IntArray, costs: IntArray, *, num_steps: int, num_ranks: int, cap: int, target: int, first: int = 0
+    tokens: IntArray,
+    costs: IntArray,
+    *,
+    num_steps: int,
+    num_ranks: int,
+    cap: int,
+    target: int,
+    first: int = 0,
+    draft: bool = False,
 ) -> Steps:
     """The first `num_steps * target` tokens, in order of place, in steps of `num_ranks` bins of at most `cap` tokens.
 
     tokens and costs are by place, shape (N,). Blocks of a few steps are runs of the order whose ends are moved by
     exchanges of neighbours until their tokens are right; `deal` evens out the bins of a block, and bins of like cost
     make a step, as far as the steps' mean lengths stay alike. What lies behind the last block, or found no room, is
-    left; places below `first` come first.
+    left; places below `first` come first. A `draft` says what finds room, in bins that are not yet evened out.
     """
     if not num_steps:
         return Steps(_NONE, np.zeros(1, np.int64), np.arange(len(tokens), dtype=np.int64))
@@ -51,26 +61,70 @@ def fill_steps(
     sizes = np.full(num_blocks, steps_each, np.int64)
     sizes[:more] += 1
     order, bounds = runs(tokens, np.cumsum(sizes), num_ranks=num_ranks, target=target)
-    dealt_by = _dealt_by(tokens, costs, order, bounds, sizes * num_ranks) if steps_each >= _GROUPED else costs
-    places, counts, left = [], [], [order[bounds[-1] :]]
-    for begin, end, steps in ((0, more, steps_each + 1), (more, num_blocks, steps_each)):
-        if begin == end:
-            continue
-        num_bins = steps * num_ranks
-        dealt = deal(tokens, dealt_by, order, bounds[begin : end + 1], num_bins=num_bins, cap=cap, first=first)
-        found, starts = by_step(
-            dealt.places, dealt.starts, costs, num_ranks=num_ranks, num_bins=num_bins, tokens=tokens
-        )
-        found, starts = even_steps(found, starts, tokens, costs, num_ranks=num_ranks, num_bins=num_bins, cap=cap)
-        places.append(found)
-        counts.append(np.diff(starts))
-        left.append(dealt.left)
-    starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
-    return Steps(np.concatenate(places), starts, np.sort(np.concatenate(left)))
+    dealt_by = _dealt_by(tokens, costs, order, bounds, sizes * num_ranks)
+    if draft:
+        parts = _dealt(tokens, dealt_by, order, bounds, sizes * num_ranks, cap, first)
+        return _steps_of([(dealt.places, dealt.starts) for dealt, _ in parts], len(tokens))
+    proposals: list[tuple[tuple[int, bool, int], Steps]] = []
+    for keys in (dealt_by, tokens if np.array_equal(dealt_by, costs) else costs):
+        steps = _filled(tokens, costs, keys, order, bounds, sizes, num_ranks=num_ranks, cap=cap, first=first)
+        varied = length_variation(steps.places, steps.starts, tokens, num_ranks=num_ranks)
+        load = np.add.reduceat(costs[steps.places], steps.starts[:-1]).reshape(-1, num_ranks)
+        dearest = int(load.max(axis=1).sum())
+        proposals.append(((len(steps.left), varied > FURTHEST, dearest), steps))
+        if dearest * num_ranks <= _UNEVEN * int(load.sum()) or len(tokens) > _MANY:
+            break
+    return min(proposals, key=lambda proposal: proposal[0])[1]
+
+
+def _filled(
+    tokens: IntArray,
+    costs: IntArray,
+    dealt_by: IntArray,
+    order: IntArray,
+    bounds: IntArray,
+    sizes: IntArray,
+    *,
+    num_ranks: int,
+    cap: int,
+    first: int,
+) -> Steps:
+    """Blocks of `sizes` steps, the larger ones first, dealt by the given keys."""
+    parts = [
+        Blocks.of(dealt, tokens, costs, num_bins=num_bins)
+        for dealt, num_bins in _dealt(tokens, dealt_by, order, bounds, sizes * num_ranks, cap, first)
+    ]
+    grouped = grouped_alike(parts, num_ranks)
+    evened = [
+        even_steps(places, starts, tokens, costs, num_ranks=num_ranks, num_bins=part.num_bins, cap=cap)
+        for part, (places, starts) in zip(parts, grouped, strict=True)
+    ]
+    varied, varied_before = (length_variation(*chained(x), tokens, num_ranks=num_ranks) for x in (evened, grouped))
+    return _steps_of(evened if varied <= max(FURTHEST, varied_before) else grouped, len(tokens))
+
+
+def _dealt(
+    tokens: IntArray, dealt_by: IntArray, order: IntArray, bounds: IntArray, num_bins: IntArray, cap: int, first: int
+) -> list[tuple[Dealt, int]]:
+    """Blocks of equally many bins dealt together, and how many these are; `num_bins` of each block, descending."""
+    parts = []
+    for number in sorted(set(num_bins.tolist()), reverse=True):
+        begin, last = np.flatnonzero(num_bins == number)[[0, -1]].tolist()
+        dealt = deal(tokens, dealt_by, order, bounds[begin : last + 2], num_bins=number, cap=cap, first=first)
+        parts.append((dealt, number))
+    return parts
+
+
+def _steps_of(parts: list[tuple[IntArray, IntArray]], num_places: int) -> Steps:
+    """Steps of (places, starts) after each other; the other places are left."""
+    places, starts = chained(parts)
+    left = np.ones(num_places, np.bool_)
+    left[places] = False
+    return Steps(places, starts, np.flatnonzero(left))
 
 
 def _dealt_by(tokens: IntArray, costs: IntArray, order: IntArray, bounds: IntArray, num_bins: IntArray) -> IntArray:
-    """What `deal` is to even out, by place: costs; in blocks of a heavy tail tokens, since `by_step` evens costs there.
+    """What `deal` is to even out, by place: costs; in blocks of a heavy tail tokens, since `grouped_alike` evens costs.
 
     Around a sample dearer than bins are in the mean, equal costs would need the shortest samples of the whole block.
     """
@@ -126,76 +180,6 @@ def _even_ends(
     rows = np.flatnonzero(off[np.arange(len(at)), best] < np.abs(missing))
     i, j = np.divmod(best[rows], _WINDOW)
     order[at[rows] - 1 - i], order[at[rows] + j] = behind[rows, j], before[rows, i]
-
-
-def by_step(
-    places: IntArray,
-    starts: IntArray,
-    costs: IntArray,
-    *,
-    num_ranks: int,
-    num_bins: int,
-    tokens: IntArray | None = None,
-) -> tuple[IntArray, IntArray]:
-    """Bins of each block of `num_bins` in another order: `num_ranks` of like cost after each other, steps shuffled.
-
-    With `tokens`, by place, the mean length of a step is near its block's (`alike_in_length`). Ranks take turns in
-    having the dearest bin.
-    """
-    bins = np.arange(len(starts) - 1, dtype=np.int64).reshape(-1, num_ranks)
-    if num_ranks < num_bins and len(bins):
-        shape = (-1, num_bins)
-        load, largest = (f.reduceat(costs[places], starts[:-1]).reshape(shape) for f in (np.add, np.maximum))
-        grouped = _like_costs(load, largest, num_ranks).reshape(len(load), -1, num_ranks)
-        if tokens is not None and num_ranks > 1:
-            filled = np.add.reduceat(tokens[places], starts[:-1]).reshape(shape)
-            alike_in_length(grouped, load, filled, np.diff(starts).reshape(shape))
-        # The place of a bin's first sample is as good as random: steps of a block come in that order.
-        firsts = np.take_along_axis(places[starts[:-1]].reshape(shape), grouped[:, :, 0], axis=1)
-        grouped = np.take_along_axis(grouped, np.argsort(firsts, axis=1, kind="stable")[:, :, None], axis=1)
-        bins = (grouped + np.arange(len(load), dtype=np.int64)[:, None, None] * num_bins).reshape(-1, num_ranks)
-    shift = (np.arange(num_ranks, dtype=np.int64) + np.arange(len(bins), dtype=np.int64)[:, None]) % num_ranks
-    return rearranged(places, starts, np.take_along_axis(bins, shift, axis=1).ravel())
-
-
-def _like_costs(load: IntArray, largest: IntArray, num_ranks: int) -> IntArray:
-    """Bins of each block so that runs of `num_ranks` are of like cost: in ascending order, perhaps from a later one.
-
-    A later start puts the cheapest bins beside the dearest. It pays where a bin is dear for one sample that no other
-    order of things could make cheaper: its step is slow anyway, and the others come out even.
-    """
-    ranked = np.argsort(load, axis=1, kind="stable")
-    worst = _excess(load, largest, ranked, num_ranks)
-    best = ranked
-    for shift in range(1, num_ranks):
-        if float(worst.max(initial=1.0)) < 1.002:
-            break
-        other = np.roll(ranked, -shift, axis=1)
-        excess = _excess(load, largest, other, num_ranks)
-        best = np.where((excess < worst)[:, None], other, best)
-        worst = np.minimum(worst, excess)
-    return best
-
-
-def _excess(load: IntArray, largest: IntArray, bins: IntArray, num_ranks: int) -> FloatArray:
-    """Of each block, the largest load of a step over what its mean, and its largest sample, make inevitable."""
-    shape = (len(load), -1, num_ranks)
-    loads = np.take_along_axis(load, bins, axis=1).reshape(shape)
-    samples = np.take_along_axis(largest, bins, axis=1).reshape(shape).max(axis=2)
-    excess: FloatArray = (loads.max(axis=2) / np.maximum(np.maximum(loads.mean(axis=2), samples), 1)).max(axis=1)
-    return excess
-
-
-def rearranged(places: IntArray, starts: IntArray, bins: IntArray) -> tuple[IntArray, IntArray]:
-    """The same bins in the order given, as (places, starts).
-
-    >>> rearranged(np.array([7, 8, 9]), np.array([0, 2, 3]), np.array([1, 0]))
-    (array([9, 7, 8]), array([0, 1, 3]))
-    """
-    counts = np.diff(starts)[bins]
-    new_starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    take = np.arange(new_starts[-1], dtype=np.int64) + np.repeat(starts[bins] - new_starts[:-1], counts)
-    return places[take], new_starts
 
 
 def place_rest(steps: Steps, tokens: IntArray, *, cap: int) -> Steps:
@@ -255,6 +239,5 @@ def _moved_for(length: int, lengths: IntArray, owner: IntArray, room: IntArray) 
 
 def joined(parts: list[Steps], left: IntArray) -> Steps:
     """Steps of several parts after each other."""
-    counts = np.concatenate([_NONE, *(np.diff(part.starts) for part in parts)])
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    return Steps(np.concatenate([_NONE, *(part.places for part in parts)]), starts, left)
+    places, starts = chained([(part.places, part.starts) for part in parts])
+    return Steps(places, starts, left)

@@ -6,7 +6,9 @@ import heapq
 
 import numpy as np
 
-from dynapipe_ext.batching.sampling.fill import Steps, by_step, joined, rearranged
+from dynapipe_ext.batching.sampling.deal import Dealt
+from dynapipe_ext.batching.sampling.fill import Steps, joined
+from dynapipe_ext.batching.sampling.grouping import Blocks, in_turns, like_bins, rearranged
 from dynapipe_ext.costs.model import IntArray
 
 _WINDOW_BINS = 512  # groups whose samples are sorted together: the more, the less padding and the less random
@@ -66,7 +68,8 @@ def _window(places: IntArray, tokens: IntArray, num_ranks: int, cap: int, *, up:
         # Spread over the samples of a group, so that sums of costs by group order as groups do.
         cost = np.zeros(len(tokens), np.int64)
         cost[kept] = np.repeat(np.maximum.reduceat(tokens[kept], kept_starts[:-1]), np.diff(kept_starts))
-        kept, kept_starts = by_step(kept, kept_starts, cost, num_ranks=num_ranks, num_bins=wanted)
+        blocks = Blocks.of(Dealt(kept, kept_starts, left), tokens, cost, num_bins=wanted)
+        kept, kept_starts = in_turns(blocks, like_bins(blocks, num_ranks, weight=0))
     return Steps(kept, kept_starts, left), left
 
 

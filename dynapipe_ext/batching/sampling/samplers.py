@@ -51,9 +51,12 @@ class DistributedTokenBatchSampler:
     All ranks have the same number of steps and about the same cost in each. `objective` says what a batch costs:
     "tokens"; "quadratic", a L + b L^2 summed over samples with `coefficients` (a, b) (packed rows, attention inside
     documents; see `quadratic_coefficients`); or "padded", rows x longest, which then is what `max_tokens` bounds.
-    Steps are as few as hold the tokens; their mean lengths differ little, in "quadratic" too. Samples are taken in an
-    order shuffled by (seed, epoch), `shuffle=False` keeps the given one; either way a sample stays within some steps of
-    its place ("padded": within a window of some tens), but for a few that find room only elsewhere.
+    Samples are taken in an order shuffled by (seed, epoch), `shuffle=False` keeps the given one; either way a sample
+    stays within some steps of its place ("padded": within a window of some tens), but for a few that find room only
+    elsewhere. But for "padded", a spread epoch has no more steps than multipack needs for the same order (what
+    that drops makes one more where it fits nowhere). Its steps' mean lengths vary (standard deviation over mean) by at
+    most 0.15, or 1.1 times what multipack's do. The cost that was asked is no less even than in a plan by the default
+    coefficients.
 
     `last`: samples that do not fill a step are spread over all steps ("spread"), trained in a last step that repeats
     others ("pad"), or come first in the next epoch ("carry"); nothing is dropped. `over_long`: a sample above
