@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import secrets
 import shlex
 import sys
@@ -15,6 +16,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -46,6 +48,7 @@ from dynapipe_ext.launch.processes.env import (
     node_variables,
     slurm_step,
 )
+from dynapipe_ext.launch.processes.host_checks import hosts_away
 from dynapipe_ext.launch.processes.meeting_place import refusing_other_job
 from dynapipe_ext.launch.processes.network import holder_of_port, interface_towards, refuse_unknown_host
 from dynapipe_ext.launch.processes.nodes import (
@@ -59,6 +62,7 @@ from dynapipe_ext.launch.processes.nodes import (
     run_on_nodes,
     shell_line,
 )
+from dynapipe_ext.launch.processes.restarts import RestartedJob, RestartLimits, run_with_restarts
 from dynapipe_ext.launch.processes.signals import show_own_stacks
 from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -72,7 +76,10 @@ _EPILOG = """examples:
 _PORT = 29400  # torchrun's own for c10d
 _FREE_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
 _MOST_PLACES = 5
-_SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=8"  # it ends when a host is lost
+_SSH_PORT = 22
+_UNITS_S = {"s": 1, "m": 60, "h": 3600}
+# It ends when a host is lost.
+_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +113,16 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--hosts", metavar="FILE", help="start all nodes from here: a host a line, then slots=N if it has few"
     )
+    parser.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="the last N hosts replace others that stay away"
+    )
+    parser.add_argument(
+        "--wait-for-hosts",
+        type=_seconds,
+        default=_seconds("10m"),
+        metavar="DURATION",
+        help="that do not answer when all start again, as 90s, 10m or 2h (default: 10m)",
+    )
     parser.add_argument("--ssh", default=_SSH, metavar="COMMAND", help="runs `COMMAND HOST sh -s` on a host")
     parser.add_argument("--ray", action="store_true", help="start all from here, on --nnodes nodes of a Ray cluster")
     parser.add_argument(
@@ -118,12 +135,13 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedJob:
     """What all attempts share. `words` are flags of `dynapipe train`. `hosts` is empty where torchrun starts here, or
-    where Ray chooses `place.num_nodes` nodes."""
+    where Ray chooses `place.num_nodes` nodes; `spares` are hosts that may take the place of one of them."""
 
     config: TrainConfig
     words: tuple[str, ...]
     place: NodePlace
     hosts: tuple[Host, ...]
+    spares: tuple[Host, ...] = ()
 
     def node_command(self, place: NodePlace) -> list[str]:
         """The command that starts the launcher of one of several nodes, on that node."""
@@ -159,15 +177,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     run_dir, job = _with_run_directory(args, job, by_hand)
 
-    def ends_with(newest: Path) -> bool:  # the number of steps in epochs is unknown before the data are read
-        return not (args.compare or config.run.epochs) and is_done(newest, config)
-
     try:
-        if from_here:
-            start: Callable[[int], NodeEnd] = lambda _: _run_from_here(args, job)  # noqa: E731
-        else:
-            start = _agent_starter(args, job, by_hand)
-        end = _attempts(start, 0 if by_hand else args.max_restarts, run_dir, ends_with)
+        start = partial(_run_from_here, args, job) if from_here else _agent_starter(args, job, by_hand)
+        limits = RestartLimits(
+            max_restarts=0 if by_hand else args.max_restarts,
+            wait_for_hosts_s=args.wait_for_hosts,
+        )
+        restarted = _restarted(args, job, run_dir, start)
+        end = run_with_restarts(restarted, limits, hosts=job.hosts, spares=job.spares)
         if end.status:
             raise JobError(end.cause, end.status)
     except BaseException as error:
@@ -183,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Callable[[int], NodeEnd]:
+def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Callable[[tuple[Host, ...]], NodeEnd]:
     """A function that runs torchrun here once. Errors: ConfigError or StoreError now, once, instead of on every
     rank."""
     secret = job_secret()
@@ -196,7 +213,7 @@ def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) ->
     command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
     secret = secret or (secrets.token_hex(32) if job.place.num_nodes == 1 else "")
 
-    def start(_: int) -> NodeEnd:
+    def start(_: tuple[Host, ...]) -> NodeEnd:
         orders: AbstractContextManager[Callable[[], Order]] = nullcontext(lambda: "")
         if args.follow_stdin:
             orders = nullcontext(OrdersOfStdin())
@@ -220,36 +237,28 @@ def _refuse_taken_port(endpoint: str, *, follows: bool) -> None:
         raise ConfigError(f"{fault}: give another by --rdzv-endpoint HOST:PORT on every node")
 
 
-def _attempts(
-    start: Callable[[int], NodeEnd], max_restarts: int, run_dir: Path, ends_with: Callable[[Path], bool]
-) -> NodeEnd:
-    """Start again until all ends well or a restart would not help.
+def _restarted(
+    args: argparse.Namespace, job: LaunchedJob, run_dir: Path, start: Callable[[tuple[Host, ...]], NodeEnd]
+) -> RestartedJob:
+    def newest() -> Path | None:
+        return next(reversed(checkpoints(run_dir / CHECKPOINTS)), None)
 
-    `ends_with` says whether the run's newest checkpoint is its last one: then a rank, or an earlier launcher, was lost
-    after the last step.
-    """
-    end = NodeEnd(0)
-    for attempt in range(max_restarts + 2):
-        saved = checkpoints(run_dir / CHECKPOINTS)
-        if saved and ends_with(saved[-1]):
-            say_at_once(f"dynapipe launch: {saved[-1]} has done all steps: nothing is left to do")
-            return NodeEnd(0)
-        if attempt > max_restarts:
-            break
-        if attempt:
-            where = f"from {saved[-1]}" if saved else "from the first step on: nothing has been saved"
-            why = end.cause or f"ranks failed (exit status {end.status}, see above)"
-            say_at_once(f"dynapipe launch: {why}; restart {attempt} of {max_restarts}, {where}")
-        end = start(attempt)
-        if not end.may_restart:
-            break
-    return end
+    def has_all_steps(newest: Path) -> bool:  # the number of steps in epochs is unknown before the data are read
+        return not (args.compare or job.config.run.epochs) and is_done(newest, job.config)
+
+    def away(hosts: tuple[Host, ...]) -> frozenset[Host]:
+        if not hosts:
+            return frozenset()
+        endpoint = job.place.rdzv_endpoint or _with_port(hosts[0].name.rpartition("@")[2], _SSH_PORT)
+        return hosts_away(shlex.split(args.ssh), hosts, _host_of(endpoint), int(endpoint.rpartition(":")[2]))
+
+    return RestartedJob(start=start, newest=newest, is_done=has_all_steps, away=away)
 
 
 def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
     """The job of a command line. Errors: ConfigError for what torchrun or every rank would refuse later."""
     refuse_settings(config, compare=args.compare)
-    hosts = read_hosts(Path(args.hosts)) if args.hosts else ()
+    hosts, spares = _hosts_and_spares(args)
     if args.ray and (hosts or args.node_rank is not None):
         raise ConfigError("--ray finds its nodes itself: leave out --hosts and --node-rank")
     if hosts and (args.node_rank is not None or args.nnodes not in (1, len(hosts))):
@@ -260,7 +269,7 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
             f"{world_size} ranks (tp x pp x dp) do not spread evenly over {num_nodes} nodes: change one of them"
         )
     num_ranks = world_size // num_nodes
-    if small := [host for host in hosts if host.slots is not None and host.slots < num_ranks]:
+    if small := [host for host in (*hosts, *spares) if host.slots is not None and host.slots < num_ranks]:
         raise ConfigError(f"{small[0].name} has {small[0].slots} slots but {num_ranks} ranks: name more hosts")
     if args.node_rank is not None and not 0 <= args.node_rank < num_nodes:
         raise ConfigError(f"--node-rank is {args.node_rank} but must be in 0..{num_nodes - 1}")
@@ -285,7 +294,35 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         rdzv_id=args.rdzv_id or ("dynapipe" if hosts or args.ray else _usual_id(args.resume or config.run.run_dir)),
     )
     words = (*_flags_of_variables(args), *launch_flags.parse_known_args(args.words)[1])
-    return LaunchedJob(config=config, words=words, place=place, hosts=hosts)
+    return LaunchedJob(config=config, words=words, place=place, hosts=hosts, spares=spares)
+
+
+def _hosts_and_spares(args: argparse.Namespace) -> tuple[tuple[Host, ...], tuple[Host, ...]]:
+    """The hosts to start on, and those that may take their places. Errors: ConfigError."""
+    if not args.hosts:
+        if args.spares:
+            raise ConfigError(
+                f"--spares {args.spares} are the last hosts of a file: give it by --hosts, or leave it out"
+            )
+        return (), ()
+    hosts = read_hosts(Path(args.hosts))
+    if not 0 <= args.spares < len(hosts):
+        raise ConfigError(
+            f"--spares is {args.spares} but must be in 0..{len(hosts) - 1}: {args.hosts} names {len(hosts)} hosts"
+        )
+    return hosts[: len(hosts) - args.spares], hosts[len(hosts) - args.spares :]
+
+
+def _seconds(text: str) -> float:
+    """A duration in seconds, minutes or hours.
+
+    >>> _seconds("90"), _seconds("90s"), _seconds("1.5m"), _seconds("2h")
+    (90.0, 90.0, 90.0, 7200.0)
+    """
+    number = text.removesuffix(text[-1:]) if text[-1:] in _UNITS_S else text
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", number):
+        raise argparse.ArgumentTypeError(f"{short(text)} is no duration: write seconds, or 90s, 10m or 2h")
+    return float(number) * _UNITS_S.get(text[-1:], 1)
 
 
 def _flags_of_variables(args: argparse.Namespace) -> list[str]:
@@ -353,14 +390,15 @@ def _host_of(endpoint: str) -> str:
     return endpoint.rpartition(":")[0].strip("[]")
 
 
-def _run_from_here(args: argparse.Namespace, job: LaunchedJob) -> NodeEnd:
-    """Run all nodes once. Where their port is taken, they meet at another, unless the user chose it."""
+def _run_from_here(args: argparse.Namespace, job: LaunchedJob, hosts: tuple[Host, ...]) -> NodeEnd:
+    """Run all nodes once, on these hosts or where Ray has room. Where their port is taken, they meet at another, unless
+    the user chose it."""
     nodes: Nodes
     for _ in range(1 if job.place.rdzv_endpoint else _MOST_PLACES):
         if args.ray:
             nodes = RayNodes(job.place.num_nodes, job.place.num_ranks, args.ray_address)
         else:
-            nodes = ShellNodes(shlex.split(args.ssh), job.hosts)
+            nodes = ShellNodes(shlex.split(args.ssh), hosts)
         variables, places = node_variables(secrets.token_hex(32)), job.places(nodes.first_address)
         lines = [shell_line(job.node_command(place), Path.cwd(), variables) for place in places]
         end = run_on_nodes(nodes, lines, job.config.checkpoint.grace_s)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from contenders import provenance
 
 from dynapipe_ext.tools.account.report import RunReport
-from tests.support.hosts import host_files, ip, store_of, two_hosts
+from tests.support.hosts import host_files, ip, joined_hosts, store_of
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
@@ -53,7 +53,7 @@ timeout_s = {TIMEOUT_S}
 def cut_for(seconds: float, preloaded: Preloaded, folder: Path) -> dict[str, Any]:
     """A job whose cable is cut, then one with its costs whose cable is not: as many cores, so the same plans."""
     (folder / "job.toml").write_text(JOB)
-    with two_hosts() as hosts, store_of(hosts[0], folder) as flags:
+    with joined_hosts() as hosts, store_of(hosts[0], folder) as flags:
         name, _, device = hosts[1]
         words = ["launch", *host_files(hosts, folder, slots=2), "--max-restarts", "2", "--config", "job.toml", *flags]
 

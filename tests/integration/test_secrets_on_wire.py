@@ -14,7 +14,7 @@ import pytest
 
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.given_costs import write_costs
-from tests.support.hosts import INTO, Host, NoHostsError, store_of, two_hosts
+from tests.support.hosts import INTO, Host, NoHostsError, joined_hosts, store_of
 from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
@@ -55,7 +55,7 @@ SETTINGS = " --config job.toml --run-dir run"
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[list[Host]]:
     try:
-        with two_hosts() as made:
+        with joined_hosts() as made:
             yield made
     except NoHostsError as error:
         pytest.skip(str(error))

@@ -1,9 +1,8 @@
-"""One job on two hosts, the pipeline across the cable between them: two network namespaces, started from outside by one
-launcher."""
+"""One job on two hosts, the pipeline across the cable between them, and a spare: three network namespaces, started from
+outside by one launcher."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.given_costs import write_costs
-from tests.support.hosts import Host, NoHostsError, host_files, store_of, two_hosts
+from tests.support.hosts import Host, NoHostsError, host_files, joined_hosts, lose, store_of
 from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Preloaded
 from tests.support.rank_processes import rank_process
@@ -50,7 +49,7 @@ strict = true
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
     try:
-        with two_hosts() as made:
+        with joined_hosts(3) as made:
             yield made
     except NoHostsError as error:
         pytest.skip(str(error))
@@ -78,7 +77,7 @@ def test_a_mistake_on_one_of_two_hosts_is_said_once_and_nothing_starts_again(
     (tmp_path / "secret").touch(0o600)
     (tmp_path / "secret").write_text("password")
     store = ["--store", f"redis://{hosts[0][1]}:6399/0", "--secret-file", "secret"]
-    words = ["launch", *host_files(hosts, tmp_path, slots=2), "--config", "job.toml", "--run-dir", "run", *store]
+    words = ["launch", *host_files(hosts[:2], tmp_path, slots=2), "--config", "job.toml", "--run-dir", "run", *store]
     python = hosts_python(preloaded, tmp_path)
     with preloaded.started(words, cwd=tmp_path, interpreter=python) as launcher:
         _, said = launcher.communicate(LIMIT_S)
@@ -97,7 +96,7 @@ def test_jobs_that_start_at_once_on_the_same_hosts_end_as_if_alone_and_one_of_un
     write_costs(TrainConfig.read(tmp_path / "job.toml"), 258, tmp_path / "costs.json")
     (tmp_path / "unlike").mkdir()
     (tmp_path / "unlike" / "job.toml").write_text(f"{text}[optimizer]\nlr = 0.5\n")
-    flags = host_files(hosts, tmp_path, slots=1)
+    flags = host_files(hosts[:2], tmp_path, slots=1)
     unlike = tmp_path / "into-unlike"
     unlike.write_text(
         f'#!/bin/sh\n[ $1 = {hosts[0][0]} ] && exec {flags[-1]} "$@"\n'
@@ -132,21 +131,21 @@ def test_jobs_that_start_at_once_on_the_same_hosts_end_as_if_alone_and_one_of_un
     assert len(losses[0]) == 3
 
 
-def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
+def test_a_spare_replaces_a_lost_host_with_the_weights_of_a_clean_run(
     hosts: list[Host], preloaded: Preloaded, tmp_path: Path
 ) -> None:
-    """The launcher starts all again from the last checkpoint; each host has a planner of its own."""
+    """The launcher waits for it, and starts all again from the last checkpoint; each host has a planner of its own."""
     config = tmp_path / "job.toml"
     config.write_text(CONFIG)
     write_costs(TrainConfig.read(config), 258, tmp_path / "costs.json")
-    words = ["launch", *host_files(hosts, tmp_path, slots=2), "--max-restarts", "1", "--config", str(config)]
-    words += ["--costs", str(tmp_path / "costs.json")]
+    words = ["launch", *host_files(hosts, tmp_path, slots=2), "--spares", "1", "--wait-for-hosts", "2s"]
+    words += ["--max-restarts", "1", "--config", str(config), "--costs", str(tmp_path / "costs.json")]
     python = hosts_python(preloaded, tmp_path)
     said: list[str] = []
     (tmp_path / "secrets").mkdir()
     with store_of(hosts[0], tmp_path) as flags, captured([name for name, _, _ in hosts]) as wire:
         with preloaded.started(
-            [*words, "--run-dir", "killed", *flags],
+            [*words, "--run-dir", "lost", *flags],
             cwd=tmp_path,
             interpreter=python,
             environment={SECRETS_VARIABLE: str(tmp_path / "secrets")},
@@ -155,30 +154,31 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
                 said.append(line)
                 if line.startswith("step 2 ") and "---" not in "".join(said):
                     launcher.send_signal(signal.SIGUSR2)
-                if line.startswith("step 6 ") and "restart" not in "".join(said):
+                if line.startswith("step 6 ") and "; restart" not in "".join(said):
                     ranks = [rank_process(rank, 4, tmp_path) for rank in range(4)]
                     assert [planners_of(rank) for rank in ranks] == [1, 0, 1, 0]
-                    os.kill(ranks[3], signal.SIGKILL)
+                    lose(hosts[1], tmp_path)
             launcher.communicate(LIMIT_S)
         passwords = [Path(flags[-1]).read_text()] if flags else []
     log = "".join(said)
     assert launcher.returncode == 0, log[-5000:]
-    assert re.search(r"dynapipe launch: .*; restart 1 of 1, from killed/checkpoints/iter_000000[48]\n", log), log
+    lost, spare = hosts[1][0], hosts[2][0]
+    assert re.search(r"dynapipe launch: .*; restart 1 of 1 in 1 s, from lost/checkpoints/iter_000000[48]\n", log), log
+    assert f"{spare} takes the place of {lost}, which stays away\n" in log
     stacks = re.findall(r"^--- rank (\d) \(pid \d+ on (\S+)\):\n(?:Thread|Current thread)", log, re.M)
     assert sorted(stacks) == [(str(rank), hosts[rank // 2][0]) for rank in range(4)]
-    assert len(re.findall(r"rank \d \(process \d+\) was killed", log)) == 1
     assert not [password for password in passwords if password in log]
     refuse_secrets(wire, tmp_path, log, num_starts=2)
     assert ("at rediss://:***@10.213.7.1:" in log) == (not flags)
     assert ("is used without TLS" in log) == bool(flags)
-    for i, (_, _, device) in enumerate(hosts):
-        said_by = f"network of rank {2 * i}'s machine: {device} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
-        assert log.count(said_by) == 2  # the first rank that is on it, at both starts
+    networks = re.findall(r"network of rank (\d)'s machine: (\S+) \(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME\)", log)
+    devices = [device for _, _, device in hosts]  # the first rank that is on each, at both starts
+    assert sorted(networks) == sorted([("0", devices[0])] * 2 + [("2", devices[1]), ("2", devices[2])])
     preloaded.train("--config", str(config), "--run-dir", "clean", "--costs", "costs.json", cwd=tmp_path)
-    killed, clean = (RunReport.read(tmp_path / run / "report.json").result.losses for run in ("killed", "clean"))
-    assert (len(killed), killed) == (12, clean)
+    lost_run, clean = (RunReport.read(tmp_path / run / "report.json").result.losses for run in ("lost", "clean"))
+    assert (len(lost_run), lost_run) == (12, clean)
     weights = [
         {file.name: file.read_bytes() for file in latest(tmp_path / run / "checkpoints").glob("*.distcp")}
-        for run in ("killed", "clean")
+        for run in ("lost", "clean")
     ]
     assert weights[0] == weights[1] != {}

@@ -37,9 +37,7 @@ LEARNED = (
     "tests/batching/integration/test_collect_memory.py::"
     "test_the_same_records_make_the_same_file_and_their_errors_are_printed"
 )
-LAUNCHED = (
-    "tests/integration/test_two_nodes.py::test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run"
-)
+LAUNCHED = "tests/integration/test_two_nodes.py::test_a_spare_replaces_a_lost_host_with_the_weights_of_a_clean_run"
 AS_IT_STANDS = f"{README_TESTS}::test_commands_of_the_readme_run_as_they_stand"
 TESTED_COMMANDS = {
     "bash tests/run.sh": "tests/repo/test_repository.py::test_every_check_of_the_suite_is_run_by_one_command",

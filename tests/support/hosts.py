@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a virtual cable, and what their jobs need.
+"""Hosts on one machine: network namespaces joined by a virtual switch, and what their jobs need.
 
 Each host has a name of its own, which resolves to loopback there (Debian's 127.0.1.1) and to its address elsewhere,
 and half of the cores: plans heed their number, and are those of a job on the machine itself.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dynapipe_ext.errors import StoreError
@@ -26,6 +27,7 @@ INTO = """ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec "$@"'
 SHELL = (
     """#!/bin/sh
 name=$1; shift
+[ -e "${{0%/*}}/$name-is-lost" ] && exit 255
 case $name in *-0) cores={};; *) cores={};; esac
 exec taskset -c "$cores" """
     + INTO
@@ -41,20 +43,24 @@ class NoHostsError(Exception):
 
 
 @contextmanager
-def two_hosts() -> Iterator[list[Host]]:
-    """Two that see each other and nothing else. Errors: NoHostsError."""
-    tag = secrets.token_hex(3)
-    names = [f"dynapipe-{tag}-{i}" for i in range(2)]
-    devices, addresses = [f"dp{tag}{i}" for i in range(2)], ["10.213.7.1", "10.213.7.2"]
+def joined_hosts(number: int = 2) -> Iterator[list[Host]]:
+    """So many that see each other and nothing else. Errors: NoHostsError."""
+    tag, switch = secrets.token_hex(3), "switch"
+    names, between = [f"dynapipe-{tag}-{i}" for i in range(number)], f"dynapipe-{tag}-{switch}"
+    devices, addresses = [f"dp{tag}{i}" for i in range(number)], [f"10.213.7.{i + 1}" for i in range(number)]
     if shutil.which("ip") is None or os.geteuid() != 0:
         raise NoHostsError("network namespaces need ip and root")
     made = []
     try:
         try:
-            for name in names:
+            for name in (*names, between):
                 ip("netns", "add", name)
                 made.append(name)
-            ip("link", "add", devices[0], "netns", names[0], "type", "veth", "peer", devices[1], "netns", names[1])
+            ip("-n", between, "link", "add", switch, "type", "bridge")
+            for name, device in zip(names, devices, strict=True):
+                ip("link", "add", device, "netns", name, "type", "veth", "peer", device, "netns", between)
+                ip("-n", between, "link", "set", device, "master", switch, "up")
+            ip("-n", between, "link", "set", switch, "up")
         except subprocess.CalledProcessError as error:
             raise NoHostsError(f"no network namespaces here: {error.stderr.decode().strip()}") from error
         for name, device, address in zip(names, devices, addresses, strict=True):
@@ -70,6 +76,18 @@ def two_hosts() -> Iterator[list[Host]]:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False, timeout=LIMIT_S)
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+
+def lose(host: Host, folder: Path) -> None:
+    """Take a host from a job whose files are in `folder`: all that runs on it ends, its link is down, and no shell
+    reaches it any more."""
+    name, _, device = host
+    (folder / f"{name}-is-lost").touch()
+    ip("-n", name, "link", "set", device, "down")
+    running = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, timeout=LIMIT_S)
+    for pid in running.stdout.split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 @contextmanager

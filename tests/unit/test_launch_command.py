@@ -13,9 +13,8 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.commands import launch
 from dynapipe_ext.launch.job.run_directory import RunDirectory
-from dynapipe_ext.launch.processes.agent import TAKEN_STATUS, NodeEnd
+from dynapipe_ext.launch.processes.agent import TAKEN_STATUS
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.rank import rank_program
 from dynapipe_ext.launch.run.outcome import report_what_ran
@@ -141,6 +140,14 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
     assert "ServerAliveInterval=15" in by_ssh  # a host that is lost ends its shell within two minutes
 
 
+def test_a_job_starts_on_all_hosts_of_the_file_but_its_spares(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "three").write_text("node0\nnode1\nnode2\n")
+    waits = ["--wait-for-hosts", "90s"]
+    shells = commands(capsys, "--hosts", "three", "--spares", "1", *waits, "--run-dir", "r")
+    assert [words[-5] for words in shells[::2]] == ["node0", "node1"]
+    assert not [words for words in shells[::2] if "--spares" in words[-1] or "--wait-for-hosts" in words[-1]]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -151,6 +158,9 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
         (["--nnodes", "2", "--rdzv-endpoint", "a", "--rdzv-backend", "static"], "static needs --node-rank"),
         (["--node-rank", "1"], "--node-rank is 1 but must be in 0..0"),
         (["--max-restarts", "-1"], "--max-restarts is -1 but"),
+        (["--spares", "1"], "--spares 1 are the last hosts of a file: give it by --hosts"),
+        (["--hosts", "hosts", "--spares", "2", "--run-dir", "r"], "--spares is 2 but must be in 0..1: hosts names 2"),
+        (["--wait-for-hosts", "soon"], "'soon' is no duration: write seconds, or 90s, 10m or 2h"),
         (["--hosts", "hosts", "--node-rank", "1", "--run-dir", "r"], "leave out --nnodes and --node-rank"),
         (["--hosts", "hosts", "--dp", "8", "--run-dir", "r"], "node0 has 8 slots but 16 ranks"),
         (["--hosts", "hosts", "--ray"], "--ray finds its nodes itself"),
@@ -183,41 +193,6 @@ def test_what_cannot_work_is_refused_before_anything_starts(
     assert says in capsys.readouterr().err
     assert {path.name for path in here.iterdir()} <= {"hosts", "runs", "short"}
     assert not list(here.glob("runs/*"))
-
-
-@pytest.mark.parametrize(
-    ("ends", "starts", "status"),
-    [([0], 1, 0), ([75, 1, 0], 3, 0), ([75, 75, 75, 75], 3, 75), ([75, 2], 2, 2), ([143], 1, 143)],
-)
-def test_a_job_starts_again_as_often_as_it_may_and_never_after_a_mistake(
-    ends: list[int], starts: int, status: int, here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (here / "run" / "checkpoints" / "iter_0000004").mkdir(parents=True)
-    started: list[int] = []
-
-    def start(attempt: int) -> NodeEnd:
-        started.append(attempt)
-        return NodeEnd(ends[attempt])
-
-    assert launch._attempts(start, 2, here / "run", lambda newest: False).status == status
-    assert started == list(range(starts))
-    assert capfd.readouterr().err.count("from " + str(here / "run" / "checkpoints" / "iter_0000004")) == starts - 1
-
-
-def test_a_job_that_had_done_everything_when_it_lost_ranks_ends_well(
-    here: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    newest, started = here / "run" / "checkpoints" / "iter_0000004", []
-
-    def start(attempt: int) -> NodeEnd:
-        started.append(attempt)
-        newest.mkdir(parents=True)
-        return NodeEnd(75)
-
-    for max_restarts in (0, 3):  # and the same command again
-        assert launch._attempts(start, max_restarts, here / "run", lambda path: path == newest).status == 0
-    assert started == [0]
-    assert capfd.readouterr().err.count(f"{newest} has done all steps: nothing is left to do") == 2
 
 
 def test_a_launched_run_goes_on_where_it_ended_and_what_is_done_is_refused(here: Path) -> None:
