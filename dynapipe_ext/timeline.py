@@ -60,8 +60,12 @@ class Trace:
         whole = len(self.ranks) * self.makespan_s
         return 1.0 - self.busy_s / whole if whole > 0 else 0.0
 
-    def of_rank(self, rank: int) -> tuple[Span, ...]:
-        return tuple(span for span in self.spans if span.rank == rank)
+    def by_rank(self) -> Mapping[int, tuple[Span, ...]]:
+        """The spans of each rank that has any, in their order."""
+        spans: dict[int, list[Span]] = {}
+        for span in self.spans:
+            spans.setdefault(span.rank, []).append(span)
+        return {rank: tuple(own) for rank, own in spans.items()}
 
     def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Trace:
         """The same spans with the shape of the micro-batch that their label names ("2F0" is micro-batch 0)."""

@@ -79,8 +79,9 @@ def picture(schedule: PipelineSchedule, trace: Trace, *, width: int) -> list[lis
     start_s = min((span.start_s for span in trace.spans), default=0.0)
     scale = width / trace.makespan_s if trace.makespan_s > 0 else 0.0
     columns: list[list[tuple[int, int, Action]]] = []
+    of_rank = trace.by_rank()
     for rank, actions in enumerate(schedule.ranks):
-        spans = sorted(trace.of_rank(rank), key=lambda span: (span.start_s, span.end_s))
+        spans = sorted(of_rank.get(rank, ()), key=lambda span: (span.start_s, span.end_s))
         if sorted(span.label for span in spans) != sorted(map(str, actions)):
             raise PlanError(f"the trace of rank {rank} has other actions than schedule {schedule.name!r}")
         columns.append([])

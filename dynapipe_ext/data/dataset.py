@@ -20,7 +20,7 @@ from dynapipe_ext.batch.micro_batches import LengthArray
 from dynapipe_ext.data.examples import Example
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds, Truncation
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, short
 
 if TYPE_CHECKING:
     from dynapipe_ext.data.preprocessing.encoders import Encoder
@@ -185,10 +185,11 @@ class TokenDataset:
             tokens = np.memmap(folder / TOKENS_FILE, dtype=np.dtype(str(meta["dtype"])), mode="r")
             has_mask = (folder / TARGETS_FILE).is_file()
             targets = np.memmap(folder / TARGETS_FILE, dtype=np.uint8, mode="r") if has_mask else None
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError, TypeError, OverflowError) as error:
             raise DataError(f"{folder} is damaged ({error}): remove it and prepare the data again") from None
-        num_samples = meta["num_samples"]
-        if len(arrays["offsets"]) != len(arrays["lengths"]) + 1 or len(arrays["lengths"]) != num_samples:
+        num_samples = int(str(meta["num_samples"]))
+        shapes = dict.fromkeys(arrays, (num_samples,)) | {"offsets": (num_samples + 1,), "lengths": (num_samples, 3)}
+        if any(array.shape != shapes[name] or array.dtype.kind != "i" for name, array in arrays.items()):
             raise DataError(
                 f"{folder} is damaged: its arrays do not hold {num_samples} samples: prepare the data again"
             )
@@ -295,11 +296,11 @@ class TokenDataset:
     def num_empty_targets(self) -> int:
         """Samples whose targets are all without words: an end of text alone, or a turn's end. 0 where the data came
         without a tokenizer."""
-        short = np.flatnonzero(self.lengths[:, 2] <= _LONGEST_END)
-        if not len(short) or not (self.directory / FILE_NAME).is_file():
+        brief = np.flatnonzero(self.lengths[:, 2] <= _LONGEST_END)
+        if not len(brief) or not (self.directory / FILE_NAME).is_file():
             return 0
         counts: Counter[tuple[int, ...]] = Counter()
-        for index in short:
+        for index in brief:
             sample = self[int(index)]
             counts[tuple(sample.tokens[sample.is_target].tolist())] += 1
         tokenizer = self.tokenizer()
@@ -438,6 +439,21 @@ def _reusable(folder: Path, settings: Mapping[str, object], source: str) -> Toke
     return dataset if dataset.meta.get("source") == source and dataset.meta.get("settings") == settings else None
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
+
+
+# The facts of meta.json that readers rely on.
+_FACTS: Mapping[str, Callable[[object], bool]] = {
+    "dtype": lambda value: value in ("<u2", "<u4"),
+    "num_samples": _is_count,
+    "num_truncated": _is_count,
+    "vocab_size": _is_count,
+    "fingerprint": lambda value: isinstance(value, str),
+    "tasks": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+}
+
+
 def _read_meta(folder: Path) -> dict[str, object]:
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -445,6 +461,12 @@ def _read_meta(folder: Path) -> dict[str, object]:
         raise DataError(f"{folder} holds no prepared data ({error}): prepare it first") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise DataError(f"{folder} is not data of format {FORMAT}: remove it and prepare the data again")
+    wrong = [name for name, is_right in _FACTS.items() if not is_right(meta.get(name))]
+    if wrong:
+        raise DataError(
+            f"{folder}/meta.json has {short(meta.get(wrong[0]))} as {wrong[0]!r}, which nothing writes: remove the"
+            " folder and prepare the data again"
+        )
     return meta
 
 

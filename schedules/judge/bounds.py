@@ -105,6 +105,9 @@ class _Chains:
 
     def __init__(self, costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split: bool, forward_only: bool) -> None:
         self.costs, self.stage_ranks, self.split, self.forward_only = costs, stage_ranks, split, forward_only
+        self.stages: dict[int, list[int]] = {}
+        for stage, rank in enumerate(stage_ranks):
+            self.stages.setdefault(rank, []).append(stage)
         self.forward: list[list[int]] = costs.forward_ns.tolist()
         self.weight: list[list[int]] = costs.weight_ns.tolist()
         self.gradient: list[list[int]] = (costs.input_ns if split else costs.backward_ns).tolist()
@@ -133,7 +136,7 @@ class _Chains:
 
     def jobs(self, rank: int) -> list[Job]:
         jobs = []
-        for s in self._stages(rank):
+        for s in self.stages[rank]:
             for m, forward_ns in enumerate(self.forward[s]):
                 head, tail, gradient_ns = self.head[s][m], self.tail[s][m], self.gradient[s][m]
                 ready = head + forward_ns + self.between[s][m]
@@ -147,7 +150,7 @@ class _Chains:
 
     def byte_time_ns(self, rank: int, limit_bytes: int) -> int:
         """The rank's bytes x nanoseconds that cannot be avoided, spread over all that the limit leaves free."""
-        stages = self._stages(rank)
+        stages = self.stages[rank]
         free = limit_bytes - sum(int(self.costs.static_bytes[s]) for s in stages)
         byte_ns = 0
         for s in stages:
@@ -164,9 +167,6 @@ class _Chains:
         spread_ns = -(-byte_ns // free) if byte_ns else 0
         first = stages[0]
         return min(self.head[first]) + spread_ns + (0 if self.split else min(self.tail[first]))
-
-    def _stages(self, rank: int) -> list[int]:
-        return [s for s, r in enumerate(self.stage_ranks) if r == rank]
 
 
 def _preemptive_ns(jobs: Sequence[Job]) -> int:

@@ -102,16 +102,16 @@ def _check_progress(schedule: PipelineSchedule, num_micro_batches: int) -> None:
                 steps.append((gradients + place + count if stage < last else always, gradients + place))
         moves.append(steps)
     position = [0] * len(moves)
-    progress = True
-    while progress:
-        progress = False
-        for rank, steps in enumerate(moves):
-            at = position[rank]
-            while at < len(steps) and done[steps[at][0]]:
-                done[steps[at][1]] = True
-                at += 1
-            progress |= at > position[rank]
-            position[rank] = at
+    ready, waiting = list(range(len(moves))), dict[int, list[int]]()  # ranks that may go on; those that wait, by slot
+    while ready:
+        rank = ready.pop()
+        for need, brought in moves[rank][position[rank] :]:
+            if not done[need]:
+                waiting.setdefault(need, []).append(rank)
+                break
+            done[brought] = True
+            ready += waiting.pop(brought, ())
+            position[rank] += 1
     stuck = [
         f"rank {rank} at {actions[position[rank]]}"
         for rank, actions in enumerate(schedule.ranks)

@@ -119,7 +119,7 @@ def check_what_ran(step: Any, plans: Plans, planner: Planner) -> None:
     assert step.num_micro_batches == tuple(len(replica[0].micro_batches) for replica in plans)
     for rank in range(TOPOLOGY.world_size):
         me = TOPOLOGY.coordinates(rank)
-        spans, plan = step.trace.of_rank(rank), plans[me.dp_rank][me.pp_rank]
+        spans, plan = step.trace.by_rank()[rank], plans[me.dp_rank][me.pp_rank]
         planned = [f"{i.stage}{LETTERS[type(i)]}{i.micro_batch}" for i in plan.instructions if type(i) in LETTERS]
         assert [span.label for span in spans] == planned
         assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
@@ -153,15 +153,15 @@ def test_ranks_that_fill_their_waits_keep_to_the_proof_when_times_are_not_as_pre
     for rank in range(TOPOLOGY.world_size):
         me = TOPOLOGY.coordinates(rank)
         planned = [str(action) for action in plan.schedules[me.dp_rank].ranks[me.pp_rank]]
-        strict, filled = ([span.label for span in trace.of_rank(rank)] for trace in traces)
+        strict, filled = ([span.label for span in trace.by_rank()[rank]] for trace in traces)
         for ran in (strict, filled):
             assert [label for label in ran if "W" in label] == [label for label in planned if "W" in label]
             assert [label for label in ran if "W" not in label] == [label for label in planned if "W" not in label]
         moved += strict != filled
         most = plans[me.dp_rank][me.pp_rank].prediction.peak_bytes[me.pp_rank]
-        assert max(span.num_bytes for span in traces[1].of_rank(rank)) <= most
+        assert max(span.num_bytes for span in traces[1].by_rank()[rank]) <= most
         slept = durations(noisy[me.dp_rank])
-        assert all(span.duration_s >= slept[span.label] - 1e-5 for span in traces[1].of_rank(rank))
+        assert all(span.duration_s >= slept[span.label] - 1e-5 for span in traces[1].by_rank()[rank])
     assert moved
 
 

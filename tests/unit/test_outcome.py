@@ -27,7 +27,7 @@ def test_the_predicted_timeline_of_ranks_that_fill_their_waits_is_theirs() -> No
     assert trace.name == schedule.name
     moved = 0
     for rank, actions in enumerate(schedule.ranks):
-        spans = trace.of_rank(rank)
+        spans = trace.by_rank()[rank]
         assert sorted(span.label for span in spans) == sorted(map(str, actions))
         assert max(span.num_bytes for span in spans) <= peak_bytes(schedule, costs)[rank]
         moved += [span.label for span in spans] != [str(action) for action in actions]

@@ -188,7 +188,7 @@ def test_what_is_shown_is_what_ranks_get_and_what_the_trace_simulates_under_a_ti
             both = zip(predicted["peak_bytes"], predicted["in_flight_bytes"], strict=True)
             assert plan.prediction.peak_bytes == tuple(map(sum, both))
             assert plan.peak_bytes <= config.plan.memory_limit_bytes
-            labels = [span.label for span in trace.of_rank(rank[0] + 2 * rank[1])]
+            labels = [span.label for span in trace.by_rank()[rank[0] + 2 * rank[1]]]
             assert labels == replica["schedule"]["stages"][rank[1]]
         assert round(trace.makespan_s * 1e9) == max(plans[rank][step].prediction.makespan_ns for rank in RANKS)
         planner = planner_from(config, costs)

@@ -15,6 +15,7 @@ from typing import Any
 
 from dynapipe_ext.data.preprocessing.answers import as_parts, training_template, with_text_arguments, writes_newline
 from dynapipe_ext.data.preprocessing.encoders import FORMAT, LibraryEncoder, Specials
+from dynapipe_ext.data.preprocessing.template_limits import template_limits
 from dynapipe_ext.errors import ConfigError, DataError, install_advice
 
 _MOST_FILE_BYTES = 256 << 20
@@ -116,9 +117,10 @@ class FolderEncoder:
         of_parts = any(sign in template for sign in _OF_PARTS)
         for variant in (as_parts(messages) if of_parts else messages, with_text_arguments(messages)):
             try:
-                return self._tokenizer.apply_chat_template(
-                    list(variant), tools=tools, chat_template=template, **choices
-                )
+                with template_limits():
+                    return self._tokenizer.apply_chat_template(
+                        list(variant), tools=tools, chat_template=template, **choices
+                    )
             except Exception as error:  # noqa: BLE001  (a template may raise anything)
                 refusal = refusal or error
         raise DataError(f"the chat template refuses the messages ({refusal})") from refusal
