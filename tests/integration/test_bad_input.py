@@ -149,7 +149,7 @@ GOOD = json.dumps({"input": "two and two", "target": "four"})
         ([GOOD, '{"input": "two'], r"data\.jsonl.*line 2.*JSON"),
         ([GOOD, GOOD, '{"input": "two"}'], r"data\.jsonl.*line 3.*target"),
         ([GOOD, '{"question": "two"}'], r"data\.jsonl.*line 2.*text"),
-        (["[1, 2]"], r"data\.jsonl.*line 1"),
+        (["[1, 2]"], r"data\.jsonl, item 1: the record is a number"),
     ],
     ids=["empty file", "broken JSON", "missing target", "other fields", "no object"],
 )
