@@ -152,7 +152,7 @@ def _longest_first(
         at = next_up[rows]
         now_filled, now_load = filled[rows], load[rows]
         closed, key = _open_bins(now_load, now_filled, length[rows, at], level[rows], limit[rows])
-        level_out: BoolArray = closed.all(axis=1)
+        level_out: BoolArray = np.logical_and.reduce(closed, axis=1)
         num_open = (key < CLOSED).sum(axis=1)
         few = np.flatnonzero((num_open * _FEW <= num_bins) & (num_open > 0) & ~level_out)
         width_now = num_bins if len(few) else int(num_open.max())
