@@ -32,7 +32,7 @@ def alike_in_length(grouped: IntArray, load: IntArray, filled: IntArray, counts:
     rows = np.arange(num_blocks, dtype=np.int64)
     in_vain = np.zeros(num_blocks, np.int64)  # steps of each block that found no exchange since the last one
     rounds = max(_FEWEST_ROUNDS, _TRIALS // (num_blocks * num_steps * num_ranks**2))
-    for _ in range(min(8 * num_steps, rounds)):
+    for _ in range(min(4 * num_steps * num_ranks, rounds)):
         held = grouped[rows]
         off_of, cost_of = (
             np.take_along_axis(x[rows], held.reshape(len(rows), -1), 1).reshape(held.shape) for x in (off, cost)
