@@ -296,15 +296,23 @@ class TokenDataset:
     def num_empty_targets(self) -> int:
         """Samples whose targets are all without words: an end of text alone, or a turn's end. 0 where the data came
         without a tokenizer."""
-        brief = np.flatnonzero(self.lengths[:, 2] <= _LONGEST_END)
-        if not len(brief) or not (self.directory / FILE_NAME).is_file():
+        if not (self.directory / FILE_NAME).is_file():
             return 0
-        counts: Counter[tuple[int, ...]] = Counter()
-        for index in brief:
-            sample = self[int(index)]
-            counts[tuple(sample.tokens[sample.is_target].tolist())] += 1
-        tokenizer = self.tokenizer()
-        return sum(count for targets, count in counts.items() if not tokenizer.decode(targets).strip())
+        tokenizer, count = None, 0
+        for num_targets in range(1, _LONGEST_END + 1):
+            samples = np.flatnonzero(self.lengths[:, 2] == num_targets)
+            if not len(samples):
+                continue
+            if self.targets is None:  # targets stand at the end
+                targets = self.tokens[self.offsets[samples + 1][:, None] + np.arange(-num_targets, 0)]
+            else:
+                chats = (self[int(sample)] for sample in samples)
+                targets = np.stack([chat.tokens[chat.is_target] for chat in chats])
+            tokenizer = tokenizer or self.tokenizer()
+            distinct, counts = np.unique(targets, axis=0, return_counts=True)
+            empty = [not tokenizer.decode(row).strip() for row in distinct.tolist()]
+            count += int(counts[np.array(empty)].sum())
+        return count
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
 from dynapipe_ext.data.preprocessing.record_forms import RecordFields
 from dynapipe_ext.data.preprocessing.rendering import Rendered, Renderer
@@ -19,7 +17,7 @@ END = 3
 class _Letters:
     """What `FolderEncoder` asks of a tokenizer of transformers."""
 
-    is_fast, eos_token_id = True, END
+    is_fast, eos_token_id, special_tokens_map = True, END, SPECIAL
     all_special_ids = (END, *map(ord, "<|>"))  # of what looks like a special token
     added_tokens_decoder: Mapping[int, Any] = {}
 
@@ -34,21 +32,6 @@ class _Letters:
 
     def get_chat_template(self, tools: Sequence[Any] | None = None) -> str:
         return self.chat_template
-
-    def apply_chat_template(self, messages: list[Any], *, tools: Any, chat_template: str, **choices: Any) -> Any:
-        marked = choices.get("return_assistant_tokens_mask", False)
-        (text,), places = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=chat_template,
-            add_generation_prompt=choices.get("add_generation_prompt", False),
-            return_assistant_tokens_mask=marked,
-            **SPECIAL,
-        )
-        if not marked:
-            return text
-        mask = [any(start <= place < stop for start, stop in places[0]) for place in range(len(text))]
-        return {"input_ids": list(map(ord, text)), "assistant_masks": mask}
 
     def __call__(self, text: str | list[str], **choices: Any) -> dict[str, Any]:
         if isinstance(text, list):

@@ -129,7 +129,11 @@ def _around(
 
 def _num_common(one: str, other: str) -> int:
     """How many characters both texts begin with."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # bisection: comparing slices is quick
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def _parts(text: str, number: int) -> tuple[str, str]:

@@ -222,7 +222,8 @@ def _message(message: object, number: int, where: str) -> Mapping[str, Any]:
     """The message without the switches of its loss, and with its parts of text joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{where}: message {number} must be an object with a "role", like "user"')
-    fields = {name: value for name, value in message.items() if value is not None and name not in _LOSS_SWITCHES}
+    named = {name: value for name, value in message.items() if value is not None and name not in _LOSS_SWITCHES}
+    fields = {name: _without_nulls(value) for name, value in named.items()}
     if message.get("content") is None and (message.get("tool_calls") or message["role"] == "tool"):
         return fields | ({"content": None} if "content" in message else {})
     if "content" not in message:
@@ -323,7 +324,14 @@ def _tools(record: Mapping[str, object], where: str) -> list[Any] | None:
         tools = _parsed(tools, f"{where}: field {TOOLS!r}") if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{where}: field {TOOLS!r} must be a list of the tools' descriptions, or left out")
-    return tools or None
+    return [_without_nulls(tool) for tool in tools] if tools else None
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without fields that are null, at any depth: rows of Parquet and Arrow have the fields of all rows."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _parsed(text: object, what: str) -> object:

@@ -184,7 +184,10 @@ class Renderer:
         whole, spans = answer_spans(render, chat.messages, newline_is_written=newline_is_written)
         tokens, ends = self.tokenizer.encode_places(whole)
         trained = [span for span, is_trained in zip(spans, chat.answers, strict=True) if is_trained]
-        is_target = [any(start < end <= stop for start, stop in trained) for end in ends]
+        starts, stops = np.array(trained, np.int64).reshape(-1, 2).T
+        places = np.array(ends, np.int64)  # spans follow one another: of those that begin before a token, the last
+        number = np.searchsorted(starts, places) - 1
+        is_target = ((number >= 0) & (places <= stops[number])).tolist()
         start, stop = spans[-1]
         answer = [token for token, end in zip(tokens, ends, strict=True) if start < end <= stop]
         if stop == len(whole) and not any(map(self.tokenizer.is_special, answer)):

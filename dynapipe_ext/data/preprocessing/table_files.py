@@ -93,6 +93,7 @@ def table_rows(file: Path, raw: IO[bytes], pieces: PieceReader, delimiter: str) 
             continue
         if names is None:
             names = [name.strip() for name in row]
+            names[0] = names[0] or "index"  # as pandas writes it
             if len(set(names)) < len(names) or not all(names):
                 raise DataError(
                     f"{file}: its first row must name each column once, but is {', '.join(map(repr, row[:9]))}: add one"

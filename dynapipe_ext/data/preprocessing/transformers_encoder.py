@@ -9,6 +9,7 @@ import base64
 import json
 import re
 import tempfile
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,25 +103,42 @@ class FolderEncoder:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, answer_next: bool = False
     ) -> str:
         """The chat as text; `answer_next` ends it where the assistant begins. Errors: DataError, as the template's."""
-        return str(self._applied(messages, tools, tokenize=False, add_generation_prompt=answer_next))
+        return self._applied(messages, tools, add_generation_prompt=answer_next)[0]
 
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
     ) -> tuple[list[int], list[bool]]:
         """Ids of a chat and which of them the template marks as the assistant's. Errors: as those of `render`."""
-        encoded = self._applied(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        return list(encoded["input_ids"]), [bool(one) for one in encoded["assistant_masks"]]
+        text, spans = self._applied(messages, tools, return_assistant_tokens_mask=True)
+        tokens, ends = self.encode_places(text)
+        is_target = [False] * len(tokens)
+        for start, stop in spans:  # a token that the template's mark cuts is the assistant's
+            first, last = bisect_right(ends, start), bisect_left(ends, stop)
+            is_target[first : last + 1] = [True] * (min(last + 1, len(tokens)) - first)
+        return tokens, is_target
 
-    def _applied(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, **choices: Any) -> Any:
-        """The chat template's result. Some templates take the arguments of calls as text, others contents as parts."""
+    def _applied(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, **choices: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The chat's text, and the spans that the template itself marks as the assistant's, if that is a choice.
+
+        Some templates take the arguments of calls as text, others contents as parts. The template alone is under
+        limits: a tokenizer that lacks memory would end the process.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        special = self._tokenizer.special_tokens_map
         template, refusal = self._template(tools), None
         of_parts = any(sign in template for sign in _OF_PARTS)
         for variant in (as_parts(messages) if of_parts else messages, with_text_arguments(messages)):
+            # As transformers has it: many templates write the word None, but know of fields that are not there.
+            chat = [{name: value for name, value in message.items() if value is not None} for message in variant]
             try:
                 with template_limits():
-                    return self._tokenizer.apply_chat_template(
-                        list(variant), tools=tools, chat_template=template, **choices
+                    (text,), spans = render_jinja_template(
+                        conversations=[chat], tools=tools, chat_template=template, **choices, **special
                     )
+                return str(text), [(int(start), int(stop)) for start, stop in (spans or [[]])[0]]
             except Exception as error:  # noqa: BLE001  (a template may raise anything)
                 refusal = refusal or error
         raise DataError(f"the chat template refuses the messages ({refusal})") from refusal
