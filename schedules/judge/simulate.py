@@ -105,13 +105,16 @@ def _check_progress(schedule: PipelineSchedule, num_micro_batches: int) -> None:
     ready, waiting = list(range(len(moves))), dict[int, list[int]]()  # ranks that may go on; those that wait, by slot
     while ready:
         rank = ready.pop()
-        for need, brought in moves[rank][position[rank] :]:
+        steps, at = moves[rank], position[rank]
+        while at < len(steps):
+            need, brought = steps[at]
             if not done[need]:
                 waiting.setdefault(need, []).append(rank)
                 break
             done[brought] = True
             ready += waiting.pop(brought, ())
-            position[rank] += 1
+            at += 1
+        position[rank] = at
     stuck = [
         f"rank {rank} at {actions[position[rank]]}"
         for rank, actions in enumerate(schedule.ranks)
