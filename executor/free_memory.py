@@ -21,17 +21,27 @@ def usable_bytes(num_bytes: int) -> int:
     return num_bytes * _USABLE_PERCENT // 100
 
 
+_DEVICES = ("/dev/nvidia0", "/dev/kfd")  # a driver's own, whatever its tools say
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Memory of this machine: `free_bytes` of the host, which ranks without devices share, and what each device has."""
+    """Memory of this machine: `free_bytes` of the host, which ranks without devices share, and what each device has.
+
+    `has_unknown_devices`: ranks run on devices whose size the driver's tool does not say.
+    """
 
     free_bytes: int
     device_bytes: tuple[int, ...] = ()
+    has_unknown_devices: bool = False
 
     @classmethod
     def here(cls, visible_devices: str | None = None) -> Room:
         """`visible_devices` as in CUDA_VISIBLE_DEVICES; None: all."""
-        return cls(free_bytes=free_bytes(), device_bytes=sizes_of_devices(visible_devices))
+        sizes = sizes_of_devices(visible_devices)
+        named = bool(visible_devices and visible_devices.strip())
+        listed = visible_devices is None and any(Path(device).exists() for device in _DEVICES)
+        return cls(free_bytes=free_bytes(), device_bytes=sizes, has_unknown_devices=not sizes and (named or listed))
 
     def of_a_rank(self, num_ranks: int) -> int:
         """Of the smallest device, or an equal part of the host."""
@@ -49,6 +59,8 @@ def sizes_of_devices(visible: str | None = None) -> tuple[int, ...]:
         return ()
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
     chosen = None if visible is None else [word.strip() for word in visible.split(",")]
+    if chosen and any(word.startswith("MIG") for word in chosen):
+        chosen = None  # a part of a device, whose size is not listed: no more than the devices have
     return tuple(
         int(row[2]) << 20
         for row in rows
@@ -76,7 +88,11 @@ def free_bytes(root: Path = Path("/")) -> int:
 
 def _control_groups(root: Path) -> Iterator[Path]:
     """The groups of this process that may limit memory, up to the outermost one that is seen here."""
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # a system without control groups
+        return
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue

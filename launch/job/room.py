@@ -87,6 +87,8 @@ class _Want:
 def refuse_no_room(config: TrainConfig, place: Place, lengths: LengthArray | None = None, vocab_size: int = 1) -> None:
     """Errors: PlanError where the job cannot fit; with `lengths` of the data, the longest sample counts, too, else
     states alone. A model in sizes of its own has as many ids as the data say, `vocab_size`."""
+    if place.room.has_unknown_devices:
+        return  # what they hold is known once ranks have them
     sample = _SHORTEST
     if lengths is not None and config.plan.pieces == "off":
         (sample,) = sample_lengths(lengths, [int(np.argmax(lengths[:, 0] + lengths[:, 1]))])
@@ -122,6 +124,8 @@ def _wants(config: TrainConfig, place: Place, sample: SampleLength, vocab_size: 
     totals = need.states + micro_batch
     fullest = int(totals.max()) if config.placement != "auto" else int(totals.sum()) // topology.pp
     yield _Want(f"{states} of a rank{beside}", fullest, min(devices), "are what a device here has")
+    if "nvme" in json.dumps(config.deepspeed.described):
+        return  # offloaded states lie on disks
     offloaded = sum(int(need.on_host[one.pp_rank]) for one in of_rank)
     yield _Want(f"offloaded states of {ranks}", offloaded, place.room.free_bytes, "are free on this host")
 

@@ -43,7 +43,8 @@ def checkpoints_line(settings: CheckpointSettings, run_dir: Path, num_bytes: int
     place, minutes = run_dir / CHECKPOINTS, settings.save_minutes
     by_clock = f"{AUTO_SAVE_S / 60:g}" if minutes == "auto" else f"{minutes:g}"
     every = [f"every {counted(settings.save_every, 'step')}"] if settings.save_every else []
-    every += [f"every {by_clock} minutes"] if minutes else []
+    asked_by_step = minutes == "auto" and settings.save_every > 0
+    every += [f"every {by_clock} minutes"] if minutes and not asked_by_step else []
     stay = f"the newest {settings.keep_last} stay" if settings.keep_last else "all stay"
     size = f"about {format_bytes(num_bytes)} each, {stay}"
     line = f"checkpoints: in {place} {', '.join([*every, 'and at the end' if every else 'at the end'])} ({size})"

@@ -329,8 +329,9 @@ def test_arguments_that_planned_data_cannot_go_with_are_refused_as_they_are_pars
     assert "--split 949,50,1 leaves the validation data 20 of 400 samples, fewer than a global batch of 32: raise" in (
         refused(split="949,50,1")
     )
-    assert "leaves the test data 0 of 400 samples" in refused(split="899,100,1")
-    assert "or give it the weight 0, or --eval-iters 0" in refused(split="899,100,1")
+    assert refused(split="899,100,1") == ""  # no sample is left for tests, which are left out
+    assert "leaves the test data 4 of 400 samples" in refused(split="890,100,10")
+    assert "or give it the weight 0, or --eval-iters 0" in refused(split="890,100,10")
     assert "leaves the training data 4 of 400 samples" in refused(split="1,99,0")
     assert refused(split="949,50,1", eval_iters=0) == ""
     assert refused(split="90,10,0", eval_iters=10) == ""
