@@ -177,7 +177,7 @@ class PeriodicCheckpoints:
         if every > 0 and done.number % every == 0:
             return True
         if minutes == "auto":
-            return self._is_due_unasked(done)
+            return every <= 0 and self._is_due_unasked(done)  # saves that were asked for stay the newest
         return minutes > 0 and self._clock() - self._saved_s >= 60 * minutes
 
     def _is_due_unasked(self, done: StepDone) -> bool:
