@@ -98,14 +98,16 @@ def refuse_unread(raw: Mapping[str, Any], path: str | Path, version: str | None 
     if not scheduler:
         return
     kind = scheduler.get("type")
-    if kind not in SCHEDULERS:
+    if not isinstance(kind, str) or kind not in SCHEDULERS:
         if version == VERSION:
             near = did_you_mean(str(kind), SCHEDULERS)
             raise ConfigError(f"{path}: scheduler.type is {short(kind)}: choose from {', '.join(SCHEDULERS)}{near}")
         return
     _refuse(scheduler.get("params", {}), SCHEDULERS[kind], "scheduler.params", path, version)
     for name, value in scheduler.get("params", {}).items():
-        if value != "auto" and (name.endswith(("_lr", "_rate")) and type(value) not in (int, float)):
+        values = value if isinstance(value, list) else [value]  # one for all groups of weights, or one each
+        is_number = all(type(one) in (int, float) for one in values)
+        if value != "auto" and name.endswith(("_lr", "_rate")) and not is_number:
             raise ConfigError(f'{path}: scheduler.params.{name} is {short(value)} but must be a number or "auto"')
 
 

@@ -41,7 +41,7 @@ from dynapipe_ext.executor.store.keys import Keys, StoreTimeoutError
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.wire import decode, unseal
 
-_STOP_S = 1.0
+_STOP_S, _KILLED_S = 1.0, 60.0
 _MOST_STARTS = 4  # of one planner: what kills it more often is not chance
 _PIECE = 1 << 20
 _LOOK_S = 0.25  # how often a rank that waits for its plan looks for a failed or silent planner
@@ -116,7 +116,8 @@ class PlannerProcesses:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()  # which may take its time where others have the cores
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in the system: the system ends it
+                    process.wait(_KILLED_S)  # which may take its time where others have the cores
         for thread in self._threads:
             thread.join(_STOP_S)
         for process in self.processes:

@@ -45,6 +45,9 @@ _MOST_PAUSE_S = 0.5  # between attempts, which begin at once and come further an
 # Lost, full, or a replica after a failover: it may pass.
 _PASSING = (redis.ConnectionError, redis.TimeoutError, OSError, OutOfMemoryError, ReadOnlyError)
 
+# What a server says to readers while it becomes a replica, or while its cluster or disk is not as it should be.
+_PASSING_REFUSALS = ("UNBLOCKED", "CLUSTERDOWN", "MASTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN")
+
 
 class RedisStore:
     """Named bytes on a Redis-compatible server, below `namespace`; safe to use from several threads.
@@ -187,6 +190,8 @@ class RedisStore:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             except ResponseError as error:
+                if str(error).startswith(_PASSING_REFUSALS):
+                    raise self._failing(error, doing) from None
                 raise StoreRefusedError(
                     f"store at {self.where} refused {doing}: {error} (needed: Redis 6.2 or any Valkey, a writable"
                     f" primary, and keys {self._prefix}* that no other program uses)"

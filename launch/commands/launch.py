@@ -76,7 +76,6 @@ _EPILOG = """examples:
 _PORT = 29400  # torchrun's own for c10d
 _FREE_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
 _MOST_PLACES = 5
-_SSH_PORT = 22
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 # It ends when a host is lost.
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8"
@@ -249,7 +248,7 @@ def _restarted(
     def away(hosts: tuple[Host, ...]) -> frozenset[Host]:
         if not hosts:
             return frozenset()
-        endpoint = job.place.rdzv_endpoint or _with_port(hosts[0].name.rpartition("@")[2], _SSH_PORT)
+        endpoint = job.place.rdzv_endpoint or _with_port(hosts[0].name.rpartition("@")[2], _FREE_PORTS[-1])
         return hosts_away(shlex.split(args.ssh), hosts, _host_of(endpoint), int(endpoint.rpartition(":")[2]))
 
     return RestartedJob(start=start, newest=newest, is_done=has_all_steps, away=away)

@@ -212,7 +212,7 @@ def run_agent(
             with stacks_asked_for() as asked:
                 return _watched(agent, records, timeout_s, order, asked)
         except (SystemExit, KeyboardInterrupt):
-            _have_saved(agent, records, grace_s)
+            _have_saved(agent, records, grace_s, lambda: interrupted_again() or order() == "end")
             raise
         finally:
             agent.close(grace_s=0.0)
@@ -297,12 +297,13 @@ def _killed_first(ranks: Iterable[RankRecord]) -> str:
     return f"{', '.join(killed)} was killed: if nobody did that, memory ran out" if killed else ""
 
 
-def _have_saved(agent: Supervised, records: Path, grace_s: float) -> None:
-    """Let the ranks save and end. torchrun is stopped meanwhile, since it would take their ends for failures."""
+def _have_saved(agent: Supervised, records: Path, grace_s: float, given_up: Callable[[], bool]) -> None:
+    """Let the ranks save and end, unless that is given up. torchrun is stopped meanwhile: it would take their ends for
+    failures."""
     say_at_once(asked_to_end(grace_s))
     agent.send_signal(signal.SIGSTOP)
     _signal_ranks(records, signal.SIGUSR1)
-    _wait_for_ranks(records, grace_s, interrupted_again)
+    _wait_for_ranks(records, grace_s, given_up)
 
 
 def _say_stacks_of(ranks: Sequence[RankRecord]) -> None:
