@@ -64,6 +64,8 @@ def _few_alike(tokens: IntArray, costs: IntArray, *, num_ranks: int, cap: int) -
         varied = length_variation(steps.places, steps.starts, tokens, num_ranks=num_ranks)
         if len(steps.left) or varied > max(FURTHEST, _ABOVE_MULTIPACK * runs_vary):
             steps = packed_runs(tokens, costs, ends, num_ranks=num_ranks, cap=cap)
+        if len(steps.left) and (most + 1) * num_ranks <= len(tokens):  # what multipack drops needs a step of its own
+            steps = _in_steps(tokens, costs, most + 1, num_ranks, cap)
         if len(steps.left):
             raise unfed(len(tokens), most + 1, num_ranks)
     return steps
