@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -179,8 +178,6 @@ def _telling(env: RankEnv) -> Iterator[None]:
         mine = f"rank {env.rank}: {in_one_line(error)}"
         cause, is_final = _first_failure(env, (mine, isinstance(error, FINAL)))
         if cause == mine:
-            if status == BUG_STATUS:
-                traceback.print_exception(error)
             print(f"dynapipe: error: {mine}", file=sys.stderr, flush=True)
             _tell_torchrun(error, mine)
         raise JobError(mine, status, cause, is_final=is_final) from error
