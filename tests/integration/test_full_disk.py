@@ -61,7 +61,7 @@ def test_a_checkpoint_without_room_ends_the_run_in_one_line_and_leaves_the_one_b
     assert command.returncode == 2
     said = "".join(lines)
     opening = re.search(
-        r"checkpoints: in run/checkpoints every 3 steps, every 10 minutes, and at the end \(about (.*) kB each, the"
+        r"checkpoints: in run/checkpoints every 3 steps, and at the end \(about (.*) kB each, the"
         r" newest 2 stay\)\n",
         said,
     )
