@@ -35,7 +35,7 @@ def even_steps(
         return places, starts
     ordered = costs[places]
     load, largest = np.add.reduceat(ordered, starts[:-1]), np.maximum.reduceat(ordered, starts[:-1])
-    excess = _excess(load, largest, num_ranks)
+    excess = step_excess(load, largest, num_ranks)
     for step in np.flatnonzero(excess > _UNEVEN).tolist():
         block = slice(*starts[[step * num_ranks // num_bins * num_bins, (step * num_ranks // num_bins + 1) * num_bins]])
         if int(tokens[places[block]].sum()) > num_bins * (cap - cap // _NEARLY):
@@ -68,8 +68,8 @@ def even_steps(
         idle = 0 if helped else idle + 1
         if not pairs or idle > _IDLE or tried > (_MOST_PAIRS // 8 if many else _MOST_PAIRS):
             break
-    after = _excess(work.load, largest_now, num_ranks).reshape(-1, num_bins // num_ranks).max(axis=1)
-    before = _excess(load[bins], largest[bins], num_ranks).reshape(-1, num_bins // num_ranks).max(axis=1)
+    after = step_excess(work.load, largest_now, num_ranks).reshape(-1, num_bins // num_ranks).max(axis=1)
+    before = step_excess(load[bins], largest[bins], num_ranks).reshape(-1, num_bins // num_ranks).max(axis=1)
     shape = (len(blocks), -1, num_ranks)
     longer = _furthest(work.filled.reshape(shape), work.counts.reshape(shape))
     longer_before = _furthest(np.add.reduceat(tokens[places], starts[:-1])[bins].reshape(shape), counts.reshape(shape))
@@ -77,6 +77,13 @@ def even_steps(
     if not better.any():
         return places, starts
     return _replaced(places, starts, bins, held, work, np.repeat(better, num_bins))
+
+
+def step_excess(load: IntArray, largest: IntArray, num_ranks: int) -> FloatArray:
+    """Of each step, its dearest rank's cost over its mean, or its dearest sample's where that is more."""
+    by_step = load.reshape(-1, num_ranks)
+    excess: FloatArray = by_step.max(axis=1) / _inevitable(by_step, largest)
+    return excess
 
 
 def least_cost(tokens: IntArray, costs: IntArray, *, num_ranks: int, cap: int) -> float:
@@ -101,13 +108,6 @@ def least_cost(tokens: IntArray, costs: IntArray, *, num_ranks: int, cap: int) -
     if whole < len(others):
         filled += (missing - int(sums[whole])) / int(tokens[others[whole]]) * int(costs[others[whole]])
     return max(least, filled)
-
-
-def _excess(load: IntArray, largest: IntArray, num_ranks: int) -> FloatArray:
-    """Of each step, its dearest rank's cost over its mean, or its dearest sample's where that is more."""
-    by_step = load.reshape(-1, num_ranks)
-    excess: FloatArray = by_step.max(axis=1) / _inevitable(by_step, largest)
-    return excess
 
 
 def _furthest(filled: IntArray, counts: IntArray) -> FloatArray:

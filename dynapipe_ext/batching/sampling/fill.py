@@ -10,7 +10,7 @@ import numpy as np
 from dynapipe_ext.batching.sampling.bins import CLOSED
 from dynapipe_ext.batching.sampling.composition import FURTHEST, length_variation
 from dynapipe_ext.batching.sampling.deal import Dealt, deal, heavy
-from dynapipe_ext.batching.sampling.even_steps import even_steps
+from dynapipe_ext.batching.sampling.even_steps import even_steps, step_excess
 from dynapipe_ext.batching.sampling.grouping import Blocks, chained, grouped_alike
 from dynapipe_ext.costs.model import IntArray
 
@@ -19,6 +19,7 @@ _WINDOW = 16  # samples on either side of a boundary between blocks that may cha
 _CHUNK = 1 << 12  # boundaries looked at side by side
 _BLOCK_STEPS = 6  # and steps at least, among which bins of like cost find each other
 _UNEVEN = 1.01  # steps whose dearest ranks cost this much more than the mean are dealt another way, too
+_AS_CHEAP = 1.01  # within this of the cheapest way, the one whose ranks are evenest is taken
 _MANY = 320_000  # samples, above which one way must do
 _MOST_MOVES = 1 << 22  # samples left times samples placed, up to which one is moved for each that lacks room
 _NONE = np.zeros(0, np.int64)
@@ -65,35 +66,44 @@ def fill_steps(
     if draft:
         parts = _dealt(tokens, dealt_by, order, bounds, sizes * num_ranks, cap, first)
         return _steps_of([(dealt.places, dealt.starts) for dealt, _ in parts], len(tokens))
-    proposals: list[tuple[tuple[int, bool, int], Steps]] = []
+    proposals: list[_Proposal] = []
     for keys in (dealt_by, tokens if np.array_equal(dealt_by, costs) else costs):
-        steps = _filled(tokens, costs, keys, order, bounds, sizes, num_ranks=num_ranks, cap=cap, first=first)
-        varied = length_variation(steps.places, steps.starts, tokens, num_ranks=num_ranks)
-        load = np.add.reduceat(costs[steps.places], steps.starts[:-1]).reshape(-1, num_ranks)
-        dearest = int(load.max(axis=1).sum())
-        proposals.append(((len(steps.left), varied > FURTHEST, dearest), steps))
-        if dearest * num_ranks <= _UNEVEN * int(load.sum()) or len(tokens) > _MANY:
+        dealt = _dealt(tokens, keys, order, bounds, sizes * num_ranks, cap, first)
+        steps = _filled(tokens, costs, dealt, num_ranks=num_ranks, cap=cap)
+        proposals.append(_Proposal.of(steps, tokens, costs, num_ranks))
+        if proposals[-1].dearest * num_ranks <= _UNEVEN * int(costs[steps.places].sum()) or len(tokens) > _MANY:
             break
-    return min(proposals, key=lambda proposal: proposal[0])[1]
+    return _best(proposals).steps
 
 
-def _filled(
-    tokens: IntArray,
-    costs: IntArray,
-    dealt_by: IntArray,
-    order: IntArray,
-    bounds: IntArray,
-    sizes: IntArray,
-    *,
-    num_ranks: int,
-    cap: int,
-    first: int,
-) -> Steps:
-    """Blocks of `sizes` steps, the larger ones first, dealt by the given keys."""
-    parts = [
-        Blocks.of(dealt, tokens, costs, num_bins=num_bins)
-        for dealt, num_bins in _dealt(tokens, dealt_by, order, bounds, sizes * num_ranks, cap, first)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """Steps; whether their mean lengths vary too much; the sum of dearest ranks' costs; `step_excess`, its mean."""
+
+    steps: Steps
+    is_varied: bool
+    dearest: int
+    excess: float
+
+    @classmethod
+    def of(cls, steps: Steps, tokens: IntArray, costs: IntArray, num_ranks: int) -> _Proposal:
+        varied = length_variation(steps.places, steps.starts, tokens, num_ranks=num_ranks)
+        load, largest = (f.reduceat(costs[steps.places], steps.starts[:-1]) for f in (np.add, np.maximum))
+        dearest = int(load.reshape(-1, num_ranks).max(axis=1).sum())
+        return cls(steps, varied > FURTHEST, dearest, float(step_excess(load, largest, num_ranks).mean()))
+
+
+def _best(proposals: list[_Proposal]) -> _Proposal:
+    """Of those that leave least and are alike in length, the evenest that costs about what the cheapest costs."""
+    least = min((len(one.steps.left), one.is_varied) for one in proposals)
+    alike = [one for one in proposals if (len(one.steps.left), one.is_varied) == least]
+    cheapest = min(one.dearest for one in alike)
+    return min((one for one in alike if one.dearest <= _AS_CHEAP * cheapest), key=lambda one: (one.excess, one.dearest))
+
+
+def _filled(tokens: IntArray, costs: IntArray, dealt: list[tuple[Dealt, int]], *, num_ranks: int, cap: int) -> Steps:
+    """Dealt blocks in steps of bins of like cost and like length."""
+    parts = [Blocks.of(bins, tokens, costs, num_bins=num_bins) for bins, num_bins in dealt]
     grouped = grouped_alike(parts, num_ranks)
     evened = [
         even_steps(places, starts, tokens, costs, num_ranks=num_ranks, num_bins=part.num_bins, cap=cap)

@@ -40,7 +40,7 @@ from dynapipe_ext.reproducible import non_negative_least_squares
 OverLong = Literal["refuse", "truncate"]
 Share = Callable[[Callable[[], bytes]], bytes]  # calls its argument on one rank, returns what it gave on every rank
 
-_FORMAT = "dynapipe-sampler/3"
+_FORMAT = "dynapipe-sampler/4"
 _LARGEST_COST = 1 << 30  # of a sample, where coefficients are no integers
 _LARGEST_SUM = 1 << 58
 
