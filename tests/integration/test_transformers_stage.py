@@ -16,9 +16,10 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
+from dynapipe_ext.executor.stages.position_losses import weighted_sum
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
-from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
+from dynapipe_ext.executor.stages.transformers.stage import LossOfLogits, TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
 from tests.support.pieces import hand_made, pieced_replicas, random_legal_schedule
 from tests.support.tiny_models import CONFIGS, one_by_one, tiny_model
@@ -47,6 +48,26 @@ def test_losses_and_gradients_are_those_of_the_whole_model(family, topology, lay
     losses, found = learned(model, place, plans_of(place, layout, split=split))
     assert losses == pytest.approx([loss] * place.pp, rel=1e-5)
     assert_same(found, gradients)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_loss_of_a_run_is_made_of_each_position_s_negative_log_probability(layout):
+    model = tiny_model("llama")
+    seen: list[tuple[torch.Tensor, dict[str, Any]]] = []
+
+    def doubled(losses: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+        seen.append((losses.detach(), batch))
+        return 2 * weighted_sum(losses, batch)
+
+    plan = plans_of(Topology(), layout, split=False)[0]
+    losses = []
+    for loss in (LossOfLogits(), LossOfLogits(doubled)):
+        stage = TransformersStage(parts_of_model(copy.deepcopy(model)), loss=loss)
+        losses.append(PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches_of(plan)))
+    assert losses[1] == 2 * losses[0]
+    assert all(of_position.shape == batch["labels"].shape for of_position, batch in seen)
+    total = sum(float((of_position * batch["loss_weights"]).sum()) for of_position, batch in seen)
+    assert total / plan.loss_divisor == pytest.approx(one_by_one(model, SAMPLES)[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

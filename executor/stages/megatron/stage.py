@@ -31,6 +31,7 @@ from dynapipe_ext.executor.stages.chunk_runner import (
     seed_of,
 )
 from dynapipe_ext.executor.stages.megatron.layers import CarriedRow, rotate_without_waiting, with_lengths
+from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 
 
 class RecomputeSwitch:
@@ -208,8 +209,10 @@ class _PlacedAngles:
 Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order, each in megatron-core's DDP
 
 
-def gpt_call(chunk: Any, batch: Batch, x_SBH: torch.Tensor | None = None) -> torch.Tensor:
-    """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the weighted loss sum."""
+def gpt_call(
+    chunk: Any, batch: Batch, x_SBH: torch.Tensor | None = None, *, of_positions: PositionLoss = weighted_sum
+) -> torch.Tensor:
+    """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the sum that `of_positions` makes."""
     model = unwrapped(chunk)
     model.set_input_tensor(x_SBH)
     output: torch.Tensor = chunk(
@@ -220,7 +223,7 @@ def gpt_call(chunk: Any, batch: Batch, x_SBH: torch.Tensor | None = None) -> tor
         packed_seq_params=batch.get("packed"),
     )
     model.set_input_tensor(None)
-    return (output.float() * batch["loss_weights"]).sum() if model.post_process else output
+    return of_positions(output.float(), batch) if model.post_process else output
 
 
 def finalize_grads(chunks: Chunks) -> None:

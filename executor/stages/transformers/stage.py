@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,17 +14,24 @@ from dynapipe_ext.executor.device import on_device
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions
 from dynapipe_ext.executor.stages.chunk_runner import Copies, PlainAccumulator, random_key
+from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage, check_rows
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 
 
-def token_loss_sum(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Cross-entropy of every position in float32, times "loss_weights", summed."""
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="none"
-    )
-    total: torch.Tensor = (losses * batch["loss_weights"].flatten()).sum()
-    return total
+@dataclass(frozen=True, slots=True)
+class LossOfLogits:
+    """The loss of whole logits: cross-entropy of every position in float32, joined by `of_positions`."""
+
+    of_positions: PositionLoss = weighted_sum
+
+    def __call__(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        labels = batch["labels"]
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+        return self.of_positions(losses.view_as(labels), batch)
+
+
+token_loss_sum = LossOfLogits()
 
 
 class TransformersStage(TorchStage):
@@ -55,7 +63,7 @@ class TransformersStage(TorchStage):
         if parallel is not None and (copies := _summed_copies(self._parts, parallel)):
             accumulator = partial(accumulator, copies=copies)
         super().__init__(self._parts, loss, accumulator=accumulator, parallel=parallel, restarts_attention=True)
-        self._doubts_loss = loss is not token_loss_sum
+        self._doubts_loss = not isinstance(loss, LossOfLogits)
         self._device = next(self._parts[0].parameters()).device
 
     def start_step(self, plan: ExecutionPlan) -> None:
