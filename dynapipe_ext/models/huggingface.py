@@ -60,6 +60,7 @@ _GEMMAS = ("gemma2", "gemma3_text")
 _DEEPSEEKS = ("deepseek_v2", "deepseek_v3")
 _WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmo2", *_GEMMAS)
 _WITHOUT_GROUPS = ("llama", "phi3", "olmo2")  # unless config.json gives them
+_DEQUANTISED = ("fp8", "mxfp4")  # what readers of checkpoints turn into plain weights
 # Second names of fields; transformers accepts both.
 _ALIASES: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
@@ -88,7 +89,7 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
         advice = f"{reason}; {families}" if reason else f"{families}{did_you_mean(str(family), FAMILIES)}"
         raise ConfigError(f"{where}: model_type is {short(family)}: {advice}")
     fields = ConfigFields(_by_first_names(raw, _ALIASES.get(family, {}), where), where)
-    fields.refuse("quantization_config")
+    _refuse_quantisation(fields)
     if family in _GEMMAS:
         values = _read_llama(as_llama(fields, family), family) | gemma_values(fields, family)
     elif family in _DEEPSEEKS:
@@ -100,6 +101,17 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
         return Architecture(family=family, **values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _refuse_quantisation(fields: ConfigFields) -> None:
+    """Errors: ConfigError naming a method whose weights no reader turns into plain ones."""
+    quantisation = fields.raw.get("quantization_config")
+    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+    if quantisation is not None and method not in _DEQUANTISED:
+        raise ConfigError(
+            f"{fields.where}: quantization_config is {short(quantisation)}: weights of quant_method {short(method)} are"
+            f" not read, only those of {' and '.join(_DEQUANTISED)}, as bfloat16: give the model in full precision"
+        )
 
 
 def _by_first_names(raw: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:

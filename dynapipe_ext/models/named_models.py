@@ -235,7 +235,7 @@ def read_model(model: str) -> tuple[Architecture, str]:
     refuse_adapters(path)
     path = path / "config.json" if path.is_dir() else path
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise DataError(
             f"{path}: cannot be read as a model's configuration ({reason(error)}): give its config.json"
@@ -383,7 +383,7 @@ def raw_config(model: str) -> Mapping[str, Any]:
     if not (path := config_file(model)).is_file():
         return {}
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a model's configuration ({error})") from error
     return raw if isinstance(raw, dict) else {}

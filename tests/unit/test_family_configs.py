@@ -58,7 +58,11 @@ _MSCALES = {"mscale": 1.3, "mscale_all_dim": 0.7}
         ("deepseek_v3", {"rope_scaling": {"type": "llama3"}}, "rope_type is 'llama3': .* default and yarn"),
         ("deepseek_v3", {"rope_scaling": _YARN | {"attention_factor": 1.2}}, "attention_factor is 1.2"),
         ("deepseek_v3", {"rope_scaling": _YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim is 1 without mscale"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "weights of quant_method .gptq. are not read",
+        ),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
         ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),

@@ -20,6 +20,9 @@ from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 # The first that is there counts, as in transformers.
 WEIGHT_FILES = ("model.safetensors", SAFETENSORS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+# Of a model in several files, where no index says so, and of one that was published in one file beside its shards.
+SHARD = re.compile(r"(?:pytorch_)?model-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
+CONSOLIDATED = "consolidated.safetensors"
 META_PARAMS = "params.json"
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
@@ -34,12 +37,23 @@ LAYER_FILE = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 
 def is_huggingface(path: Path) -> bool:
     """Whether `path` is a folder with config.json and weights."""
-    return (path / CONFIG).is_file() and any((path / name).is_file() for name in WEIGHT_FILES)
+    if not (path / CONFIG).is_file():
+        return False
+    is_one_file = (path / CONSOLIDATED).is_file() and not (path / META_PARAMS).is_file()
+    return is_one_file or any((path / name).is_file() for name in WEIGHT_FILES) or bool(shards_without_index(path))
+
+
+def shards_without_index(path: Path) -> list[str]:
+    """The names of all shards of the first kind that lies there, safetensors before .bin, by their numbers."""
+    names = [file.name for file in path.iterdir() if SHARD.fullmatch(file.name) and file.is_file()]
+    safe = [name for name in names if name.endswith(".safetensors")]
+    return sorted(safe or names)
 
 
 def is_meta(path: Path) -> bool:
-    """Whether `path` is a folder with params.json and the first rank's file."""
-    return (path / META_PARAMS).is_file() and (path / "consolidated.00.pth").is_file()
+    """Whether `path` is a folder with params.json and the first rank's file, or the only one."""
+    files = (path / "consolidated.00.pth", path / CONSOLIDATED)
+    return (path / META_PARAMS).is_file() and any(file.is_file() for file in files)
 
 
 def is_megatron(path: Path) -> bool:
@@ -146,9 +160,9 @@ FORMATS = (
         is_huggingface,
         "huggingface.folder",
         "huggingface.folder.HuggingFaceWriter",
-        "config.json with model*.safetensors or pytorch_model*.bin",
+        "config.json with model*.safetensors, pytorch_model*.bin or consolidated.safetensors",
     ),
-    Format("meta", is_meta, "meta.folder", "", "params.json with consolidated.00.pth"),
+    Format("meta", is_meta, "meta.folder", "", "params.json with consolidated.00.pth or consolidated.safetensors"),
     Format(
         "megatron",
         is_megatron,

@@ -70,7 +70,8 @@ def test_files_are_carried_by_name_and_the_others_are_told(tmp_path: Path) -> No
         "vocab.json",
     ]
     weights = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
-    others = ["README.md", "consolidated.safetensors", "training_args.bin"]
+    weights += ["consolidated.safetensors"]
+    others = ["README.md", "training_args.bin"]
     for name in [*carried, *weights, *others, ".hidden"]:
         (tmp_path / name).touch()
     (tmp_path / "original").mkdir()

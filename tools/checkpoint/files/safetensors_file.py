@@ -26,6 +26,8 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):  # since torch 2.7
+    _NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _LFS_POINTER = b"version https://git-lfs"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import json
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ _CARRIED = (
 )  # fmt: skip
 _WEIGHTS = (
     "model.safetensors", "model-?????-of-?????.safetensors", "pytorch_model.bin", "pytorch_model-?????-of-?????.bin",
-    "*.index.json", "consolidated.??.pth", "params.json", "checklist.chk",
+    "*.index.json", "consolidated.??.pth", "consolidated.safetensors", "params.json", "checklist.chk",
 )  # fmt: skip
 
 
@@ -41,7 +42,7 @@ def left_behind(folder: Path) -> tuple[str, ...]:
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
     """Errors: DataError naming the file, where it cannot be read or holds no object."""
     try:
-        raw = parse_json(path.read_text(encoding="utf-8"), str(path), what)
+        raw = parse_json(path.read_text(encoding="utf-8-sig"), str(path), what)  # a byte order mark is no JSON
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): give {what}") from error
     except UnicodeDecodeError as error:
@@ -59,8 +60,13 @@ def settle_config(path: Path, architecture: Architecture, fields: Mapping[str, A
     The weights decide: a head that is not the embedding, a type that training changed. Errors: DataError.
     """
     raw = read_json_object(path, "the model's configuration") if path.exists() else {}
+    is_as_read = "quantization_config" not in raw and not (raw and path.read_bytes().startswith(codecs.BOM_UTF8))
+    raw.pop("quantization_config", None)  # weights are written plain
     try:
-        if raw and read_config(raw, str(path)) == architecture and not raw.get("num_nextn_predict_layers"):
+        same = raw and read_config(raw, str(path)) == architecture and not raw.get("num_nextn_predict_layers")
+        if same:
+            if not is_as_read:
+                write_atomic(path, json.dumps(raw, indent=2) + "\n")
             return
     except ConfigError:
         pass  # written anew below

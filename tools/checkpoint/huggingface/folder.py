@@ -34,7 +34,15 @@ from dynapipe_ext.tools.checkpoint.formats import (
     WriterOptions,
 )
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, left_behind, read_json_object
-from dynapipe_ext.tools.checkpoint.recognition import SAFETENSORS_INDEX, WEIGHT_FILES
+from dynapipe_ext.tools.checkpoint.huggingface.quantized import ReadableTensor, dequantised
+from dynapipe_ext.tools.checkpoint.recognition import (
+    CONSOLIDATED,
+    META_PARAMS,
+    SAFETENSORS_INDEX,
+    SHARD,
+    WEIGHT_FILES,
+    shards_without_index,
+)
 from dynapipe_ext.tools.files import write_atomic
 
 SHARD_BYTES = 5_000_000_000
@@ -64,7 +72,12 @@ class HuggingFaceReader(CheckpointReader):
         self.path = path
         raw = read_json_object(path / CONFIG, "a Hugging Face model's folder")
         architecture = read_config(raw, str(path / CONFIG))
-        self._index_faults, stored = _stored_tensors(path)
+        self._index_faults, in_files, self.notices = _stored_tensors(path)
+        stored: dict[str, ReadableTensor] = dict(in_files)
+        if quantisation := raw.get("quantization_config"):
+            stored, faults, notices = dequantised(in_files, quantisation, path / CONFIG)
+            self._index_faults += faults
+            self.notices += notices
         prefixed = {_full_name(architecture, name): tensor for name, tensor in stored.items()}
         if len(prefixed) != len(stored):
             raise DataError(f"{path} has tensors both with and without `transformer.`: take one of each pair out")
@@ -128,7 +141,7 @@ class HuggingFaceReader(CheckpointReader):
     def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         return {info.name: self._find(info.name).read() for info in group.tensors}
 
-    def _find(self, name: str) -> StoredTensor:
+    def _find(self, name: str) -> ReadableTensor:
         if name not in self._stored:
             raise DataError(f"{self.path} has no tensor {name}: give the files that belong to the model")
         return self._stored[name]
@@ -139,7 +152,7 @@ class HuggingFaceReader(CheckpointReader):
             return architecture
         head = self._stored.get("lm_head.weight")
         shared = next((self._stored[name] for name in ("shared.weight", *_T5_COPIES) if name in self._stored), None)
-        tied = head is None or shared is None or head.equals(shared)
+        tied = head is None or shared is None or _equal(head, shared)
         return replace(architecture, tied_embeddings=tied)
 
     def _resolve_copies(self) -> list[tuple[str, str]]:
@@ -150,7 +163,7 @@ class HuggingFaceReader(CheckpointReader):
         unequal = []
         for name in copies:
             copy = self._stored.pop(name, None)
-            if copy is not None and not self._stored.setdefault(embedding, copy).equals(copy):
+            if copy is not None and not _equal(self._stored.setdefault(embedding, copy), copy):
                 unequal.append((name, embedding))
         return unequal
 
@@ -218,13 +231,19 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{shard:05d}-of-{count:05d}.safetensors" for shard in range(1, count + 1)]
 
 
-def _stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor]]:
-    """What is wrong between index and shards, and all tensors by the names in the files."""
+def _equal(one: ReadableTensor, two: ReadableTensor) -> bool:
+    if isinstance(one, StoredTensor) and isinstance(two, StoredTensor):
+        return one.equals(two)
+    return (one.dtype, one.shape) == (two.dtype, two.shape) and torch.equal(one.read(), two.read())
+
+
+def _stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor], tuple[str, ...]]:
+    """What is wrong between index and shards, all tensors by the names in the files, and what is to be said of it."""
     name = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
     if name is None:
-        raise DataError(f"{path} has no weights: one of {', '.join(WEIGHT_FILES)} is needed")
+        return _without_index(path)
     if name in _WHOLE:
-        return [], _read_weights(path / name)
+        return [], _read_weights(path / name), ()
     shard_of = read_json_object(path / name, "the index of the model's shards").get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
         raise DataError(f"{path / name} has no weight_map of names to files: copy it again")
@@ -241,7 +260,32 @@ def _stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor]]:
         faults += [f"{tensor} is in {shard} but not in {name}" for tensor in tensors if shard_of.get(tensor) != shard]
         stored |= tensors
     faults += [f"{tensor} is in {name} but in no file" for tensor in shard_of if tensor not in stored]
-    return faults, stored
+    return faults, stored, ()
+
+
+def _without_index(path: Path) -> tuple[list[str], dict[str, StoredTensor], tuple[str, ...]]:
+    """As `_stored_tensors`, of shards that no index names, or of the one file under another name."""
+    shards = shards_without_index(path)
+    if not shards:
+        if not (path / CONSOLIDATED).is_file():
+            raise DataError(f"{path} has no weights: one of {', '.join(WEIGHT_FILES)} is needed")
+        stored = read_header(path / CONSOLIDATED)
+        if "tok_embeddings.weight" in stored:
+            raise DataError(f"{path / CONSOLIDATED} names its tensors as Meta and Mistral do: put {META_PARAMS} there")
+        return [], stored, (f"the weights are read from {CONSOLIDATED}",)
+    numbers = [match.groups() for match in map(SHARD.fullmatch, shards) if match]
+    totals = {int(total) for _, total in numbers}
+    if len(totals) > 1:
+        raise DataError(f"{path} has shards of several models and no index: {_some(shards)}; take the others out")
+    if absent := sorted({*range(1, max(totals) + 1)} - {int(number) for number, _ in numbers}):
+        wanted = ", ".join(f"{number:05d}" for number in absent)
+        raise DataError(f"{path} has no index and lacks shards {wanted} of {max(totals)}: copy them too")
+    stored, faults = {}, []
+    for shard in shards:
+        tensors = _read_weights(path / shard)
+        faults += [f"{tensor} is in {shard} and another shard" for tensor in tensors if tensor in stored]
+        stored |= tensors
+    return faults, stored, (f"{path} has no index of its {len(shards)} shards: all are read, {_some(shards)}",)
 
 
 def _read_weights(file: Path) -> dict[str, StoredTensor]:

@@ -60,7 +60,7 @@ def read_architecture(
         refuse_another_model(arguments, f"{folder}: arguments")
         if config is not None:
             try:
-                raw = json.loads(config.read_text(encoding="utf-8"))
+                raw = json.loads(config.read_text(encoding="utf-8-sig"))
             except (OSError, ValueError) as error:
                 raise DataError(f"{config} cannot be read ({error}): put the model's configuration there") from error
             architecture = read_config(raw, str(config))

@@ -1,4 +1,5 @@
 """Meta's Llama folder, read only: params.json and consolidated.NN.pth, one file a rank of its tensor parallelism.
+Mistral's folder is the same, with all in consolidated.safetensors.
 
 A matrix is cut along its rows or its columns. Embeddings are cut along the columns by Llama 1 and 2, along the rows by
 Llama 3: the shapes tell. Meta rotates neighbouring pairs of a head's values, Hugging Face its two halves, so the rows
@@ -18,18 +19,21 @@ import torch
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture, RopeScaling
 from dynapipe_ext.models.tensors import TensorGroup, TensorInfo, tensor_groups
+from dynapipe_ext.tools.checkpoint.files.safetensors_file import read_header
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults
 from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, GroupTensors, StateKind, TrainingState
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, left_behind, read_json_object
-from dynapipe_ext.tools.checkpoint.recognition import META_PARAMS
+from dynapipe_ext.tools.checkpoint.recognition import CONSOLIDATED, META_PARAMS
 
 ShardCut = Literal["rows", "columns", "none"]
 _SHARD = re.compile(r"consolidated\.(\d\d)\.pth")
 _NOT_WEIGHTS = ("rope.freqs",)
+_OF_MISTRAL = ("head_dim", "hidden_dim", "sliding_window")
 _KNOWN_PARAMS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
     "rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "max_seq_len", "max_batch_size",
+    *_OF_MISTRAL,
 }  # fmt: skip
 # Hugging Face's name within a layer: Meta's, and how ranks cut it.
 _LAYER: Mapping[str, tuple[str, ShardCut]] = {
@@ -65,16 +69,17 @@ class MetaReader(CheckpointReader):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._files = _shard_files(path)
         self._shards = [
-            {name: tensor for name, tensor in read_torch_file(file).items() if name not in _NOT_WEIGHTS}
-            for file in _shard_files(path)
+            {name: tensor for name, tensor in _read_file(file).items() if name not in _NOT_WEIGHTS}
+            for file in self._files
         ]
         params = read_json_object(path / META_PARAMS, "the params.json that belongs to the weights")
         params = params["model"] if isinstance(params.get("model"), dict) else params
         if unknown := sorted(params.keys() - _KNOWN_PARAMS):
             raise ConfigError(
                 f"{path / META_PARAMS} has {', '.join(map(short, unknown))}: only Llama 1, 2 and 3 without images,"
-                " LoRA or quantization are known"
+                " LoRA or quantization are known, and Mistral's dense models"
             )
         self._embedding_cut = self._cut_of_embedding(params)
         self.architecture = self._deduce(params)
@@ -104,7 +109,7 @@ class MetaReader(CheckpointReader):
         if self.architecture.tied_embeddings and "output.weight" in self._shards[0]:
             wanted["output.weight"] = wanted["tok_embeddings.weight"]
         for rank, shard in enumerate(self._shards):
-            where = f"consolidated.{rank:02d}.pth"
+            where = self._files[rank].name
             for name, (shape, cut) in wanted.items():
                 if name not in shard:
                     faults.append(f"{where}: {name} {list(shape)} is missing")
@@ -182,7 +187,7 @@ class MetaReader(CheckpointReader):
 
     def _find(self, name: str, rank: int) -> StoredTensor:
         if name not in self._shards[rank]:
-            raise DataError(f"{self.path}/consolidated.{rank:02d}.pth has no tensor {name}: copy it again")
+            raise DataError(f"{self._files[rank]} has no tensor {name}: copy it again")
         tensor = self._shards[rank][name]
         if not tensor.shape or math.prod(tensor.shape) == 0:
             raise DataError(f"{tensor.path}: {name} is empty: copy it again")
@@ -209,7 +214,8 @@ class MetaReader(CheckpointReader):
         where = self.path / META_PARAMS
         dim, heads = _integer(params, "dim", where), _integer(params, "n_heads", where)
         groups = _integer(params, "n_kv_heads", where) if params.get("n_kv_heads") is not None else heads
-        if dim % heads or (dim // heads) % 2:
+        head_dim = _integer(params, "head_dim", where) if params.get("head_dim") is not None else dim // heads
+        if head_dim % 2 or (dim % heads and params.get("head_dim") is None):
             raise ConfigError(f"{where}: dim {dim} over n_heads {heads} gives no even width of a head: correct it")
         num_shards = len(self._shards)
         if max(num_shards, groups) % min(num_shards, groups):
@@ -220,13 +226,14 @@ class MetaReader(CheckpointReader):
         theta = float(params.get("rope_theta", 10_000.0))
         rows = self._find("tok_embeddings.weight", 0).shape[0]
         dtype = self._find("norm.weight", 0).dtype
+        of_mistral = params.get("hidden_dim") is not None  # Meta's folders give the multiple that it is rounded to
         return Architecture(
-            family="llama",
+            family="mistral" if of_mistral else "llama",
             num_layers=_integer(params, "n_layers", where),
             hidden_size=dim,
             num_heads=heads,
             num_query_groups=groups,
-            head_dim=dim // heads,
+            head_dim=head_dim,
             ffn_hidden_size=self._find("layers.0.feed_forward.w1.weight", 0).shape[0] * num_shards,
             vocab_size=rows if self._embedding_cut == "columns" else rows * num_shards,
             max_seq_len=_max_seq_len(params, theta),
@@ -234,6 +241,7 @@ class MetaReader(CheckpointReader):
             norm_eps=float(params.get("norm_eps", 1e-5)),
             rope_theta=theta,
             rope_scaling=_rope_scaling(params, tied),
+            sliding_window=_integer(params, "sliding_window", where) if params.get("sliding_window") else 0,
             dtype=str(dtype).removeprefix("torch."),
         )
 
@@ -245,8 +253,14 @@ def _copy(part: StoredTensor, place: torch.Tensor) -> None:
         place[row : row + step] = part.read_rows(row, min(row + step, part.shape[0]))
 
 
+def _read_file(file: Path) -> dict[str, StoredTensor]:
+    return read_header(file) if file.suffix == ".safetensors" else read_torch_file(file)
+
+
 def _shard_files(path: Path) -> list[Path]:
     numbers = sorted(int(match[1]) for file in path.iterdir() if (match := _SHARD.fullmatch(file.name)))
+    if not numbers:
+        return [path / CONSOLIDATED]
     if numbers != list(range(len(numbers))):
         missing = sorted(set(range(numbers[-1])) - set(numbers))
         raise DataError(
@@ -266,6 +280,8 @@ def _max_seq_len(params: Mapping[str, Any], theta: float) -> int:
     """Trained length in tokens. params.json seldom says it: each generation has its own base of the rotation."""
     if isinstance(params.get("max_seq_len"), int):
         return int(params["max_seq_len"])
+    if params.get("hidden_dim") is not None:
+        return 32_768  # Mistral's
     if params.get("use_scaled_rope"):
         return 131_072  # Llama 3.1 and later
     if theta == 500_000.0:
