@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple, assert_never
 
@@ -356,8 +356,16 @@ def lower(
     `fill_waits` makes plans for executors that run weight gradients while they wait: see `_with_filled_waits`.
     """
     batch = step_plan.batch
-    counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
-    divisor, real_tokens, padded_tokens = loss_divisor(batch), batch.real_tokens, batch.padded_tokens
+    plan_of_batch = partial(
+        ExecutionPlan,
+        step=batch.step,
+        seed=batch.seed,
+        loss_norm=batch.loss_norm,
+        loss_divisor=loss_divisor(batch),
+        real_tokens=batch.real_tokens,
+        padded_tokens=batch.padded_tokens,
+        num_micro_batches=tuple(len(replica.micro_batches) for replica in batch.replicas),
+    )
     plans = []
     for replica, schedule, prediction, replica_costs in zip(
         batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.costs, strict=True
@@ -367,7 +375,7 @@ def lower(
                 schedule, prediction, replica_costs, share_cores=step_plan.cores is not None
             )
         # Where replicas have unequal numbers of micro-batches the proof says what is wrong.
-        same_order = replicas_meet and counts[0] == len(replica.micro_batches)
+        same_order = replicas_meet and len(batch.replicas[0].micro_batches) == len(replica.micro_batches)
         instructions = unchanged.get(replica.dp_rank) or lower_schedule(
             schedule,
             simulate_ns(schedule, replica_costs),
@@ -378,20 +386,13 @@ def lower(
         )
         plans.append(
             tuple(
-                ExecutionPlan(
-                    step=batch.step,
+                plan_of_batch(
                     dp_rank=replica.dp_rank,
                     pp_rank=pp_rank,
                     stage_ranks=schedule.stage_ranks,
                     micro_batches=replica.micro_batches,
                     instructions=rank_instructions,
                     prediction=prediction,
-                    loss_norm=batch.loss_norm,
-                    loss_divisor=divisor,
-                    real_tokens=real_tokens,
-                    padded_tokens=padded_tokens,
-                    num_micro_batches=counts,
-                    seed=batch.seed,
                     forward_only=schedule.forward_only,
                 )
                 for pp_rank, rank_instructions in enumerate(instructions)

@@ -58,14 +58,7 @@ def _document_attention(
     from dynapipe_ext.batch.packed_attention import Borders, DocumentRule, attend_documents, kernel_for
 
     batch, heads, row_len, _ = query_BHSD.shape
-    if cu_seq_lens_q is None or key_BHSD.shape[2] != row_len:
-        raise ConfigError(
-            f"{DOCUMENT_ATTENTION} got no document borders for rows of {row_len} positions (or a cache of"
-            f' {key_BHSD.shape[2]}): collate with attention="cu_seqlens", and load the model with sdpa to generate'
-        )
-    lengths = cu_seq_lens_q.diff().tolist()
-    if sum(lengths) != batch * row_len:
-        raise DataError(f"documents of {sum(lengths)} positions do not fill {batch} rows of {row_len}: collate again")
+    lengths = _document_lengths(cu_seq_lens_q, batch, row_len, key_BHSD.shape[2])
     if softcap is not None or s_aux is not None:
         raise ConfigError(
             f"{DOCUMENT_ATTENTION} has no soft cap ({softcap}) and no attention sinks:"
@@ -97,6 +90,21 @@ def _document_attention(
         q_THD, k_THD, v_THD = documents
         outputs.append(attend_documents(q_THD, k_THD, v_THD, Borders.of(lengths, q_THD.device), rule))
     return torch.cat(outputs).reshape(batch, row_len, heads, -1), None
+
+
+def _document_lengths(borders: Any, num_rows: int, row_len: int, num_keys: int) -> list[int]:
+    """Errors: ConfigError without borders, or with keys of a cache; DataError for borders of other rows."""
+    if borders is None or num_keys != row_len:
+        raise ConfigError(
+            f"{DOCUMENT_ATTENTION} got no document borders for rows of {row_len} positions (or a cache of"
+            f' {num_keys}): collate with attention="cu_seqlens", and load the model with sdpa to generate'
+        )
+    lengths: list[int] = borders.diff().tolist()
+    if sum(lengths) != num_rows * row_len:
+        raise DataError(
+            f"documents of {sum(lengths)} positions do not fill {num_rows} rows of {row_len}: collate again"
+        )
+    return lengths
 
 
 def _chunk_of(module: Any) -> int | None:

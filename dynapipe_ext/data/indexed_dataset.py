@@ -303,19 +303,14 @@ def import_indexed(
     if is_prepared(place) and not overwrite:
         raise ConfigError(f"{place} exists: pass --overwrite or name another folder")
     sizes = data.index.lengths[data.sequences].astype(np.int64)
-    total = int(sizes.sum())
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     place.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
     try:
         partial.chmod(0o755)
-        num_done = 0
-        with (partial / TOKENS_FILE).open("wb") as file:
-            for piece in _checked_pieces(data, sizes, vocab_size):
-                file.write(piece.astype(dtype).tobytes())
-                num_done += len(piece)
-                if progress is not None:
-                    progress(num_done, total)
+        _write_tokens(
+            partial / TOKENS_FILE, _checked_pieces(data, sizes, vocab_size), dtype, int(sizes.sum()), progress
+        )
         seal(
             partial,
             dtype=dtype,
@@ -336,6 +331,22 @@ def import_indexed(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return TokenDataset.open(place)
+
+
+def _write_tokens(
+    file: Path,
+    pieces: Iterator[npt.NDArray[Any]],
+    dtype: np.dtype[Any],
+    num_tokens: int,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    num_done = 0
+    with file.open("wb") as out:
+        for piece in pieces:
+            out.write(piece.astype(dtype).tobytes())
+            num_done += len(piece)
+            if progress is not None:
+                progress(num_done, num_tokens)
 
 
 def _checked_pieces(data: IndexedTokens, sizes: npt.NDArray[np.int64], vocab_size: int) -> Iterator[npt.NDArray[Any]]:

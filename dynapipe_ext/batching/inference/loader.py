@@ -169,12 +169,7 @@ def build_dynamic_batch_dataloader(
 
     `lengths` (tokens of each text) spares the pass that counts them.
     """
-    if isinstance(texts, str) or not hasattr(texts, "__len__"):
-        what = "one string" if isinstance(texts, str) else f"a {type(texts).__name__}"
-        raise DataError(f"texts is {what}: give a list of strings")
-    for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise DataError(f"text {index} is {short(text)}: give a string, or leave it out")
+    _refuse_other_texts(texts)
     if max_input_token_length < 1:
         raise ConfigError(f"max_input_token_length is {max_input_token_length}: 1 token or more is needed")
     if batch_start_range > batch_end_range or batch_start_range <= 0 or steps < 1 or num_workers < 0:
@@ -182,15 +177,7 @@ def build_dynamic_batch_dataloader(
             f"batch_start_range {batch_start_range}, batch_end_range {batch_end_range}, steps {steps} and num_workers"
             f" {num_workers} must be positive, the range ascending"
         )
-    if getattr(tokenizer, "pad_token", "") is None:
-        raise ConfigError("the tokenizer has no pad_token: set tokenizer.pad_token = tokenizer.eos_token")
-    if tokenizer_kwargs.get("max_length", max_input_token_length) != max_input_token_length:
-        raise ConfigError(
-            f"max_length is {tokenizer_kwargs['max_length']} but max_input_token_length is {max_input_token_length}:"
-            " give one of them"
-        )
-    settings = {"padding": True, "truncation": True, "return_tensors": "pt"} | tokenizer_kwargs
-    settings["max_length"] = max_input_token_length
+    settings = _tokenizer_settings(tokenizer, max_input_token_length, tokenizer_kwargs)
     if lengths is None:
         lengths = _token_counts(texts, tokenizer, settings)
     table = np.minimum(np.asarray(lengths), max_input_token_length)
@@ -200,9 +187,7 @@ def build_dynamic_batch_dataloader(
     growth = math.inf if isinstance(batch_end_range, _Unset) else max(1.0, batch_end_range)
     rule = InferenceBatchRule(batch_size=batch_size, threshold=threshold, peak_fraction=peak_fraction, growth=growth)
     if memory_model is not None:
-        if memory is not None:
-            raise ConfigError("memory and memory_model are both given: batches follow one of them")
-        memory = memory_model if isinstance(memory_model, LearnedMemory) else LearnedMemory.read(memory_model)
+        memory = _learned(memory_model, memory)
     sampler = DynamicBatchSampler(-(-table // multiple) * multiple, rule, memory=memory, shuffle=shuffle, seed=seed)
     dataset: Any = _Texts(texts)
     return DataLoader(
@@ -211,6 +196,34 @@ def build_dynamic_batch_dataloader(
         collate_fn=partial(_collate, tokenizer=tokenizer, settings=settings),
         num_workers=min(num_workers, os.cpu_count() or 1),
     )
+
+
+def _refuse_other_texts(texts: Sequence[str]) -> None:
+    """Errors: DataError for what is no list of strings."""
+    if isinstance(texts, str) or not hasattr(texts, "__len__"):
+        what = "one string" if isinstance(texts, str) else f"a {type(texts).__name__}"
+        raise DataError(f"texts is {what}: give a list of strings")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(f"text {index} is {short(text)}: give a string, or leave it out")
+
+
+def _tokenizer_settings(tokenizer: Any, max_length: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the tokenizer's calls. Errors: ConfigError where it cannot pad, or has two lengths to cut at."""
+    if getattr(tokenizer, "pad_token", "") is None:
+        raise ConfigError("the tokenizer has no pad_token: set tokenizer.pad_token = tokenizer.eos_token")
+    if given.get("max_length", max_length) != max_length:
+        raise ConfigError(
+            f"max_length is {given['max_length']} but max_input_token_length is {max_length}: give one of them"
+        )
+    return {"padding": True, "truncation": True, "return_tensors": "pt", **given, "max_length": max_length}
+
+
+def _learned(model: str | Path | LearnedMemory, memory: BatchMemory | None) -> LearnedMemory:
+    """A memory model, read where it is a file. Errors: ConfigError where batches have another memory to follow."""
+    if memory is not None:
+        raise ConfigError("memory and memory_model are both given: batches follow one of them")
+    return model if isinstance(model, LearnedMemory) else LearnedMemory.read(model)
 
 
 def _token_counts(texts: Sequence[str], tokenizer: Any, settings: Mapping[str, Any]) -> IntArray:

@@ -35,39 +35,19 @@ def even_steps(
         return places, starts
     ordered = costs[places]
     load, largest = np.add.reduceat(ordered, starts[:-1]), np.maximum.reduceat(ordered, starts[:-1])
-    excess = step_excess(load, largest, num_ranks)
-    for step in np.flatnonzero(excess > _UNEVEN).tolist():
-        block = slice(*starts[[step * num_ranks // num_bins * num_bins, (step * num_ranks // num_bins + 1) * num_bins]])
-        if int(tokens[places[block]].sum()) > num_bins * (cap - cap // _NEARLY):
-            of_step = places[starts[step * num_ranks] : starts[(step + 1) * num_ranks]]
-            dearest = int(load[step * num_ranks : (step + 1) * num_ranks].max())
-            excess[step] = dearest / least_cost(tokens[of_step], costs[of_step], num_ranks=num_ranks, cap=cap)
-    worst = excess.reshape(-1, num_bins // num_ranks).max(axis=1)
-    blocks = np.flatnonzero(worst > _UNEVEN)
+    many = len(places) > _MANY
+    blocks = _uneven_blocks(
+        places, starts, tokens, costs, load, largest, num_ranks=num_ranks, num_bins=num_bins, cap=cap
+    )
     if not len(blocks):
         return places, starts
-    many = len(places) > _MANY
-    if many:  # the worst ones, as many as there is time for
-        blocks = blocks[np.argsort(-worst[blocks], kind="stable")]
-        sizes = np.cumsum(starts[(blocks + 1) * num_bins] - starts[blocks * num_bins])
-        blocks = np.sort(blocks[: max(1, int(np.searchsorted(sizes, _MANY // 2)))])
     bins = (blocks[:, None] * num_bins + np.arange(num_bins, dtype=np.int64)).ravel()
     counts = np.diff(starts)[bins]
     first = np.cumsum(counts) - counts
     held = places[np.arange(int(counts.sum()), dtype=np.int64) + np.repeat(starts[bins] - first, counts)]
     numbers = np.arange(len(held), dtype=np.int64)
     work = Bins.gather(numbers, counts, tokens[held], costs[held], num_bins, np.ones(len(blocks)))
-    largest_now, tried, idle = largest[bins], 0, 0
-    trades = _MOST_TRADES // 4 if many else _MOST_TRADES
-    for number in range(_ROUNDS):
-        if number % _TRADES == 0:
-            trades -= _trade(work, largest_now, num_ranks, cap, trades // 2 if number else trades)
-            largest_now = work.cost[work.slots].max(axis=1)
-        pairs, helped = _exchange(work, largest_now, number, num_ranks, cap)
-        tried += pairs
-        idle = 0 if helped else idle + 1
-        if not pairs or idle > _IDLE or tried > (_MOST_PAIRS // 8 if many else _MOST_PAIRS):
-            break
+    largest_now = _traded_and_exchanged(work, largest[bins], num_ranks, cap, many=many)
     after = step_excess(work.load, largest_now, num_ranks).reshape(-1, num_bins // num_ranks).max(axis=1)
     before = step_excess(load[bins], largest[bins], num_ranks).reshape(-1, num_bins // num_ranks).max(axis=1)
     shape = (len(blocks), -1, num_ranks)
@@ -77,6 +57,51 @@ def even_steps(
     if not better.any():
         return places, starts
     return _replaced(places, starts, bins, held, work, np.repeat(better, num_bins))
+
+
+def _uneven_blocks(
+    places: IntArray,
+    starts: IntArray,
+    tokens: IntArray,
+    costs: IntArray,
+    load: IntArray,
+    largest: IntArray,
+    *,
+    num_ranks: int,
+    num_bins: int,
+    cap: int,
+) -> IntArray:
+    """Numbers of the blocks with a step that costs far more than is inevitable; of many samples the worst blocks."""
+    excess = step_excess(load, largest, num_ranks)
+    for step in np.flatnonzero(excess > _UNEVEN).tolist():
+        block = slice(*starts[[step * num_ranks // num_bins * num_bins, (step * num_ranks // num_bins + 1) * num_bins]])
+        if int(tokens[places[block]].sum()) > num_bins * (cap - cap // _NEARLY):
+            of_step = places[starts[step * num_ranks] : starts[(step + 1) * num_ranks]]
+            dearest = int(load[step * num_ranks : (step + 1) * num_ranks].max())
+            excess[step] = dearest / least_cost(tokens[of_step], costs[of_step], num_ranks=num_ranks, cap=cap)
+    worst = excess.reshape(-1, num_bins // num_ranks).max(axis=1)
+    blocks = np.flatnonzero(worst > _UNEVEN)
+    if len(blocks) and len(places) > _MANY:  # the worst ones, as many as there is time for
+        blocks = blocks[np.argsort(-worst[blocks], kind="stable")]
+        sizes = np.cumsum(starts[(blocks + 1) * num_bins] - starts[blocks * num_bins])
+        blocks = np.sort(blocks[: max(1, int(np.searchsorted(sizes, _MANY // 2)))])
+    return blocks
+
+
+def _traded_and_exchanged(work: Bins, largest: IntArray, num_ranks: int, cap: int, *, many: bool) -> IntArray:
+    """Even out the steps of `work`, in place; afterwards the dearest sample of each bin."""
+    tried, idle = 0, 0
+    trades = _MOST_TRADES // 4 if many else _MOST_TRADES
+    for number in range(_ROUNDS):
+        if number % _TRADES == 0:
+            trades -= _trade(work, largest, num_ranks, cap, trades // 2 if number else trades)
+            largest = work.cost[work.slots].max(axis=1)
+        pairs, helped = _exchange(work, largest, number, num_ranks, cap)
+        tried += pairs
+        idle = 0 if helped else idle + 1
+        if not pairs or idle > _IDLE or tried > (_MOST_PAIRS // 8 if many else _MOST_PAIRS):
+            break
+    return largest
 
 
 def step_excess(load: IntArray, largest: IntArray, num_ranks: int) -> FloatArray:
