@@ -208,8 +208,8 @@ class AnalyticCosts:
         a_position = 2 * a.kv_size // self.topology.tp  # values a layer
         positions = CarriedPositions.of(micro_batches)
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        kept = (recompute == "none") | (recompute == "selective")
-        stored = positions.kept_bytes(values) - values * kept * positions.own
+        keeps_own = (recompute == "none") | (recompute == "selective")
+        stored = positions.kept_bytes(values) - values * keeps_own * positions.own
         again = values * (recompute == "stage") * positions.own
         return replace(
             costs,

@@ -90,15 +90,15 @@ class PointTable:
     @classmethod
     def of(cls, values: FloatArray, num_rows: int) -> PointTable:
         """Of (K x R, E, D), without what fewer rows of the same recomputation are nowhere above: it is never needed."""
-        kept: list[int] = []
+        numbers: list[int] = []
         for q, one in enumerate(values):
-            same = [k for k in kept if k // num_rows == q // num_rows]
+            same = [k for k in numbers if k // num_rows == q // num_rows]
             if not any((values[k] <= one).all() for k in same):
-                kept.append(q)
-        some = values[kept]
+                numbers.append(q)
+        some = values[numbers]
         return cls(
             some,
-            np.array(kept),
+            np.array(numbers),
             least_from_on(np.pad(some, ((0, 0), (0, 1), (0, 0)), constant_values=NEVER_NS), 1),
             least_from_on(np.pad(some, ((0, 0), (0, 0), (0, 1)), constant_values=NEVER_NS), 2),
             least_from_on(least_from_on(np.pad(some, ((0, 0), (0, 1), (0, 1)), constant_values=NEVER_NS), 1), 2),

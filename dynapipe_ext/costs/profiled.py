@@ -174,7 +174,7 @@ class Profile:
         layers = within.parts[:-1]
         return [(part, r) for part in layers for r in within.recomputes] + [("head", "none")]
 
-    def known(self, part: ModelPart, recompute: Recompute) -> dict[MeasuredShape, Measured]:
+    def measured(self, part: ModelPart, recompute: Recompute) -> dict[MeasuredShape, Measured]:
         return {s: m for s, m in self.points.get((part, recompute), {}).items() if m is not None}
 
     def shapes(self) -> list[MeasuredShape]:
@@ -193,8 +193,8 @@ class Profile:
 
     def fitting(self, within: ProfileRange) -> list[MeasuredShape]:
         """Shapes that fit with the kind of recomputation that keeps most, and in the head."""
-        known = {part: self.known(part, within.kept_most(part)) for part in within.parts}
-        return [s for s in self.shapes() if all(seen_by(part, s) in own for part, own in known.items())]
+        measured = {part: self.measured(part, within.kept_most(part)) for part in within.parts}
+        return [s for s in self.shapes() if all(seen_by(part, s) in own for part, own in measured.items())]
 
     def pack(self, measure: MeasureShape, within: ProfileRange) -> None:
         """Measure what packing keeps beyond padding, at a middle shape that fits."""
@@ -203,7 +203,7 @@ class Profile:
             return
         shape = sorted(shapes, key=_tokens)[len(shapes) // 2]
         for part, recompute in itertools.product(within.parts[:-1], within.recomputes):
-            padded = self.known(part, recompute).get(seen_by(part, shape))
+            padded = self.measured(part, recompute).get(seen_by(part, shape))
             row = measure(part, _micro_batch(shape, recompute, "packed"), bytes_only=True)
             if padded and row:
                 ratios = row.stored_bytes / padded.stored_bytes, row.peak_bytes / padded.peak_bytes
@@ -232,9 +232,9 @@ class Profile:
         worst: dict[MeasuredShape, float] = {}
         visited = self.points[within.parts[-2], within.recomputes[0]]
         for part in within.parts:
-            known = self.known(part, within.kept_most(part))
+            measured = self.measured(part, within.kept_most(part))
             for name in _TIMES:
-                errors = left_out_errors({s: getattr(m, name) for s, m in known.items()}, part)
+                errors = left_out_errors({s: getattr(m, name) for s, m in measured.items()}, part)
                 for shape in visited:
                     if (own := seen_by(part, shape)) in errors:
                         worst[shape] = max(worst.get(shape, 0.0), errors[own])
@@ -393,7 +393,7 @@ def once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerK
 
 
 def _grid(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> Grid:
-    measured = profile.known(*kind)
+    measured = profile.measured(*kind)
     missing = [s for s, m in profile.points[kind].items() if m is None]
     seen = dict.fromkeys(seen_by(kind[0], shape) for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING))
     fits = [s for s in seen if not any(_is_within(m, s) for m in missing)]

@@ -548,12 +548,12 @@ def _that_grow(values: FloatArray) -> FloatArray:
 
 def _hardest(tables: Sequence[FloatArray], static: Sequence[int]) -> tuple[tuple[FloatArray, int], ...]:
     """Equal tables once, with the most static bytes beside them."""
-    kept: list[tuple[FloatArray, int]] = []
+    hardest: list[tuple[FloatArray, int]] = []
     for table, beside in zip(tables, static, strict=True):
-        for i, (other, most) in enumerate(kept):
+        for i, (other, most) in enumerate(hardest):
             if np.array_equal(table, other):
-                kept[i] = (other, max(most, beside))
+                hardest[i] = (other, max(most, beside))
                 break
         else:
-            kept.append((table, beside))
-    return tuple(kept)
+            hardest.append((table, beside))
+    return tuple(hardest)

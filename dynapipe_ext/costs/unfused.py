@@ -78,8 +78,8 @@ class PlainLayers:
         a = self.architecture
         query, kv = a.query_size // self.tp, a.kv_size // self.tp
         turned = query + kv if a.position == "rope" else 0
-        kept = np.where(selective, 2 * query + 2 * kv + turned, 2 * query)
-        spared: IntArray = (self.values * (self._attention_values - kept) + 4 * a.num_heads // self.tp) * own
+        piece_values = np.where(selective, 2 * query + 2 * kv + turned, 2 * query)
+        spared: IntArray = (self.values * (self._attention_values - piece_values) + 4 * a.num_heads // self.tp) * own
         return spared
 
     def carried_bytes(self, positions: CarriedPositions) -> tuple[IntArray, IntArray]:

@@ -120,10 +120,10 @@ class StreamingTokenBatches(Generic[Sample]):
         tokens = sum(self._length_of(sample) for sample in held.values())
         read = self._read
         while read < until or (not until and tokens < room):
-            found = next(stream, None)
-            if found is None:
+            numbered = next(stream, None)
+            if numbered is None:
                 break
-            number, sample = found
+            number, sample = numbered
             length = self._length_of(sample)
             if not 1 <= length <= self._rule.max_tokens:
                 raise DataError(

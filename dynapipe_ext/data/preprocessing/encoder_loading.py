@@ -114,8 +114,8 @@ def library_encoder(
 ) -> LibraryEncoder:
     """An encoder of a `tokenizers` object; tokens are given by their names."""
     if eos is None:
-        known = [token for token in _KNOWN_ENDS if library.token_to_id(token) is not None]
-        eos = known[0] if len(known) == 1 else None
+        usual_ends = [token for token in _KNOWN_ENDS if library.token_to_id(token) is not None]
+        eos = usual_ends[0] if len(usual_ends) == 1 else None
     return LibraryEncoder(
         library,
         eos=_named(library, eos),
@@ -200,11 +200,11 @@ def _declared_end(path: Path) -> str | None:
 def _named(library: LibraryTokenizer, token: str | None) -> int | None:
     if token is None:
         return None
-    found = library.token_to_id(token)
-    if found is None:
+    token_id = library.token_to_id(token)
+    if token_id is None:
         special = [added.content for added in library.get_added_tokens_decoder().values() if added.special]
         raise no_such_token(token, special)
-    return int(found)
+    return int(token_id)
 
 
 def _tiktoken(name: str, eos: str | None, separator: str | None, specials: Specials | None) -> TiktokenEncoder:

@@ -79,8 +79,8 @@ class FolderEncoder:
     def start(self) -> list[int]:
         """What the tokenizer puts before a text by itself: mostly its beginning of text, or nothing."""
         (bare,), (whole,) = (_called(self._tokenizer, ["a"], self._specials, added) for added in (False, True))
-        found = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
-        return whole[: found[0]] if found else []
+        places = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+        return whole[: places[0]] if places else []
 
     @property
     def has_chat_template(self) -> bool:
@@ -273,19 +273,19 @@ def _load(folder: Path) -> Any:
 
 
 def _id(tokenizer: Any, token: str) -> int:
-    found = tokenizer.get_vocab().get(token)
-    if found is None:
+    token_id = tokenizer.get_vocab().get(token)
+    if token_id is None:
         raise ConfigError(
             f"the tokenizer has no token {token!r}: name one it has (its special tokens:"
             f" {', '.join(map(repr, tokenizer.all_special_tokens[:9])) or 'none'})"
         )
-    return int(found)
+    return int(token_id)
 
 
 def _files(folder: Path) -> dict[str, str]:
     """The small files of a folder, as base64: a tokenizer is made of some of them."""
-    found = {}
+    contents = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.suffix in _SUFFIXES and path.stat().st_size <= _MOST_FILE_BYTES:
-            found[path.name] = base64.b64encode(path.read_bytes()).decode()
-    return found
+            contents[path.name] = base64.b64encode(path.read_bytes()).decode()
+    return contents
