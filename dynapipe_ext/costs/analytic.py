@@ -205,7 +205,7 @@ class AnalyticCosts:
         if not self.facts.prices_pieces:
             refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
         a, values, layers = self.architecture, self.activation_bytes_per_value, self.stage_layers[:, :1]
-        a_position = 2 * a.kv_size // self.topology.tp  # values a layer
+        a_position = 2 * a.kv_size_on(self.topology.tp)  # values a layer
         positions = CarriedPositions.of(micro_batches)
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
         keeps_own = (recompute == "none") | (recompute == "selective")
@@ -321,9 +321,12 @@ class AnalyticCosts:
             copied += values * (h + 1)
         if a.latent:
             copied += values * a.latent.kept_values
-        attention = values * (a.query_size + a.kv_size + a.value_size + a.attended_size) * tokens // tp
+        keys = a.kv_size_on(tp)
+        # Of ranks that share a key head, values are a part of all rows of qkv, which each of them has gathered.
+        with_values = a.value_size // tp if a.num_query_groups % tp == 0 else a.query_size + 2 * a.kv_size
+        attention = values * ((a.query_size + a.attended_size) // tp + keys + with_values) * tokens
         if a.qk_norm:  # the inputs of these norms
-            attention = attention + values * (a.query_size + a.kv_size) * tokens // tp
+            attention = attention + values * (a.query_size // tp + keys) * tokens
         routed = self._routed(a, tokens)
         mlp = values * (a.fc1_size + a.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
         mlp = mlp + values * 3 * a.shared_ffn_hidden_size * tokens // tp

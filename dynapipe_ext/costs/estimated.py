@@ -246,7 +246,9 @@ class EstimatedCosts:
     def _keys_and_values_bytes(self, tokens: IntArray) -> IntArray:
         """Of one layer and whole rows, on one tensor parallel rank."""
         a = self.base.architecture
-        return self.base.activation_bytes_per_value * ((a.kv_size + a.value_size) // self.topology.tp) * tokens
+        tp = self.topology.tp
+        values = a.value_size // tp if a.latent else a.kv_size_on(tp)
+        return self.base.activation_bytes_per_value * (a.kv_size_on(tp) + values) * tokens
 
     def _collectives_ns(
         self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]
@@ -262,6 +264,11 @@ class EstimatedCosts:
             cross = num_dec * (3 * dec * a_token * per_byte + 3 * latency)
             forward = num_enc * (2 * enc * a_token * per_byte + 2 * latency) + cross
             backward = forward + num_dec * enc * a_token * per_byte
+            if a.num_query_groups % tp:  # ranks that share key heads gather all rows of queries, keys and values
+                per_byte, latency = _ring(self.tensor_link, tp, times=1)
+                a_row = self.base.activation_bytes_per_value * (a.query_size + 2 * a.kv_size)
+                gather = num_enc * (enc * a_row * per_byte + latency)
+                forward, backward = forward + gather, backward + gather
         ep = self.strategy.ep
         if ep > 1 and a.num_experts:
             per_byte, latency = _ring(self.expert_link, ep, times=1)

@@ -335,7 +335,7 @@ def cost_table(
         grids[recompute, "postprocess"] = head_grid
     whole, optimizer = 1 + 4 / value_bytes, 8 / value_bytes  # gradients and Adam's moments are fp32
     optimizer += 4 / value_bytes if value_bytes < 4 else 0  # and a master copy of 16-bit weights
-    kept_values = 2 * a.kv_size // tp
+    kept_values = 2 * a.kv_size_on(tp)
     surcharges: dict[Recompute, PieceSurcharge] = {}
     for kind, samples in profile.pieces.items():
         cut = [one.beside(grids[kind, "encoder"], profile.packed.get(kind, 1.0)) for one in samples]

@@ -120,11 +120,12 @@ def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topolo
     """The topology with the model's layers on its stages. Errors: ConfigError for what does not divide."""
     if a.num_decoder_layers:
         raise ConfigError(f"a {a.family} model has a decoder side: count it by EncoderDecoderCosts")
-    sizes = {"num_heads": a.num_heads, "num_query_groups": a.num_query_groups}
-    sizes |= {**a.divided_sizes, "vocab_size": a.vocab_size}
+    sizes = {**a.divided_sizes, "vocab_size": a.vocab_size}
     for name, size in sizes.items():
         if size % topology.tp:
             raise ConfigError(f"{name} {size} does not divide over tp {topology.tp}: lower tp or pad it")
+    if fault := a.groups_fault(topology.tp):
+        raise ConfigError(fault)
     if ep < 1 or topology.dp % ep or a.num_experts % ep or (ep > 1 and not a.num_experts):
         raise ConfigError(
             f"ep is {ep} but experts lie on replicas: it must be at least 1 and divide dp {topology.dp} and num_experts"

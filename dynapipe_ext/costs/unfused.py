@@ -66,7 +66,7 @@ class PlainLayers:
         output of qkv, and turned queries and keys are their own. And the output; joined from documents once more.
         """
         a = self.architecture
-        query, kv = a.query_size // self.tp, a.kv_size // self.tp
+        query, kv = a.query_size // self.tp, a.kv_size_on(self.tp)
         turned = query + kv if a.position == "rope" else 0
         attended = 3 * query if a.num_query_groups < a.num_heads else query + 2 * kv + turned
         return attended + query * (2 if self.packed else 1)
@@ -76,7 +76,7 @@ class PlainLayers:
         and output alone, of a softmax that is computed again; where attention is recomputed, what goes into it, too.
         """
         a = self.architecture
-        query, kv = a.query_size // self.tp, a.kv_size // self.tp
+        query, kv = a.query_size // self.tp, a.kv_size_on(self.tp)
         turned = query + kv if a.position == "rope" else 0
         piece_values = np.where(selective, 2 * query + 2 * kv + turned, 2 * query)
         spared: IntArray = (self.values * (self._attention_values - piece_values) + 4 * a.num_heads // self.tp) * own
@@ -84,7 +84,7 @@ class PlainLayers:
 
     def carried_bytes(self, positions: CarriedPositions) -> tuple[IntArray, IntArray]:
         """What pieces keep in each layer for one another, and the gradients of all positions so far while one runs."""
-        a_position = 2 * self.architecture.kv_size // self.tp  # values
+        a_position = 2 * self.architecture.kv_size_on(self.tp)  # values
         return a_position * positions.kept_bytes(self.values), a_position * self.values * positions.joined
 
     def _layer_norms_bytes(self) -> int:
@@ -103,10 +103,10 @@ class PlainLayers:
         a, tp, v = self.architecture, self.tp, self.values
         if not a.qk_norm:
             return 0
-        query, kv = a.query_size // tp, a.kv_size // tp
+        query, kv = a.query_size // tp, a.kv_size_on(tp)
         if a.qk_norm_whole:
             return 8 * (query + kv) + 8
-        statistics = 4 * (a.num_heads + a.num_query_groups) // tp
+        statistics = 4 * (a.num_heads // tp + -(-a.num_query_groups // tp))
         if v < 4:
             return 8 * (query + kv) + statistics
         return (12 if a.num_query_groups < a.num_heads else 4) * (query + kv) + statistics

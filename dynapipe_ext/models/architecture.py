@@ -340,6 +340,28 @@ class Architecture:
         """Width of the keys, and of the values except under latent attention."""
         return self.num_query_groups * self.head_dim
 
+    def kv_size_on(self, tp: int) -> int:
+        """Width of the keys that one of `tp` ranks computes with: a head's at least, which ranks beyond them share."""
+        return -(-self.num_query_groups // tp) * self.head_dim
+
+    def groups_fault(self, tp: int) -> str:
+        """Why `tp` ranks can neither divide the key heads nor share them; empty where they can.
+
+        Ranks beyond the key heads hold equal parts of all rows of queries, keys and values, gather what these give, and
+        take their query heads with the key head of those (megatron-core's SelfAttention).
+        """
+        groups = self.num_query_groups
+        if groups % tp and tp % groups:
+            return f"num_query_groups {groups} must divide tp {tp} or be a multiple of it"
+        if self.qk_norm_whole and groups % tp:
+            return (
+                f"num_query_groups {groups} must be a multiple of tp {tp}: ranks that share a key head would count it"
+                " more than once in the norm of all keys"
+            )
+        if groups % tp and (self.query_size + 2 * self.kv_size) % tp:
+            return f"the {self.query_size + 2 * self.kv_size} rows of queries, keys and values must divide over tp {tp}"
+        return ""
+
     @property
     def value_size(self) -> int:
         """Width of the values."""

@@ -131,11 +131,18 @@ def topology_of(config: TrainConfig) -> Topology:
 
 
 def refuse_undivided(m: ModelSettings, tp: int) -> None:
-    """Errors: ConfigError for a size of the model that tensor parallel ranks do not divide."""
-    sizes = {name: getattr(m, name) for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size")}
+    """Errors: ConfigError for a size of the model that tensor parallel ranks do not divide, or key heads that they can
+    neither divide nor share."""
+    sizes = {name: getattr(m, name) for name in ("num_heads", "ffn_hidden_size", "hidden_size")}
     for name, size in (sizes | (m.described.divided_sizes if m.described else {})).items():
         if size % tp:
             raise ConfigError(f"tp is {tp} but does not divide {name} {size}: choose another tp or size")
+    groups = m.num_query_groups
+    fault = (
+        f"num_query_groups {groups} must divide tp {tp} or be a multiple of it" if groups % tp and tp % groups else ""
+    )
+    if fault := m.described.groups_fault(tp) if m.described else fault:
+        raise ConfigError(f"{fault}: choose another tp or size")
     if VOCAB_MULTIPLE % tp:
         raise ConfigError(f"tp is {tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
 

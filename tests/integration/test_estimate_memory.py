@@ -59,6 +59,10 @@ FAMILY_CASES = [
     Case(_sized("olmo2", num_query_groups=4), 2, 160, layout="packed"),
     Case(_sized("gemma3_text"), 2, 248),
     Case(_sized("gemma3_text", num_query_groups=4), 2, 176, "bfloat16", topology=Topology(tp=2)),
+    # Ranks that share a key head.
+    Case(_sized("gemma3_text", num_query_groups=1), 2, 176, topology=Topology(tp=2)),
+    Case(_sized("qwen3", num_query_groups=1), 2, 176, "bfloat16", topology=Topology(tp=2)),
+    Case(llama(layers=2, hidden=160, heads=4, groups=1, vocab=1000), 2, 192, topology=Topology(tp=2)),
 ]
 CASES = [*HELD_OUT, *SPREAD, *FAMILY_CASES]
 

@@ -58,6 +58,7 @@ INTERLEAVED, V = Topology(pp=2, placement=(0, 1, 0, 1)), Topology(pp=2, placemen
 TP2V = replace(V, tp=2)
 TIED, UNTIED, LEARNED = Model(), Model(tied=False), Model(position="learned")
 GPT2 = Model(tied=False, position="learned", modern=False)
+ONE_KEY = Model(tied=False, key_heads=1)  # which two ranks share
 MAIN_JOB = Model(modern=False)  # as `dynapipe train` builds it where nothing else is said
 
 # Cases of whole backwards, and by how many micro-batches later weight gradients come where the same are split.
@@ -85,6 +86,8 @@ ONE_CHUNK = [
     Case(Topology(pp=2), schedule="adaptive"),
     Case(TP2, sequence_parallel=True, weights_lag=0),
     Case(TP2, recompute="full", weights_lag=0),
+    Case(TP2, model=ONE_KEY, weights_lag=1),
+    Case(TP2PP2, "packed", ONE_KEY, sequence_parallel=True, recompute="selective"),
     Case(Topology(dp=2), loss_norm="samples"),
     Case(Topology(dp=2), "packed", UNTIED, distributed_optimizer=True),
     Case(replace(TP2PP2, layers_per_stage=(1, 3)), "packed", LEARNED, recompute="stage"),

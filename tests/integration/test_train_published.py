@@ -76,7 +76,7 @@ def loss_of(model: Any, dataset: TokenDataset) -> float:
     [
         ("llama", ["--tp", "1", "--pp", "4"]),
         ("gpt2", None),
-        ("gemma3_text", None),
+        ("gemma3_text", ["--tp", "2", "--pp", "1"]),
         ("qwen2_moe", None),
         ("deepseek_v3", None),
     ],
@@ -87,7 +87,8 @@ def test_the_first_loss_is_that_of_transformers(
     """Two by two ranks with uneven stages, packed rows, from the Hub's folder or one in Megatron's form. The other
     families: test_fine_tuning.py."""
     # A large epsilon shows in the loss; a default in its place would not.
-    model = tiny(family, vocab_size=VOCABULARY, rms_norm_eps=0.03)
+    shared = {"num_key_value_heads": 1} if family == "gemma3_text" else {}  # one key head for two ranks, as in 3 1B
+    model = tiny(family, vocab_size=VOCABULARY, rms_norm_eps=0.03, **shared)
     has_experts = family in ("qwen2_moe", "deepseek_v3")
     folder = saved(model, tmp_path / "model")
     weights = folder
@@ -106,7 +107,8 @@ def test_the_first_loss_is_that_of_transformers(
     dataset = TokenDataset.open(tmp_path / "run" / "data")
     assert len(np.unique(dataset.lengths[:, 0])) > 5
     assert report_of(tmp_path / "run")["losses"] == pytest.approx([loss_of(model, dataset)], abs=1e-5)
-    if family in ("qwen2_moe", "deepseek_v3"):  # experts, and dense layers before them, learn whatever ranks share them
+    if family in ("qwen2_moe", "deepseek_v3", "gemma3_text"):
+        # Experts, dense layers before them, and key heads learn whatever ranks share them.
         several = [*flags[:-1], str(tmp_path / "several"), "--steps", "3", "--batch-size", "10"]
         preloaded.train("--config", str(settings), *several, "--save-every", "3")
         alone = [*several[: several.index("--run-dir")], "--run-dir", str(tmp_path / "alone"), *several[-4:]]

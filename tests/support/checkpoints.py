@@ -126,6 +126,7 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-one-key": ("llama", {"num_key_value_heads": 1}),  # which tensor parallel ranks share
     "mistral": ("mistral", {}),
     "mixtral": ("mixtral", {}),
     "qwen2": ("qwen2", {}),

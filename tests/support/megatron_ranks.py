@@ -64,6 +64,7 @@ class Model:
     tied: bool = True
     position: str = "rope"
     modern: bool = True  # RMSNorm, gated MLP, grouped queries, no biases; else GPT-2's
+    key_heads: int = 2  # of a modern one; with 1 queries and keys are normalised, too
 
     @property
     def shape(self) -> Architecture:
@@ -72,7 +73,8 @@ class Model:
                 num_layers=NUM_LAYERS,
                 hidden_size=32,
                 num_heads=4,
-                num_query_groups=2,
+                num_query_groups=self.key_heads,
+                qk_norm=self.key_heads == 1,
                 ffn_hidden_size=64,
                 gated_mlp=True,
                 vocab_size=256,
@@ -117,7 +119,7 @@ class Case:
     def __str__(self) -> str:
         t, m = self.topology, self.model
         words = [f"tp{t.tp}pp{t.pp}dp{t.dp}", self.layout, self.schedule, "tied" if m.tied else "untied", m.position]
-        words += ["sp"] * self.sequence_parallel + ["gpt2"] * (not m.modern)
+        words += ["one-key"] * (m.key_heads == 1) + ["sp"] * self.sequence_parallel + ["gpt2"] * (not m.modern)
         words += ["samples"] * (self.loss_norm != "tokens")
         words += [f"split{self.weights_lag}"] * (self.weights_lag is not None) + ["joined"] * self.is_joined
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer

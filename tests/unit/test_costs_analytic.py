@@ -66,6 +66,8 @@ SMALL = Architecture.gpt(
     tied_embeddings=True,
 )
 
+OF_THREE = replace(SMALL, num_heads=12, num_query_groups=3, head_dim=16)
+
 
 def padded(rows: int, length: int, **more: Any) -> MicroBatch:
     return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), **more)
@@ -231,7 +233,7 @@ def test_encoder_decoder_shapes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"topology": Topology(tp=4)}, "num_query_groups 2"),
+        ({"topology": Topology(tp=4), "architecture": OF_THREE}, "num_query_groups 3 must divide tp 4"),
         ({"topology": Topology(pp=5)}, "4 layers cannot fill 5 stages"),
         ({"flops_per_s": 0.0}, "flops_per_s"),
         ({"param_bytes": 3}, "give 2 or 4"),

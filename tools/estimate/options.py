@@ -170,11 +170,10 @@ def _cp_fault(a: Architecture, cluster: Cluster, tp: int, cp: int) -> str:
 def _tp_fault(a: Architecture, cluster: Cluster, tp: int) -> str:
     if cluster.gpus_per_node % tp:
         return f"tp does not divide the {cluster.gpus_per_node} devices of a node"
-    others = {"num_query_groups": a.num_query_groups, "hidden_size": a.hidden_size}
-    for name, size in (a.divided_sizes | others).items():
+    for name, size in (a.divided_sizes | {"hidden_size": a.hidden_size}).items():
         if size % tp:
             return f"tp does not divide {name} {size:,}"
-    return ""
+    return a.groups_fault(tp)
 
 
 def _with_states(question: Question, topology: Topology, cp: int, dropped: Dropped) -> Iterator[Strategy]:

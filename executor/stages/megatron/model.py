@@ -357,13 +357,8 @@ def _check(a: Architecture, topology: Topology) -> None:
     for name, size in a.divided_sizes.items():
         if size % topology.tp:
             raise ConfigError(f"{name} {size} must be a multiple of tp {topology.tp}")
-    if a.num_query_groups % topology.tp and topology.tp % a.num_query_groups:
-        raise ConfigError(f"num_query_groups {a.num_query_groups} must divide tp {topology.tp} or be a multiple of it")
-    if a.qk_norm_whole and a.num_query_groups % topology.tp:
-        raise ConfigError(
-            f"num_query_groups {a.num_query_groups} must be a multiple of tp {topology.tp}: ranks that share a key head"
-            " would count it more than once in the norm of all keys"
-        )
+    if fault := a.groups_fault(topology.tp):
+        raise ConfigError(fault)
     if fault := router_fault(a):
         raise ConfigError(fault)
     if a.top_k == 1 and a.norm_topk_prob:

@@ -58,6 +58,7 @@ SAVED = [
     Case("mixtral", Topology(dp=2), distributed=True),
     Case("gpt2", Topology(tp=2, pp=2)),
     Case("t5", Topology(tp=2)),
+    Case("llama-one-key", Topology(tp=2)),
 ]
 
 
@@ -130,6 +131,7 @@ LOADED = [
     (SAVED[5], "megatron", Case("gpt2", Topology(tp=2, dp=2), distributed=True)),
     (SAVED[5], "megatron-legacy", Case("gpt2", Topology(tp=2, pp=2))),
     (SAVED[6], "megatron", Case("t5", Topology(tp=2))),
+    (SAVED[7], "megatron-legacy", Case("llama-one-key", Topology(tp=4))),
 ]
 
 

@@ -139,8 +139,13 @@ def test_a_layout_that_cannot_be_is_refused(options: dict[str, Any], says: str) 
 
 
 def test_query_groups_that_ranks_cannot_share_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_query_groups 2"):
-        RankLayout.of(replace(LLAMA, num_query_groups=2), WriterOptions(tp=4))
+    six = replace(LLAMA, num_heads=12, num_query_groups=4, head_dim=8, ffn_hidden_size=96)
+    with pytest.raises(ConfigError, match="--tp 6: num_query_groups 4 must divide tp 6 or be a multiple of it"):
+        RankLayout.of(six, WriterOptions(tp=6))
+    with pytest.raises(ConfigError, match="--tp 4: num_query_groups 2 must be a multiple of tp 4: ranks that share"):
+        RankLayout.of(replace(LLAMA, num_query_groups=2, qk_norm=True, qk_norm_whole=True), WriterOptions(tp=4))
+    with pytest.raises(ConfigError, match="the 20 rows of queries, keys and values must divide over tp 8"):
+        RankLayout.of(replace(LLAMA, num_heads=8, num_query_groups=1, head_dim=2), WriterOptions(tp=8))
 
 
 def test_virtual_stages_go_round_the_pipeline(published: Published, tmp_path: Path) -> None:

@@ -93,10 +93,11 @@ def _with_length(tensor: MegatronTensor, length: int) -> tuple[int, ...]:
 def _refuse_uncuttable(a: Architecture, tp: int) -> None:
     if tp < 1:
         raise ConfigError(f"--tp {tp} must be at least 1")
-    counts = {"num_heads": a.num_heads, "num_query_groups": a.num_query_groups, **a.divided_sizes}
-    for name, count in counts.items():
+    for name, count in a.divided_sizes.items():
         if count % tp:
             raise ConfigError(f"--tp {tp} does not divide {name} {count}: give a divisor of it")
+    if fault := a.groups_fault(tp):
+        raise ConfigError(f"--tp {tp}: {fault}")
 
 
 def _layers_per_stage(a: Architecture, options: WriterOptions) -> tuple[int, ...]:
