@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 _ALIKE = 0.6  # share of letters in common, as difflib counts
 
 
@@ -47,6 +48,15 @@ def reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it nests too deep to be read"
     return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def writing_move(number: int | None, make_room: str = "make room there") -> str:
+    """What to do where the operating system refused to write, by its error's number.
+
+    >>> [writing_move(number) for number in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, None)]
+    ['make room there', 'make it writable', 'make it writable', 'look there', 'look there']
+    """
+    return make_room if number in NO_ROOM else "make it writable" if number in FORBIDDEN else "look there"
 
 
 def short(value: object) -> str:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynapipe_ext.errors import DataError, short
+from dynapipe_ext.errors import DataError, short, writing_move
 
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
@@ -177,4 +177,5 @@ def writing_in(place: str | Path) -> Iterator[None]:
         yield
     except OSError as error:  # errors of shutil.copytree have no strerror
         why = error.strerror or error
-        raise DataError(f"{place} cannot be written ({why}): make room there, or choose another directory") from error
+        move = writing_move(error.errno)
+        raise DataError(f"{place} cannot be written ({why}): {move}, or choose another directory") from error

@@ -20,7 +20,7 @@ from dynapipe_ext.batch.micro_batches import LengthArray
 from dynapipe_ext.data.examples import Example
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds, Truncation
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, short, writing_move
 
 if TYPE_CHECKING:
     from dynapipe_ext.data.preprocessing.encoders import Encoder
@@ -123,7 +123,8 @@ def new_array(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     except OSError as error:
-        raise DataError(f"{path} cannot be written ({error.strerror}): make room, or choose another place") from None
+        move = writing_move(error.errno, "make room")
+        raise DataError(f"{path} cannot be written ({error.strerror}): {move}, or choose another place") from None
     return array
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
 from pathlib import Path
 
-from dynapipe_ext.errors import NO_ROOM, format_bytes
+from dynapipe_ext.errors import FORBIDDEN, NO_ROOM, format_bytes
 
 AUTO_SAVE_S = 600.0  # between saves that nobody asked for
 _BYTES_OF_STATES = 8  # Adam's two moments of a parameter
 _MASTER_BYTES = 4  # of a 16-bit weight
 # Where nothing can be written, now or at another start.
-_LASTING = (*NO_ROOM, errno.EROFS, errno.EACCES, errno.EPERM)
+_LASTING = (*NO_ROOM, *FORBIDDEN)
 _RUSTS_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors'
 _PROBE_BYTES = 1 << 16
 
@@ -49,26 +48,32 @@ def needed_and_free(root: Path, num_bytes: int) -> str:
 
 
 def why_unwritable(error: BaseException, folder: Path) -> str:
-    """The operating system's words for a place that is full, read-only or not ours, where that is why a write failed;
-    else nothing. torch and safetensors have errors of their own, over the system's or in its place."""
+    """The operating system's words for `unwritable_number`, or nothing."""
+    number = unwritable_number(error, folder)
+    return os.strerror(number) if number else ""
+
+
+def unwritable_number(error: BaseException, folder: Path) -> int:
+    """The operating system's number of a place that is full, read-only or not ours, where that is why a write failed;
+    else 0. torch and safetensors have errors of their own, over the system's or in its place."""
     cause: BaseException | None = error
     while cause is not None:
         number = cause.errno if isinstance(cause, OSError) else None
         if named := _RUSTS_NUMBER.search(str(cause)):
             number = int(named[1])
         if number is not None:
-            return os.strerror(number) if number in _LASTING else ""
+            return number if number in _LASTING else 0
         cause = cause.__cause__ or cause.__context__
     return _refused_now(folder)
 
 
-def _refused_now(folder: Path) -> str:
+def _refused_now(folder: Path) -> int:
     probe = folder / ".probe"
     try:
         probe.write_bytes(bytes(_PROBE_BYTES))
     except OSError as error:
-        return os.strerror(error.errno) if error.errno in _LASTING else ""
+        return error.errno if error.errno in _LASTING else 0
     finally:
         with contextlib.suppress(OSError):  # of a place that is read-only
             probe.unlink()
-    return ""
+    return 0

@@ -20,9 +20,9 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ExecutionError, NoRoomError
+from dynapipe_ext.errors import NO_ROOM, ExecutionError, NoRoomError, writing_move
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.disk_room import AUTO_SAVE_S, lacks_room, needed_and_free, why_unwritable
+from dynapipe_ext.executor.checkpoints.disk_room import AUTO_SAVE_S, lacks_room, needed_and_free, unwritable_number
 from dynapipe_ext.executor.checkpoints.folder import RECENT_STEPS, Manifest, RunState
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.protocols import OptimizerPlace
@@ -43,11 +43,13 @@ class EndRequest:
 
     @contextmanager
     def listening(self, numbers: Sequence[signal.Signals]) -> Iterator[None]:
-        """Inside, these signals are noted instead of obeyed. On any thread but the main one nothing changes."""
+        """Inside, these signals are noted instead of obeyed, but for those that are ignored. On any thread but the main
+        one nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in numbers}
+        obeyed = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._note) for number in obeyed}
         try:
             yield
         finally:
@@ -196,13 +198,14 @@ class PeriodicCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class WriteFault:
-    """Why a rank could not write, empty where it could; `is_lasting`: the place is full, read-only or not its own."""
+    """Why a rank could not write, empty where it could. `number` is the operating system's where the place is full,
+    read-only or not the rank's own, as it will be at another start; else 0."""
 
     text: str = ""
-    is_lasting: bool = False
+    number: int = 0
 
     def to_json(self) -> list[Any]:
-        return [self.text, self.is_lasting]
+        return [self.text, self.number]
 
 
 NO_FAULT = WriteFault()
@@ -250,8 +253,9 @@ class SavingRanks:
         return cast(_T, result)
 
     def fault_of(self, error: Exception) -> WriteFault:
-        why = why_unwritable(error, self._root)
-        return WriteFault(f"rank {dist.get_rank()} could not write below {self._root}: {why or error}", bool(why))
+        number = unwritable_number(error, self._root)
+        why = os.strerror(number) if number else error
+        return WriteFault(f"rank {dist.get_rank()} could not write below {self._root}: {why}", number)
 
     def raise_first(self, faults: Sequence[WriteFault]) -> NoReturn:
         """On all ranks, none of which writes any more. What is half written goes first, so that what is free then is
@@ -260,12 +264,15 @@ class SavingRanks:
             with suppress(OSError):
                 folders.tidy(self._root)
         self._most(0)
-        first = next((fault for fault in faults if fault.is_lasting), None)
+        first = next((fault for fault in faults if fault.number), None)
         if first is None:
             text = next(fault.text for fault in faults if fault.text)
             raise ExecutionError(f"the checkpoint was not saved: {text}: look there, then resume")
-        room = f"; one {needed_and_free(self._root, self._num_bytes)}" if self._num_bytes else ""
-        raise NoRoomError(f"the checkpoint was not saved: {first.text}{room}: make room there, then resume")
+        is_full = first.number in NO_ROOM and self._num_bytes > 0
+        room = f"; one {needed_and_free(self._root, self._num_bytes)}" if is_full else ""
+        raise NoRoomError(
+            f"the checkpoint was not saved: {first.text}{room}: {writing_move(first.number)}, then resume"
+        )
 
     def most(self, number: int, step: int) -> int:
         """The largest of every rank's number: what one of them asks for after so many steps, all do."""

@@ -20,7 +20,7 @@ from typing import Any
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.core import active_core
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, writing_move
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 
@@ -156,5 +156,6 @@ def _write(path: Path, text: str) -> None:
         with suppress(OSError):
             part.unlink()
         raise DataError(
-            f"{path} cannot be written ({error.strerror}): make room there, or choose another [debug] plan_dir"
+            f"{path} cannot be written ({error.strerror}): {writing_move(error.errno)}, or choose another [debug]"
+            " plan_dir"
         ) from error

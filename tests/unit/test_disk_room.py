@@ -15,10 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dynapipe_ext.errors import DataError, NoRoomError
 from dynapipe_ext.executor.checkpoints import disk_room
 from dynapipe_ext.executor.checkpoints.disk_room import bytes_of_checkpoint, free_disk_bytes, lacks_room, why_unwritable
+from dynapipe_ext.executor.checkpoints.saving import SavingRanks
 from dynapipe_ext.launch.job.run_directory import checkpoints_line
 from dynapipe_ext.settings.tables import CheckpointSettings
+from dynapipe_ext.tools.files import writing_in
 
 TOO_LARGE = os.strerror(errno.EFBIG)
 TENSOR = torch.zeros(1 << 16)
@@ -72,6 +75,30 @@ def test_a_fault_that_says_nothing_of_room_is_not_taken_for_one_where_there_is_s
 )
 def test_what_another_start_may_not_meet_is_no_want_of_room(number: int, lasts: bool, tmp_path: Path) -> None:
     assert why_unwritable(OSError(number, os.strerror(number)), tmp_path) == (os.strerror(number) if lasts else "")
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (
+            errno.ENOSPC,
+            "No space left on device; one takes about 5 B below .*, where .* are free: make room there, then",
+        ),
+        (errno.EROFS, "Read-only file system: make it writable, then resume"),
+        (errno.EACCES, "Permission denied: make it writable, then resume"),
+    ],
+)
+def test_a_place_that_is_forbidden_is_not_said_to_lack_room(
+    number: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr(SavingRanks, "_most", lambda *_: 0)
+    ranks = SavingRanks(tmp_path, torch.device("cpu"), num_bytes=5)
+    with pytest.raises(NoRoomError, match=f"rank 0 could not write below {tmp_path}: {says}"):
+        ranks.raise_first([ranks.fault_of(OSError(number, os.strerror(number)))])
+    with pytest.raises(DataError, match="make room there" if number == errno.ENOSPC else "make it writable"):  # noqa: SIM117
+        with writing_in(tmp_path):
+            raise OSError(number, os.strerror(number))
 
 
 def test_what_is_free_is_asked_of_the_folder_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

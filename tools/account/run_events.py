@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, writing_move
 from dynapipe_ext.executor.events import AllRanks, DriftingShape, StepDone, furthest_off
 from dynapipe_ext.models.flops import Work
 from dynapipe_ext.tools.account.report import (
@@ -102,7 +102,8 @@ class EventsFile:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise DataError(f"{self._path} cannot be written ({error.strerror}): make room for it") from error
+            move = writing_move(error.errno, "make room for it")
+            raise DataError(f"{self._path} cannot be written ({error.strerror}): {move}") from error
 
     def close(self) -> None:
         self._file.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, short, writing_move
 
 RECORDS_FORMAT = "dynapipe-memory-records/1"
 _MOST = 1 << 62
@@ -253,7 +253,8 @@ class RecordFile:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise DataError(f"{self._path} cannot be written ({error.strerror}): make room, and run again") from error
+            move = writing_move(error.errno, "make room")
+            raise DataError(f"{self._path} cannot be written ({error.strerror}): {move}, and run again") from error
 
     def _close(self) -> None:
         if self._file is not None:

@@ -45,7 +45,7 @@ from dynapipe_ext.data.preprocessing.encoding import (
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile
 from dynapipe_ext.data.preprocessing.workers import InlineWorkers, Workers
 from dynapipe_ext.data.tokenizer import BpeTokenizer, train_tokenizer
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, writing_move
 
 _NAME, _LOCK = "journal.jsonl", "lock"
 _READ_BYTES = 4 << 20
@@ -132,8 +132,9 @@ class StreamJournal:
             self._files[_NAME].write(line)
             self._files[_NAME].flush()
         except OSError as error:
+            move = writing_move(error.errno, "make room")
             raise DataError(
-                f"{self.folder} cannot be written ({error.strerror}): make room and start again, what is done is kept"
+                f"{self.folder} cannot be written ({error.strerror}): {move} and start again, what is done is kept"
             ) from None
         self._ends.append(self._ends[-1] + len(line))
         self.entries.append(Entry(block, described, facts))
