@@ -15,13 +15,15 @@ from types import TracebackType
 from dynapipe_ext.errors import ConfigError
 
 _UNFINISHED, _OWNED, _LOCK = "dynapipe-new-", "dynapipe-run-", "lock"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class ScratchDirectory:
     """A directory (mode 0700) under `base`, removed by `close`.
 
-    Its owner holds a file lock in it. A killed owner cannot clean up, but its lock is gone: the next ScratchDirectory
-    under the same base removes the directory, and what the owner's children wrote later, at its own end.
+    Its owner holds a lock on it, which lasts as long as both: no file of it can be lost, and systemd-tmpfiles leaves
+    locked directories alone. A killed owner cannot clean up, but its lock is gone: the next ScratchDirectory under the
+    same base removes the directory, and what the owner's children wrote later, at its own end.
     """
 
     def __init__(self, base: Path | None = None) -> None:
@@ -29,19 +31,22 @@ class ScratchDirectory:
         _remove_abandoned(base)
         unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=base))
         self._owner_pid = os.getpid()
-        self._lock = os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Of the two locks earlier versions know the file's alone.
+        self._locks = [os.open(unfinished / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)]
+        self._locks.append(os.open(unfinished, _DIRECTORY))
+        for lock in self._locks:
+            fcntl.flock(lock, fcntl.LOCK_EX)
         # Only directories with the "owned" name are judged by their locks, and they get that name once the lock is
         # held.
         self.path = unfinished.rename(base / unfinished.name.replace(_UNFINISHED, _OWNED, 1))
 
     def close(self) -> None:
         """Remove the directory. Does nothing in a forked child, and nothing the second time."""
-        if self._lock < 0 or os.getpid() != self._owner_pid:
+        if not self._locks or os.getpid() != self._owner_pid:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = -1
+        while self._locks:
+            os.close(self._locks.pop())
         _remove_abandoned(self.path.parent)
 
     def __enter__(self) -> ScratchDirectory:
@@ -56,13 +61,11 @@ def _remove_abandoned(base: Path) -> None:
         with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             if directory.lstat().st_uid != os.getuid():
                 continue
-            try:
-                lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:  # somebody wrote to it, or made it again, while it was removed
-                shutil.rmtree(directory, ignore_errors=True)
-                continue
+            lock = os.open(directory, _DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if (directory / _LOCK).exists() and is_held(directory / _LOCK):
+                    continue  # of an earlier version, whose lock is a file
                 shutil.rmtree(directory, ignore_errors=True)
             finally:
                 os.close(lock)
