@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,14 @@ from typing import Any, Literal, Protocol, get_args
 
 from dynapipe_ext.errors import ConfigError, ExecutionError, install_advice, reason, short
 from dynapipe_ext.executor.parent_death import before_exec
-from dynapipe_ext.launch.processes.agent import LOST_STATUS, SAVED_STATUSES, TAKEN_STATUS, NodeEnd, Order
+from dynapipe_ext.launch.processes.agent import (
+    INTERRUPTED_STATUS,
+    LOST_STATUS,
+    SAVED_STATUSES,
+    TAKEN_STATUS,
+    NodeEnd,
+    Order,
+)
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all, say_at_once
 from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lost, stacks_asked_for
 
@@ -35,6 +42,10 @@ _END_S = 5.0
 _SAVE_MARGIN_S = 10.0
 _MOST_ORDER_BYTES = 4096
 _NOT_EXECUTABLE_STATUS, _NOT_FOUND_STATUS = 126, 127  # of a shell
+_MISTAKES_IN_ORDER = (USER_ERROR_STATUS, _NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS)
+_MISTAKES = frozenset(_MISTAKES_IN_ORDER)
+# With which a node's launcher ends in order; another one is the only sign of what became of the node.
+_IN_ORDER = {0, BUG_STATUS, LOST_STATUS, TAKEN_STATUS, INTERRUPTED_STATUS, *_MISTAKES, *SAVED_STATUSES}
 _ERROR, _MOST_ERRORS = "dynapipe: error: ", 3
 _MOST_LINE_BYTES = 1 << 16
 
@@ -102,13 +113,20 @@ class Nodes(Protocol):
         """The exit statuses of nodes that have ended, after waiting at most `wait_s` for the next one."""
         ...
 
-    def errors(self) -> Mapping[str, Sequence[str]]:
-        """The errors of each node that nobody has printed yet."""
+    def errors(self) -> Sequence[NodeError]:
+        """What nodes have said of their failures and nobody has printed, and the ends of those that were lost without a
+        word; the first in time first, and all also after `close`."""
         ...
 
     def order(self, order: WrittenOrder) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeError:
+    node: str
+    text: str
 
 
 class ShellNodes:
@@ -119,6 +137,8 @@ class ShellNodes:
         self._nodes: list[Supervised] = []
         self._inputs: list[int] = []
         self._words: list[_NodeWords] = []
+        self._errors: list[NodeError] = []
+        self._ended: dict[str, int] = {}
 
     @property
     def first_address(self) -> str:
@@ -129,7 +149,7 @@ class ShellNodes:
             theirs, ours = os.pipe()
             self._inputs.append(ours)
             heard, says = os.pipe()
-            self._words.append(_NodeWords(host.name, heard))
+            self._words.append(_NodeWords(host.name, heard, self._errors))
             try:
                 command = [*self._shell, host.name, "sh", "-s"]
                 self._nodes.append(Supervised.spawn(host.name, command, stdin=theirs, stderr=says))
@@ -146,13 +166,18 @@ class ShellNodes:
             if not words.have_ended:
                 waiting.register(words.descriptor, select.POLLIN)
         waiting.poll(wait_s * 1000)
-        statuses = {node.name: exit_status(code) for node in self._nodes if (code := node.poll()) is not None}
+        for node, words in zip(self._nodes, self._words, strict=False):  # the last may not have started
+            if node.name not in self._ended and (code := node.poll()) is not None:
+                words.pass_on()
+                self._ended[node.name] = status = exit_status(code)
+                if self._inputs and status not in _IN_ORDER and not any(one.node == node.name for one in self._errors):
+                    self._errors.append(NodeError(node.name, f"{node.name} ended with exit status {status}"))
         for words in self._words:
             words.pass_on()
-        return statuses
+        return dict(self._ended)
 
-    def errors(self) -> Mapping[str, Sequence[str]]:
-        return {words.name: tuple(words.errors) for words in self._words}
+    def errors(self) -> Sequence[NodeError]:
+        return tuple(self._errors)
 
     def order(self, order: WrittenOrder) -> None:
         for descriptor in self._inputs:
@@ -166,8 +191,9 @@ class ShellNodes:
             pass
         end_all(self._nodes, 0.0)
         self._nodes.clear()
-        while self._words:
-            self._words.pop().close()
+        for words in self._words:
+            words.close()
+        self._words.clear()
 
     @staticmethod
     def _tell(descriptor: int, words: bytes) -> None:
@@ -176,12 +202,11 @@ class ShellNodes:
 
 
 class _NodeWords:
-    """What a node says on standard error, read from `descriptor`: passed on line by line, but for its `errors`, as all
-    nodes may say the same, and some what another one explains."""
+    """What a node says on standard error, read from `descriptor`: passed on line by line, but for its errors, which
+    join `errors`, as all nodes may say the same, and some what another one explains."""
 
-    def __init__(self, name: str, descriptor: int) -> None:
-        self.name, self.descriptor = name, descriptor
-        self.errors: list[str] = []
+    def __init__(self, name: str, descriptor: int, errors: list[NodeError]) -> None:
+        self.name, self.descriptor, self._errors = name, descriptor, errors
         self.have_ended = False
         self._unsaid = b""
         os.set_blocking(descriptor, False)
@@ -202,70 +227,84 @@ class _NodeWords:
 
     def _say(self, line: str) -> None:
         if line.startswith(_ERROR):
-            self.errors.append(line.removeprefix(_ERROR))
+            self._errors.append(NodeError(self.name, line.removeprefix(_ERROR)))
         else:
             say_at_once(line)
 
     def close(self) -> None:
+        """With what it has said by now, also of a line that has not ended."""
+        self.pass_on()
+        if self._unsaid:
+            self._say(self._unsaid.decode(errors="replace"))
         os.close(self.descriptor)
 
 
 def run_on_nodes(nodes: Nodes, lines: Sequence[str], grace_s: float) -> NodeEnd:
     """Run a line on every node until all have ended, or one has failed; then end the others. SIGUSR2 has all print the
-    stacks of their ranks."""
+    stacks of their ranks. No error of a node is lost: those that the end does not name are printed."""
     try:
-        nodes.start(lines)
-        ended: Mapping[str, int] = {}
-        with stacks_asked_for() as asked:
-            while len(ended) < len(lines) and not any(ended.values()):
-                raise_if_lost()
-                ended = nodes.ended(_POLL_S)
-                if asked.is_set():
-                    asked.clear()
-                    nodes.order("stacks")
-        deadline_s = time.monotonic() + _TELL_S
-        while len(ended) < len(lines) and time.monotonic() < deadline_s and not _is_mistake(ended.values()):
-            ended = nodes.ended(_POLL_S)
-        return _of_nodes(ended, nodes.errors())
-    except (SystemExit, KeyboardInterrupt):
-        nodes.order("save")
-        deadline_s = time.monotonic() + grace_s + _SAVE_MARGIN_S
-        while len(nodes.ended(_POLL_S)) < len(lines) and time.monotonic() < deadline_s and not interrupted_again():
-            pass
-        if cause := _cause(nodes.errors().values()):
+        try:
+            nodes.start(lines)
+            ended = _until_one_fails(nodes, len(lines))
+        except (SystemExit, KeyboardInterrupt):
+            nodes.order("save")
+            deadline_s = time.monotonic() + grace_s + _SAVE_MARGIN_S
+            while len(nodes.ended(_POLL_S)) < len(lines) and time.monotonic() < deadline_s and not interrupted_again():
+                pass
+            raise
+        finally:
+            nodes.close()
+    except BaseException:
+        if cause := _cause(errors := nodes.errors(), errors):
             say_at_once(f"{_ERROR}{cause}")
         raise
-    finally:
-        nodes.close()
+    return _of_nodes(ended, nodes.errors())
 
 
-def _is_mistake(statuses: Iterable[int]) -> bool:
-    return not {USER_ERROR_STATUS, _NOT_EXECUTABLE_STATUS, _NOT_FOUND_STATUS}.isdisjoint(statuses)
+def _until_one_fails(nodes: Nodes, num_nodes: int) -> Mapping[str, int]:
+    """The statuses of the nodes that have ended: all, or those that did soon after the first failure."""
+    ended: Mapping[str, int] = {}
+    with stacks_asked_for() as asked:
+        while len(ended) < num_nodes and not any(ended.values()):
+            raise_if_lost()
+            ended = nodes.ended(_POLL_S)
+            if asked.is_set():
+                asked.clear()
+                nodes.order("stacks")
+    deadline_s = time.monotonic() + _TELL_S
+    while len(ended) < num_nodes and time.monotonic() < deadline_s and _MISTAKES.isdisjoint(ended.values()):
+        ended = nodes.ended(_POLL_S)
+    return ended
 
 
-def _of_nodes(ended: Mapping[str, int], errors: Mapping[str, Sequence[str]]) -> NodeEnd:
-    """The end of a job, from the ends of its nodes: the status that explains the others counts, with the errors of the
-    nodes that have it."""
+def _of_nodes(ended: Mapping[str, int], errors: Sequence[NodeError]) -> NodeEnd:
+    """The end of a job, from the ends of its nodes and what these said, the first in time first. A mistake explains all
+    else; what came first explains the rest."""
     failed = {name: status for name, status in ended.items() if status}
-    mistakes = USER_ERROR_STATUS, _NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS
-    for status in (*mistakes, TAKEN_STATUS, BUG_STATUS, *SAVED_STATUSES):
+    if not failed:
+        return NodeEnd(0, _cause((), errors))
+    for status in (*_MISTAKES_IN_ORDER, TAKEN_STATUS):
         if names := [name for name, has in failed.items() if has == status]:
-            cause = _cause(errors.get(name, ()) for name in names)
+            causes = [error for error in errors if error.node in names]
             if status in (_NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS):
                 where, status = f"{names[0]}: folder or Python of this job", USER_ERROR_STATUS
-                cause = f"{where} cannot be used there (see above): the same paths must exist on all nodes"
-            return NodeEnd(status, cause)
-    if not failed:
-        return NodeEnd(0)
-    statuses = ", ".join(f"{name} ended with exit status {status}" for name, status in failed.items())
-    return NodeEnd(LOST_STATUS, _cause(errors.get(name, ()) for name in failed) or statuses)
+                advice = "cannot be used there (see above): the same paths must exist on all nodes"
+                causes = [NodeError(names[0], f"{where} {advice}")]
+            return NodeEnd(status, _cause(causes, errors))
+    first_status = failed.get(errors[0].node, LOST_STATUS) if errors else BUG_STATUS
+    likely = (BUG_STATUS,) if first_status == BUG_STATUS else ()
+    status = next((one for one in (*likely, *SAVED_STATUSES) if one in failed.values()), LOST_STATUS)
+    statuses = ", ".join(f"{name} ended with exit status {code}" for name, code in failed.items())
+    return NodeEnd(status, _cause(errors, errors) or (statuses if status == LOST_STATUS else ""))
 
 
-def _cause(errors_of_nodes: Iterable[Sequence[str]]) -> str:
-    """In one line, what several nodes may say alike."""
-    causes = list(dict.fromkeys(error for errors in errors_of_nodes for error in errors))
-    more = [f"and {len(causes) - _MOST_ERRORS} more"] if len(causes) > _MOST_ERRORS else []
-    return "; ".join([*causes[:_MOST_ERRORS], *more])
+def _cause(causes: Sequence[NodeError], errors: Sequence[NodeError]) -> str:
+    """In one line, what several nodes may say alike; the other `errors` are printed."""
+    named = list(dict.fromkeys(error.text for error in causes))[:_MOST_ERRORS]
+    others = {error.text: error.node for error in reversed(errors) if error.text not in named}
+    for text, node in reversed(others.items()):
+        say_at_once(f"dynapipe launch: {node}: {text}")
+    return "; ".join(named)
 
 
 def exit_status(code: int) -> int:
@@ -366,8 +405,8 @@ class RayNodes:
                     self._ended[name] = exit_status(code)
         return self._ended
 
-    def errors(self) -> Mapping[str, Sequence[str]]:
-        return {}  # Ray has printed them
+    def errors(self) -> Sequence[NodeError]:
+        return ()  # Ray has printed them
 
     def order(self, order: WrittenOrder) -> None:
         for _, actor in self._named():

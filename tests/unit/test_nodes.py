@@ -61,6 +61,11 @@ def test_a_wrong_line_of_a_host_file_is_named(text: str, says: str, tmp_path: Pa
         read_hosts(tmp_path / "nothere")
 
 
+def after(name: str, text: str) -> str:
+    """What a node runs that ends once another one has made a file."""
+    return f"while [ ! -e ../{name} ]; do sleep 0.05; done; {text}"
+
+
 @pytest.mark.parametrize(
     ("ends", "end"),
     [
@@ -71,23 +76,71 @@ def test_a_wrong_line_of_a_host_file_is_named(text: str, says: str, tmp_path: Pa
         (((2, "no such file"),) * 3, NodeEnd(2, "no such file")),  # once, though all say it
         ((75, 127, 75), NodeEnd(2, "me@b: folder or Python of this job cannot be used there (see above): the same")),
         (((75, "a"), (75, "b"), (75, "c")), NodeEnd(75, "a; b; c")),
-        (((75, "a\ndynapipe: error: b"), (75, "c"), (75, "d")), NodeEnd(75, "a; b; c; and 1 more")),
+        (((75, "a\ndynapipe: error: b"), (75, "c"), (75, "d")), NodeEnd(75, "a; b; c")),  # and the last by itself
         ((138, 138, 143), NodeEnd(143)),
     ],
 )
 def test_a_job_ends_as_the_node_that_explains_the_others_and_in_its_words(
     ends: Sequence[int | tuple[int, str]], end: NodeEnd, nodes: ShellNodes, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What else nodes say is printed as it comes. A mistake waits for what no other node has to say."""
-    lines = []
-    for way, host in zip(ends, HOSTS, strict=True):
+    """What else nodes say is printed as it comes. They speak in turn."""
+    lines, others = [], []
+    for number, (way, host) in enumerate(zip(ends, HOSTS, strict=True)):
         status, error = way if isinstance(way, tuple) else (way, "")
+        unnamed = [f"dynapipe launch: {host.name}: {text}" for text in error.split("\ndynapipe: error: ") if text]
+        others += [line for line in unnamed if line.partition(": ")[2].partition(": ")[2] not in end.cause.split("; ")]
         error = f"printf '%s\\n' {shlex.quote('dynapipe: error: ' + error)} >&2; " if error else ""
-        lines.append(f"echo {host.name} in ${{PWD##*/}} >&2; {error}sleep {0.3 * (status == 2)}; exit {status}")
+        in_turn = after(f"said-{number - 1}", error) if number and error else error
+        lines.append(f"echo {host.name} in ${{PWD##*/}} >&2; {in_turn}touch ../said-{number}; exit {status}")
     reached = run_on_nodes(nodes, lines, 5.0)
     assert (reached.status, reached.cause[: len(end.cause) or None]) == (end.status, end.cause)
     said = capfd.readouterr().err
-    assert sorted(said.splitlines()) == sorted(f"{host.name} in {host.name}" for host in HOSTS)
+    assert sorted(said.splitlines()) == sorted([f"{host.name} in {host.name}" for host in HOSTS] + others)
+
+
+@pytest.mark.parametrize(
+    ("ways", "end"),
+    [
+        (  # a host that is lost, of which the others know consequences alone
+            ("exit 255", after("ended", "say connection closed; exit 1"), after("ended", "say peer is gone; exit 75")),
+            (75, ["a ended with exit status 255", "connection closed", "peer is gone"]),
+        ),
+        (  # a defect, after which a host is given up
+            ("say defect; exit 1", after("ended", "exit 255"), after("ended", "exit 75")),
+            (1, ["defect", "me@b ended with exit status 255"]),
+        ),
+    ],
+)
+def test_the_cause_of_a_job_begins_with_what_came_first(
+    ways: Sequence[str], end: tuple[int, list[str]], nodes: ShellNodes, tmp_path: Path
+) -> None:
+    class Watched(ShellNodes):
+        def ended(self, wait_s: float) -> Mapping[str, int]:
+            ended = super().ended(wait_s)
+            if "a" in ended:
+                (tmp_path / "ended").touch()
+            return ended
+
+    say = "say() { echo dynapipe: error: $* >&2; }; "
+    reached = run_on_nodes(Watched(nodes._shell, HOSTS), [say + way for way in ways], 5.0)
+    assert reached.status == end[0]
+    assert reached.cause.split("; ")[0] == end[1][0]
+    assert sorted(reached.cause.split("; ")) == sorted(end[1])
+
+
+def test_what_a_node_says_while_it_is_ended_is_not_lost(
+    nodes: ShellNodes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its own error may come later than that of another node, and need not end its line."""
+    monkeypatch.setattr("dynapipe_ext.launch.processes.nodes._TELL_S", 0.2)
+    late = "cat > order; printf 'dynapipe: error: no such key' >&2; exit 2"
+    early = "echo dynapipe: error: peer is gone >&2; exit 75"
+    assert run_on_nodes(nodes, [late, early, "cat > order"], 5.0) == NodeEnd(75, "peer is gone; no such key")
+    monkeypatch.setattr("dynapipe_ext.launch.processes.nodes._TELL_S", 60.0)
+    refused = ShellNodes(nodes._shell[:1], (Host("d"), Host("e")))
+    lines = ["echo dynapipe: error: peer is gone >&2; exit 75", "sleep 0.5; echo dynapipe: error: no key >&2; exit 2"]
+    assert run_on_nodes(refused, lines, 5.0) == NodeEnd(2, "no key")
+    assert capfd.readouterr().err == "dynapipe launch: d: peer is gone\n"
 
 
 def test_a_node_without_the_jobs_folder_or_python_is_a_mistake(nodes: ShellNodes, tmp_path: Path) -> None:
