@@ -28,7 +28,7 @@ from dynapipe_ext.launch.processes.env import kv_store_url, store_password
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.processes.scratch import ScratchDirectory
 
-_LIMIT_S = 20.0
+_LIMIT_S = 60.0  # on machines that others use
 _DAYS = 3650  # a job ends sooner, and its key with it
 
 
@@ -62,7 +62,11 @@ def make_certificate(folder: Path, host: str) -> StoreCertificate:
     command += ["-addext", f"subjectAltName={'IP' if _is_address(host) else 'DNS'}:{host}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise StoreError(
+            f"no certificate for {host}: openssl has not ended after {_LIMIT_S:g} s: start again"
+        ) from error
+    except OSError as error:
         raise StoreRefusedError(f"no certificate for {host}: openssl cannot be run ({error}): install it") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
@@ -144,7 +148,7 @@ class RedisServer:
         port: int | None = None,
         tls_host: str | None = None,
         password: str = "",
-        startup_timeout_s: float = 10.0,
+        startup_timeout_s: float = _LIMIT_S,
     ) -> None:
         if port is not None and not 1 <= port <= 65535:
             raise ConfigError(f"the store's port is {port} but must be in 1..65535")
@@ -238,7 +242,8 @@ class RedisServer:
         return "\n".join(lines).encode() + b"\n"
 
     def _start_first(self, binaries: list[str]) -> tuple[str, str]:
-        """Start the first of these programs that serves as required; returns its name and version."""
+        """Start the first of these programs that serves as required; returns its name and version. Errors:
+        StoreRefusedError where none can; StoreError where one was late or killed, or the port was taken meanwhile."""
         refusals = []
         for self._binary in binaries:
             try:
@@ -246,8 +251,13 @@ class RedisServer:
                 return self._wait_until_ready(self._process, self._startup_timeout_s)
             except StoreError as error:
                 refusals.append(error)
+                if self._process is not None and self._process.poll() is None:  # it would keep the port
+                    self._process.kill()
+                    self._process.wait()
         if self._tls_host is None:
             raise refusals[0]
+        if passing := [error for error in refusals if not isinstance(error, StoreRefusedError)]:
+            raise passing[0]
         raise StoreRefusedError(
             f"no server serves over TLS on {self._tls_host}: {_TLS_MOVE} ({'; '.join(map(str, refusals))})"
         ) from refusals[-1]
@@ -300,7 +310,7 @@ class RedisServer:
                     preexec_fn=in_child,
                 )
             except OSError as error:
-                raise StoreError(
+                raise StoreRefusedError(
                     f"the Redis server {self._binary} cannot be run ({error.strerror}): {_NEXT_MOVE}"
                 ) from error
         assert process.stdin is not None
@@ -324,8 +334,10 @@ class RedisServer:
             time.sleep(min(0.005, remaining_s))
         words = self._last_words()
         if self._port is not None and "in use" in words.lower():
-            raise StoreError(f"port {self._port} on 127.0.0.1 is in use: choose another for the store, or give none")
-        raise StoreError(f"the Redis server {self._binary} ended with status {process.returncode}: {words}")
+            host = self._tls_host or "127.0.0.1"
+            raise StoreError(f"port {self._port} on {host} is in use: choose another for the store, or give none")
+        ended = f"the Redis server {self._binary} ended with status {process.returncode}: {words}"
+        raise StoreError(ended) if process.returncode < 0 else StoreRefusedError(ended)
 
     def _ask_for_information(self, timeout_s: float) -> dict[str, str]:
         """The fields of INFO, over the private socket; empty while the server does not listen yet."""

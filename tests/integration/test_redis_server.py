@@ -268,3 +268,32 @@ def test_a_forked_child_does_not_stop_it() -> None:
 def test_redis_itself_serves_too() -> None:
     with RedisServer(binary="redis-server") as server:
         assert "+PONG" in ask(server.address, f"AUTH {server.address.password}", "PING")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with the openssl program")
+@pytest.mark.parametrize(
+    ("ways", "is_final", "says"),
+    [
+        (["sleep 600"], False, "was not ready after 0.5 s"),  # it loads
+        (["echo no TLS here; exit 1", "sleep 600"], False, "was not ready after 0.5 s"),
+        (["kill -9 $$"], False, "ended with status -9"),  # the memory ran out
+        (["echo bind: Address already in use; exit 1"], False, "127.0.0.1 is in use"),
+        (["echo no TLS here; exit 1"] * 2, True, "no server serves over TLS on 127.0.0.1: .*no TLS here"),
+    ],
+)
+def test_of_servers_for_tls_what_may_pass_is_not_final(
+    ways: list[str], is_final: bool, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none is left behind."""
+    programs = [tmp_path / f"server-{number}" for number in range(len(ways))]
+    for program, way in zip(programs, ways, strict=True):
+        program.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/pids\n{way}\n")
+        program.chmod(0o700)
+    monkeypatch.setattr(module, "_server_binaries", lambda explicit: list(map(str, programs)))
+    (tmp_path / "pids").touch()
+    limit_s = 0.5 if "sleep" in ways[-1] else LIMIT_S
+    with pytest.raises(StoreError, match=says) as caught:
+        RedisServer(tls_host="127.0.0.1", startup_timeout_s=limit_s)
+    assert isinstance(caught.value, StoreRefusedError) == is_final
+    for pid in (tmp_path / "pids").read_text().split():
+        assert not Path(f"/proc/{pid}").exists()
