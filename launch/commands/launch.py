@@ -46,7 +46,7 @@ from dynapipe_ext.launch.processes.env import (
     limit_threads,
     named_interface,
     node_variables,
-    slurm_step,
+    slurm_place,
 )
 from dynapipe_ext.launch.processes.host_checks import hosts_away
 from dynapipe_ext.launch.processes.meeting_place import refusing_other_job
@@ -63,7 +63,6 @@ from dynapipe_ext.launch.processes.nodes import (
     shell_line,
 )
 from dynapipe_ext.launch.processes.restarts import RestartedJob, RestartLimits, run_with_restarts
-from dynapipe_ext.launch.processes.signals import show_own_stacks
 from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
 from dynapipe_ext.settings.train_config import TrainConfig
 
@@ -161,7 +160,6 @@ class LaunchedJob:
 
 def run(args: argparse.Namespace) -> int:
     limit_threads()
-    show_own_stacks()
     config = requested.config_from(args)
     job = _job(args, config)
     from_here = bool(job.hosts) or args.ray
@@ -284,13 +282,15 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         raise ConfigError(f"{num_nodes} nodes need one directory that all of them see: give it as --run-dir DIR")
     launch_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_launch_flags(launch_flags)
+    from_here = bool(hosts) or args.ray
+    agreed = _Agreed(_PORT, "dynapipe") if from_here else _agreed(args, args.resume or config.run.run_dir)
     place = NodePlace(
         num_ranks=num_ranks,
         num_nodes=num_nodes,
         node_rank=args.node_rank,
         rdzv_backend=args.rdzv_backend,
-        rdzv_endpoint=_with_port(args.rdzv_endpoint, _usual_port()) if args.rdzv_endpoint else "",
-        rdzv_id=args.rdzv_id or ("dynapipe" if hosts or args.ray else _usual_id(args.resume or config.run.run_dir)),
+        rdzv_endpoint=_with_port(args.rdzv_endpoint, agreed.port) if args.rdzv_endpoint else "",
+        rdzv_id=args.rdzv_id or agreed.job_id,
     )
     words = (*_flags_of_variables(args), *launch_flags.parse_known_args(args.words)[1])
     return LaunchedJob(config=config, words=words, place=place, hosts=hosts, spares=spares)
@@ -331,18 +331,28 @@ def _flags_of_variables(args: argparse.Namespace) -> list[str]:
     return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
-def _usual_id(run_dir: str) -> str:
-    """The id on which the nodes of a job agree by themselves: that of Slurm's step, or made of the run's directory."""
-    if step := slurm_step():
-        return f"slurm-{step}"
-    return f"dynapipe-{hashlib.sha256(os.path.abspath(run_dir).encode()).hexdigest()[:8]}"
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """The port and the id on which the nodes of a job agree by themselves."""
+
+    port: int
+    job_id: str
 
 
-def _usual_port() -> int:
-    """The port on which the nodes of a job agree by themselves."""
-    if step := slurm_step():
-        return _FREE_PORTS[zlib.crc32(step.encode()) % len(_FREE_PORTS)]
-    return _PORT
+def _agreed(args: argparse.Namespace, run_dir: str) -> _Agreed:
+    """Made of Slurm's step where all nodes are in it; where each has a step of its own, of the Slurm job and the run's
+    directory; else of the directory alone. Errors: ConfigError where Slurm's job has fewer nodes."""
+    of_run = hashlib.sha256(os.path.abspath(run_dir).encode()).hexdigest()[:8]
+    slurm = slurm_place()
+    if slurm is None or args.nnodes == 1:
+        return _Agreed(_PORT, f"dynapipe-{of_run}")
+    if 0 < slurm.job_nodes < args.nnodes and not (args.rdzv_id and ":" in args.rdzv_endpoint):
+        raise ConfigError(
+            f"--nnodes is {args.nnodes} but the Slurm job {slurm.job} has {slurm.job_nodes} nodes, so others would meet"
+            " elsewhere: give --rdzv-endpoint HOST:PORT and --rdzv-id, the same on every node"
+        )
+    shared = f"{slurm.job}.{slurm.step}" if slurm.step_nodes not in range(1, args.nnodes) else f"{slurm.job}-{of_run}"
+    return _Agreed(_FREE_PORTS[zlib.crc32(shared.encode()) % len(_FREE_PORTS)], f"slurm-{shared}")
 
 
 def _with_port(endpoint: str, port: int = _PORT) -> str:

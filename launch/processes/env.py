@@ -189,15 +189,32 @@ def use_interface(name: str) -> list[str]:
     return unset
 
 
-def slurm_step(variables: Mapping[str, str] | None = None) -> str:
-    """The step of a Slurm job that this process is part of, as all of its processes know it; empty outside of one.
+@dataclass(frozen=True, slots=True)
+class SlurmPlace:
+    """The Slurm job and the step of it that this process is part of, with their numbers of nodes (0: unknown)."""
 
-    >>> slurm_step({"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0"}), slurm_step({"SLURM_JOB_ID": "71"})
-    ('71.0', '')
+    job: str
+    step: str
+    job_nodes: int
+    step_nodes: int
+
+
+def slurm_place(variables: Mapping[str, str] | None = None) -> SlurmPlace | None:
+    """None outside of a step.
+
+    >>> slurm_place({"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "2"})
+    SlurmPlace(job='71', step='0', job_nodes=2, step_nodes=1)
     """
     variables = os.environ if variables is None else variables
     job, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", "")
-    return f"{job}.{step}" if job and step else ""
+    if not (job and step):
+        return None
+
+    def number(*names: str) -> int:
+        text = next((variables[name] for name in names if variables.get(name)), "0")
+        return int(text) if text.isascii() and text.isdigit() else 0
+
+    return SlurmPlace(job, step, number("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), number("SLURM_STEP_NUM_NODES"))
 
 
 def agent_attempt() -> str | None:

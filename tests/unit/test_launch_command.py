@@ -84,6 +84,24 @@ def test_nodes_that_are_started_one_by_one_agree_on_where_they_meet(
         assert place("r") == place("s")
         assert place("r")[1] == f"slurm-71.{step}"
         assert re.fullmatch(r"node0:2\d{4}", place("r")[0])
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    assert place("r") == place("s")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")  # each node is started by an srun of its own
+    places = []
+    for step in ("3", "4"):
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        places.append(place("r"))
+        assert place("r") != place("s")
+    assert places[0] == places[1]
+    assert re.fullmatch(r"slurm-71-[0-9a-f]{8}", places[0][1])
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")  # and by a Slurm job of its own
+    alone = ["--nnodes", "2", "--rdzv-endpoint", "node0", "--run-dir", "r"]
+    assert cli.main(["launch", *SIZES, *alone]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--nnodes is 2 but the Slurm job 71 has 1 nodes, so others would meet elsewhere: give --rdzv-end" in said
+    (words,) = commands(capsys, *alone[:3], "node0:1234", *alone[4:], "--rdzv-id", "mine")
+    assert "node0:1234" in words
 
 
 def test_a_taken_port_is_said_by_the_first_node_and_another_is_tried_where_nobody_chose_it(
