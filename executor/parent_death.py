@@ -35,12 +35,18 @@ def supervising_pid() -> int:
 
 
 def before_exec(*, from_lasting_thread: bool = False) -> Callable[[], None]:
-    """A `preexec_fn` for Popen with which the child ends with this process.
+    """A `preexec_fn` for Popen with which the child ends with this process, and ignores SIGUSR2 until it listens: who
+    asks for stacks asks whole groups of processes.
 
     Used by the main thread, or `from_lasting_thread`: another one that stays for as long as the child.
     """
     parent_pid = os.getpid() if from_lasting_thread else supervising_pid()
-    return lambda: end_with_parent(parent_pid)
+
+    def run() -> None:
+        end_with_parent(parent_pid)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    return run
 
 
 def parent_of(pid: int) -> int:

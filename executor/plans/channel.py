@@ -28,6 +28,7 @@ from dynapipe_ext.executor.parent_death import ends_within
 from dynapipe_ext.executor.plans.planner_process import (
     ARRAY_TYPE,
     CLOSE_SIGNAL,
+    FOR_RANKS,
     HEARTBEAT_S,
     SLACK,
     PlannerJob,
@@ -133,7 +134,7 @@ class PlannerProcesses:
         self.close()
 
     def _start(self, worker: int) -> None:
-        with _blocked(signal.SIGUSR1):  # it asks ranks to save; a planner inherits this, before it can ignore it
+        with _blocked(*FOR_RANKS):  # a planner inherits this, before it can ignore them
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "dynapipe_ext.executor.plans.planner_process"],
                 stdin=subprocess.PIPE,
@@ -204,9 +205,9 @@ class PlannerProcesses:
 
 
 @contextlib.contextmanager
-def _blocked(number: signal.Signals) -> Iterator[None]:
-    """Inside, the signal waits for this thread; processes started inside never take it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+def _blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Inside, these signals wait for this thread; processes started inside never take them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

@@ -168,6 +168,7 @@ def failure_sentence(error: Exception, worker: int, place: StepPosition | None =
 
 
 HEARTBEAT_S = 1.0
+FOR_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # a cluster sends them to all processes of a job
 CLOSE_SIGNAL = signal.SIGRTMIN  # not SIGTERM or SIGUSR1: those may come from anybody, while ranks need the plans
 ARRAY_TYPE = np.dtype("<i8")
 _FORGET_S = 0.5
@@ -334,9 +335,10 @@ def publish_failure(store: Store, keys: Keys, plan_key: bytes, worker: int, mess
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops this process
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all processes of a job
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):  # the parent saves, and then stops this process
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # its stacks, as ranks give theirs
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
     worker = ""
     try:
         signal.signal(CLOSE_SIGNAL, _close)

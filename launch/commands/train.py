@@ -22,7 +22,6 @@ from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S
 from dynapipe_ext.launch.job.settled import SettledJob, settled_job
 from dynapipe_ext.launch.processes.cluster import run_local, set_process_title
 from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, num_cores, visible_devices
-from dynapipe_ext.launch.processes.signals import show_own_stacks
 from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
 from dynapipe_ext.launch.run.claim import claimed
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -32,7 +31,6 @@ __all__ = ["add_arguments", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    show_own_stacks()
     limit_threads()  # before anything loads torch, which measures with as many as it starts with
     request = requested_job(args, _place(), secret=secrets.token_hex(32))  # which the ranks inherit
     console = Console(stderr=True, highlight=False)

@@ -47,7 +47,10 @@ _EPILOG = """examples:
 """
 
 
-TRAINING_STATUSES = {130: "saved on Ctrl-C (twice: ended at once)", 138: "saved on SIGUSR1 (143: SIGTERM)"}
+TRAINING_STATUSES = {
+    130: "saved on Ctrl-C (twice: ended at once)",
+    138: "saved on SIGUSR1 (143: SIGTERM, 129: the terminal closed)",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

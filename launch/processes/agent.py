@@ -128,7 +128,7 @@ RendezvousBackend = Literal["c10d", "static"]
 Order = Literal["", "save", "stacks", "end"]  # to a node: nothing, or what its launcher shall do
 LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another try may succeed
 TAKEN_STATUS = 69  # EX_UNAVAILABLE: another process has the port at which nodes were to meet
-SAVED_STATUSES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+SAVED_STATUSES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGHUP)
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 _POLL_S = 0.2
 _GONE_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
@@ -199,7 +199,7 @@ def run_agent(
     """Run torchrun until it ends or has to be ended.
 
     A rank that is stopped for `timeout_s` is killed. An agent without ranks since a failure is ended once all ranks had
-    time to notice it. On SIGINT, SIGTERM, SIGUSR1 or `order()` "save" the ranks save and end within `grace_s`, without
+    time to notice it. On a signal of `ENDING` or `order()` "save" the ranks save and end within `grace_s`, without
     a restart; then KeyboardInterrupt or SystemExit is raised. A second SIGINT, and "end", end everything at once. On
     SIGUSR2 and "stacks" the stacks of all ranks of this node are printed, and the job goes on.
     """

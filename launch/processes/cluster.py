@@ -89,7 +89,7 @@ BUG_STATUS, USER_ERROR_STATUS = 1, 2
 _SAVED_STATUS = 128 + signal.SIGUSR1
 _GRACE_S = 2.0
 _KILL_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
-_STACKS_S = 1.0
+_STACKS_S = 10.0  # of ranks that are not stopped, on machines that others use
 _FAILED = "failed"  # in a job's scratch directory: the name of the process that failed first
 _DYING_S = 0.2  # a killed process can be reaped at most this long after its connections are gone
 _POLL_S = 0.5  # a signal that arrives just before a wait is noticed at the latest after this
@@ -128,7 +128,7 @@ class Supervised:
 
         A DynaPipeError prints `name: message` and gives status 2; another exception prints its traceback and gives
         status 1. They are printed only if `is_first()` says that no other process of the job failed before. The child
-        ignores SIGINT, since this process decides what Ctrl-C means, and never returns into the caller's stack.
+        ignores SIGINT and SIGHUP, since this process decides what they mean, and never returns into the caller's stack.
         """
         parent_pid = supervising_pid()
         sys.stdout.flush()
@@ -250,8 +250,8 @@ def run_local(
 
     Before the call, import what the ranks need and set the number of threads. The first rank that fails, or is stopped
     for `stopped_s`, ends all ranks (SIGTERM, then SIGKILL after `grace_s`); JobError names it. At `timeout_s` every
-    rank's stack is printed first. SIGINT, SIGTERM and SIGUSR1 to this process end the ranks and raise KeyboardInterrupt
-    or SystemExit (143, 138). With `save_s` they first reach the ranks as SIGUSR1, which then have that long to end by
+    rank's stack is printed first. Signals of `ENDING` to this process end the ranks and raise KeyboardInterrupt or
+    SystemExit. With `save_s` they first reach the ranks as SIGUSR1, which then have that long to end by
     themselves, or until Ctrl-C comes again; where all were ending well, nothing is raised. SIGUSR2 prints every rank's
     stack.
     """
@@ -425,7 +425,8 @@ def _run_child(
     try:
         end_with_parent(parent_pid)
         gc.freeze()  # imports live as long as this process: collections need not walk them and copy their pages
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to whole groups
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _num_blocks = 0  # blocks of `ending_signals_blocked` around the main thread
 _waiting = 0  # a signal that arrived inside such a block: a thread without the block took it for the process
 _raised = 0  # the signal that has raised since handlers were installed
@@ -19,7 +19,8 @@ _interrupted_again = False  # Ctrl-C came after the signal that has raised
 
 @contextlib.contextmanager
 def ending_signals_raise() -> Iterator[None]:
-    """Inside, SIGINT raises KeyboardInterrupt, SIGTERM and SIGUSR1 raise SystemExit (143, 138), in the main thread.
+    """Inside, SIGINT raises KeyboardInterrupt, SIGTERM, SIGUSR1 and SIGHUP raise SystemExit (143, 138, 129), in the
+    main thread. A SIGHUP that is ignored (by nohup) stays so.
 
     A second such signal does not raise: the clean-up after the first one is bounded, and an interrupted clean-up would
     leave processes behind. `interrupted_again` tells of a second Ctrl-C. Nested use and use outside the
@@ -32,7 +33,7 @@ def ending_signals_raise() -> Iterator[None]:
         yield
         return
     global _raised, _interrupted_again
-    before = {number: signal.signal(number, _raise) for number in ENDING}
+    before = {number: signal.signal(number, _raise) for number in _heard()}
     try:
         yield
     finally:
@@ -82,19 +83,39 @@ def stacks_asked_for() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield requested
         return
-    shows_own = faulthandler.unregister(signal.SIGUSR2)  # type: ignore[func-returns-value]  # a bool, whatever typeshed says
-    before = signal.signal(signal.SIGUSR2, lambda *_: requested.set())
+    with _stacks_wait():
+        shows_own = faulthandler.unregister(signal.SIGUSR2)  # type: ignore[func-returns-value]  # a bool, whatever typeshed says
+        before = signal.signal(signal.SIGUSR2, lambda *_: requested.set())
     try:
         yield requested
     finally:
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
-        if shows_own:
-            show_own_stacks()
+        with _stacks_wait():
+            signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
+            if shows_own:
+                show_own_stacks()
 
 
 def show_own_stacks() -> None:
-    """From now on SIGUSR2 prints the stacks of this process, which goes on. Outside `stacks_asked_for` no ranks run."""
-    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+    """From now on SIGUSR2 prints the stacks of this process, which goes on, and at its very end is ignored. Outside
+    `stacks_asked_for` no ranks run."""
+    with _stacks_wait():
+        faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # what the interpreter puts back when it ends
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
+
+
+@contextlib.contextmanager
+def _stacks_wait() -> Iterator[None]:
+    """Inside, SIGUSR2 waits, as between two handlers it would kill."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _heard() -> list[signal.Signals]:
+    return [number for number in ENDING if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
@@ -102,7 +123,7 @@ def _raise(number: int, frame: FrameType | None) -> None:
     if _num_blocks:
         _waiting = _waiting or number
         return
-    for ending in ENDING:
+    for ending in _heard():
         signal.signal(ending, _ignore)
     _raised = number
     raise _ending(number)

@@ -1,22 +1,22 @@
 """torchrun's agent as `dynapipe launch` starts it: `python -m dynapipe_ext.launch.processes.torchrun`, with its words.
 
 Of ranks that fail it says nothing: the first of them has said why, or the launcher does. What stops the agent itself is
-one line. SIGUSR2 prints its stacks.
+one line. SIGUSR2 is ignored, also by its ranks until they listen.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 
 from dynapipe_ext.errors import in_one_line
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, say_at_once
-from dynapipe_ext.launch.processes.signals import show_own_stacks
 
 
 def main(words: Sequence[str]) -> int:
-    show_own_stacks()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

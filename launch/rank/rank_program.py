@@ -1,16 +1,17 @@
 """One rank's process under torchrun: `torchrun … -m dynapipe_ext.launch.rank`, with the flags of `dynapipe train`.
 
-Of all ranks that fail, the first says why, in one line; those that fail because it did say nothing.
+Of all ranks that fail, the first says why, in one line, after its calls if it is a defect; those that fail because it
+did say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
@@ -51,7 +52,8 @@ from dynapipe_ext.launch.processes.env import (
     use_interface,
 )
 from dynapipe_ext.launch.processes.network import interface_towards
-from dynapipe_ext.launch.processes.signals import ending_signals_raise
+from dynapipe_ext.launch.processes.signals import ENDING, ending_signals_raise
+from dynapipe_ext.launch.processes.terminal import outlive_terminal
 from dynapipe_ext.launch.rank.one_rank import place_of, rank_title, train_rank
 from dynapipe_ext.launch.run.claim import claimed
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -62,7 +64,7 @@ _INTERRUPTED_STATUS = 130
 
 def run_and_exit() -> NoReturn:
     """The program. A rank that fails leaves at once: with its peers gone, closing its process groups could hang."""
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # its stacks
+    outlive_terminal()
     _end_with_agent()
     limit_threads()
     status = main()
@@ -121,7 +123,7 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     config = request.config
     set_process_title(rank_title(env, config))
     tls_host = _settle_network(env, request.address)
-    end_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # torchrun passes Ctrl-C on
+    end_signals = ENDING  # torchrun passes Ctrl-C on, and that its terminal is gone
     if env.rank:
         return train_rank(env, request, end_signals=end_signals)
     overwrite = request.overwrite and request.resumed is None  # else it is what --output holds that may be lost
@@ -178,6 +180,8 @@ def _telling(env: RankEnv) -> Iterator[None]:
         mine = f"rank {env.rank}: {in_one_line(error)}"
         cause, is_final = _first_failure(env, (mine, isinstance(error, FINAL)))
         if cause == mine:
+            if status == BUG_STATUS and launcher() is not None:  # else torchrun's summary has its calls
+                print("".join(traceback.format_tb(error.__traceback__)), end="", file=sys.stderr)
             print(f"dynapipe: error: {mine}", file=sys.stderr, flush=True)
             _tell_torchrun(error, mine)
         raise JobError(mine, status, cause, is_final=is_final) from error

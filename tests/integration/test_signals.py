@@ -2,15 +2,23 @@
 
 import faulthandler
 import os
+import pty
+import select
 import signal
+import subprocess
+import sys
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
-from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.executor.plans import channel
+from dynapipe_ext.launch.processes import torchrun
+from dynapipe_ext.launch.processes.cluster import Supervised, run_local
 from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.processes.signals import (
     ending_signals_blocked,
@@ -58,6 +66,115 @@ def test_a_command_shows_its_own_stacks_on_request_before_and_after_its_ranks_an
     finally:
         faulthandler.unregister(signal.SIGUSR2)
     assert capfd.readouterr().err.count("in test_a_command_shows_its_own_stacks") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGHUP], ids=["stacks", "hang-up"])
+def test_no_process_that_starts_ends_or_changes_its_handlers_is_killed_by_who_asks_for_stacks(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """In a stream of requests: a command at its start, while it takes handlers up and puts them away, while it starts
+    another program, and at its very end, when the interpreter puts back what there was. A SIGHUP that nohup ignores
+    stays ignored."""
+    code = f"""
+import os, signal, sys
+from dynapipe_ext.launch import cli, subcommands
+from dynapipe_ext.launch.processes.cluster import Supervised
+from dynapipe_ext.launch.processes.signals import stacks_asked_for
+from types import SimpleNamespace
+
+class AtTheEnd:
+    def __del__(self, sleep=__import__("time").sleep):
+        sleep(0.2)
+
+def run(args):
+    open({str(tmp_path / "began")!r}, "w").close()
+    for _ in range(100):
+        with stacks_asked_for():
+            pass
+    with Supervised.spawn("slow", ["sleep", "0.2"]) as child:
+        while child.poll() is None:
+            pass
+        assert child.poll() == 0, child.verdict()
+    return 0
+
+sys.modules["job"] = SimpleNamespace(add_arguments=lambda parser: None, run=run)
+sys.keeper = AtTheEnd()
+subcommands.SUBCOMMANDS = (subcommands.Subcommand("job", "job", "a job"),)
+sys.exit(cli.main(["job"]))
+"""
+    ignored = {signal.SIGHUP} & {number}
+    command = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: [signal.signal(one, signal.SIG_IGN) for one in ignored] and None,
+    )
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
+    while command.poll() is None:
+        for pid in (command.pid, *children_of(command.pid)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+        time.sleep(1e-3)
+    assert command.wait(LIMIT_S) == 0
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def test_torchruns_ranks_and_planners_are_not_killed_by_requests_before_they_listen() -> None:
+    """They inherit that from who starts them, until they have handlers of their own."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2)"
+    words = ["--standalone", "--nproc-per-node", "1", "--no-python", sys.executable, "-c", code]
+    with Supervised.fork("torchrun", lambda: torchrun.main(words)) as agent:
+        select.select([agent.pidfd], [], [], LIMIT_S)
+        assert agent.poll() == 0
+    with channel._blocked(*channel.FOR_RANKS):
+        assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == 0
+
+
+def test_ranks_save_and_end_once_their_terminal_is_gone(tmp_path: Path) -> None:
+    """And say so to nobody. Ranks, their planners and the terminal's foreground are one group."""
+    code = f"""
+import os, signal, sys, time
+from dynapipe_ext.launch import cli, subcommands
+from dynapipe_ext.launch.processes.cluster import run_local
+from types import SimpleNamespace
+
+def rank(env):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    open({str(tmp_path)!r} + f"/there-{{env.rank}}", "w").close()
+    signal.sigwait([signal.SIGUSR1])
+    print("saved", flush=True)
+    print("saved", file=sys.stderr)
+    open({str(tmp_path)!r} + f"/saved-{{env.rank}}", "w").close()
+    return 138
+
+def run(args):
+    try:
+        run_local(rank, 2, save_s=480)
+    finally:
+        print("over", flush=True)
+    return 0
+
+sys.modules["job"] = SimpleNamespace(add_arguments=lambda parser: None, run=run)
+subcommands.SUBCOMMANDS = (subcommands.Subcommand("job", "job", "a job"),)
+sys.exit(cli.main(["job"]))
+"""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child executes at once
+        pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    while len(list(tmp_path.glob("there-*"))) < 2:
+        time.sleep(0.01)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+    assert len(list(tmp_path.glob("saved-*"))) == 2
 
 
 def _pressing(folder: Path, status: int, *, times: int = 1) -> Callable[[RankEnv], int]:

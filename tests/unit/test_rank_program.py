@@ -1,6 +1,7 @@
 """What failing ranks say under torchrun: one line of the first on standard error, and its cause in torchrun's file."""
 
 import json
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -15,6 +16,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job.requested import config_from
 from dynapipe_ext.launch.processes import cluster, network
+from dynapipe_ext.launch.processes.env import Launcher
 from dynapipe_ext.launch.rank import rank_program
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -58,6 +60,22 @@ def test_a_failing_rank_says_its_cause_with_its_notes_in_one_line(
     told = json.loads((tmp_path / "error").read_text())["message"]
     assert told["message"].endswith(says)
     assert ("in fails" in told["extraInfo"]["py_callstack"]) == (status == 1)  # the calls, of a defect alone
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), DataError("a mistake")])
+def test_under_the_launcher_which_has_no_summary_a_defect_is_said_with_its_calls_and_a_mistake_in_one_line(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ranks").mkdir()
+    launched = Launcher(os.getpid(), tmp_path / "ranks").variables()
+    as_rank(3, monkeypatch, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error"), **launched)
+    fail_with(error, monkeypatch)
+    rank_program.main([])
+    *calls, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("dynapipe: error: rank 3: ")
+    is_defect = isinstance(error, ZeroDivisionError)
+    assert sum("in fails" in line for line in calls) == is_defect
+    assert bool(calls) == is_defect
 
 
 def test_of_ranks_that_fail_the_first_of_each_start_of_the_job_says_why(

@@ -146,6 +146,7 @@ class _Worker:
     def __init__(self, environment: Mapping[str, str] | None) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # the worker inherits it
             try:
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],  # -P: nothing of the working folder
@@ -158,6 +159,8 @@ class _Worker:
                 raise ExecutionError(
                     f"a worker cannot be started ({error.strerror}): ask for fewer with --workers"
                 ) from error
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.connection = Connection(ours.detach())
         self.on_hand: deque[tuple[int, Block]] = deque()
 
