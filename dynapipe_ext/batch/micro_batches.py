@@ -128,15 +128,44 @@ def _check_one_by_one(samples: Sequence[SampleLength]) -> None:
 
 Layout = Literal["padded", "packed"]
 # What a backward computes again: nothing; core attention; each layer, from its input; or the whole stage, from its
-# input, of which nothing else is then kept.
-Recompute = Literal["none", "selective", "full", "stage"]
+# input, of which nothing else is then kept. With "head" also the last stage's head and loss, a slice of HEAD_SLICE
+# positions at a time, so that no more logits exist at once, forwards or backwards.
+Recompute = Literal[
+    "none", "selective", "full", "stage", "head", "head+selective", "head+full", "head+stage"
+]  # fmt: skip
+HEAD_SLICE = 1024
 # Packed rows: attention restarts at each document; or goes over the whole row; or restarts, and the first document, a
 # piece of a long sample, attends to the earlier pieces as well (`dynapipe_ext/batch/micro_batches.py`).
 Attention = Literal["document", "row", "carried"]
 Pieces = Literal["off", "auto"] | int  # of long samples: how many tokens a piece has
 LossNorm = Literal["tokens", "samples"]
-RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+ALL_RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+RECOMPUTES: tuple[Recompute, ...] = ALL_RECOMPUTES[:4]  # with whole logits
 LAYER_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # that differ within layers
+_BODY: Mapping[Recompute, Recompute] = dict(zip(ALL_RECOMPUTES, (*RECOMPUTES, *RECOMPUTES), strict=True))
+
+
+def slices_head(recompute: Recompute) -> bool:
+    """Whether the head is computed in slices, and again in backwards."""
+    return recompute not in RECOMPUTES
+
+
+def recompute_of_layers(recompute: Recompute) -> Recompute:
+    """What a kind means for all but the head.
+
+    >>> [recompute_of_layers(kind) for kind in ("full", "head", "head+full")]
+    ['full', 'none', 'full']
+    """
+    return _BODY[recompute]
+
+
+def with_sliced_head(kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
+    """The same kinds with the head in slices.
+
+    >>> with_sliced_head(("none", "full"))
+    ('head', 'head+full')
+    """
+    return tuple(kind for kind in ALL_RECOMPUTES if slices_head(kind) and _BODY[kind] in kinds)
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -172,7 +201,17 @@ class MicroBatch:
     @property
     def adds_weights_in_input_backward(self) -> bool:
         """Whether its I computes weight gradients, too, and leaves none to W: what is recomputed would stay until W."""
-        return self.recompute in ("full", "stage")
+        return self.layer_recompute in ("full", "stage")
+
+    @property
+    def layer_recompute(self) -> Recompute:
+        """What is recomputed beside the head."""
+        return _BODY[self.recompute]
+
+    @property
+    def head_positions(self) -> int:
+        """Of which the last stage makes logits."""
+        return self.rows * (self.decoder_len or self.encoder_len)
 
     @property
     def rows(self) -> int:

@@ -12,11 +12,18 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.micro_batches import (
+    ALL_RECOMPUTES,
+    RECOMPUTES,
+    MicroBatch,
+    Recompute,
+    SampleLength,
+    recompute_of_layers,
+)
 from dynapipe_ext.batch.topology import ActivationFormat, Offload, ReplicaCollectives, Topology
 from dynapipe_ext.costs.floor import ROUNDING_NS, Floor, GrowingTimes, PaddedTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
-from dynapipe_ext.errors import PlanError
+from dynapipe_ext.errors import ConfigError, PlanError
 
 IntArray = npt.NDArray[np.int64]
 
@@ -168,7 +175,61 @@ def scaled_bytes(num_bytes: IntArray, factor: float) -> IntArray:
 
 def within_layers(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Recomputed as their layers are: not at all where the stage is as a whole."""
-    return [replace(m, recompute="none") if m.recompute == "stage" else m for m in micro_batches]
+    return [
+        replace(m, recompute="head" if m.recompute == "head+stage" else "none") if m.layer_recompute == "stage" else m
+        for m in micro_batches
+    ]
+
+
+def kinds_of_layers(recompute: npt.NDArray[np.str_]) -> tuple[npt.NDArray[np.str_], npt.NDArray[np.bool_]]:
+    """What kinds mean beside the head, and which of them have the head in slices; both of shape (M,)."""
+    if recompute.dtype.itemsize // 4 < len("head") or not (sliced := np.char.startswith(recompute, "head")).any():
+        return recompute, np.zeros(recompute.shape, bool)
+    layers = recompute
+    for kind in ALL_RECOMPUTES[len(RECOMPUTES) :]:
+        layers = np.where(recompute == kind, recompute_of_layers(kind), layers)
+    return layers, sliced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedHead:
+    """What a last stage's head in slices of `slice_len` positions takes in the place of a whole one's; a model of `tp`
+    ranks computes in values of `value_bytes`, with hidden states of `hidden_size`.
+
+    B computes the product a second time, slice by slice, and all weight gradients at once, which leaves W none. Two
+    fp32 numbers a position are kept in the place of logits. Working bytes: a slice's logits in fp32 and in the width of
+    values, the weight's gradient (of 16-bit weights added up in fp32) with a slice's own, and the gradient of the
+    head's input, which sequence parallelism also gathers.
+    """
+
+    slice_len: int
+    hidden_size: int
+    columns: int  # of the vocabulary, on one rank
+    value_bytes: int
+    divided: bool = False  # sequence parallelism
+
+    def __post_init__(self) -> None:
+        if type(self.slice_len) is not int or self.slice_len < 0:
+            raise ConfigError(f"head_slice is {self.slice_len} but must be positions, from 1 on, or 0 for whole heads")
+
+    def of(self, sliced: npt.NDArray[np.bool_], positions: IntArray) -> npt.NDArray[np.bool_]:
+        """Which of the micro-batches that ask for slices have more positions than one. Errors: PlanError where costs
+        have no price for any."""
+        if sliced.any() and not self.slice_len:
+            raise PlanError(
+                'these costs have no price for a head in slices: give recompute "none", "selective", "full" or'
+                ' "stage", or counted costs with head_slice'
+            )
+        return sliced & (positions > self.slice_len)
+
+    def kept_bytes(self, positions: IntArray) -> IntArray:
+        return 2 * 4 * positions
+
+    def working_bytes(self, positions: IntArray) -> IntArray:
+        width = self.value_bytes
+        values = (4 + width) * self.columns * (np.minimum(positions, self.slice_len) + self.hidden_size)
+        whole: IntArray = values + (2 if self.divided else 1) * width * self.hidden_size * positions
+        return whole
 
 
 _REFUSED = ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes")
@@ -193,6 +254,7 @@ class ModelFacts:
     prices_pieces: bool = False  # pieces of long samples (attention "carried")
     forwards_alone: bool = False  # no backward follows a forward
     offload: Offload = "none"
+    slices_head: bool = False  # prices for kinds of recomputation with the head in slices
     sharded_state_bytes: float = 0.0
     measured_sizes: Mapping[str, Any] = field(default_factory=dict)
 

@@ -13,7 +13,15 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.floor import GrowingTimes
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, ModelFacts, PricesShapes, fingerprint, growing_times
+from dynapipe_ext.costs.model import (
+    IntArray,
+    MicroBatchCosts,
+    ModelFacts,
+    PricesShapes,
+    fingerprint,
+    growing_times,
+    kinds_of_layers,
+)
 from dynapipe_ext.errors import ConfigError, short
 
 _MOST = 1 << 60
@@ -122,6 +130,7 @@ class TokenCosts:
         return self
 
     def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
+        recompute, _ = kinds_of_layers(recompute)  # there is no head
         full, selective = recompute == "full", recompute == "selective"
         scale = np.array(self.stage_scale or (1.0,) * self.num_stages)[:, None]
         linear = np.rint(scale * (self.ns_per_token * tokens)).astype(np.int64)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dynapipe_ext.batch.micro_batches import HEAD_SLICE, slices_head
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import BackwardInput, ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
@@ -221,6 +222,11 @@ class DeferredGradients:
             self._work = None
 
     @property
+    def takes_all(self) -> bool:
+        """Whether every use of a weight comes here by itself, also in whole backwards."""
+        return self._takes_all
+
+    @property
     def takes(self) -> bool:
         """Whether gradients come here just now, and not to autograd."""
         return self._takes_all or self._work is not None
@@ -256,6 +262,21 @@ def deferred_bytes(work: DeferredWork) -> int:
     """What the put-off work of a micro-batch holds; storages that several layers share count once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor for _, *pair in work for tensor in pair}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+HEAD_SLICE_KEY = "head_slices"  # of a batch, on the last stage
+
+
+class HeadSlices:
+    """The order to compute a head and its loss in slices of positions; it knows whether somebody took it."""
+
+    def __init__(self) -> None:
+        self.is_taken = False
+
+    def take(self) -> int:
+        """Positions of a slice."""
+        self.is_taken = True
+        return HEAD_SLICE
 
 
 Outputs = tuple[torch.Tensor, ...]
@@ -344,7 +365,7 @@ class ChunkRunner:
         """
         plan = self._plan
         is_last, learns = stage == plan.num_stages - 1, not plan.forward_only
-        comes_again = learns and plan.micro_batches[micro_batch].recompute == "stage"
+        comes_again = learns and plan.micro_batches[micro_batch].layer_recompute == "stage"
         own_inputs = tuple(x.detach().requires_grad_(learns) for x in inputs)
         run = partial(self._outputs, stage, micro_batch, own_inputs, call)
         replay = self._replay(self._device) if comes_again else nullcontext
@@ -373,8 +394,11 @@ class ChunkRunner:
     ) -> Outputs:
         """Errors: ConfigError for what cannot be learned from, where gradients are enabled."""
         batch, is_last = self._batches[micro_batch], stage == self._plan.num_stages - 1
-        output = call(batch if piece is None else {**batch, "carried": piece}, *inputs)
+        slices = self._head_slices(micro_batch) if is_last else None
+        own = {"carried": piece, HEAD_SLICE_KEY: slices}
+        output = call({**batch, **{name: value for name, value in own.items() if value is not None}}, *inputs)
         if is_last:
+            self._check_slices(micro_batch, slices)
             output = checked_loss_sum(output) / self._plan.loss_divisor
         outputs = output if isinstance(output, tuple) else (output,)
         if other := [type(x).__name__ for x in outputs if not isinstance(x, torch.Tensor)]:
@@ -389,6 +413,24 @@ class ChunkRunner:
                 " from the stage's inputs and weights"
             )
         return outputs
+
+    def _head_slices(self, micro_batch: int) -> HeadSlices | None:
+        """Where sums are exact the head of every plan is in slices, so that no plan's choice is in the bits."""
+        planned = self._plan.micro_batches[micro_batch]
+        if planned.head_positions <= HEAD_SLICE or not (self._gradients.by_use or slices_head(planned.recompute)):
+            return None
+        return HeadSlices()
+
+    def _check_slices(self, micro_batch: int, slices: HeadSlices | None) -> None:
+        """Errors: ConfigError where the plan relies on slices that nobody made."""
+        planned = self._plan.micro_batches[micro_batch]
+        if slices is not None and not slices.is_taken and slices_head(planned.recompute):
+            raise ConfigError(
+                f"micro-batch {micro_batch} of step {self._plan.step} is planned with its head in slices (recompute"
+                f" {planned.recompute!r}) but the last stage made whole logits of {planned.head_positions} positions:"
+                " let the loss call head_loss_sum (dynapipe_ext.executor.stages.sliced_head) on hidden states, or plan"
+                f" with recompute={planned.layer_recompute!r}"
+            )
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         plan = self._plan

@@ -22,6 +22,7 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages import chunk_runner
 from dynapipe_ext.executor.stages.megatron.stage import (
     MegatronGradients,
     MegatronStage,
@@ -95,12 +96,16 @@ ONE_CHUNK = [
     Case(TP2PP2, model=UNTIED, recompute="full"),
     Case(Topology(pp=4), "packed", schedule="adaptive", weights_lag=2),
     Case(ALL, "packed", UNTIED, sequence_parallel=True, recompute="stage"),
+    Case(Topology(pp=2), model=GPT2, recompute="head", weights_lag=1),
+    Case(TP2PP2, "packed", sequence_parallel=True, recompute="head+full"),
+    Case(TP2, "packed", recompute="head", weights_lag=2),
 ]
 CHUNKS = [
     Case(INTERLEAVED, "packed", UNTIED, weights_lag=1, schedule="interleaved-1f1b"),
     Case(Topology(pp=2, placement=(0, 1, 0), layers_per_stage=(1, 2, 1)), model=LEARNED, schedule="adaptive"),
     Case(TP2V, "packed", sequence_parallel=True, recompute="selective", schedule="zb-v"),
     Case(replace(TP2V, dp=2), model=GPT2, recompute="full", schedule="adaptive", loss_norm="samples"),
+    Case(V, "packed", recompute="head+stage", schedule="adaptive"),
 ]
 CASES = [*ONE_CHUNK, *CHUNKS]
 DROPPED = Case(TP2PP2, "packed", GPT2, dropout=0.2)
@@ -190,6 +195,7 @@ def planned(case: Case, expected: list[Step]):
     """A rank's steps by plans: one where nothing is expected."""
 
     def main(env) -> list[Step]:
+        chunk_runner.HEAD_SLICE = 7  # of rows that are longer, and that it does not divide
         join(env)
         ddps, optimizer = build_trained(case, case.topology, env.rank)
         spans, found = Spans(), []

@@ -22,6 +22,7 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages import chunk_runner
 from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
 from dynapipe_ext.executor.stages.megatron.t5 import sum_copies, t5_stage
 from dynapipe_ext.executor.training_loop import ExecutedStep
@@ -58,6 +59,8 @@ CASES = [
     PairCase(Topology(dp=2), recompute="selective"),
     PairCase(ALL, "packed", recompute="selective", weights_lag=2),
     PairCase(Topology(pp=2, placement=(0, 1, 1, 0)), schedule="zb-v"),
+    PairCase(Topology(tp=2, pp=2), "packed", V11, sequence_parallel=True, recompute="head+full"),
+    PairCase(Topology(pp=2, placement=(0, 1, 1, 0)), schedule="zb-v", recompute="head"),
     PairCase(Topology(tp=2, pp=2, placement=(0, 1, 0, 1)), variant=V11, schedule="interleaved-1f1b"),
 ]
 
@@ -84,6 +87,7 @@ def published(variant: str, loss_norm: LossNorm) -> Published:
 @contextmanager
 def in_job(case: PairCase, env: Any) -> Iterator[tuple[list[Any], PipelineExecutor, ExecutionPlan, list[Batch]]]:
     """This rank's chunks, its executor over the strict transport, its plan and batches; leaves the job afterwards."""
+    chunk_runner.HEAD_SLICE = 5  # of rows that are longer, and that it does not divide
     join(env)
     one = published(case.variant, case.loss_norm)
     ddps = build_pair_ddps(case, one.architecture, one.weights, env.rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages import chunk_runner
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder, parts_of_model
 from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
@@ -102,6 +104,16 @@ def test_losses_and_gradients_are_those_of_the_whole_model(variant, topology, sp
     assert 1 < len(plans[0].micro_batches) < NUM_PAIRS
     losses, found = learned(model, place, plans, batches=batches_of)
     assert losses == pytest.approx([loss] * place.pp, rel=1e-5)
+    assert_same(found, gradients)
+
+
+@pytest.mark.parametrize(("variant", "recompute"), zip(VARIANTS, itertools.cycle(["head", "head+full"]), strict=False))
+def test_heads_in_slices_learn_the_same(variant, recompute, monkeypatch):
+    monkeypatch.setattr(chunk_runner, "HEAD_SLICE", 5)
+    model, place = t5(variant).train(), TOPOLOGIES["v"]
+    loss, gradients = oracle_of(model, "tokens")
+    losses, found = learned(model, place, plans_of(place, recompute=recompute), batches=batches_of)
+    assert losses == pytest.approx([loss] * place.pp, rel=1e-6)
     assert_same(found, gradients)
 
 

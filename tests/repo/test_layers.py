@@ -45,6 +45,7 @@ RIM = {
         "executor/stages/megatron/*.py",
         "executor/stages/megatron_cpu.py",
         "executor/stages/position_losses.py",
+        "executor/stages/sliced_head.py",
         "executor/stages/split_linear.py",
         "executor/stages/torch_stage.py",
         "executor/stages/transformers/*.py",

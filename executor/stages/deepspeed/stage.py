@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from dynapipe_ext.batch.micro_batches import recompute_of_layers, slices_head
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, ExecutionPlan, Forward
 from dynapipe_ext.executor.protocols import Reductions
@@ -202,7 +203,12 @@ def _refuse_plan(plan: ExecutionPlan, zero_stage: int) -> None:
             f"{conflict} has {plan.num_micro_batches} micro-batches: plan with replica_counts='equal' and"
             f" collectives=ReplicaCollectives.of_zero({zero_stage})"
         )
-    if any(m.recompute == "stage" for m in plan.micro_batches):
+    if zero_stage > 2 and (sliced := [m.recompute for m in plan.micro_batches if slices_head(m.recompute)]):
+        raise ConfigError(
+            f"{conflict} has heads in slices ({sliced[0]!r}), whose weight an engine gathers for the head's own forward"
+            f" alone: take recompute {recompute_of_layers(sliced[0])!r}, or ZeRO 0 to 2"
+        )
+    if any(m.layer_recompute == "stage" for m in plan.micro_batches):
         raise ConfigError(
             f"{conflict} recomputes whole stages, so an engine would run forwards without a backward: recompute layers"
             ' ("full")'

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.executor.stages.megatron.head import cap_logits, hide_padding
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, is_tied_by_megatron, virtual_stage
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
@@ -343,7 +344,7 @@ def build_model(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(math.nan)
-    _hide_padding(model, a, a.padded_vocab_size() // topology.tp)
+    hide_padding(model, a.vocab_size, a.padded_vocab_size() // topology.tp)
     return model
 
 
@@ -396,30 +397,5 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
         embedding: Any = model.embedding
         embedding.register_forward_hook(lambda _module, _inputs, output: output * scale.to(output.device))
     if a.logit_softcap and stage == topology.num_stages - 1:
-        _cap_logits(model, a.logit_softcap)
+        cap_logits(model, a.logit_softcap)
     return model
-
-
-def _cap_logits(model: Any, cap: float) -> None:
-    def capped(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        return cap * torch.tanh(output[0] / cap), output[1]
-
-    model.output_layer.register_forward_hook(capped)
-
-
-def _hide_padding(model: Any, a: Architecture, columns: int) -> None:
-    """Logits of padding, which no model learned, become the lowest number: nothing in a softmax, and no gradient."""
-    from megatron.core import parallel_state
-
-    if not model.post_process:
-        return
-    num_real = a.vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
-    if num_real >= columns:
-        return
-
-    def hide(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        logits, bias = output
-        logits[..., max(num_real, 0) :] = torch.finfo(logits.dtype).min
-        return logits, bias
-
-    model.output_layer.register_forward_hook(hide)

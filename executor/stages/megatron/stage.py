@@ -22,6 +22,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.chunk_runner import (
+    HEAD_SLICE_KEY,
     ChunkRunner,
     GradientAccumulator,
     Replay,
@@ -30,6 +31,7 @@ from dynapipe_ext.executor.stages.chunk_runner import (
     replay_torch,
     seed_of,
 )
+from dynapipe_ext.executor.stages.megatron.head import head_in_slices
 from dynapipe_ext.executor.stages.megatron.layers import CarriedRow, rotate_without_waiting, with_lengths
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 
@@ -215,13 +217,14 @@ def gpt_call(
     """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the sum that `of_positions` makes."""
     model = unwrapped(chunk)
     model.set_input_tensor(x_SBH)
-    output: torch.Tensor = chunk(
-        input_ids=batch.get("tokens"),
-        position_ids=batch.get("position_ids"),
-        attention_mask=None,
-        labels=batch["labels"] if model.post_process else None,
-        packed_seq_params=batch.get("packed"),
-    )
+    with head_in_slices(model, batch.get(HEAD_SLICE_KEY)):
+        output: torch.Tensor = chunk(
+            input_ids=batch.get("tokens"),
+            position_ids=batch.get("position_ids"),
+            attention_mask=None,
+            labels=batch["labels"] if model.post_process else None,
+            packed_seq_params=batch.get("packed"),
+        )
     model.set_input_tensor(None)
     return of_positions(output.float(), batch) if model.post_process else output
 
@@ -425,7 +428,7 @@ class MegatronStage:
 
     def _call_chunk(self, number: int, micro_batch: int, batch: Batch, *inputs: torch.Tensor) -> Any:
         planned = self._plan.micro_batches[micro_batch]
-        self._recompute[number].set("none" if self._plan.forward_only else planned.recompute)
+        self._recompute[number].set("none" if self._plan.forward_only else planned.layer_recompute)
         if "carried" in batch:
             packed = packed_parameters(batch["packed"].document_lengths, self._device, batch["carried"])
             batch = {**batch, "packed": packed}

@@ -29,8 +29,9 @@ from dynapipe_ext.costs.memory import stage_layers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.accumulator import ExactSums
-from dynapipe_ext.executor.stages.chunk_runner import GradientAccumulator
+from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, GradientAccumulator
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients, over
+from dynapipe_ext.executor.stages.megatron.head import head_in_slices
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm
 from dynapipe_ext.executor.stages.megatron.stage import (
     Chunks,
@@ -307,14 +308,15 @@ def t5_stage(chunks: Chunks, *, deterministic: bool = False, **options: Any) -> 
 def t5_call(chunk: Any, batch: Batch, context: torch.Tensor | None = None, x: torch.Tensor | None = None) -> Any:
     """Runs a chunk of an encoder-decoder: what crosses to the next stage, or, at the head, the weighted loss sum."""
     model = unwrapped(chunk)
-    output: Any = chunk(
-        batch.get("encoder_tokens"),
-        batch.get("decoder_tokens"),
-        *_masks(batch),
-        lm_labels=batch["labels"] if model.post_process else None,
-        context=context,
-        x=x,
-    )
+    with head_in_slices(model, batch.get(HEAD_SLICE_KEY)):
+        output: Any = chunk(
+            batch.get("encoder_tokens"),
+            batch.get("decoder_tokens"),
+            *_masks(batch),
+            lm_labels=batch["labels"] if model.post_process else None,
+            context=context,
+            x=x,
+        )
     return (output.float() * batch["loss_weights"]).sum() if model.post_process else output
 
 

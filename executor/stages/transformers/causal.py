@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -56,9 +57,10 @@ class CausalPart(TransformersPart):
             assert isinstance(self._entry, StageEntry)
             arguments["inputs_embeds"] = self._entry.received = x
         self._seed("embedding")
-        output = self._call(use_cache=False, **arguments)
+        run = partial(self._call, use_cache=False, **arguments)
         if self.place.is_last:
-            return output.logits
+            return self._logits(run, batch)
+        run()
         assert isinstance(self._exit, StageExit)
         return self._exit.take()
 

@@ -13,7 +13,9 @@ import torch.utils.checkpoint
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
-from dynapipe_ext.executor.stages.chunk_runner import seed_of, seed_torch
+from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, HeadSlices, seed_of, seed_torch
+from dynapipe_ext.executor.stages.sliced_head import HiddenStates
+from dynapipe_ext.executor.stages.transformers.head import LeftHead
 from dynapipe_ext.executor.stages.transformers.layers import PartPlace, with_own_modules
 
 
@@ -36,6 +38,7 @@ class TransformersPart(torch.nn.Module, ABC):
         self.shared = {name: model.get_parameter(name) for name, at in holders.items() if place.stage in at}
         self._layers = dict(layers)
         self._key = ""
+        self._left_head = LeftHead(model)
         for number, layer in self._layers.items():
             self._seed_before(layer, f"layer {number}")
 
@@ -63,6 +66,14 @@ class TransformersPart(torch.nn.Module, ABC):
             output = self._run(inputs, batch)
             self._key = ""
         return output
+
+    def _logits(self, forward: Callable[[], Any], batch: Batch) -> torch.Tensor | HiddenStates:
+        """Of the last stage, whose whole forward this is; hidden states where the head is left to the loss."""
+        slices: HeadSlices | None = batch.get(HEAD_SLICE_KEY)
+        if slices is not None:
+            return self._left_head.run(forward, slices.take())
+        logits: torch.Tensor = forward().logits
+        return logits
 
     def run_by(self, engine: torch.nn.Module) -> None:
         """Have `engine`, which wraps the whole model, run its forwards from now on: it gathers weights before them."""

@@ -13,22 +13,29 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import on_device
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions
-from dynapipe_ext.executor.stages.chunk_runner import Copies, PlainAccumulator, random_key
+from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, Copies, PlainAccumulator, random_key
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
+from dynapipe_ext.executor.stages.sliced_head import HiddenStates
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage, check_rows
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 
 
 @dataclass(frozen=True, slots=True)
 class LossOfLogits:
-    """The loss of whole logits: cross-entropy of every position in float32, joined by `of_positions`."""
+    """Cross-entropy of every position in float32, joined by `of_positions`: of whole logits, or of hidden states where
+    the plan has the head in slices."""
 
     of_positions: PositionLoss = weighted_sum
 
-    def __call__(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def __call__(self, output: torch.Tensor | HiddenStates, batch: Batch) -> torch.Tensor:
         labels = batch["labels"]
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
-        return self.of_positions(losses.view_as(labels), batch)
+        if isinstance(output, HiddenStates):
+            losses = output.losses(labels)
+        else:
+            losses = torch.nn.functional.cross_entropy(
+                output.flatten(0, 1).float(), labels.flatten(), reduction="none"
+            ).view_as(labels)
+        return self.of_positions(losses, batch)
 
 
 token_loss_sum = LossOfLogits()
@@ -63,7 +70,7 @@ class TransformersStage(TorchStage):
         if parallel is not None and (copies := _summed_copies(self._parts, parallel)):
             accumulator = partial(accumulator, copies=copies)
         super().__init__(self._parts, loss, accumulator=accumulator, parallel=parallel, restarts_attention=True)
-        self._doubts_loss = not isinstance(loss, LossOfLogits)
+        self._doubts_loss = self._takes_logits = not isinstance(loss, LossOfLogits)
         self._device = next(self._parts[0].parameters()).device
 
     def start_step(self, plan: ExecutionPlan) -> None:
@@ -89,7 +96,9 @@ class TransformersStage(TorchStage):
         super().load(micro_batch, {**batch, "model_inputs": moved, "random_key": random_key(self._plan, micro_batch)})
 
     def _call(self, stage: int, micro_batch: int, batch: Batch, *inputs: torch.Tensor) -> Any:
-        recompute = "none" if self._plan.forward_only else self._plan.micro_batches[micro_batch].recompute
+        recompute = "none" if self._plan.forward_only else self._plan.micro_batches[micro_batch].layer_recompute
+        if self._takes_logits:
+            batch = {name: value for name, value in batch.items() if name != HEAD_SLICE_KEY}
         self._parts[self._plan.stages.index(stage)].recompute_layers(recompute in ("selective", "full"))
         return super()._call(stage, micro_batch, batch, *inputs)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,9 +65,10 @@ class T5Part(TransformersPart):
             arguments["decoder_input_ids"] = batch["decoder_tokens"]
         else:
             arguments["decoder_inputs_embeds"] = self.model.decoder.block[0].received = inputs[1]
-        output = self._call(use_cache=False, **arguments)
+        run = partial(self._call, use_cache=False, **arguments)
         if self.place.is_last:
-            return output.logits
+            return self._logits(run, batch)
+        output = run()
         return output.encoder_last_hidden_state, self.model.decoder.block[-1].take()
 
     def fault(self, micro_batch: MicroBatch) -> str:

@@ -1,0 +1,108 @@
+"""The head of Megatron's models: what is done to its logits, and its loss in slices of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.stages.chunk_runner import HeadSlices
+from dynapipe_ext.executor.stages.sliced_head import Head, position_losses
+
+_RULES = "dynapipe_rules"  # attribute of a head with hooks of ours: what they do to logits
+
+
+def cap_logits(model: Any, cap: float) -> None:
+    def capped(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return cap * torch.tanh(output[0] / cap), output[1]
+
+    _add_rule(model.output_layer, capped, softcap=cap)
+
+
+def hide_padding(model: Any, vocab_size: int, columns: int) -> None:
+    """Logits of padding, which no model learned, become the lowest number: nothing in a softmax, and no gradient."""
+    from megatron.core import parallel_state
+
+    if not model.post_process:
+        return
+    num_real = vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
+    if num_real >= columns:
+        return
+
+    def hide(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = output
+        logits[..., max(num_real, 0) :] = torch.finfo(logits.dtype).min
+        return logits, bias
+
+    _add_rule(model.output_layer, hide, num_ids=num_real)
+
+
+def _add_rule(layer: Any, hook: Any, **rule: Any) -> None:
+    layer.register_forward_hook(hook)
+    setattr(layer, _RULES, {**getattr(layer, _RULES, {}), **rule})
+
+
+class _PassedThrough(torch.nn.Module):
+    """Stands in the place of a head: hidden states come out as they went in."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.__dict__["weight"] = layer.weight  # asked for by the model, used and not owned
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None, **_options: Any) -> tuple[Any, None]:
+        if weight is not None:
+            self.__dict__["weight"] = weight
+        return x, None
+
+
+@contextmanager
+def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
+    """Within, a GPTModel or an encoder-decoder that ends in the head computes its loss in slices; where they are None,
+    as usual. Errors: ConfigError for a head whose logits are changed in a way that slices do not know."""
+    if slices is None:
+        yield
+        return
+    holder = getattr(model, "lm_head", model)
+    layer = holder.output_layer
+    rules = _known_rules(model, layer)
+    stand_in, slice_len = _PassedThrough(layer), slices.take()
+
+    def losses(labels_BS: torch.Tensor, x_SBH: torch.Tensor) -> torch.Tensor:
+        group = layer.tp_group if layer.tp_group.size() > 1 else None
+        head = Head(
+            weight=stand_in.__dict__["weight"],
+            bias=None if layer.skip_bias_add else layer.bias,
+            first_id=0 if group is None else group.rank() * layer.output_size_per_partition,
+            group=group,
+            divides_sequence=group is not None and layer.sequence_parallel,
+            **rules,
+        )
+        labels_SB = labels_BS.transpose(0, 1).contiguous()
+        return position_losses(x_SBH, labels_SB, head, slice_len=slice_len).transpose(0, 1).contiguous()
+
+    holder._modules["output_layer"] = stand_in
+    model.__dict__["compute_language_model_loss"] = losses
+    try:
+        yield
+    finally:
+        holder._modules["output_layer"] = layer
+        del model.__dict__["compute_language_model_loss"]
+
+
+def _known_rules(model: Any, layer: Any) -> dict[str, Any]:
+    rules: dict[str, Any] = getattr(layer, _RULES, {})
+    faults = {
+        "hooks that change its logits": len(layer._forward_hooks) != len(rules),
+        "gathered logits (parallel_output false)": layer.gather_output,
+        "multi-token prediction (mtp_num_layers)": bool(getattr(model.config, "mtp_num_layers", None)),
+        "label smoothing": bool(getattr(model.config, "label_smoothing", None)),
+    }
+    if fault := next((name for name, is_so in faults.items() if is_so), ""):
+        raise ConfigError(
+            f"the head of this {type(model).__name__} has {fault}, which slices of it do not know: plan with whole"
+            ' logits (recompute "none", "selective", "full" or "stage")'
+        )
+    return rules

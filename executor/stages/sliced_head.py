@@ -1,0 +1,238 @@
+"""A language model's head and its loss, a slice of positions at a time: at most one slice of logits exists.
+
+Forwards keep two numbers a position (the largest logit, and the sum of exponentials above it), of which backwards make
+the gradients of a slice after its product is computed again: one more product of the head than with whole logits.
+Where tensor parallel ranks share the vocabulary, all slices of a forward exchange these numbers in one message, and
+backwards sum the gradient of the input once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.chunk_runner import (
+    HEAD_SLICE_KEY,
+    DeferredGradients,
+    HeadSlices,
+    deferred_of,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Head:
+    """What makes logits of hidden states: softcap x tanh(scale x (x W^T + b) / softcap), without softcap where it is 0.
+
+    `weight` (V, H) and `bias` (V,) are a rank's rows of the vocabulary, from `first_id` on; from row `num_ids` on
+    (None: no row) they are padding, which no softmax sees. `group`: the ranks that share the vocabulary, in its order;
+    where `divides_sequence`, each of them has an equal part of the hidden states, along their first dimension.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+    first_id: int = 0
+    num_ids: int | None = None
+    group: Any = None
+    divides_sequence: bool = False
+
+    def logits(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """Of positions, a tensor of its own, in float32 or, of float64 values, in these."""
+        logits_NV = torch.nn.functional.linear(x_NH, self.weight.to(x_NH.dtype), self.bias)
+        if self.scale != 1.0:
+            logits_NV = logits_NV * self.scale
+        if self.softcap:
+            logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
+        logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+        if self.num_ids is not None and self.num_ids < logits_NV.shape[-1]:
+            logits_NV[:, max(self.num_ids, 0) :] = torch.finfo(logits_NV.dtype).min
+        return logits_NV
+
+
+def position_losses(x: torch.Tensor, labels: torch.Tensor, head: Head, *, slice_len: int) -> torch.Tensor:
+    """Cross-entropy of every position, of the shape of `labels`, in float32 (float64 of such values).
+
+    `x` is (*labels.shape, hidden size), its first dimension divided where the head says so. The gradient of the weight
+    goes where those of linear layers go: use by use, a slice being a use, where sums are exact, so that their bits do
+    not tell how many slices there were, as long as all are of `slice_len` positions.
+    """
+    if slice_len < 1:
+        raise ConfigError(f"the head's slices are of {slice_len} positions but must be of at least 1: give more")
+    losses: torch.Tensor = _SlicedHead.apply(x, head.weight, head.bias, labels, head, slice_len)  # type: ignore[no-untyped-call]
+    return losses
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HiddenStates:
+    """What a last stage gives its loss in the place of logits: (rows, length, hidden size), and the head."""
+
+    x: torch.Tensor
+    head: Head
+    slice_len: int
+
+    def losses(self, labels: torch.Tensor) -> torch.Tensor:
+        """Of every position, of the shape of `labels` (rows, length)."""
+        return position_losses(self.x, labels, self.head, slice_len=self.slice_len)
+
+
+def head_loss_sum(
+    x: torch.Tensor, weight: torch.Tensor, batch: Batch, *, bias: torch.Tensor | None = None, softcap: float = 0.0
+) -> torch.Tensor:
+    """The weighted sum of cross-entropies that a last stage returns, out of hidden states (rows, length, hidden size).
+
+    A loss function of TorchStage whose module leaves the head to it: logits are whole, or in slices where the plan
+    says so. `weight` is (vocabulary, hidden size), of a torch.nn.Linear.
+    """
+    head = Head(weight=weight, bias=bias, softcap=softcap)
+    labels, weights = batch["labels"].flatten(), batch["loss_weights"].flatten()
+    x_NH = x.reshape(-1, x.shape[-1])
+    slices: HeadSlices | None = batch.get(HEAD_SLICE_KEY)
+    if slices is not None:
+        losses = position_losses(x_NH, labels, head, slice_len=slices.take())
+    else:
+        losses = torch.nn.functional.cross_entropy(head.logits(x_NH), labels, reduction="none")
+    total: torch.Tensor = (losses * weights).sum()
+    return total
+
+
+class _SlicedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        _weight, _bias, labels, head, slice_len = others
+        x_NH, labels_N = _whole(x, head), labels.reshape(-1)
+        stats_3N = torch.cat([_stats(head, x_NH[at], labels_N[at]) for at in _slices(len(labels_N), slice_len)], dim=1)
+        most_N, sums_N, target_N = _over_vocabulary(stats_3N, head)
+        ctx.save_for_backward(x, labels_N, most_N, sums_N)
+        ctx.head, ctx.slice_len = head, slice_len
+        return (sums_N.log() - (target_N - most_N)).view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, labels_N, most_N, sums_N = ctx.saved_tensors
+        head: Head = ctx.head
+        x_NH, loss_grad_N = _whole(x, head), grads[0].reshape(-1)
+        sums = _WeightGradient(head) if ctx.needs_input_grad[1] else None
+        bias = head.bias if ctx.needs_input_grad[2] else None
+        bias_grad = None if bias is None else torch.zeros_like(bias)
+        x_grad_NH = torch.empty_like(x_NH)
+        for at in _slices(len(labels_N), ctx.slice_len):
+            grad_NV = _logit_grads(head, x_NH[at], labels_N[at], most_N[at], sums_N[at], loss_grad_N[at])
+            x_grad_NH[at] = grad_NV.matmul(head.weight.to(grad_NV.dtype))
+            if sums is not None:
+                sums.add(grad_NV, x_NH[at])
+            if bias_grad is not None:
+                bias_grad += grad_NV.sum(dim=0)
+        x_grad = _summed(x_grad_NH.view(-1, *x.shape[1:]), head) if ctx.needs_input_grad[0] else None
+        return x_grad, sums.value() if sums else None, bias_grad, None, None, None
+
+
+def _slices(num_positions: int, slice_len: int) -> Iterator[slice]:
+    """At least one."""
+    for start in range(0, max(num_positions, 1), slice_len):
+        yield slice(start, min(start + slice_len, num_positions))
+
+
+def _stats(head: Head, x_NH: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Of this rank's part of the vocabulary, (3, N): the largest logit, the sum of exponentials above it, and the
+    target's logit, 0 where another rank has it."""
+    logits_NV = head.logits(x_NH)
+    if not len(labels_N):
+        return logits_NV.new_zeros(3, 0)
+    own_N, is_own_N = _own_labels(head, labels_N)
+    target_N = logits_NV.gather(1, own_N[:, None])[:, 0].masked_fill_(~is_own_N, 0.0)
+    most_N = logits_NV.amax(dim=1)
+    return torch.stack([most_N, logits_NV.sub_(most_N[:, None]).exp_().sum(dim=1), target_N])
+
+
+def _own_labels(head: Head, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of this rank's weight, and which of them are the labels': of the others row 0 stands in."""
+    own_N = labels_N - head.first_id
+    is_own_N = (own_N >= 0) & (own_N < len(head.weight))
+    if head.group is None:
+        return own_N, is_own_N  # a label that is no id fails in gathering
+    return own_N.masked_fill(~is_own_N, 0), is_own_N
+
+
+def _over_vocabulary(stats_3N: torch.Tensor, head: Head) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same three over all ranks' parts."""
+    if head.group is None or head.group.size() == 1:
+        return stats_3N[0], stats_3N[1], stats_3N[2]
+    of_ranks = stats_3N.new_empty((head.group.size() * len(stats_3N), stats_3N.shape[1]))
+    dist.all_gather_into_tensor(of_ranks, stats_3N, group=head.group)
+    most_RN, sums_RN, target_RN = of_ranks.view(-1, *stats_3N.shape).unbind(dim=1)
+    most_N = most_RN.amax(dim=0)
+    return most_N, (sums_RN * (most_RN - most_N).exp()).sum(dim=0), target_RN.sum(dim=0)
+
+
+def _logit_grads(
+    head: Head,
+    x_NH: torch.Tensor,
+    labels_N: torch.Tensor,
+    most_N: torch.Tensor,
+    sums_N: torch.Tensor,
+    loss_grad_N: torch.Tensor,
+) -> torch.Tensor:
+    """Of the product's outputs, before scale and cap, in the dtype of `x_NH`."""
+    logits_NV = head.logits(x_NH)
+    slope_NV = 1.0 - (logits_NV / head.softcap).square() if head.softcap else None
+    grad_NV = logits_NV.sub_(most_N[:, None]).exp_().div_(sums_N[:, None])
+    own_N, is_own_N = _own_labels(head, labels_N)
+    grad_NV.scatter_add_(1, own_N[:, None], -is_own_N[:, None].to(grad_NV.dtype))
+    grad_NV.mul_(loss_grad_N[:, None] if head.scale == 1.0 else head.scale * loss_grad_N[:, None])
+    if slope_NV is not None:
+        grad_NV.mul_(slope_NV)
+        if head.num_ids is not None:
+            grad_NV[:, max(head.num_ids, 0) :] = 0.0  # whose slope is none
+    return grad_NV.to(x_NH.dtype)
+
+
+class _WeightGradient:
+    """The sum over slices: each a use of its own where sums are exact, else one gradient, of 16-bit weights in
+    float32 on the way."""
+
+    def __init__(self, head: Head) -> None:
+        self._weight, queue = head.weight, deferred_of(head.weight)
+        self._uses: DeferredGradients | None = queue if queue is not None and queue.takes_all else None
+        self._sum: torch.Tensor | None = None
+        if self._uses is None:
+            narrow = self._weight.element_size() < 4
+            self._sum = torch.zeros_like(self._weight, dtype=torch.float32 if narrow else None)
+
+    def add(self, grad_NV: torch.Tensor, x_NH: torch.Tensor) -> None:
+        product = grad_NV.t().matmul(x_NH)
+        if self._uses is not None:
+            self._uses.take_whole(self._weight, product.to(self._weight.dtype))
+        elif self._sum is not None:
+            self._sum += product
+
+    def value(self) -> torch.Tensor | None:
+        """For autograd."""
+        return None if self._sum is None else self._sum.to(self._weight.dtype)
+
+
+def _whole(x: torch.Tensor, head: Head) -> torch.Tensor:
+    """All positions, one a row; gathered where ranks have parts of the sequence."""
+    if head.divides_sequence:
+        whole = x.new_empty((x.shape[0] * head.group.size(), *x.shape[1:]))
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=head.group)
+        x = whole
+    return x.reshape(-1, x.shape[-1])
+
+
+def _summed(x_grad: torch.Tensor, head: Head) -> torch.Tensor:
+    """Over the parts of the vocabulary; of the sequence, this rank's part."""
+    if head.group is None:
+        return x_grad
+    if not head.divides_sequence:
+        dist.all_reduce(x_grad, group=head.group)
+        return x_grad
+    own = x_grad.new_empty((x_grad.shape[0] // head.group.size(), *x_grad.shape[1:]))
+    dist.reduce_scatter_tensor(own, x_grad, group=head.group)
+    return own

@@ -1,0 +1,159 @@
+"""Stages whose plan has the head in slices of positions learn what whole logits learn."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.stages import chunk_runner
+from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
+from dynapipe_ext.executor.stages.sliced_head import head_loss_sum
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
+from dynapipe_ext.executor.stages.transformers.stage import TransformersStage, token_loss_sum
+from dynapipe_ext.executor.transport.inline import InlineHub
+from tests.support.tiny_models import CONFIGS, one_by_one, tiny_model
+from tests.support.tiny_steps import SAMPLES, assert_same, batches_of, learned, plans_of
+
+SLICE = 5
+
+
+@pytest.fixture(autouse=True)
+def few_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_runner, "HEAD_SLICE", SLICE)
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute", "split"),
+    [(family, ("head", "head+full", "head+stage")[n % 3], bool(n % 2)) for n, family in enumerate(CONFIGS)],
+)
+def test_every_family_of_transformers_learns_the_same(family, recompute, split):
+    model, place = tiny_model(family).train(), Topology(pp=2)
+    loss, gradients = one_by_one(model, SAMPLES)
+    losses, found = learned(model, place, plans_of(place, "padded", split=split, recompute=recompute))
+    assert losses == pytest.approx([loss] * 2, rel=1e-6)
+    assert_same(found, gradients)
+
+
+def test_exact_sums_have_the_same_bits_whether_a_plan_slices_the_head_or_not():
+    model, found = tiny_model("gemma2").train(), []
+    for recompute, place in (("none", Topology()), ("head", Topology(pp=2)), ("head+full", Topology())):
+        plans = plans_of(place, "packed", split=False, rule="packed-balanced", recompute=recompute)
+        found.append(learned(model, place, plans, accumulator=ExactAccumulator))
+    for losses, gradients in found[1:]:
+        assert set(losses) == set(found[0][0])
+        assert [name for name, gradient in found[0][1].items() if not torch.equal(gradient, gradients[name])] == []
+
+
+class Logits:
+    """The sizes of what a linear layer of `columns` outputs makes, in forwards and backwards."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns, self.most = columns, 0
+
+    def __enter__(self):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        outer = self
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                output = function(*args, **(kwargs or {}))
+                if isinstance(output, torch.Tensor) and output.dim() and output.shape[-1] == outer.columns:
+                    outer.most = max(outer.most, output.numel() // outer.columns)
+                return output
+
+        self._mode = Watch()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._mode.__exit__(*error)
+
+
+def step_of(stage, recompute: str):
+    (plan,) = plans_of(Topology(), "padded", split=False, recompute=recompute)
+    return PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches_of(plan))
+
+
+@pytest.mark.parametrize("recompute", ["none", "head"])
+def test_no_more_logits_than_a_slice_of_them_exist_at_once(recompute):
+    model = tiny_model("llama").train()
+    vocab = model.config.vocab_size
+    model_rows = {weight.shape[-1] for weight in model.parameters()}
+    assert vocab not in model_rows
+    with Logits(vocab) as logits:
+        step_of(TransformersStage(parts_of_model(model)), recompute)
+    if recompute == "head":
+        # The first forward also makes the logits of one position of each row, which proves what follows the head.
+        assert 0 < logits.most <= max(SLICE, len(SAMPLES), model.config.hidden_size)
+    else:
+        assert logits.most > 4 * SLICE
+
+
+class Tiny(torch.nn.Module):
+    """An embedding, a layer, a head that is left to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.layer = torch.nn.Embedding(259, 6), torch.nn.Linear(6, 6)
+        self.head = torch.nn.Linear(6, 259)
+
+    def forward(self, tokens):
+        return self.layer(self.embedding(tokens)).tanh()
+
+
+@pytest.mark.parametrize("recompute", ["none", "head"])
+def test_a_loss_of_hidden_states_in_plain_torch_learns_the_same(recompute):
+    model, whole = Tiny(), Tiny()
+
+    def loss(x, batch):
+        return head_loss_sum(x, model.head.weight, batch, bias=model.head.bias)
+
+    def whole_loss(x, batch):
+        losses = torch.nn.functional.cross_entropy(
+            whole.head(x).flatten(0, 1), batch["labels"].flatten(), reduction="none"
+        )
+        return (losses * batch["loss_weights"].flatten()).sum()
+
+    found, expected = step_of(TorchStage(model, loss), recompute), step_of(TorchStage(whole, whole_loss), "none")
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert_same(*({name: p.grad for name, p in one.named_parameters()} for one in (model, whole)))
+
+
+def test_a_loss_that_makes_whole_logits_under_a_plan_of_slices_is_refused():
+    model = Tiny()
+
+    def loss(x, batch):
+        return token_loss_sum(model.head(x), batch)
+
+    with pytest.raises(ConfigError, match=r"recompute 'head'\) but the last stage made whole logits .* head_loss_sum"):
+        step_of(TorchStage(model, loss), "head")
+    own = tiny_model("llama").train()
+    with pytest.raises(ConfigError, match="made whole logits"):
+        step_of(TransformersStage(parts_of_model(own), loss=lambda x, batch: token_loss_sum(x, batch)), "head+full")
+
+
+def test_what_a_model_does_to_its_logits_in_a_way_of_its_own_is_refused():
+    model = tiny_model("llama").train()
+    forward = model.forward
+
+    def shifted(*arguments, **options):
+        output = forward(*arguments, **options)
+        return replace(output, logits=output.logits + 1.0)
+
+    model = copy.copy(model)
+    model.forward = shifted
+    with pytest.raises(ConfigError, match="changes its logits in a way that slices of its head do not know"):
+        step_of(TransformersStage(parts_of_model(model)), "head")
+    adapted = tiny_model("llama").train()
+    adapted.lm_head = torch.nn.Sequential(adapted.lm_head)
+    with pytest.raises(ConfigError, match="is a Sequential, which slices do not know"):
+        step_of(TransformersStage(parts_of_model(adapted)), "head")
