@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynapipe_ext.batch.micro_batches import (
-    RECOMPUTES,
+    ALL_RECOMPUTES,
     MicroBatch,
     Piece,
     SampleLength,
@@ -272,9 +272,9 @@ def _check_micro_batch(raw: Any, where: str) -> dict[str, Any]:
             f"{where}: layout {short(layout)} with {len(samples)} samples in {counts['rows']} rows: padded has a row"
             " a sample, packed has one"
         )
-    if shape.get("recompute") not in RECOMPUTES:
+    if shape.get("recompute") not in ALL_RECOMPUTES:
         raise PlanError(
-            f"{where}: recompute is {short(shape.get('recompute'))} but must be one of {', '.join(RECOMPUTES)}"
+            f"{where}: recompute is {short(shape.get('recompute'))} but must be one of {', '.join(ALL_RECOMPUTES)}"
         )
     if "carried" in shape:
         piece = _list(shape, "carried", where)

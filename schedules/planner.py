@@ -21,6 +21,8 @@ from dynapipe_ext.batch.micro_batches import (
     SampleLength,
     as_samples,
     check_cover,
+    slices_head,
+    with_sliced_head,
 )
 from dynapipe_ext.batch.topology import (
     ActivationFormat,
@@ -311,7 +313,10 @@ class Planner(PlanRules):
         replicas = [list(replica.micro_batches) for replica in before.batch.replicas]
         schedules, priced = list(before.schedules), list(before.costs)
         if over:
-            fitting, new_schedules, _ = self._searched(self._proposals.fixed([[replicas[d] for d in over]]))
+            proposals = self._proposals
+            if any(slices_head(m.recompute) for m in before.batch.micro_batches):
+                proposals = replace(proposals, kinds=self._and_sliced(proposals.kinds))
+            fitting, new_schedules, _ = self._searched(proposals.fixed([[replicas[d] for d in over]]))
             changed = zip(over, fitting, new_schedules, replica_costs(self.costs, fitting), strict=True)
             for d, micro_batches, schedule, costs in changed:
                 replicas[d], schedules[d], priced[d] = micro_batches, schedule, costs
@@ -354,7 +359,7 @@ class Planner(PlanRules):
             return self._predicted(*self._searched(starts), step=step)
 
         def best_of_least_memory() -> StepPlan:
-            kinds = RECOMPUTES if self.recompute == "auto" else self._recomputes
+            kinds = self._and_sliced(RECOMPUTES) if self.recompute == "auto" else self._recomputes
             return best(kinds, list(dict.fromkeys([*choices.promising, *choices.smallest])))
 
         try:
@@ -367,7 +372,31 @@ class Planner(PlanRules):
         return plan
 
     def _best_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
-        proposals = self._proposals
+        """The best plan of whole samples. Where memory makes any micro-batch be recomputed, or lets nothing fit, a
+        second search may also have heads in slices: with ample memory plans are as without."""
+        kinds = self._and_sliced(self._recomputes)
+        if self.recompute != "auto" or self.forward_only or kinds == self._recomputes:
+            return self._best_under(self._recomputes, samples, step)
+        try:
+            plan = self._best_under(self._recomputes, samples, step)
+        except PlanError as error:
+            try:
+                return self._best_under(kinds, samples, step)
+            except PlanError:
+                raise error from None
+        if all(m.recompute == "none" for m in plan.batch.micro_batches):
+            return plan
+        with suppress(PlanError):
+            plan = min(plan, self._best_under(kinds, samples, step), key=lambda one: one.makespan_ns)
+        return plan
+
+    def _and_sliced(self, kinds: tuple[Recompute, ...]) -> tuple[Recompute, ...]:
+        """These kinds, and with the head in slices, where costs have prices for it."""
+        return (*kinds, *with_sliced_head(kinds)) if self.costs.facts.slices_head else kinds
+
+    def _best_under(self, kinds: tuple[Recompute, ...], samples: list[SampleLength], step: int) -> StepPlan:
+        """The best plan of whole samples under these kinds of recomputation."""
+        proposals = replace(self._proposals, kinds=kinds)
         if self.schedule != "adaptive":
             return self._best_published(proposals.splits(samples, step), step)
         if self.rule == "dynapipe-ext" and self.layout == "padded":

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute, with_sliced_head
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.floor import Floor, GrowingTimes
 from dynapipe_ext.costs.grid import flat_shapes
@@ -26,6 +26,7 @@ from dynapipe_ext.costs.model import (
     evaluate_each,
     fingerprint,
     growing_times,
+    kinds_of_layers,
     refuse_carried,
 )
 from dynapipe_ext.costs.tokens import count_positions
@@ -85,9 +86,10 @@ class FrozenWeights:
 
     def adjusted(self, before: CostsBefore, work: AdjustedWork, kind: Recompute | None) -> MicroBatchCosts:
         costs = before(kind)
-        is_stored = work.kinds(kind) == "none"
+        kinds = work.kinds(kind)
+        is_stored = kinds_of_layers(kinds)[0] == "none"
         # The work for weight gradients; under full recomputation I does it and W is nothing, so W without says it.
-        plain = costs if is_stored.all() else before("none")
+        plain = costs if (kinds == "none").all() else before("none")
         weight_ns = np.where(plain.infeasible, costs.weight_ns, np.minimum(plain.weight_ns, costs.backward_ns))
         kept_bytes = np.outer(self.token_bytes or (0,) * costs.num_stages, work.tokens).astype(np.int64)
         return replace(
@@ -417,7 +419,7 @@ class AdjustedCosts:
             self,
             split=split,
             rounds_up=bool(floor.rounding_ns.any()),
-            kinds=RECOMPUTES,
+            kinds=RECOMPUTES + (with_sliced_head(RECOMPUTES) if self.facts.slices_head else ()),
             chain=at_points if split else None,
             error_ns=error_ns,
         )

@@ -26,8 +26,10 @@ from dynapipe_ext.costs.model import (
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
+    SlicedHead,
     fingerprint,
     growing_times,
+    kinds_of_layers,
     refuse_carried,
     scaled_bytes,
 )
@@ -67,6 +69,9 @@ class AnalyticCosts:
     `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head: what an
     implementation keeps beyond the count (unfused operations, copies), as measured on the device.
 
+    With `head_slice` there are prices for kinds of recomputation whose head is in slices of so many positions
+    (`SlicedHead`).
+
     Experts: `capacity_factor` 0 is dropless; above 0 every expert computes its capacity, ceil(capacity_factor x top_k
     x tokens / num_experts) rows, padded up to it or dropping what is above. Tokens are spread evenly, so `ep` replicas
     that share the experts compute what each alone would; the rate stands for their exchange of tokens. A layer keeps
@@ -98,6 +103,7 @@ class AnalyticCosts:
     distributed_optimizer: bool = False
     dropout: bool = False
     split_backward: bool = False
+    head_slice: int = 0
     zero_stage: ZeroStage = 0
     state_recipe: StateRecipe = "megatron"
     ep: int = 1
@@ -108,6 +114,7 @@ class AnalyticCosts:
 
     def __post_init__(self) -> None:
         checked_topology(self.architecture, self.topology, self.ep)
+        _ = self.sliced_head
         check_states(self.state_recipe, self.zero_stage, self.offload)
         if self.state_recipe == "fp32":
             raise ConfigError("state_recipe is 'fp32': give megatron, mixed or deepspeed, and for fp32 param_bytes 4")
@@ -143,6 +150,18 @@ class AnalyticCosts:
             activation_format=ActivationFormat(self.architecture.hidden_size, dtype, sequence_shards=shards),
             prices_pieces=not self.capacity_factor and not self.architecture.sliding_window,
             offload=self.offload,
+            slices_head=self.head_slice > 0,
+        )
+
+    @property
+    def sliced_head(self) -> SlicedHead:
+        a, tp = self.architecture, self.topology.tp
+        return SlicedHead(
+            slice_len=self.head_slice,
+            hidden_size=a.hidden_size,
+            columns=a.vocab_size // tp,
+            value_bytes=self.activation_bytes_per_value,
+            divided=self.sequence_parallel,
         )
 
     @property
@@ -207,7 +226,7 @@ class AnalyticCosts:
         a, values, layers = self.architecture, self.activation_bytes_per_value, self.stage_layers[:, :1]
         a_position = 2 * a.kv_size_on(self.topology.tp)  # values a layer
         positions = CarriedPositions.of(micro_batches)
-        recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
+        recompute = np.array([m.layer_recompute for m in micro_batches], dtype=np.str_)
         keeps_own = (recompute == "none") | (recompute == "selective")
         stored = positions.kept_bytes(values) - values * keeps_own * positions.own
         again = values * (recompute == "stage") * positions.own
@@ -242,13 +261,15 @@ class AnalyticCosts:
 
     def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
         a, tp = self.architecture, self.topology.tp
+        recompute, is_sliced = kinds_of_layers(recompute)
+        is_sliced = self.sliced_head.of(is_sliced, tokens)
         full, selective = recompute == "full", recompute == "selective"
         layers = np.array(self.layers_per_stage, np.int64)[:, None]
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
 
         attention_flops = (1 if self.flash else 2) * (a.query_size + a.attended_size) * squares // tp
-        matmul = is_last * (2 * a.vocab_size * a.hidden_size // tp * tokens)  # of the head
-        again = layers * np.where(full | selective, attention_flops, 0)
+        matmul = head = is_last * (2 * a.vocab_size * a.hidden_size // tp * tokens)
+        again = layers * np.where(full | selective, attention_flops, 0) + is_sliced * head
         stored, working = np.zeros((2, self.num_stages, len(tokens)), np.int64)
         values = self.activation_bytes_per_value
         for kind, counts in kinds_of_stages(a, self.layers_per_stage):
@@ -263,9 +284,12 @@ class AnalyticCosts:
             working = np.maximum(working, np.where(count > 0, whole - layer + widest, 0))
         forward = matmul + layers * attention_flops
         logits = tokens * (a.vocab_size // tp)
-        head_bytes = 2 * self._split(values * a.hidden_size * tokens) + 4 * logits
+        logits_bytes = np.where(is_sliced, self.sliced_head.kept_bytes(tokens), 4 * logits)
+        head_bytes = 2 * self._split(values * a.hidden_size * tokens) + logits_bytes
         if self.split_backward:
-            head_bytes = np.maximum(head_bytes, values * (a.hidden_size * tokens + logits))
+            put_off = values * (a.hidden_size * tokens + logits)
+            head_bytes = np.where(is_sliced, head_bytes, np.maximum(head_bytes, put_off))
+        head_working = np.where(is_sliced, self.sliced_head.working_bytes(tokens), values * logits)
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
         sent = self._split(values * a.hidden_size * tokens) * np.ones((self.num_stages - 1, 1), np.int64)
         links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
@@ -273,10 +297,10 @@ class AnalyticCosts:
         return MicroBatchCosts(
             forward_ns=overhead_ns + self._ns(forward),
             backward_ns=overhead_ns + self._ns(2 * forward + again),
-            weight_ns=self._ns(np.where(full, 0, matmul)),
+            weight_ns=self._ns(np.where(full, 0, matmul - is_sliced * head)),
             stored_bytes=scaled_bytes(stored, self.layer_bytes_factor)
             + scaled_bytes(is_last * head_bytes, self.head_bytes_factor),
-            working_bytes=np.maximum(working, is_last * (values * logits)) + self._unsharded_bytes()[:, None],
+            working_bytes=np.maximum(working, is_last * head_working) + self._unsharded_bytes()[:, None],
             transfer_ns=links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
             static_bytes=self.static_bytes(),
@@ -371,7 +395,7 @@ class AnalyticCosts:
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        usual = (("exact_sums", False), ("offload", "none"))
+        usual = (("exact_sums", False), ("offload", "none"), ("head_slice", 0))
         own = dict(item for item in asdict(self).items() if item not in usual)
         return {"kind": "analytic", **own, **described}
 

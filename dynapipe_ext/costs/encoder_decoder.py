@@ -23,7 +23,9 @@ from dynapipe_ext.costs.model import (
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
+    SlicedHead,
     fingerprint,
+    kinds_of_layers,
     refuse_carried,
     scaled_bytes,
     within_layers,
@@ -33,6 +35,7 @@ from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 
+_LEFT_OUT = ("exact_sums", "head_slice")  # of descriptions, where they are as before costs knew them
 _SIDES = 5  # tokens of encoder and decoder; positions^2 of encoder, decoder, and across
 
 
@@ -61,6 +64,7 @@ class EncoderDecoderCosts:
     activation_bytes_per_value: Literal[2, 4] = 2
     sequence_parallel: bool = False
     dropout: bool = False
+    head_slice: int = 0
 
     def __post_init__(self) -> None:
         a = self.architecture
@@ -98,6 +102,8 @@ class EncoderDecoderCosts:
         a, tp, values = self.architecture, self.topology.tp, self.activation_bytes_per_value
         h, q = a.hidden_size, a.query_size
         enc, dec, enc2, dec2, cross2 = sizes
+        recompute, is_sliced = kinds_of_layers(recompute)
+        is_sliced = self.sliced_head.of(is_sliced, dec)
         full, selective = recompute == "full", recompute == "selective"
         layers = self.stage_layers
         num_enc, num_dec = layers[:, :1], layers[:, 1:]
@@ -109,7 +115,7 @@ class EncoderDecoderCosts:
         attention = 4 * q // tp * (num_enc * enc2 + num_dec * (dec2 + cross2))
         head = is_last * (2 * a.vocab_size * h // tp * dec)
         forward = matmul + attention + head
-        again = np.where(full, matmul, 0) + np.where(full | selective, attention, 0)
+        again = np.where(full, matmul, 0) + np.where(full | selective, attention, 0) + is_sliced * head
 
         logits = a.vocab_size // tp * dec
         enc_whole, enc_kept = self._kept(enc, enc2, full, selective, values * h * enc)
@@ -119,7 +125,8 @@ class EncoderDecoderCosts:
         dec_whole = dec_whole + cross_rest + cross_scores
         dec_kept = dec_kept + np.where(full, 0, cross_rest + np.where(selective, 0, cross_scores))
         stored = num_enc * enc_kept + num_dec * dec_kept + (num_dec > 0) * self._split(values * h * enc)
-        head_bytes = self.head_bytes_of(dec)
+        head_bytes = self.head_bytes_of(dec, is_sliced)
+        head_working = np.where(is_sliced, self.sliced_head.working_bytes(dec), values * logits)
         working = np.maximum(
             (num_enc > 0) * (enc_whole - enc_kept + values * max(fc1 // tp, h) * enc),
             (num_dec > 0) * (dec_whole - dec_kept + values * max(fc1 // tp, h) * dec),
@@ -131,26 +138,41 @@ class EncoderDecoderCosts:
         return MicroBatchCosts(
             forward_ns=overhead_ns + self._ns(forward),
             backward_ns=overhead_ns + self._ns(2 * forward + again),
-            weight_ns=self._ns(np.where(full, 0, matmul + head)),
+            weight_ns=self._ns(np.where(full, 0, matmul + ~is_sliced * head)),
             stored_bytes=stored + is_last * head_bytes,
-            working_bytes=np.maximum(working, is_last * (values * logits)),
+            working_bytes=np.maximum(working, is_last * head_working),
             transfer_ns=self.links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
             static_bytes=np.zeros(self.num_stages, np.int64),
         ).keeping_inputs(recompute == "stage")
 
-    def head_bytes_of(self, dec: IntArray) -> IntArray:
+    @property
+    def sliced_head(self) -> SlicedHead:
+        return SlicedHead(
+            slice_len=self.head_slice,
+            hidden_size=self.architecture.hidden_size,
+            columns=self.architecture.vocab_size // self.topology.tp,
+            value_bytes=self.activation_bytes_per_value,
+            divided=self.sequence_parallel,
+        )
+
+    def head_bytes_of(self, dec: IntArray, is_sliced: npt.NDArray[np.bool_] | bool = False) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, for so many decoder positions."""
         a, values = self.architecture, self.activation_bytes_per_value
-        kept_bytes: IntArray = (
-            2 * self._split(values * a.hidden_size * dec) + 4 * (a.vocab_size // self.topology.tp) * dec
-        )
+        logits = 4 * (a.vocab_size // self.topology.tp) * dec
+        kept = np.where(is_sliced, self.sliced_head.kept_bytes(dec), logits)
+        kept_bytes: IntArray = 2 * self._split(values * a.hidden_size * dec) + kept
         return kept_bytes
+
+    def in_slices(self, recompute: npt.NDArray[np.str_], dec: IntArray) -> npt.NDArray[np.bool_]:
+        """Which micro-batches of so many decoder positions have their head in slices."""
+        return self.sliced_head.of(kinds_of_layers(recompute)[1], dec)
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
-        kept_positions = (0 if m.recompute == "stage" else m.rows * m.decoder_len for m in micro_batches)
-        return self.head_bytes_of(np.fromiter(kept_positions, np.int64))
+        kept_positions = (0 if m.layer_recompute == "stage" else m.rows * m.decoder_len for m in micro_batches)
+        dec, kinds = np.fromiter(kept_positions, np.int64), np.array([m.recompute for m in micro_batches], np.str_)
+        return self.head_bytes_of(dec, self.in_slices(kinds, dec))
 
     def _kept(
         self,
@@ -183,7 +205,8 @@ class EncoderDecoderCosts:
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        return {"kind": "encoder-decoder", **asdict(self), **described}
+        own = {name: value for name, value in asdict(self).items() if name != "head_slice" or value}
+        return {"kind": "encoder-decoder", **own, **described}
 
     def fingerprint(self) -> str:
         return fingerprint(self.to_json())
@@ -228,6 +251,7 @@ class EncoderDecoderRunCosts:
     dropout: bool = False
     split_backward: bool = False
     exact_sums: bool = False
+    head_slice: int = 0
 
     def __post_init__(self) -> None:
         _ = self._counted, self.stage_layers  # refuse what cannot be cut
@@ -243,6 +267,7 @@ class EncoderDecoderRunCosts:
             activation_bytes_per_value=self.activation_bytes_per_value,
             sequence_parallel=self.sequence_parallel,
             dropout=self.dropout,
+            head_slice=self.head_slice,
         )
 
     @property
@@ -262,6 +287,7 @@ class EncoderDecoderRunCosts:
             total_layers=self.architecture.total_layers,
             replica_collectives=ReplicaCollectives.of_zero(int(self.distributed_optimizer)),
             activation_format=form,
+            slices_head=self.head_slice > 0,
         )
 
     @property
@@ -303,7 +329,8 @@ class EncoderDecoderRunCosts:
     ) -> MicroBatchCosts:
         """Costs of padded shapes given as arrays; a shape without a decoder side is INFEASIBLE."""
         r, e, d = flat_shapes(rows, encoder_len, decoder_len)
-        counted = self._counted.evaluate_shapes(r, e, d, "none" if recompute == "stage" else recompute)
+        within: Recompute = {"stage": "none", "head+stage": "head"}.get(recompute, recompute)  # type: ignore[assignment]
+        counted = self._counted.evaluate_shapes(r, e, d, within)
         costs = self._in_run(counted, r * e, r * d, np.full(r.shape, recompute))
         return costs.refusing(d == 0)
 
@@ -327,7 +354,8 @@ class EncoderDecoderRunCosts:
         self, costs: MicroBatchCosts, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]
     ) -> MicroBatchCosts:
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
-        head = is_last * self._counted.head_bytes_of(dec)
+        head = is_last * self._counted.head_bytes_of(dec, self._counted.in_slices(recompute, dec))
+        recompute, _ = kinds_of_layers(recompute)
         layers = costs.stored_bytes - head
         num_enc, num_dec = self.stage_layers[:, :1], self.stage_layers[:, 1:]
         values, h, tp = self.activation_bytes_per_value, self.architecture.hidden_size, self.topology.tp
@@ -341,7 +369,7 @@ class EncoderDecoderRunCosts:
         ).keeping_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
-        own = {name: value for name, value in asdict(self).items() if name != "exact_sums" or value}
+        own = {name: value for name, value in asdict(self).items() if name not in _LEFT_OUT or value}
         return {"kind": "encoder-decoder", **own, "topology": topology_to_json(self.topology)}
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import HEAD_SLICE, Layout, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import Offload, ReplicaCollectives, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import Cluster, Precision
@@ -25,6 +25,7 @@ from dynapipe_ext.costs.model import (
     PricesShapes,
     bytes_keeping_inputs,
     fingerprint,
+    kinds_of_layers,
     refuse_carried,
 )
 from dynapipe_ext.costs.pieces import CarriedPositions
@@ -115,6 +116,7 @@ class EstimatedCosts:
         return ModelFacts(
             replica_collectives=ReplicaCollectives.of_zero(self.strategy.zero_stage, ep=self.strategy.ep),
             prices_pieces=self.strategy.cp == 1 and counts_pieces,
+            slices_head=self.base.head_slice > 0,
         )
 
     def floor(self, stage_ranks: tuple[int, ...], *, split: bool, least: PricesShapes | None = None) -> Floor | None:
@@ -183,6 +185,7 @@ class EstimatedCosts:
         recompute: npt.NDArray[np.str_],
         carried: CarriedPositions | None = None,
     ) -> MicroBatchCosts:
+        recompute, is_sliced = kinds_of_layers(recompute)
         again = (recompute == "full") | (recompute == "stage")
         gathered_bytes: IntArray = np.zeros_like(rows)
         if self.strategy.cp > 1:
@@ -192,7 +195,8 @@ class EstimatedCosts:
         gather_ns, scatter_ns = self._replicas_ns()
         stored, working = costs.stored_bytes, costs.working_bytes
         if self.plain is not None:
-            stored, working = self._plain_bytes(self.plain, rows * enc, enc, recompute)
+            is_sliced = self.base.sliced_head.of(is_sliced, rows * enc)
+            stored, working = self._plain_bytes(self.plain, rows * enc, enc, recompute, is_sliced)
             if carried is not None:
                 spared = self.plain.spared_bytes(carried.own, selective=recompute == "selective")
                 stored = stored - self._layers[:, :1] * (recompute != "full") * spared
@@ -222,8 +226,10 @@ class EstimatedCosts:
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """The part of the last stage's stored bytes that is the head's: norm, logits; shape (M,)."""
         if self.plain is not None:
-            kept_positions = (0 if m.recompute == "stage" else m.padded_tokens for m in micro_batches)
-            return self.plain.head_bytes(np.fromiter(kept_positions, np.int64))
+            kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
+            positions = np.fromiter(kept_positions, np.int64)
+            _, is_sliced = kinds_of_layers(np.array([m.recompute for m in micro_batches], np.str_))
+            return self._plain_head_bytes(self.plain, positions, self.base.sliced_head.of(is_sliced, positions))
         head: IntArray = -(-self.base.head_bytes(micro_batches) // self.strategy.cp)
         return head
 
@@ -307,20 +313,32 @@ class EstimatedCosts:
         gather = np.rint(common * weight * (per_byte + from_host) + latency).astype(np.int64)
         return gather, scatter
 
+    def _plain_head_bytes(
+        self, plain: PlainLayers, tokens: IntArray, is_sliced: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.int64]:
+        whole, sliced = plain.head_bytes(tokens), self.base.sliced_head.kept_bytes(tokens)
+        return np.where(is_sliced, whole - plain.logits_bytes(tokens) + sliced, whole)
+
     def _plain_bytes(
-        self, plain: PlainLayers, tokens: IntArray, positions: IntArray, recompute: npt.NDArray[np.str_]
+        self,
+        plain: PlainLayers,
+        tokens: IntArray,
+        positions: IntArray,
+        recompute: npt.NDArray[np.str_],
+        is_sliced: npt.NDArray[np.bool_],
     ) -> tuple[IntArray, IntArray]:
         """Stored and working bytes. When a layer runs backwards the head's are gone, and at the end the layers' too."""
         layers = self._layers[:, :1]
         stages = np.arange(self.num_stages)[:, None]
         is_first, is_last = stages == 0, stages == self.num_stages - 1
         kept_bytes = np.where(recompute == "full", plain.checkpoint_bytes(tokens), plain.layer_bytes(tokens, positions))
-        head = is_last * plain.head_bytes(tokens)
+        head = is_last * self._plain_head_bytes(plain, tokens, is_sliced)
         tied = plain.architecture.tied_embeddings and self.num_stages == 1
         shared = np.where(recompute == "full", plain.shared_bytes(positions), 0)
         stored = layers * kept_bytes + (layers > 0) * shared + head
         of_layer = np.where(layers > 0, plain.layer_working_bytes(tokens, kept_bytes, positions, tied=tied) - head, 0)
-        of_head = is_last * plain.head_working_bytes(tokens, tied=tied)
+        head_working = plain.head_working_bytes(tokens, tied=tied)
+        of_head = is_last * np.where(is_sliced, self.base.sliced_head.working_bytes(tokens), head_working)
         of_embedding = is_first * plain.embedding_working_bytes(tied=tied) - stored
         return stored, np.maximum(np.maximum(of_layer, of_head), np.maximum(of_embedding, 0))
 
@@ -392,6 +410,8 @@ def _counted_costs(
     topology, flops_per_s = strategy.weight_topology, cluster.flops_per_s(precision)
     padded = architecture.padded(topology.tp)
     value_bytes: Literal[2, 4] = 4 if precision == "fp32" else 2
+    # An engine of ZeRO 3 gathers a head's weight for its own forward alone; context parallelism cuts rows its own way.
+    head_slice = HEAD_SLICE if strategy.zero_stage < 3 and strategy.cp == 1 else 0
     if architecture.num_decoder_layers:
         return EncoderDecoderCosts(
             architecture=padded,
@@ -401,6 +421,7 @@ def _counted_costs(
             layer_overhead_ns=LAYER_OVERHEAD_NS,
             activation_bytes_per_value=value_bytes,
             sequence_parallel=strategy.sequence_parallel,
+            head_slice=head_slice,
         )
     return AnalyticCosts(
         padded,
@@ -414,4 +435,5 @@ def _counted_costs(
         flash=not architecture.attention_softcap,  # capped scores are computed and kept whole
         links=cluster.links,
         ep=strategy.ep,
+        head_slice=head_slice,
     )

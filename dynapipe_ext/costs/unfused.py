@@ -149,8 +149,11 @@ class PlainLayers:
 
     def head_bytes(self, tokens: IntArray) -> IntArray:
         """Of the final norm, the head and the loss: fp32 probabilities of the whole vocabulary."""
-        logits = 4 * self.architecture.vocab_size // self.tp * tokens
-        return logits + self._share(self._norm_bytes() * tokens) + _IDS * tokens
+        return self.logits_bytes(tokens) + self._share(self._norm_bytes() * tokens) + _IDS * tokens
+
+    def logits_bytes(self, tokens: IntArray) -> IntArray:
+        """Of these the probabilities."""
+        return 4 * self.architecture.vocab_size // self.tp * tokens
 
     @property
     def _summed(self) -> int:

@@ -10,7 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import (
+    ALL_RECOMPUTES,
+    HEAD_SLICE,
+    RECOMPUTES,
+    MicroBatch,
+    Recompute,
+    recompute_of_layers,
+    slices_head,
+)
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
 
 
@@ -62,7 +70,7 @@ class Work:
     def __add__(self, other: Work) -> Work:
         executed = {
             kind: self.executed.get(kind, Positions()) + other.executed.get(kind, Positions())
-            for kind in RECOMPUTES
+            for kind in ALL_RECOMPUTES
             if kind in self.executed or kind in other.executed
         }
         return Work(self.real + other.real, executed)
@@ -74,19 +82,23 @@ class Work:
     def to_json(self) -> dict[str, Any]:
         return {
             "real": asdict(self.real),
-            "executed": {kind: asdict(self.executed.get(kind, Positions())) for kind in RECOMPUTES},
+            "executed": {
+                kind: asdict(self.executed.get(kind, Positions()))
+                for kind in ALL_RECOMPUTES
+                if kind in RECOMPUTES or kind in self.executed  # as files had them before heads came in slices
+            },
         }
 
     def numbers(self) -> list[int]:
         """The work as a list of integers of fixed length, so that ranks can gather it."""
-        parts = [self.real, *(self.executed.get(kind, Positions()) for kind in RECOMPUTES)]
+        parts = [self.real, *(self.executed.get(kind, Positions()) for kind in ALL_RECOMPUTES)]
         return [getattr(part, f.name) for part in parts for f in fields(Positions)]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Work:
         width = len(fields(Positions))
         real, *executed = (Positions(*numbers[i : i + width]) for i in range(0, len(numbers), width))
-        return cls(real, {kind: p for kind, p in zip(RECOMPUTES, executed, strict=True) if p != Positions()})
+        return cls(real, {kind: p for kind, p in zip(ALL_RECOMPUTES, executed, strict=True) if p != Positions()})
 
 
 def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
@@ -99,7 +111,9 @@ def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
             executed = real + Positions.of_rows(m.encoder_len - real.encoder, m.decoder_len - real.decoder)
         else:
             executed = Positions.of_rows(m.encoder_len, m.decoder_len, m.rows)
-        total = total + Work(real, {m.recompute: executed})
+        # A head of few positions is computed whole, whatever the plan allows.
+        kind = m.recompute if m.head_positions > HEAD_SLICE else m.layer_recompute
+        total = total + Work(real, {kind: executed})
     return total
 
 
@@ -172,7 +186,7 @@ def step_flops(
     architecture: Architecture, work: Work, *, causal: bool = False, trained_share: float = 1.0
 ) -> StepFlops:
     """FLOPs of a step. A backward costs two forwards; one of them makes the weight gradients of `trained_share` of the
-    weights. Recomputation runs forwards again: of stages, of layers ("full") or of attention.
+    weights. Recomputation runs forwards again: of stages, of layers ("full") or of attention, and of heads in slices.
     """
 
     def of_step(positions: Positions) -> tuple[int, int, int]:
@@ -189,5 +203,6 @@ def step_flops(
     for kind, positions in work.executed.items():
         forward = forward_flops(architecture, positions, causal=causal)
         of_layers = forward.layers + forward.attention
-        again += {"none": 0, "selective": forward.attention, "full": of_layers, "stage": forward.total}[kind]
+        of_kind = {"none": 0, "selective": forward.attention, "full": of_layers, "stage": forward.total}
+        again += of_kind[recompute_of_layers(kind)] + (forward.head if slices_head(kind) else 0)
     return StepFlops(model, executed - model, again, attention, head)

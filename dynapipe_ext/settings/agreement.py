@@ -161,7 +161,7 @@ def refuse_order_in_bits(
         )
     # Each layer of a decoder adds to the gradient of the encoder's output. Under full recomputation Megatron first adds
     # up the layers of a stage, and then the sum that the next stage sends: the order depends on where stages end.
-    if model.num_decoder_layers and pp > 1 and plan.recompute in ("auto", "full"):
+    if model.num_decoder_layers and pp > 1 and plan.recompute in ("auto", "full", "head+full"):
         raise ConfigError(
             f"{at} [plan] recompute is {plan.recompute!r}: layers of a decoder that are recomputed whole add"
             " up gradients of the encoder's output in an order that depends on pp, so set recompute to 'none' or"

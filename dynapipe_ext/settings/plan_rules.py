@@ -27,9 +27,10 @@ class PlanRules:
 
     `split_backward` runs backwards as I and W under the adaptive schedule. `fill_waits` lets ranks run W while they
     wait for a transfer; it does not change the plan. `recompute` "auto" chooses for each micro-batch, and "stage" for
-    samples in pieces alone: others that do not fit with "full" do not fit with "stage" either. `replica_counts`
-    "equal" gives every replica as many micro-batches. `pieces` cuts samples of more tokens than that, and runs their
-    pieces one after another ("carried" attention); "auto" does so where the step is predicted to end earlier.
+    samples in pieces alone: others that do not fit with "full" do not fit with "stage" either. Where it would recompute
+    or nothing fits, it also tries the kinds with "head", whose logits are never whole. `replica_counts` "equal" gives
+    every replica as many micro-batches. `pieces` cuts samples of more tokens than that, and runs their pieces one after
+    another ("carried" attention); "auto" does so where the step is predicted to end earlier.
     """
 
     layout: Layout = setting("padded", "--layout", "of micro-batches")

@@ -56,7 +56,7 @@ class Head:
         return logits_NV
 
 
-def position_losses(x: torch.Tensor, labels: torch.Tensor, head: Head, *, slice_len: int) -> torch.Tensor:
+def losses_in_slices(x: torch.Tensor, labels: torch.Tensor, head: Head, *, slice_len: int) -> torch.Tensor:
     """Cross-entropy of every position, of the shape of `labels`, in float32 (float64 of such values).
 
     `x` is (*labels.shape, hidden size), its first dimension divided where the head says so. The gradient of the weight
@@ -79,7 +79,7 @@ class HiddenStates:
 
     def losses(self, labels: torch.Tensor) -> torch.Tensor:
         """Of every position, of the shape of `labels` (rows, length)."""
-        return position_losses(self.x, labels, self.head, slice_len=self.slice_len)
+        return losses_in_slices(self.x, labels, self.head, slice_len=self.slice_len)
 
 
 def head_loss_sum(
@@ -95,7 +95,7 @@ def head_loss_sum(
     x_NH = x.reshape(-1, x.shape[-1])
     slices: HeadSlices | None = batch.get(HEAD_SLICE_KEY)
     if slices is not None:
-        losses = position_losses(x_NH, labels, head, slice_len=slices.take())
+        losses = losses_in_slices(x_NH, labels, head, slice_len=slices.take())
     else:
         losses = torch.nn.functional.cross_entropy(head.logits(x_NH), labels, reduction="none")
     total: torch.Tensor = (losses * weights).sum()

@@ -10,12 +10,15 @@ import numpy as np
 from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import (
+    HEAD_SLICE,
     LAYER_RECOMPUTES,
     LengthArray,
     MicroBatch,
+    Recompute,
     SampleLength,
     round_up,
     sample_lengths,
+    with_sliced_head,
 )
 from dynapipe_ext.batch.topology import (
     SPLIT_SCHEDULES,
@@ -194,12 +197,26 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
         "dropout": config.model.dropout > 0 or (m.uses_transformers and bool(dropout_rates(m.architecture))),
         "distributed_optimizer": config.optimizer.distributed,
         "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
+        "head_slice": HEAD_SLICE if can_slice_head(config) else 0,
     }
     if not costs.facts.has_decoder:
         settled |= {"zero_stage": config.deepspeed.zero_stage, "offload": config.deepspeed.offload, "ep": 1}
         if config.deepspeed.config:
             settled["state_recipe"] = "deepspeed"
     return replace(costs, **settled)
+
+
+def can_slice_head(config: TrainConfig) -> bool:
+    """Whether the run's stages compute heads in slices: not where an engine gathers a head's weight for its own forward
+    alone."""
+    return config.deepspeed.zero_stage < 3
+
+
+def planned_kinds(config: TrainConfig, costs: CostModel) -> tuple[Recompute, ...]:
+    """The kinds of recomputation under which a run may plan whole samples."""
+    if config.plan.recompute != "auto":
+        return (config.plan.recompute,)
+    return (*LAYER_RECOMPUTES, *(with_sliced_head(LAYER_RECOMPUTES) if costs.facts.slices_head else ()))
 
 
 def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:
@@ -298,7 +315,7 @@ def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) ->
     costs = trained_costs(config, costs, topology)
     needs: list[tuple[int, int]] = []
     refusal: PlanError | None = None
-    for kind in LAYER_RECOMPUTES if plan.recompute == "auto" else (plan.recompute,):
+    for kind in planned_kinds(config, costs):
         try:
             alone = costs.evaluate([MicroBatch((sample,), plan.layout, kind, pad_multiple=plan.pad_multiple)])
         except PlanError as error:

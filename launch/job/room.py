@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, LengthArray, MicroBatch, SampleLength, sample_lengths
+from dynapipe_ext.batch.micro_batches import LengthArray, MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import ConfigError, PlanError, format_bytes
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
 from dynapipe_ext.launch.job.configured import (
     analytic_costs,
     architecture_of,
+    planned_kinds,
     topology_of,
     trained_costs,
     variants,
@@ -138,7 +139,7 @@ def _need(config: TrainConfig, sample: SampleLength, vocab_size: int, *, has_dev
     costs = trained_costs(config, counted_costs, topology) if has_devices else on_host
     if architecture.num_decoder_layers:
         sample = replace(sample, decoder=max(1, sample.decoder))
-    kinds = LAYER_RECOMPUTES if config.plan.recompute == "auto" else (config.plan.recompute,)
+    kinds = planned_kinds(config, counted_costs)
     of_ranks = [list(topology.stages_of(rank)) for rank in range(topology.pp)]
     micro_batches = []
     for kind in kinds:

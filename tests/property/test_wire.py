@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, SampleLength
+from dynapipe_ext.batch.micro_batches import ALL_RECOMPUTES, MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import TensorSpec
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor import wire
@@ -44,7 +44,7 @@ micro_batches = st.builds(
     MicroBatch,
     st.lists(samples, max_size=6).map(tuple),
     st.sampled_from(["padded", "packed"]),
-    st.sampled_from(RECOMPUTES),
+    st.sampled_from(ALL_RECOMPUTES),
     st.sampled_from(["document", "row"]),
     st.integers(1, 64),
     small,

@@ -158,7 +158,7 @@ def test_lengths_of_a_file_are_planned(small, tmp_path, capsys):
         (["--zero", "4"], "--zero is '4' but must be numbers of 0 to 3"),
         (["--offload", "disk"], "--offload is 'disk': choose from none, optimizer, all"),
         (["--layout", "ragged"], "--layout is 'ragged': choose from padded, packed"),
-        (["--recompute", "some"], "--recompute is 'some': choose from none, selective, full, stage, auto"),
+        (["--recompute", "some"], "--recompute is 'some': choose from none, selective, full, stage, head"),
         (["--plans", "0"], "--plans is 0 but must be at least 1"),
         (["--tokens", "-1"], "--tokens is -1 but must be at least 0"),
         (["--price-per-gpu-hour", "2"], "makes a cost of a whole run: give its --tokens too"),

@@ -96,11 +96,11 @@ def test_less_memory_leaves_fewer_options_and_more_recomputation():
 
 
 def test_a_strategy_that_fits_in_pieces_alone_is_found():
-    """Whole, one sample of 256k needs more than 80 GB at TP2 PP4, whatever is recomputed."""
-    lengths = np.array([[262_144, 0, 0], *([500, 0, 0] for _ in range(40))])
+    """Whole, one sample of 512k needs more than 80 GB at TP2 PP4, whatever is recomputed."""
+    lengths = np.array([[524_288, 0, 0], *([500, 0, 0] for _ in range(40))])
     q = question("llama-3-8b", tp=(2,), pp=(4,), zero_stages=(1,), offloads=("none",), layouts=("packed",))
     q = replace(q, data=file_data(lengths, "long.npy", replace(q.architecture, max_seq_len=1 << 20)))
-    search = Search(tokens_per_batch=(280_000, 280_000), most_plans=3, effort=100)
+    search = Search(tokens_per_batch=(545_000, 545_000), most_plans=3, effort=100)
     whole, pieces = (estimate(replace(q, limits=replace(q.limits, pieces=p)), search) for p in ("off", "auto"))
     assert not whole.options
     assert whole.dropped.counts["the longest sample does not fit even alone"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
 from dynapipe_ext.executor.stages.chunk_runner import DeferredGradients
-from dynapipe_ext.executor.stages.sliced_head import Head, position_losses
+from dynapipe_ext.executor.stages.sliced_head import Head, losses_in_slices
 
 
 def whole_losses(x: torch.Tensor, labels: torch.Tensor, head: Head) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(
         leaves = [t.detach().clone().to(kind).requires_grad_() for t in (x, weight, bias)]
         head = Head(weight=leaves[1], bias=leaves[2] if has_bias else None, scale=0.5, softcap=softcap, num_ids=num_ids)
         if results:
-            losses = position_losses(leaves[0], labels, head, slice_len=slice_len)
+            losses = losses_in_slices(leaves[0], labels, head, slice_len=slice_len)
         else:
             losses = whole_losses(leaves[0], labels, head)
         (losses * weights.to(kind)).sum().backward()
@@ -68,7 +68,7 @@ def test_exact_sums_have_the_same_bits_whole_backward_or_split_and_are_taken_sli
     for positions in (slice(0, 50), slice(16, 50), slice(0, 16)):  # the slices are of 16: the last two make the first
         if positions.stop == 50:
             accumulator.begin(None)  # type: ignore[arg-type]
-        losses = position_losses(x[positions], labels[positions], Head(weight=weight), slice_len=16)
+        losses = losses_in_slices(x[positions], labels[positions], Head(weight=weight), slice_len=16)
         losses.sum().backward()
         assert weight.grad is None
         accumulator.add()
@@ -83,7 +83,7 @@ def test_exact_sums_have_the_same_bits_whole_backward_or_split_and_are_taken_sli
 def test_a_frozen_head_makes_no_weight_gradient_and_narrow_weights_add_up_in_float32() -> None:
     x, labels = torch.randn(600, 8).bfloat16().requires_grad_(), torch.randint(0, 11, (600,))
     weight = torch.nn.Parameter(torch.randn(11, 8).bfloat16())
-    position_losses(x, labels, Head(weight=weight), slice_len=4).sum().backward()
+    losses_in_slices(x, labels, Head(weight=weight), slice_len=4).sum().backward()
     narrow, weight.grad = weight.grad, None
     assert narrow is not None
     assert narrow.dtype == torch.bfloat16
@@ -92,10 +92,10 @@ def test_a_frozen_head_makes_no_weight_gradient_and_narrow_weights_add_up_in_flo
     torch.testing.assert_close(narrow.float(), weight.grad.float(), rtol=2e-2, atol=2e-1)
     weight.grad = None
     weight.requires_grad_(False)
-    position_losses(x, labels, Head(weight=weight), slice_len=4).sum().backward()
+    losses_in_slices(x, labels, Head(weight=weight), slice_len=4).sum().backward()
     assert weight.grad is None
 
 
 def test_slices_of_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="slices are of 0 positions"):
-        position_losses(torch.zeros(1, 2), torch.zeros(1).long(), Head(weight=torch.zeros(3, 2)), slice_len=0)
+        losses_in_slices(torch.zeros(1, 2), torch.zeros(1).long(), Head(weight=torch.zeros(3, 2)), slice_len=0)

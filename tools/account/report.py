@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from rich.table import Table
 from rich.text import Text
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES
+from dynapipe_ext.batch.micro_batches import ALL_RECOMPUTES
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError, format_bytes
 from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone
@@ -363,8 +363,9 @@ def fit_from(fields: Fields) -> CostsFit:
 
 def work_from(fields: Fields) -> Work:
     executed, kinds = fields.sub("executed"), fields.one("executed", dict)
-    executed.only(RECOMPUTES)
-    by_kind = {kind: _positions(executed.sub(kind)) for kind in RECOMPUTES if kind in kinds}  # older files lack some
+    executed.only(ALL_RECOMPUTES)
+    # Older files lack some.
+    by_kind = {kind: _positions(executed.sub(kind)) for kind in ALL_RECOMPUTES if kind in kinds}
     return Work(_positions(fields.sub("real")), {kind: p for kind, p in by_kind.items() if p != Positions()})
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, Attention, MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.micro_batches import ALL_RECOMPUTES, Attention, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
@@ -230,7 +230,7 @@ def _shape_faults(replica: ReplicaFile, lengths: Lengths | None) -> list[str]:
         if (
             rows != m.rows
             or not m.samples
-            or m.recompute not in RECOMPUTES
+            or m.recompute not in ALL_RECOMPUTES
             or min(m.encoder_len, m.decoder_len + 1) < 1
         ):
             faults.append(

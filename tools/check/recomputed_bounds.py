@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, RECOMPUTES, Recompute
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, RECOMPUTES, Recompute, with_sliced_head
 from dynapipe_ext.costs.adjustments import AdjustedCosts
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -167,7 +167,9 @@ def _padded_bound_ns(
     table = costs if isinstance(costs, CostTable) else None
     ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
     # A stage that is recomputed whole is slower than one that is not, unless times were fitted.
-    kinds = RECOMPUTES if isinstance(costs, AdjustedCosts) else LAYER_RECOMPUTES
+    kinds = LAYER_RECOMPUTES
+    if isinstance(costs, AdjustedCosts):
+        kinds = RECOMPUTES + (with_sliced_head(RECOMPUTES) if costs.facts.slices_head else ())
     work, chain = np.zeros(len(ranks)), 0.0
     head, tail = np.full(len(ranks), np.inf), np.full(len(ranks), np.inf)
     counts = Counter(needs)

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompute
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompute, with_sliced_head
 from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, placement_of
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
@@ -28,7 +28,7 @@ from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
 
 OFFLOADS_TRIED: tuple[Offload, ...] = ("none", "optimizer", "all")  # "weights" frees less and needs more of the link
-RecomputeChoice = Literal["none", "selective", "full", "stage", "auto"]
+RecomputeChoice = Literal[Recompute, "auto"]
 _PAD_MULTIPLE = 8
 _MIXED = 0.98
 
@@ -313,7 +313,8 @@ def screened(question: Question, strategy: Strategy, fixed_s: float, dropped: Dr
         if reason := _host_fault(question, costs):
             dropped.add(reason)
             return candidates
-        priced = {kind: _screen(question, costs, kind, layout, fixed_s) for kind in RECOMPUTES}
+        kinds = RECOMPUTES + (with_sliced_head(RECOMPUTES) if costs.facts.slices_head else ())
+        priced = {kind: _screen(question, costs, kind, layout, fixed_s) for kind in kinds}
         if all(isinstance(p, int) for p in priced.values()):
             over = min(p for p in priced.values() if isinstance(p, int))
             dropped.add("the longest sample does not fit even alone", excess_bytes=over, option=name)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from dynapipe_ext.tools.estimate.options import (
     Candidate,
     Dropped,
     Question,
+    RecomputeChoice,
     host_bytes_per_node,
     screened,
     spreads,
@@ -286,7 +288,7 @@ def _simplest_first(options: Sequence[Option], usual_host_bytes: float) -> list[
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:
     """A key that orders options by complexity, the simplest first."""
     s, t = candidate.strategy, candidate.strategy.topology
-    kinds = ("none", "selective", "full", "stage", "auto")
+    kinds = get_args(RecomputeChoice)
     machinery = s.offload != "none", s.zero_stage, s.ep, s.cp, s.stages_per_rank
     return *machinery, kinds.index(candidate.recompute), t.tp, t.pp, t.placement, candidate.layout
 

@@ -10,7 +10,7 @@ import torch
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.chunk_runner import HeadSlices
-from dynapipe_ext.executor.stages.sliced_head import Head, position_losses
+from dynapipe_ext.executor.stages.sliced_head import Head, losses_in_slices
 
 _RULES = "dynapipe_rules"  # attribute of a head with hooks of ours: what they do to logits
 
@@ -81,7 +81,7 @@ def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
             **rules,
         )
         labels_SB = labels_BS.transpose(0, 1).contiguous()
-        return position_losses(x_SBH, labels_SB, head, slice_len=slice_len).transpose(0, 1).contiguous()
+        return losses_in_slices(x_SBH, labels_SB, head, slice_len=slice_len).transpose(0, 1).contiguous()
 
     holder._modules["output_layer"] = stand_in
     model.__dict__["compute_language_model_loss"] = losses
