@@ -114,7 +114,7 @@ def _label(action: Action, *, with_stage: bool) -> str:
 def plan_json(
     step_plan: StepPlan, topology: Topology, *, in_flight_bytes: Sequence[Sequence[int]] | None = None
 ) -> dict[str, Any]:
-    """A step's plan for people and tools: format dynapipe-plan/1 (see README), ready for json.dump.
+    """A step's plan for people and tools: format dynapipe-plan/1, ready for json.dump.
 
     `in_flight_bytes` [dp_rank][pp_rank], beside the peaks, are of buffers that only instructions have. A plan of
     forwards alone says so: "forward_only" is true.

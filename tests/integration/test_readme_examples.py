@@ -1,4 +1,4 @@
-"""The README's Python blocks run as they stand, one after the other, and do what the text says."""
+"""The Python blocks of the README and its guides run as they stand, one after the other, and do what the text says."""
 
 from __future__ import annotations
 
@@ -18,13 +18,39 @@ from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.transport.inline import InlineReductions
 from dynapipe_ext.schedules.planner import Planner
 from tests.support.limits import LIMIT_S
+from tests.support.pages import all_pages
+from tests.support.pages import blocks as code_blocks
 
 
 @pytest.fixture(scope="module")
 def blocks(root):
-    found = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)
-    assert len(found) == 6
-    return found
+    """Those of the library's page, and the sampler's."""
+    found = [
+        code_blocks((root / ".github/docs" / page).read_text(), "python") for page in ("library.md", "batching.md")
+    ]
+    assert [len(of_page) for of_page in found] == [5, 1]
+    return [*found[0], *found[1]]
+
+
+def test_every_python_block_of_the_pages_is_one_that_runs_here(root, blocks):
+    """But the two scripts for Megatron-LM's loop, which are tested in test_megatron_script.py."""
+    others = {
+        page: code_blocks(text, "python")
+        for page, text in all_pages(root).items()
+        if not page.endswith(("library.md", "batching.md"))
+    }
+    counts = {page: len(found) for page, found in others.items() if found}
+    assert counts == {"README.md": 1, ".github/docs/megatron-lm.md": 1}
+
+
+def test_the_example_of_the_readme_prints_micro_batches_and_a_plan_at_or_above_its_bound(root):
+    (block,) = code_blocks((root / "README.md").read_text(), "python")
+    *batches, last = run(block, {}).splitlines()
+    numbers = [float(n) for n in re.findall(r"\d+\.\d+", last)]
+    assert 0 < numbers[1] <= numbers[0]
+    lengths = sorted(int(n) for line in batches for n in re.findall(r"\d+", line.partition("[")[2]))
+    assert lengths == sorted([12, 7, 350, 41, 9, 1024, 88, 16, 240, 5, 61, 130])
+    assert {line.split()[0] for line in batches} == {"0", "1"}
 
 
 def run(block, namespace):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.limits import LIMIT_S
+from tests.support.pages import all_pages, readme_commands, table_commands
 
 TOP_LEVEL = {
     "pyproject.toml",
@@ -22,8 +23,8 @@ TOP_LEVEL = {
 }
 LONGEST_FILE_LINES = 600
 
-# Commands of the README, each with the test that runs it: as it stands (test_quickstart.py), or its kind, where it
-# needs several machines or takes minutes.
+# Commands of the README and of the guides, each with the test that runs it: as it stands (test_quickstart.py), or its
+# kind, where it needs several machines or takes minutes.
 README_TESTS = "tests/integration/test_quickstart.py"
 PROFILED = "tests/integration/test_profile_command.py::test_a_model_is_measured_and_its_table_plans"
 ESTIMATED = (
@@ -39,12 +40,19 @@ LEARNED = (
 )
 LAUNCHED = "tests/integration/test_two_nodes.py::test_a_spare_replaces_a_lost_host_with_the_weights_of_a_clean_run"
 AS_IT_STANDS = f"{README_TESTS}::test_commands_of_the_readme_run_as_they_stand"
+# Of other programs, or that differ from a tested one in nothing that is run.
+NOT_RUN = {
+    "pip install '.[train]'",
+    "dynapipe train --help",
+    "torchrun … -m dynapipe_ext.launch.rank",
+    "torchrun $TORCHRUN_ARGUMENTS pretrain_gpt.py $ARGUMENTS",
+}
 TESTED_COMMANDS = {
     "bash tests/run.sh": "tests/repo/test_repository.py::test_every_check_of_the_suite_is_run_by_one_command",
     "bash launch/quickstart.sh": f"{README_TESTS}::test_a_fresh_clone_trains_eight_ranks_with_one_command",
     "dynapipe doctor": AS_IT_STANDS,
     "dynapipe plan --lengths lengths.npy --pp 4 --dp 2": AS_IT_STANDS,
-    "dynapipe plan --pieces auto": (
+    "dynapipe plan --lengths lengths.npy --pieces auto": (
         "tests/unit/test_plan_command.py::test_long_samples_run_in_pieces_where_a_flag_or_a_file_says_so"
     ),
     "dynapipe replay DIR/step-000012.json": "tests/unit/test_replay.py::test_the_same_planner_plans_the_same",
@@ -77,6 +85,23 @@ TESTED_COMMANDS = {
     "dynapipe train --model DIR --data chats.jsonl --output tuned --epochs 2 --lr 1e-5 --dtype bf16 --show-samples 3": (
         "tests/integration/test_fine_tuning.py::test_losses_and_the_saved_model_are_those_of_a_plain_loop"
     ),
+    "dynapipe train --model DIR --data chats.jsonl --output tuned": (
+        "tests/integration/test_fine_tuning.py::test_losses_and_the_saved_model_are_those_of_a_plain_loop"
+    ),
+    "dynapipe train --model DIR --data chats.jsonl --output tuned --lora --pp 2": (
+        "tests/integration/test_lora_command.py"
+        "::test_losses_and_the_saved_adapters_are_those_of_a_plain_loop_of_peft_on_any_ranks"
+    ),
+    "dynapipe train --model DIR --data chats.jsonl --output tuned --deepspeed ds_config.json --dp 2": (
+        "tests/integration/test_deepspeed_command.py"
+        "::test_losses_are_those_of_a_plain_loop_and_the_saved_model_is_the_trained_one"
+    ),
+    "dynapipe train --pieces auto": (
+        "tests/integration/test_pieces.py::test_a_run_in_pieces_has_the_losses_of_one_with_whole_samples"
+    ),
+    "torchrun $TORCHRUN_ARGUMENTS -m dynapipe_ext.megatron pretrain_gpt.py $ARGUMENTS [--dynapipe-…]": (
+        "tests/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
+    ),
     "dynapipe flops runs/latest": AS_IT_STANDS,
     "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": AS_IT_STANDS,
     "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": AS_IT_STANDS,
@@ -84,7 +109,7 @@ TESTED_COMMANDS = {
     " --lengths lengths.npy --write best.toml": ESTIMATED,
     "dynapipe train --config best.toml": ESTIMATED,
     "dynapipe profile --config mine.toml --out costs.json": PROFILED,
-    "dynapipe plan --costs costs.json": PROFILED,
+    "dynapipe plan --lengths lengths.npy --costs costs.json": PROFILED,
     "dynapipe convert SRC DST --to megatron --tp 2 --pp 2 --verify": CONVERTED,
     "dynapipe convert SRC DST --to hf": CONVERTED,
     "dynapipe collect-memory --model DIR --out records.jsonl": LEARNED,
@@ -107,31 +132,6 @@ TESTED_COMMANDS = {
         "tests/unit/test_nodes.py::test_the_slurm_script_starts_all_nodes_and_is_queued_again_once_all_have_saved"
     ),
 }
-
-
-def readme_commands(text: str) -> list[str]:
-    """Command lines of a Markdown text's ```bash blocks: continued lines joined, comments and blank lines left out.
-
-    >>> readme_commands("```bash\\nrun --a \\\\\\n  --b  # why\\n\\n# note\\n```\\n```python\\nx\\n```")
-    ['run --a --b']
-    """
-    commands = []
-    for block in re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            command = " ".join(re.sub(r"(^|\s)#.*", "", line).split())
-            if command:
-                commands.append(command)
-    return commands
-
-
-def table_commands(text: str) -> list[str]:
-    """Inline code of a Markdown text's tables that starts with `dynapipe` or `torchrun`.
-
-    >>> table_commands("| a | `dynapipe plan --x 1` (`--y`), `torchrun -m a` |\\n| `dynapipe` | and `dynapipeline b` |")
-    ['dynapipe plan --x 1', 'torchrun -m a']
-    """
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    return [command for row in rows for command in re.findall(r"`((?:dynapipe|torchrun) [^`]+)`", row)]
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +164,14 @@ def test_the_licence_is_the_whole_apache_licence(root: Path) -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-def test_every_command_of_the_readme_is_tested(root: Path) -> None:
-    text = (root / "README.md").read_text()
-    told = {*readme_commands(text), *table_commands(text)}
+def test_every_command_of_the_readme_and_its_guides_is_tested(root: Path) -> None:
+    """Those of blocks and tables; a command that tables name without arguments is none."""
+    pages = {page: text for page, text in all_pages(root).items() if page == "README.md" or "/docs/" in page}
+    pages.pop(".github/docs/configuration.md")
+    told = {command for text in pages.values() for command in (*readme_commands(text), *table_commands(text))}
+    told = {command for command in told if len(command.split()) > 2 or command in TESTED_COMMANDS} - NOT_RUN
     assert told - TESTED_COMMANDS.keys() == set(), "add each to TESTED_COMMANDS with the test that runs it"
-    assert TESTED_COMMANDS.keys() - told == set(), "the README has these no longer"
+    assert TESTED_COMMANDS.keys() - told == set(), "no page has these"
 
 
 def test_the_test_of_every_readme_command_exists(root: Path) -> None:

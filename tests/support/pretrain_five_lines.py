@@ -1,4 +1,4 @@
-"""A user's training script with the five lines of .github/MEGATRON.md: data of its own, which plans then cut.
+"""A user's training script with the five lines of .github/docs/megatron-lm.md: data of its own, which plans then cut.
 
 Run where Megatron-LM is first on the path; its samples are those of pretrain_padded.py.
 """

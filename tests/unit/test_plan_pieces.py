@@ -87,13 +87,13 @@ def test_a_plan_and_its_file_are_shown_with_the_piece_that_each_micro_batch_carr
     assert any(map(pieces_by_position, [replica.micro_batches for replica in proven.step_plan.batch.replicas]))
 
 
-def test_the_readme_and_its_picture_tell_what_the_bench_found(root: Path) -> None:
+def test_the_page_of_long_samples_and_its_picture_tell_what_the_bench_found(root: Path) -> None:
     rows = json.loads((root / "tests/bench/results/long.json").read_text())["rows"]
     (row,) = (row for row in rows if (row["model"], row["dp"], row["data"]) == ("llama-2-7b", 2, "tail"))
     whole, cut = f"{row['whole_over_floor']:.2f}", f"{row['over_floor']:.2f}"
     picture = (root / ".github" / "pieces.svg").read_text()
     assert re.findall(r"([\d.]+) × the bound", picture) == [whole, cut]
-    told = (root / "README.md").read_text()
+    told = (root / ".github/docs/long-samples.md").read_text()
     assert f"takes {cut} times that bound" in told
     assert f"in pieces, {whole} times whole" in told
     big = [row for row in rows if (row["model"], row["data"]) == ("llama-3-8b", "one")]

@@ -146,13 +146,18 @@ def test_impossible_times_are_refused(times: tuple[float, ...]) -> None:
         rank_costs((0, 1), 2, times)
 
 
-README_ROW = re.compile(r"\| `([^`]+)` \|[^|]*\| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|")
+PAGE_ROW = re.compile(r"\| `([^`]+)` \|[^|]*\| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|")
 
 
-def test_the_readme_lists_every_schedule_with_figures_that_are_true(root: Path) -> None:
+def test_the_page_of_plans_lists_every_schedule_with_figures_that_are_true(root: Path) -> None:
     """The search may do better than it says there, in steps of a tenth."""
-    part = (root / "README.md").read_text().partition("<!-- schedules:begin -->")[2].partition("<!-- schedules:end")[0]
-    told = {row[0]: [float(figure) for figure in row[1:]] for row in README_ROW.findall(part)}
+    part = (
+        (root / ".github/docs/plans.md")
+        .read_text()
+        .partition("<!-- schedules:begin -->")[2]
+        .partition("<!-- schedules:end")[0]
+    )
+    told = {row[0]: [float(figure) for figure in row[1:]] for row in PAGE_ROW.findall(part)}
     assert list(told) == [*PUBLISHED, *FOR_COSTS, "adaptive --split-backward"]
     for title, figures in told.items():
         found = []
