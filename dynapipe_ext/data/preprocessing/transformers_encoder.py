@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.data.preprocessing.answers import as_parts, training_template, with_text_arguments, writes_newline
 from dynapipe_ext.data.preprocessing.encoders import FORMAT, LibraryEncoder, Specials
-from dynapipe_ext.data.preprocessing.template_limits import template_limits
+from dynapipe_ext.data.preprocessing.template_limits import in_template_limits
 from dynapipe_ext.errors import ConfigError, DataError, install_advice
 
 _MOST_FILE_BYTES = 256 << 20
+_OTHER_PLACES = ("/dev/shm", "/tmp")
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".vocab")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what a template puts around the turns that carry loss
 _OF_PARTS = ("message['content'][0]['type']", "['content'][0]['text']")  # templates that read lists of parts alone
@@ -133,11 +136,11 @@ class FolderEncoder:
         for variant in (as_parts(messages) if of_parts else messages, with_text_arguments(messages)):
             # As transformers has it: many templates write the word None, but know of fields that are not there.
             chat = [{name: value for name, value in message.items() if value is not None} for message in variant]
+            render = partial(
+                render_jinja_template, conversations=[chat], tools=tools, chat_template=template, **choices, **special
+            )
             try:
-                with template_limits():
-                    (text,), spans = render_jinja_template(
-                        conversations=[chat], tools=tools, chat_template=template, **choices, **special
-                    )
+                (text,), spans = in_template_limits(render)
                 return str(text), [(int(start), int(stop)) for start, stop in (spans or [[]])[0]]
             except Exception as error:  # noqa: BLE001  (a template may raise anything)
                 refusal = refusal or error
@@ -166,7 +169,7 @@ class FolderEncoder:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> FolderEncoder:
         """The encoder that `as_json` described, from the files inside."""
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(prefix="dynapipe-tokenizer-", dir=_temporary_place()) as folder:
             for name, content in record["files"].items():
                 if Path(name).name != name:
                     raise DataError(f"a tokenizer has a file named {name!r}, which lies outside of its folder")
@@ -180,6 +183,15 @@ class FolderEncoder:
             specials=record["specials"],
             add_special_tokens=record["add_special_tokens"],
         )
+
+
+def _temporary_place() -> str:
+    """Where temporary files go. The working directory, which tempfile takes where it can write to no other place, is
+    the user's. Errors: DataError."""
+    for place in (tempfile.gettempdir(), *_OTHER_PLACES):
+        if os.access(place, os.W_OK | os.X_OK) and Path(place).resolve() != Path.cwd():
+            return place
+    raise DataError("no place for temporary files can be written to, and a tokenizer needs one: set TMPDIR to one")
 
 
 def load_folder(

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 from dynapipe_ext.data.preprocessing.encoder_loading import encoder_from_json
 from dynapipe_ext.data.preprocessing.inputs import Block
+from dynapipe_ext.data.preprocessing.template_limits import MEMORY_UNLIMITED
 from dynapipe_ext.data.preprocessing.workers import guarded
 from dynapipe_ext.errors import DynaPipeError
 
@@ -27,29 +28,34 @@ def main(arguments: list[str]) -> int:
     except (EOFError, OSError):
         return 0
     waiting: queue.SimpleQueue[Block] = queue.SimpleQueue()
-    # A thread takes blocks out of the socket. Otherwise both ends could wait for the other one to read. The thread also
-    # notices at once that the other end is gone.
-    threading.Thread(target=_receive, args=(connection, waiting), daemon=True).start()
-    try:
-        encoder = encoder_from_json(tokenizer)
-    except DynaPipeError as error:
-        while True:
-            waiting.get()
-            connection.send(type(error)(str(error)))
+    encoder, refusal, loading = None, None, threading.Lock()
+    with loading:
+        # A thread takes blocks out of the socket. Otherwise both ends could wait for the other one to read. The thread
+        # also notices at once that the other end is gone.
+        threading.Thread(target=_receive, args=(connection, waiting, loading), daemon=True).start()
+        try:
+            encoder = encoder_from_json(tokenizer)
+        except DynaPipeError as error:
+            refusal = type(error)(str(error))
     while True:
-        result = guarded(waiting.get(), settings, encoder)
+        block = waiting.get()
+        result = refusal if encoder is None else guarded(block, settings, encoder)
         try:
             connection.send(result)
         except OSError:
             return 0
 
 
-def _receive(connection: Connection, waiting: queue.SimpleQueue[Block]) -> None:
+def _receive(connection: Connection, waiting: queue.SimpleQueue[Block], loading: threading.Lock) -> None:
     while True:
         try:
-            waiting.put(connection.recv())
+            connection.poll(None)
+            with MEMORY_UNLIMITED:  # or a template that takes much would leave a block none
+                block = connection.recv()
+            waiting.put(block)
         except (EOFError, OSError):
-            os._exit(0)
+            with loading:  # which has a folder of its own to remove
+                os._exit(0)
 
 
 if __name__ == "__main__":
