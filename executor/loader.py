@@ -339,7 +339,11 @@ class DynaPipeDataLoader:
         with closing(items):
             for place in places:
                 asked_s = time.monotonic()
-                item = next(items)
+                try:
+                    item = next(items)
+                except Exception:
+                    self._show_plan(place)  # it is the first thing to look at
+                    raise
                 exposed_s = min(time.monotonic(), item.planned_s) - max(asked_s, item.plan_asked_s)
                 self.exposed_planning_s += max(0.0, exposed_s)
                 is_last = place.step + 1 == len(batches)
@@ -350,9 +354,13 @@ class DynaPipeDataLoader:
                 )
                 if self._channel is not None:
                     self._channel.reached(self._place)
-                if isinstance(self.planner, DumpingPlanner):
-                    self.planner.begins(place.global_step)
+                self._show_plan(place)
                 yield item.micro_batches, item.plan
+
+    def _show_plan(self, place: StepPosition) -> None:
+        """Of a step that is to run now, or would be, had it not failed."""
+        if isinstance(self.planner, DumpingPlanner):
+            self.planner.begins(place.global_step)
 
     def _read(self, place: StepPosition, batches: GlobalBatches, source: PlanSource) -> ReadStep:
         plan_asked_s = time.monotonic()

@@ -1,7 +1,7 @@
 """Every plan of a run on disk: what was planned, for which lengths and at what cost, to look at and to plan again.
 
 DIR/step-000012.json        the plan numbered 12 (from 0): lengths, micro-batches, schedules, predictions, trace
-DIR/.step-000013.json       one of a step that has not begun, gone once the run has ended
+DIR/.step-000013.json       one of a step ahead, gone once the run has ended: steps that ran or failed are shown
 DIR/planner-3f1c….json      the settings and costs that made it, by what they are
 """
 

@@ -311,6 +311,8 @@ def test_items_of_an_array_do_not_depend_on_how_it_is_read(data):
     [
         ("d.json", b'[{"text": "a"}, {"text": "b"', "item 2: the file ends within it"),
         ("d.json", b'[{"text": "a"},', "item 2: the file ends within it"),
+        ("d.json", b'[{"text": "a"},]', "item 2: the array ends after a comma"),
+        ("d.json", b'[{"text": "a"}, {"text": "b"} , \n ]', "item 3: the array ends after a comma"),
         ("d.json", b"[", "item 1: the file ends within it"),
         ("d.json", b'[{"text": "a"} {"text": "b"}]', "item 2: a comma is missing before it"),
         ("d.json", b'[{"text": "a"}] {"text": "b"}', "item 2: text follows the array"),

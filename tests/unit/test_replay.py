@@ -11,6 +11,7 @@ import pytest
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.plans.dump import DUMPED_PLANNER_FORMAT, DumpingPlanner, planner_file
@@ -183,6 +184,35 @@ def test_plans_of_steps_that_have_not_begun_are_not_shown_and_go_with_the_loader
                 break
         assert (tmp_path / ".step-000003.json").exists()
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith("planner-")} == shown
+
+
+def test_the_plan_of_a_step_that_fails_before_it_begins_stays_to_be_looked_at(tmp_path: Path) -> None:
+    class Unreadable(list[None]):
+        lengths = np.full(8, 20)
+
+        def __getitem__(self, index: Any) -> Any:
+            if planner.planned > 2:
+                raise OSError("a disk that fails")
+            return TokenSample(index, np.ones(21, np.int64), first_target=1)
+
+    class Planner(DumpingPlanner):
+        planned = 0
+
+        def plan(self, *args: Any, step: int, **options: Any) -> Any:
+            self.planned += 1
+            super().plan(SAMPLES, step=step + 1)  # as planners do that run ahead
+            return super().plan(*args, step=step, **options)
+
+    planner = Planner(replace(PLANNER, topology=Topology(pp=2)), tmp_path)
+    me = planner.topology.coordinates(0)
+    with (
+        pytest.raises(OSError, match="a disk that fails"),
+        DynaPipeDataLoader(Unreadable([None] * 8), planner, batch_size=2, coordinates=me) as loader,
+    ):
+        list(loader)
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith("planner-")} == {
+        f"step-{step:06d}.json" for step in range(3)
+    }
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

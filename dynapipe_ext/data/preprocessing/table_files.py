@@ -48,11 +48,13 @@ def array_items(file: Path, raw: IO[bytes], pieces: PieceReader) -> Iterator[tup
                     raise refused("no array begins here")
                 is_open, place = True, start + 1
                 continue
-            if number > 1 and start < len(text) and text[start] == ",":
+            if is_next := number > 1 and text[start : start + 1] == ",":
                 start = _after_space(text, start + 1)
             elif number > 1 and start < len(text) and text[start] != "]":
                 raise refused("a comma is missing before it")
             if text[start : start + 1] == "]":
+                if is_next:
+                    raise refused("the array ends after a comma")
                 if text[start + 1 :].strip() or any(rest.strip() for rest, _ in stream):
                     raise refused("text follows the array")
                 return
