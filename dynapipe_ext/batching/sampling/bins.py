@@ -13,6 +13,7 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
 CLOSED = np.int64(1) << 61  # above every load
+_CACHED = 1 << 15  # exchanges whose scores are found at a time: what a core's own cache holds of them
 
 
 def ascending(keys: IntArray) -> IntArray:
@@ -72,9 +73,37 @@ class Bins:
         by_block = (-1, self.num_bins)
         scale_c = 1.0 / np.maximum(self.load.reshape(by_block).mean(axis=1), 1e-9)[block]
         scale_t = 1.0 / np.maximum(self.filled.reshape(by_block).mean(axis=1), 1e-9)[block]
+        slot_a, slot_b = self.some_slots(a, number, slots), self.some_slots(b, number + 1, slots)
+        best, gain = np.empty(len(a), np.int64), np.empty(len(a), np.bool_)
+        chunk = max(1, _CACHED // (slot_a.shape[1] * slot_b.shape[1]))
+        for start in range(0, len(a), chunk):
+            some = slice(start, start + chunk)
+            own = a[some], b[some], slot_a[some], slot_b[some]
+            best[some], gain[some] = self._best_of(*own, scale_c[some], scale_t[some], self.weight[block[some]], cap)
+        helps = np.flatnonzero(gain)
+        if not len(helps):
+            return False
+        i, j = np.divmod(best[helps], slot_b.shape[1])
+        self.swap(a[helps], slot_a[helps, i], b[helps], slot_b[helps, j])
+        return True
+
+    def _best_of(
+        self,
+        a: IntArray,
+        b: IntArray,
+        slot_a: IntArray,
+        slot_b: IntArray,
+        scale_c: FloatArray,
+        scale_t: FloatArray,
+        weight: FloatArray,
+        cap: int,
+    ) -> tuple[IntArray, BoolArray]:
+        """Of each pair of bins the best exchange, by its number among those of the given slots, and whether it helps.
+
+        scale_c and scale_t, by pair: one over the means of costs and tokens.
+        """
         gap_c = (self.load[a] - self.load[b]) * scale_c
         gap_t = (self.filled[a] - self.filled[b]) * scale_t
-        slot_a, slot_b = self.some_slots(a, number, slots), self.some_slots(b, number + 1, slots)
         item_a, item_b = np.take_along_axis(self.slots[a], slot_a, 1), np.take_along_axis(self.slots[b], slot_b, 1)
 
         def differences(values: IntArray, scale: FloatArray, gap: FloatArray) -> FloatArray:
@@ -89,22 +118,16 @@ class Bins:
         most = (2 * np.maximum(np.maximum(self.filled[a], self.filled[b]), cap) - both + 0.5) * scale_t
         score = differences(self.cost, scale_c, gap_c)
         np.multiply(score, score, out=score)
-        allowed = np.abs(off_t) <= most[:, None, None]
+        above = np.abs(off_t) > most[:, None, None]
         np.multiply(off_t, off_t, out=off_t)
-        weight = self.weight[block]
         off_t *= weight[:, None, None]
         score += off_t
-        score[~allowed] = np.inf
+        np.copyto(score, np.inf, where=above)
         self.keep_last(score, a, b, item_a, item_b)
         score = score.reshape(len(a), -1)
         best = score.argmin(axis=1)
-        pair = np.arange(len(a))
-        helps = pair[score[pair, best] < (gap_c**2 + weight * gap_t**2) * (1 - 1e-9) - 1e-18]
-        if not len(helps):
-            return False
-        i, j = np.divmod(best[helps], slot_b.shape[1])
-        self.swap(a[helps], slot_a[helps, i], b[helps], slot_b[helps, j])
-        return True
+        least = score[np.arange(len(a)), best]
+        return best, least < (gap_c**2 + weight * gap_t**2) * (1 - 1e-9) - 1e-18
 
     def keep_last(self, score: FloatArray, a: IntArray, b: IntArray, item_a: IntArray, item_b: IntArray) -> None:
         """Rule out exchanges, (pairs, tried of a, tried of b), that would take a bin's only sample for none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from dynapipe_ext.batching.sampling.bins import Bins
 from dynapipe_ext.batching.sampling.fill import Steps, place_rest
 from dynapipe_ext.costs.model import IntArray
 
+_SIDE_BY_SIDE = 32  # runs from which on they are dealt together
 _BY_BOUND = 256  # samples of a run from which on a bound is worth its time
 _ROUNDS = 48  # of exchanges within steps
 _SLOTS = 16  # samples of a bin tried in each
@@ -75,29 +77,43 @@ def packed_runs(tokens: IntArray, costs: IntArray, ends: list[int], *, num_ranks
 
     What fits nowhere makes one step more, for which bins of several samples give some; it is left where they cannot.
     """
-    places, counts, start = list[int](), list[int](), 0
-    for end in ends:
-        bins = list[list[int]]([[] for _ in range(num_ranks)])
-        loads = [(0, rank) for rank in range(num_ranks)]
-        order = start + np.argsort(-tokens[start:end], kind="stable")
-        for place, length in zip(order.tolist(), tokens[order].tolist(), strict=True):
-            load, rank = loads[0]
-            bins[rank].append(place)
-            heapq.heapreplace(loads, (load + length, rank))
-        places += [place for held in bins for place in held]
-        counts += [len(held) for held in bins]
-        start = end
-    work = Bins.gather(
-        np.array(places, np.int64), np.array(counts, np.int64), tokens, costs, num_ranks, np.full(len(ends), _LIGHT)
-    )
+    places, counts = _longest_first(tokens, ends, num_ranks)
+    work = Bins.gather(places, counts, tokens, costs, num_ranks, np.full(len(ends), _LIGHT))
     if num_ranks > 1:
         for number in range(_ROUNDS):
             if not work.exchange(number, _SLOTS, cap) and number >= 2 * num_ranks:
                 break
     held, bin_counts, _ = work.contents()
     starts = np.concatenate([[0], np.cumsum(bin_counts)]).astype(np.int64)
-    steps = place_rest(Steps(held, starts, np.arange(start, len(tokens), dtype=np.int64)), tokens, cap=cap)
+    behind = np.arange(len(places), len(tokens), dtype=np.int64)
+    steps = place_rest(Steps(held, starts, behind), tokens, cap=cap)
     return _one_more(steps, num_ranks) if len(steps.left) else steps
+
+
+def _longest_first(tokens: IntArray, ends: list[int], num_ranks: int) -> tuple[IntArray, IntArray]:
+    """Places bin by bin, and how many each has, shape (steps * num_ranks,): each run dealt longest first, a place to
+    the emptiest bin, the first of several. All runs go side by side, a place of each at a time."""
+    bounds = np.array([0, *ends], np.int64)
+    sizes = np.diff(bounds)
+    order = np.lexsort((-tokens[: bounds[-1]], np.repeat(np.arange(len(sizes)), sizes)))
+    by_size = np.argsort(-sizes, kind="stable")  # runs that have a next place come first
+    bin_of = np.empty(len(order), np.int64)
+    if len(sizes) < _SIDE_BY_SIDE:
+        for run, (start, end) in enumerate(itertools.pairwise(bounds.tolist())):
+            heap = [(0, bin_) for bin_ in range(run * num_ranks, (run + 1) * num_ranks)]
+            for place, length in enumerate(tokens[order[start:end]].tolist(), start):
+                load, bin_of[place] = heap[0]
+                heapq.heapreplace(heap, (load + length, int(bin_of[place])))
+    else:
+        loads = np.zeros((len(sizes), num_ranks), np.int64)
+        num_left = np.searchsorted(-sizes[by_size], -np.arange(sizes.max()), side="left")
+        for number, runs in enumerate(num_left.tolist()):
+            places = bounds[by_size[:runs]] + number
+            bins = loads[:runs].argmin(axis=1)
+            loads[np.arange(runs), bins] += tokens[order[places]]
+            bin_of[places] = by_size[:runs] * num_ranks + bins
+    counts = np.bincount(bin_of, minlength=len(sizes) * num_ranks)
+    return order[np.argsort(bin_of, kind="stable")], counts
 
 
 def _one_more(steps: Steps, num_ranks: int) -> Steps:

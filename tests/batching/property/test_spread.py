@@ -1,6 +1,8 @@
 """Every sample once in an epoch: no more steps than multipack, no costlier than the default, as alike in length."""
 
+import heapq
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batching.sampling import bins
+from dynapipe_ext.batching.sampling import packed_runs as runs
 from dynapipe_ext.batching.sampling.composition import length_variation
 from dynapipe_ext.batching.sampling.packed_runs import fewest_steps, packed_runs, run_ends
 from dynapipe_ext.batching.sampling.samplers import DistributedTokenBatchSampler, quadratic_costs
@@ -111,6 +115,42 @@ def test_runs_end_where_multipacks_do_and_their_steps_keep_every_sample_and_the_
     assert np.add.reduceat(tokens[packed.places], packed.starts[:-1]).max() <= cap
     assert np.diff(packed.starts).min() >= 1
     assert len(packed.starts) - 1 in (steps * num_ranks, (steps + 1) * num_ranks)
+
+
+def longest_first(tokens: Any, ends: list[int], num_ranks: int) -> list[list[int]]:
+    """The places of each bin of each run, one heap a run: a place goes to the emptiest bin, the first of several."""
+    all_bins = []
+    for start, end in pairwise([0, *ends]):
+        bins = list[list[int]]([[] for _ in range(num_ranks)])
+        heap = [(0, rank) for rank in range(num_ranks)]
+        for place in sorted(range(start, end), key=lambda place: (-tokens[place], place)):
+            load, rank = heap[0]
+            bins[rank].append(place)
+            heapq.heapreplace(heap, (load + tokens[place], rank))
+        all_bins += bins
+    return all_bins
+
+
+@settings(max_examples=40)
+@given(epochs(), st.integers(1, 400), st.booleans())
+def test_runs_side_by_side_and_exchanges_in_parts_give_what_they_give_one_by_one(
+    epoch: tuple[Any, int, int], cached: int, is_heavy: bool
+) -> None:
+    lengths, num_ranks, cap = epoch
+    tokens = lengths[permutation(len(lengths), seed=1, epoch=0)]
+    ends = run_ends(tokens, num_ranks=num_ranks, cap=cap, most=len(tokens) + 1)
+    assert ends is not None
+    wanted = longest_first(tokens.tolist(), ends, num_ranks)
+    steps = []
+    for side_by_side, most in ((0, cached), (len(tokens) + 1, 1 << 40)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(runs, "_SIDE_BY_SIDE", side_by_side)
+            patch.setattr(bins, "_CACHED", most)
+            places, counts = runs._longest_first(tokens, ends, num_ranks)
+            assert [one.tolist() for one in np.split(places, np.cumsum(counts)[:-1])] == wanted
+            steps.append(packed_runs(tokens, tokens ** (1 + is_heavy), ends, num_ranks=num_ranks, cap=cap))
+    assert [steps[0].places.tolist(), steps[0].starts.tolist()] == [steps[1].places.tolist(), steps[1].starts.tolist()]
+    assert steps[0].left.tolist() == steps[1].left.tolist()
 
 
 @pytest.mark.parametrize(
