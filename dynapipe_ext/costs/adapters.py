@@ -7,7 +7,7 @@ import numpy as np
 from dynapipe_ext.batch.topology import Topology, ZeroStage
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted
 from dynapipe_ext.costs.model import CostModel, IntArray
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, parameters_per_stage, state_bytes
+from dynapipe_ext.costs.states import ADAM_MOMENTS, BYTES_PER_PARAMETER, StateRecipe, parameters_per_stage, state_bytes
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.settings.tables import LoraSettings
 
@@ -27,6 +27,7 @@ def adapter_costs(
     recipe: StateRecipe,
     zero_stage: ZeroStage = 0,
     exact_sums: bool = False,
+    num_moments: int = ADAM_MOMENTS,
 ) -> AdjustedCosts:
     """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
 
@@ -47,6 +48,7 @@ def adapter_costs(
         frozen_parameters=frozen,
         exact_sums=exact_sums,
         offload=base.facts.offload,
+        num_moments=num_moments,
     ).total
     value_bytes, _, _ = BYTES_PER_PARAMETER[recipe]
     inputs = sum(layer.num_inputs for layer in lora.described or ())

@@ -35,6 +35,7 @@ from dynapipe_ext.costs.model import (
 )
 from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.costs.states import (
+    ADAM_MOMENTS,
     BYTES_PER_PARAMETER,
     StateBytes,
     StateRecipe,
@@ -44,7 +45,7 @@ from dynapipe_ext.costs.states import (
     states_of_stages,
 )
 from dynapipe_ext.costs.tokens import carried_start, count_positions, topology_from_json, topology_to_json
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, PlanError, check_integer
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
 
 
@@ -81,8 +82,8 @@ class AnalyticCosts:
     Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts'
     states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
     `zero_stage` 1. From stage 2 on the largest unreduced unit (a layer, an embedding) adds its gradients to
-    `working_bytes`, at stage 3 its gathered weights too. `exact_sums` are deterministic mode's; what `offload`
-    leaves on the host is not counted.
+    `working_bytes`, at stage 3 its gathered weights too. `exact_sums` are deterministic mode's, `num_moments` the
+    optimizer's of each parameter; what `offload` leaves on the host is not counted.
 
     Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
     """
@@ -111,6 +112,7 @@ class AnalyticCosts:
     capacity_factor: float = 0.0
     exact_sums: bool = False
     offload: Offload = "none"
+    num_moments: int = ADAM_MOMENTS
 
     def __post_init__(self) -> None:
         checked_topology(self.architecture, self.topology, self.ep)
@@ -129,6 +131,7 @@ class AnalyticCosts:
                 f"capacity_factor is {self.capacity_factor} with num_experts {self.architecture.num_experts}: it must"
                 " be finite, at least 0, and 0 without experts"
             )
+        check_integer("num_moments", self.num_moments, least=0, most=8)
         if self.activation_bytes_per_value not in (2, 4) or self.param_bytes not in (2, 4):
             raise ConfigError(
                 f"values of {self.activation_bytes_per_value} and parameters of {self.param_bytes} bytes: give 2 or 4"
@@ -375,8 +378,8 @@ class AnalyticCosts:
         return max(self.zero_stage, int(self.distributed_optimizer))
 
     def static_parts(self) -> StateBytes:
-        """Weights, gradients and Adam states of one rank of every stage."""
-        options = (self._recipe, self._zero_stage, self.exact_sums, self.offload)
+        """Weights, gradients and optimizer states of one rank of every stage."""
+        options = (self._recipe, self._zero_stage, self.exact_sums, self.offload, self.num_moments)
         return states_of_stages(self.architecture, self.topology, self.ep, *options)
 
     def static_bytes(self) -> IntArray:
@@ -395,7 +398,7 @@ class AnalyticCosts:
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        usual = (("exact_sums", False), ("offload", "none"), ("head_slice", 0))
+        usual = (("exact_sums", False), ("offload", "none"), ("head_slice", 0), ("num_moments", ADAM_MOMENTS))
         own = dict(item for item in asdict(self).items() if item not in usual)
         return {"kind": "analytic", **own, **described}
 

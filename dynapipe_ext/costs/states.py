@@ -20,6 +20,7 @@ StateRecipe = Literal["megatron", "mixed", "fp32", "deepspeed"]
 RECIPES: tuple[StateRecipe, ...] = get_args(StateRecipe)
 # Bytes of one parameter's weight, gradient and optimizer states (Adam's two moments, 8, and 4 for an fp32 master of
 # 16-bit weights), undivided.
+ADAM_MOMENTS, MOMENT_BYTES = 2, 4
 BYTES_PER_PARAMETER: Mapping[StateRecipe, tuple[int, int, int]] = {
     "megatron": (2, 4, 12),  # gradients accumulate in fp32: 18 in all
     "mixed": (2, 2, 12),  # 16 in all (Rajbhandari et al. 2020, sec. 3.1)
@@ -73,6 +74,7 @@ def state_bytes(
     frozen_parameters: int | IntArray = 0,
     exact_sums: bool = False,
     offload: Offload = "none",
+    num_moments: int = ADAM_MOMENTS,
 ) -> StateBytes:
     """States on the device of one rank with `parameters` in all (of every stage, if an array) and `dp` replicas.
 
@@ -81,6 +83,7 @@ def state_bytes(
     its peak, so its estimator counts 4 + 16 / dp; its stage 3 keeps 16-bit gradients of the gathered layer only, 18 /
     dp. At stage 3 the weights and gradients of `gathered_parameters`, those whole while one layer runs, come on top;
     `frozen_parameters` beside the others are weights alone; `exact_sums` of gradients come on top of these, whole.
+    `num_moments` an optimizer keeps of each parameter.
 
     What is offloaded lies on the host (Ren et al. 2021, sec. 4): "optimizer" its states, and from stage 2 on the
     gradients, which leave the device as they are reduced; "weights" (ZeRO-Infinity, stage 3) those; "all" both. What is
@@ -98,6 +101,7 @@ def state_bytes(
     if (count < 0).any() or (gathered < 0).any():
         raise ConfigError(f"parameters {count.min()} or gathered parameters {gathered.min()} cannot be negative")
     per_weight, per_gradient, per_optimizer = BYTES_PER_PARAMETER[recipe]
+    per_optimizer += MOMENT_BYTES * (num_moments - ADAM_MOMENTS)
 
     def share(num_bytes: IntArray, *, divided: bool) -> IntArray:
         result: IntArray = -(-num_bytes // dp) if divided else num_bytes
@@ -198,9 +202,10 @@ def states_of_stages(
     zero_stage: int,
     exact_sums: bool,
     offload: Offload,
+    num_moments: int,
 ) -> StateBytes:
     """`state_bytes` of one rank of every stage: experts' states are divided over the replicas that hold the same."""
     common, experts = replica_and_expert_parameters(architecture, topology, ep)
     dp = topology.dp
-    options: Any = {"zero_stage": zero_stage, "exact_sums": exact_sums, "offload": offload}
+    options: Any = {"zero_stage": zero_stage, "exact_sums": exact_sums, "offload": offload, "num_moments": num_moments}
     return state_bytes(common, recipe, dp=dp, **options) + state_bytes(experts, recipe, dp=dp // ep, **options)

@@ -11,6 +11,7 @@ from dynapipe_ext.batch.topology import Offload, PlacementName, ZeroStage
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import Backend
 from dynapipe_ext.settings.declared import setting, with_default
+from dynapipe_ext.settings.deepspeed_keys import moments_of
 from dynapipe_ext.settings.flag_values import betas, dtype, number_or_word, numbers
 from dynapipe_ext.settings.plan_rules import PlanRules
 
@@ -281,6 +282,12 @@ class DeepSpeedSettings:
         if not self.offloads_optimizer or self._zero["offload_optimizer"].get("ratio", 1.0) != 1.0:
             return "weights" if weights else "none"
         return "all" if weights else "optimizer"
+
+    @property
+    def num_moments(self) -> int:
+        """Values that the optimizer keeps of each parameter. Adam's, where no file names another that is known."""
+        section = (self.described or {}).get("optimizer", {})
+        return moments_of(str(section.get("type", "AdamW")), section.get("params", {}))
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -8,10 +8,10 @@ import re
 import shutil
 from pathlib import Path
 
+from dynapipe_ext.costs.states import MOMENT_BYTES
 from dynapipe_ext.errors import FORBIDDEN, NO_ROOM, format_bytes
 
 AUTO_SAVE_S = 600.0  # between saves that nobody asked for
-_BYTES_OF_STATES = 8  # Adam's two moments of a parameter
 _MASTER_BYTES = 4  # of a 16-bit weight
 # Where nothing can be written, now or at another start.
 _LASTING = (*NO_ROOM, *FORBIDDEN)
@@ -19,10 +19,11 @@ _RUSTS_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors'
 _PROBE_BYTES = 1 << 16
 
 
-def bytes_of_checkpoint(num_trained: int, dtype: str) -> int:
-    """Of so many parameters with the states of their optimizer; `dtype` is torch's name of the weights'."""
+def bytes_of_checkpoint(num_trained: int, dtype: str, num_moments: int) -> int:
+    """Of so many parameters with the moments that their optimizer keeps of each; `dtype` is torch's name of the
+    weights'."""
     weight_bytes = 4 if dtype == "float32" else 2 + _MASTER_BYTES
-    return num_trained * (weight_bytes + _BYTES_OF_STATES)
+    return num_trained * (weight_bytes + MOMENT_BYTES * num_moments)
 
 
 def free_disk_bytes(place: Path) -> int:

@@ -31,6 +31,7 @@ from dynapipe_ext.batch.topology import (
     placement_of,
 )
 from dynapipe_ext.costs.adapters import adapter_costs
+from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
@@ -202,7 +203,7 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
     if not costs.facts.has_decoder:
         settled |= {"zero_stage": config.deepspeed.zero_stage, "offload": config.deepspeed.offload, "ep": 1}
         if config.deepspeed.config:
-            settled["state_recipe"] = "deepspeed"
+            settled |= {"state_recipe": "deepspeed", "num_moments": config.deepspeed.num_moments}
     return replace(costs, **settled)
 
 
@@ -213,7 +214,9 @@ def can_slice_head(config: TrainConfig) -> bool:
 
 
 def planned_kinds(config: TrainConfig, costs: CostModel) -> tuple[Recompute, ...]:
-    """The kinds of recomputation under which a run may plan whole samples."""
+    """The kinds of recomputation under which a run may plan whole samples; forwards alone have none."""
+    if costs.facts.forwards_alone:
+        return ("none",)
     if config.plan.recompute != "auto":
         return (config.plan.recompute,)
     return (*LAYER_RECOMPUTES, *(with_sliced_head(LAYER_RECOMPUTES) if costs.facts.slices_head else ()))
@@ -226,7 +229,14 @@ def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> 
         return costs.with_exact_sums(BYTES_PER_PARAMETER[recipe][0]) if exact_sums else costs
     architecture, zero_stage = model.described.padded(), config.deepspeed.zero_stage
     return adapter_costs(
-        costs, config.lora, architecture, topology, recipe=recipe, zero_stage=zero_stage, exact_sums=exact_sums
+        costs,
+        config.lora,
+        architecture,
+        topology,
+        recipe=recipe,
+        zero_stage=zero_stage,
+        exact_sums=exact_sums,
+        num_moments=config.deepspeed.num_moments,
     )
 
 
@@ -252,8 +262,11 @@ def settled_steps(config: TrainConfig, lengths: LengthArray) -> TrainConfig:
     return replace(config, run=replace(config.run, steps=max(1, steps), epochs=0.0))
 
 
-def check_batches(config: TrainConfig, lengths: LengthArray) -> None:
-    """Refuse a sample over the token budget before anything is started. Errors: DataError naming it."""
+def check_batches(config: TrainConfig, lengths: LengthArray, *, forwards_alone: bool = False) -> None:
+    """Refuse a sample over the token budget, which is that of evaluation, too, before anything is started.
+
+    Errors: DataError naming it.
+    """
     global_batches(config, lengths, 0, drop_last=False)
 
 
@@ -273,14 +286,21 @@ def global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, dro
 LimitOf = Callable[[int], int]
 
 
-def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray, limit_of: LimitOf | None = None) -> None:
-    """Refuse a sample that fits no micro-batch or no rank even alone, before the launch. `limit_of`: what each of so
-    many ranks may hold, where that is not the settings' limit alone.
+def check_fits(
+    config: TrainConfig,
+    costs: CostModel,
+    lengths: LengthArray,
+    limit_of: LimitOf | None = None,
+    *,
+    forwards_alone: bool = False,
+) -> None:
+    """Refuse a sample that fits no micro-batch or no rank even alone, before the launch; of samples that are evaluated
+    `forwards_alone` run. `limit_of`: what each of so many ranks may hold, where that is not the settings' limit alone.
 
     Errors: PlanError naming the longest such sample, of a pair's both sides or of either; with pieces, what their plan
     of it says.
     """
-    if config.plan.pieces != "off":
+    if config.plan.pieces != "off" and not forwards_alone:
         alone = sample_lengths(lengths, [int(np.argmax(lengths[:, 0]))])
         replace(make_planner(config, costs), effort=0).plan(alone)
         return
@@ -288,31 +308,38 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray, limi
     sides = lengths[:, 0] + lengths[:, 1], lengths[:, 0], lengths[:, 1]
     for longest in dict.fromkeys(int(np.argmax(side)) for side in sides):
         (sample,) = sample_lengths(lengths, [longest])
-        _check_alone(config, costs, sample, limit_of or (lambda _: config.plan.memory_limit_bytes))
+        limit = limit_of or (lambda _: config.plan.memory_limit_bytes)
+        _check_alone(config, costs, sample, limit, forwards_alone=forwards_alone)
 
 
-def _check_alone(config: TrainConfig, costs: CostModel, sample: SampleLength, limit_of: LimitOf) -> None:
+def _check_alone(
+    config: TrainConfig, costs: CostModel, sample: SampleLength, limit_of: LimitOf, *, forwards_alone: bool
+) -> None:
     """Refuse a sample that no rank can hold. Errors: PlanError."""
     plan, limit = config.plan, config.plan.memory_limit_bytes
     try:
-        num_bytes, rank = _bytes_alone(config, costs, sample)
+        num_bytes, rank = _bytes_alone(config, costs, sample, forwards_alone=forwards_alone)
     except PlanError as error:
         raise PlanError(f"sample {sample.index} with {sample.tokens} tokens cannot be priced: {error}") from None
     if num_bytes > limit:
+        fitting = _what_fits(config, costs, sample, limit_of, forwards_alone=forwards_alone)
         raise PlanError(
             f"sample {sample.index} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone,"
             f" but memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it,"
-            f" {_what_fits(config, costs, sample, limit_of)}, or lower max_seq_len with --truncate"
+            f" {fitting}, or lower max_seq_len with --truncate"
         )
 
 
-def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) -> tuple[int, int]:
+def _bytes_alone(
+    config: TrainConfig, costs: CostModel, sample: SampleLength, *, forwards_alone: bool
+) -> tuple[int, int]:
     """What a sample alone needs on the fullest pipeline rank, and which that is, recomputed as far as the plan may.
 
     Errors: PlanError for a kind of recomputation that was not measured, or a shape outside of the table.
     """
     plan, topology = config.plan, topology_of(config)
     costs = trained_costs(config, costs, topology)
+    costs = adjusted(costs, ForwardsAlone()) if forwards_alone else costs
     needs: list[tuple[int, int]] = []
     refusal: PlanError | None = None
     for kind in planned_kinds(config, costs):
@@ -331,7 +358,9 @@ def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) ->
     return min(needs)
 
 
-def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength, limit_of: LimitOf) -> str:
+def _what_fits(
+    config: TrainConfig, costs: CostModel, sample: SampleLength, limit_of: LimitOf, *, forwards_alone: bool
+) -> str:
     """The fewest ranks that a sample fits on, as advice; of as many, those of the least tp."""
     linear = replace(config.topology, placement="linear", stages_per_rank=0, layers_per_stage=())
     for num_ranks in (2, 4, 8, 16, 32, 64, 128, 256):
@@ -339,7 +368,7 @@ def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength, limi
             try:
                 at = replace(config, topology=replace(linear, **degrees))
                 placed = costs.over(topology_of(at))[0]
-                num_bytes, _ = _bytes_alone(at, placed, sample)
+                num_bytes, _ = _bytes_alone(at, placed, sample, forwards_alone=forwards_alone)
             except (ConfigError, PlanError):  # sizes that this topology does not divide, costs of another one
                 continue
             if num_bytes <= limit_of(num_ranks):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import LengthArray, MicroBatch, SampleLength, sample_lengths
+from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import ConfigError, PlanError, format_bytes
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
@@ -72,6 +73,15 @@ class _Need:
 
 
 @dataclass(frozen=True, slots=True)
+class _Load:
+    """What a model is counted with: a micro-batch of this sample, trained or evaluated, and the ids of the data."""
+
+    sample: SampleLength
+    vocab_size: int
+    forwards_alone: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Want:
     """What ranks here take of the fullest device or of the host, and how much there is."""
 
@@ -85,18 +95,27 @@ class _Want:
         return self.needed_bytes <= self.held_bytes
 
 
-def refuse_no_room(config: TrainConfig, place: Place, lengths: LengthArray | None = None, vocab_size: int = 1) -> None:
+def refuse_no_room(
+    config: TrainConfig,
+    place: Place,
+    lengths: LengthArray | None = None,
+    *,
+    vocab_size: int = 1,
+    forwards_alone: bool = False,
+) -> None:
     """Errors: PlanError where the job cannot fit; with `lengths` of the data, the longest sample counts, too, else
-    states alone. A model in sizes of its own has as many ids as the data say, `vocab_size`."""
+    states alone; of samples that are evaluated `forwards_alone` run. A model in sizes of its own has as many ids as the
+    data say, `vocab_size`."""
     if place.room.has_unknown_devices:
         return  # what they hold is known once ranks have them
     sample = _SHORTEST
-    if lengths is not None and config.plan.pieces == "off":
+    if lengths is not None and (forwards_alone or config.plan.pieces == "off"):
         (sample,) = sample_lengths(lengths, [int(np.argmax(lengths[:, 0] + lengths[:, 1]))])
-    for want in _wants(config, place, sample, vocab_size, factor=1):
+    load = _Load(sample, vocab_size, forwards_alone)
+    for want in _wants(config, place, load, factor=1):
         if want.fits:
             continue
-        ways = list(_ways(config, place, sample, vocab_size))
+        ways = list(_ways(config, place, load))
         named = config.model.architecture or "CONFIG.json"
         elsewhere = f"`dynapipe estimate --model {named}` says what other machines need"
         advice = f"here fits {'; or '.join(ways)}; {elsewhere}" if ways else f"nothing would fit here: {elsewhere}"
@@ -106,18 +125,18 @@ def refuse_no_room(config: TrainConfig, place: Place, lengths: LengthArray | Non
         )
 
 
-def _wants(config: TrainConfig, place: Place, sample: SampleLength, vocab_size: int, *, factor: int) -> Iterator[_Want]:
+def _wants(config: TrainConfig, place: Place, load: _Load, *, factor: int) -> Iterator[_Want]:
     """What must fit, each with what there is. Activations count `factor` times."""
     topology, devices = topology_of(config), place.room.device_bytes
-    need = _need(config, sample, vocab_size, has_devices=bool(devices))
+    need = _need(config, load, has_devices=bool(devices))
     micro_batch = factor * need.micro_batch
     num_ranks = place.num_ranks_of(topology.world_size)
     of_rank = [topology.coordinates(rank) for rank in range(num_ranks)]
     held = sum(int(need.states[one.pp_rank]) for one in of_rank)
     first = sum(int(micro_batch[one.pp_rank]) for one in of_rank if one.dp_rank == 0)
     states, beside = "weights, gradients and optimizer states", ""
-    if sample is not _SHORTEST:
-        beside = f" and a micro-batch of the longest sample ({counted(sample.tokens, 'token')})"
+    if load.sample is not _SHORTEST:
+        beside = f" and a micro-batch of the longest sample ({counted(load.sample.tokens, 'token')})"
     ranks = f"{counted(num_ranks, 'rank')} here"
     if not devices:
         yield _Want(f"{states} of {ranks}{beside}", held + first, place.room.free_bytes, "are free here")
@@ -131,18 +150,19 @@ def _wants(config: TrainConfig, place: Place, sample: SampleLength, vocab_size: 
     yield _Want(f"offloaded states of {ranks}", offloaded, place.room.free_bytes, "are free on this host")
 
 
-def _need(config: TrainConfig, sample: SampleLength, vocab_size: int, *, has_devices: bool) -> _Need:
+def _need(config: TrainConfig, load: _Load, *, has_devices: bool) -> _Need:
     """Errors: ConfigError for settings of another model or topology, PlanError for what cannot be priced."""
-    topology, architecture = topology_of(config), architecture_of(config, vocab_size)
+    topology, architecture, sample = topology_of(config), architecture_of(config, load.vocab_size), load.sample
     counted_costs = analytic_costs(config, architecture, flops_per_s=1e12, overhead_ns=0)
     on_host = trained_costs(config, kept_on_host(counted_costs), topology)
     costs = trained_costs(config, counted_costs, topology) if has_devices else on_host
+    if load.forwards_alone:
+        on_host, costs = adjusted(on_host, ForwardsAlone()), adjusted(costs, ForwardsAlone())
     if architecture.num_decoder_layers:
         sample = replace(sample, decoder=max(1, sample.decoder))
-    kinds = planned_kinds(config, counted_costs)
     of_ranks = [list(topology.stages_of(rank)) for rank in range(topology.pp)]
     micro_batches = []
-    for kind in kinds:
+    for kind in planned_kinds(config, costs):
         alone = [MicroBatch((sample,), config.plan.layout, kind, pad_multiple=config.plan.pad_multiple)]
         priced, everything = costs.evaluate(alone), on_host.evaluate(alone)
         states = np.array([priced.static_bytes[stages].sum() for stages in of_ranks])
@@ -153,7 +173,7 @@ def _need(config: TrainConfig, sample: SampleLength, vocab_size: int, *, has_dev
     return _Need(states=states, on_host=moved, micro_batch=least)
 
 
-def _ways(config: TrainConfig, place: Place, sample: SampleLength, vocab_size: int) -> Iterator[str]:
+def _ways(config: TrainConfig, place: Place, load: _Load) -> Iterator[str]:
     """Flags under which the job fits here, with what the fullest device or the host then holds: the first way that
     trains all weights, and the first with adapters."""
     for adapts in (True,) if config.lora.enabled else (False, True):
@@ -161,10 +181,10 @@ def _ways(config: TrainConfig, place: Place, sample: SampleLength, vocab_size: i
             try:
                 candidate = changed()
                 _refuse_what_cannot_be(candidate)
-                wants = list(_wants(candidate, place, sample, vocab_size, factor=_MOST_ACTIVATIONS))
+                wants = list(_wants(candidate, place, load, factor=_MOST_ACTIVATIONS))
             except (ConfigError, PlanError):  # settings that do not go together, or sizes that do not divide
                 continue
-            if all(want.fits for want in wants) and _within_limit(candidate, place, sample, vocab_size):
+            if all(want.fits for want in wants) and _within_limit(candidate, place, load):
                 yield f"{flags} ({format_bytes(wants[0].needed_bytes)})"
                 break
 
@@ -174,9 +194,9 @@ def _refuse_what_cannot_be(config: TrainConfig) -> None:
     variants(config, compare=False)
 
 
-def _within_limit(config: TrainConfig, place: Place, sample: SampleLength, vocab_size: int) -> bool:
+def _within_limit(config: TrainConfig, place: Place, load: _Load) -> bool:
     """Whether plans have room."""
-    need = _need(config, sample, vocab_size, has_devices=bool(place.room.device_bytes))
+    need = _need(config, load, has_devices=bool(place.room.device_bytes))
     most = int((need.states + _MOST_ACTIVATIONS * need.micro_batch).max())
     return most <= place.limit_bytes(config, topology_of(config).world_size)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import LengthArray, as_length_array
+from dynapipe_ext.batch.micro_batches import as_length_array
 from dynapipe_ext.data.batches import array_digest
 from dynapipe_ext.data.dataset import (
     TokenDataset,
@@ -347,13 +347,14 @@ def data_lines(data: RunData) -> list[str]:
     return lines
 
 
-def check_data(data: RunData, check: Callable[[LengthArray], None]) -> None:
-    """`check` the lengths of both parts; an error about held-out samples says that it is."""
-    check(data.train.lengths)
+def check_data(data: RunData, check: Callable[..., None]) -> None:
+    """`check(lengths, forwards_alone=…)` of both parts, of which the one held out is evaluated by forwards alone; an
+    error about held-out samples says that it is."""
+    check(data.train.lengths, forwards_alone=False)
     if data.held_out is None:
         return
     try:
-        check(data.held_out.lengths)
+        check(data.held_out.lengths, forwards_alone=True)
     except DynaPipeError as error:
         raise type(error)(f"[eval] of the held-out data, {error}") from error
 

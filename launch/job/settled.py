@@ -246,7 +246,7 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
     assert request.keys is not None
     config, data = _settled_data(request, console)
     vocab_size, place = data.whole.vocab_size, machine.place()
-    check_data(data, lambda lengths: refuse_no_room(config, place, lengths, vocab_size))
+    check_data(data, partial(refuse_no_room, config, place, vocab_size=vocab_size))
     has_costs = config.plan.costs or request.resumed is not None
     costs = settle_costs(config, vocab_size, resumed_costs(request.resumed)) if has_costs else None
     num_cores = machine.num_cores()
@@ -257,7 +257,7 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
     if trials:
         show(trials_table(trials), console=console)
     limit_of = partial(place.limit_bytes, config)
-    check_data(data, lambda lengths: check_fits(planning.config, planning.costs, lengths, limit_of))
+    check_data(data, partial(check_fits, planning.config, planning.costs, limit_of=limit_of))
     console.print(ranks_line(planning.topology), soft_wrap=True)
     return SettledJob(
         planning=planning,
@@ -282,7 +282,7 @@ def _settled_data(request: JobRequest, console: Console) -> tuple[TrainConfig, R
         console.print("\n".join(shown_forms(config)), markup=False, soft_wrap=True)
     show_samples(data.whole, request.num_shown, console)
     refuse_pieces(config, data, compare=request.compare)
-    check_data(data, lambda lengths: check_batches(config, lengths))
+    check_data(data, partial(check_batches, config))
     config = settled_steps(config, data.train.lengths)
     if request.resumed is not None:
         refuse_done(request.resumed, config)

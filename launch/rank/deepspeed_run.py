@@ -47,6 +47,7 @@ def build_deepspeed(config: TrainConfig, architecture: Architecture, device: tor
         zero_stage=settings.zero_stage,
         dp=topology.dp,
         frozen_parameters=sum(weights.values()) - trained,
+        num_moments=settings.num_moments,
     )
     engine = make_engine(engine_model(parts), made.config, parallel)
     stage = engine_stage(engine, parts, parallel=parallel)

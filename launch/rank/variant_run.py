@@ -263,7 +263,8 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
             validation_loss=done.evaluation.loss if done.evaluation else None,
         )
 
-    num_bytes, unasked = bytes_of_checkpoint(_num_trained(context, built), config.model.dtype), None
+    num_moments, unasked = config.deepspeed.num_moments, None
+    num_bytes = bytes_of_checkpoint(_num_trained(context, built), config.model.dtype, num_moments)
     if context.rank == 0:
         say_at_once(checkpoints_line(config.checkpoint, job.run_dir, num_bytes))
         unasked = UnaskedSaves(partial(lacks_room, job.checkpoints, num_bytes), say_at_once)

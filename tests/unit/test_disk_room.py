@@ -110,7 +110,7 @@ def test_the_first_line_of_a_run_says_where_it_saves_how_often_and_whether_that_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_room, "free_disk_bytes", lambda _: 35_000_000_000)
-    size = bytes_of_checkpoint(8_000_000_000, "bfloat16")
+    size = bytes_of_checkpoint(8_000_000_000, "bfloat16", 2)
     asked = CheckpointSettings(save_every=1, save_minutes=0.5, keep_last=0)
     never = CheckpointSettings(save_minutes=0)
     place = tmp_path / "checkpoints"

@@ -75,7 +75,8 @@ def test_held_out_text_is_tokenized_once_with_the_trained_tokenizer_and_other_to
         with pytest.raises(DataError, match=f"{name} was prepared with another tokenizer than"):
             run_data(config.with_values(eval={"path": name}))
 
-    def check(lengths: object) -> None:
+    def check(lengths: object, *, forwards_alone: bool) -> None:
+        assert forwards_alone is (lengths is not whole.lengths)
         if lengths is not whole.lengths:
             raise DataError("sample 0 is too long: cut it")
 

@@ -14,14 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dynapipe_ext.batch.micro_batches import as_length_array
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor import free_memory
+from dynapipe_ext.executor.checkpoints.disk_room import bytes_of_checkpoint
 from dynapipe_ext.executor.free_memory import Room, free_bytes, sizes_of_devices
 from dynapipe_ext.launch.job import model_folder, requested
 from dynapipe_ext.launch.job.requested import requested_job
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
+from dynapipe_ext.settings.deepspeed_keys import moments_of
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.unit.test_model_flags import LLAMA
 
@@ -150,6 +153,65 @@ def test_flags_that_are_named_fit_when_they_are_given(
         config = settings(monkeypatch, room, [*given, *shlex.split(flags)])
         requested.refuse_settings(config, compare=False)
         refuse_no_room(config, Place(room=room), LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_moments"),
+    [(None, 2), ("AdamW", 2), ("Adagrad", 1), ("SGD", 0), ({"type": "sgd", "params": {"momentum": 0.9}}, 1)],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "other_bytes"), [("float32", 8), ("bfloat16", 12)])
+def test_states_are_those_of_the_optimizer_that_the_deepspeed_file_names(
+    optimizer: Any, num_moments: int, dtype: str, other_bytes: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside weights and gradients; with 16-bit weights a master and an fp32 copy of gradients."""
+    engine: dict[str, Any] = {} if optimizer is None else {"optimizer": optimizer}
+    if isinstance(optimizer, str):
+        engine = {"optimizer": {"type": optimizer}}
+    (folder.parent / "ds.json").write_text(json.dumps(engine))
+    words = ["--model", folder, "--deepspeed", folder.parent / "ds.json", "--dtype", dtype]
+    config = settings(monkeypatch, Room(free_bytes=10**12), words)
+    num_bytes = (other_bytes + 4 * num_moments) * NUM_8B
+    named = re.search(r"take ([\d.]+) GB, but", refusal(config, Room(free_bytes=GB), lengths=None))
+    assert named
+    assert float(named[1]) == pytest.approx(num_bytes / 1e9, abs=0.1), "beside one token's activations"
+    refuse_no_room(config, Place(room=Room(free_bytes=num_bytes + 2 * GB)))
+    assert bytes_of_checkpoint(1000, dtype, config.deepspeed.num_moments) == 1000 * (
+        (4 if dtype == "float32" else 6) + 4 * num_moments
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "kind", "options"),
+    [
+        (torch.optim.AdamW, "AdamW", {}),
+        (torch.optim.Adam, "Adam", {"amsgrad": True}),
+        (torch.optim.Adagrad, "Adagrad", {}),
+        (torch.optim.SGD, "SGD", {}),
+        (torch.optim.SGD, "SGD", {"momentum": 0.9}),
+    ],
+)
+def test_moments_are_as_many_as_the_optimizer_keeps(made: Any, kind: str, options: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(100))
+    weight.grad = torch.ones(100)
+    optimizer = made([weight], lr=0.1, **options)
+    optimizer.step()
+    kept = sum(value.numel() for value in optimizer.state[weight].values() if torch.is_tensor(value))
+    assert kept // 100 == moments_of(kind, options)
+    assert moments_of("SGD", {"momentum": "auto"}) == 0, "DeepSpeed's default"
+
+
+def test_held_out_samples_take_what_forwards_alone_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training they keep activations until B, here of all layers; in evaluation these go as they are used."""
+    room = Room(free_bytes=145 * GB)
+    config = settings(monkeypatch, room, ["--model", folder]).with_values(plan={"recompute": "none"})
+    lengths = as_length_array([8000])
+    assert "a micro-batch of the longest sample (8,000 tokens)" in refusal(config, room, lengths)
+    refuse_no_room(config, Place(room=room), lengths, forwards_alone=True)
+    pieces = config.with_values(plan={"pieces": 1024})
+    refuse_no_room(pieces, Place(room=room), lengths)
+    with pytest.raises(PlanError, match="a micro-batch of the longest sample"):  # which are not for forwards
+        refuse_no_room(pieces, Place(room=Room(free_bytes=129 * GB)), lengths, forwards_alone=True)
 
 
 def test_what_fits_is_named_by_room(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
