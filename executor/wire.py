@@ -178,7 +178,8 @@ def _from_json(body: bytes) -> ExecutionPlan:
 
 
 def _micro_batch_row(micro_batch: MicroBatch) -> list[Any]:
-    """Columns of samples compress better than rows: decoder, target and start are often constant."""
+    """Columns of samples compress better than rows: decoder, target and start are often constant. One more of pairs of
+    documents, the positions of their first."""
     samples = micro_batch.samples
     return [
         [s.index for s in samples],
@@ -191,12 +192,14 @@ def _micro_batch_row(micro_batch: MicroBatch) -> list[Any]:
         micro_batch.attention,
         micro_batch.pad_multiple,
         micro_batch.min_len,
+        *([[s.first for s in samples]] if any(s.first for s in samples) else []),
     ]
 
 
 def _micro_batch(row: list[Any]) -> MicroBatch:
-    index, encoder, decoder, target, start, layout, recompute, attention, pad_multiple, min_len = row
-    samples = tuple(map(SampleLength, index, encoder, decoder, target, start))
+    index, encoder, decoder, target, start, layout, recompute, attention, pad_multiple, min_len, *pairs = row
+    firsts = pairs[0] if pairs else [0] * len(index)
+    samples = tuple(map(SampleLength, index, encoder, decoder, target, start, firsts))
     return MicroBatch(samples, layout, recompute, attention, pad_multiple, min_len)
 
 

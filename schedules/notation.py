@@ -256,6 +256,7 @@ def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
         "decoder_len": micro_batch.decoder_len,
         "recompute": micro_batch.recompute,
         **positions,
+        **({"documents": micro_batch.documents} if any(sample.first for sample in micro_batch.samples) else {}),
     }
 
 
@@ -266,11 +267,12 @@ def _check_micro_batch(raw: Any, where: str) -> dict[str, Any]:
     for key, value in [*counts.items(), *(("samples", index) for index in samples)]:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_COUNT:
             raise PlanError(f"{where}: {key} has {short(value)}, which is not a count or an index of 0 to 2^31")
-    layout = _field(shape, "layout", where)
-    if layout not in ("padded", "packed") or counts["rows"] != (len(samples) if layout == "padded" else 1):
+    layout, documents = _field(shape, "layout", where), shape.get("documents", samples)  # two of a pair
+    padded_rows = len(documents) if isinstance(documents, list) and len(documents) <= 2 * len(samples) else 0
+    if layout not in ("padded", "packed") or counts["rows"] != (padded_rows if layout == "padded" else 1):
         raise PlanError(
             f"{where}: layout {short(layout)} with {len(samples)} samples in {counts['rows']} rows: padded has a row"
-            " a sample, packed has one"
+            " a sample (two a pair, whose documents are listed), packed has one"
         )
     if shape.get("recompute") not in ALL_RECOMPUTES:
         raise PlanError(

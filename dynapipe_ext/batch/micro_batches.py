@@ -13,9 +13,12 @@ import numpy.typing as npt
 
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
 
-LengthArray = npt.NDArray[np.int64]  # shape (num_samples, 3): encoder positions, decoder positions, target tokens
+# Shape (num_samples, 3): encoder positions, decoder positions, target tokens; (num_samples, 4) for pairs of documents:
+# the positions of the first of the two, as well.
+LengthArray = npt.NDArray[np.int64]
 MOST_POSITIONS = 1 << 31  # of a sample's side
 _INTEGERS = (int, np.integer)
+_PAIR_COLUMNS = 4  # of a LengthArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,9 @@ class SampleLength:
     """One sample, or one piece of it: `encoder` (and `decoder`) are model input positions, without padding.
 
     `target` counts the positions that carry loss. `start` is the first position of a piece of a sample that was cut
-    (Megatron's GPT dataset rule cuts documents at row ends); 0 for whole samples.
+    (Megatron's GPT dataset rule cuts documents at row ends); 0 for whole samples. A pair of documents that stay in one
+    micro-batch, a chosen and a rejected answer, is one sample of both: `first` positions are the first one's. 0: it is
+    one document.
     """
 
     index: int
@@ -31,6 +36,16 @@ class SampleLength:
     decoder: int = 0
     target: int = 0
     start: int = 0
+    first: int = 0
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Encoder positions of each document: of the sample itself, or of both of a pair.
+
+        >>> SampleLength(0, 9).documents, SampleLength(0, 9, first=4).documents
+        ((9,), (4, 5))
+        """
+        return (self.first, self.encoder - self.first) if self.first else (self.encoder,)
 
     @property
     def tokens(self) -> int:
@@ -42,18 +57,22 @@ def sample_lengths(lengths: LengthArray | Sequence[int], indices: Iterable[int] 
     """Rows of a lengths array as values; a flat sequence of integers means decoder-only, every position a target.
 
     >>> sample_lengths([5, 9])[1]
-    SampleLength(index=1, encoder=9, decoder=0, target=9, start=0)
+    SampleLength(index=1, encoder=9, decoder=0, target=9, start=0, first=0)
     """
     table = as_length_array(lengths)
     chosen = range(len(table)) if indices is None else indices
+    if table.shape[1] == _PAIR_COLUMNS:
+        rows = ((int(i), *table[i].tolist()) for i in chosen)
+        return [SampleLength(i, both, decoder, target, first=first) for i, both, decoder, target, first in rows]
     return [SampleLength(int(i), int(table[i, 0]), int(table[i, 1]), int(table[i, 2])) for i in chosen]
 
 
 def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
-    """Any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3).
+    """Any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3); (N, 4) for
+    pairs of documents as it is.
 
-    Errors: DataError for what is no array of integers, negative lengths, an empty encoder side, or more targets than
-    positions.
+    Errors: DataError for what is no array of integers, negative lengths, an empty encoder side, more targets than
+    positions, or a pair of which a document is empty, or with a decoder side.
     """
     try:
         raw = np.asarray(lengths)
@@ -65,15 +84,19 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
         raw = np.stack([raw, np.zeros_like(raw), raw], axis=1) if raw.size else np.zeros((0, 3), np.int64)
     elif raw.ndim == 2 and raw.shape[1] == 2:
         raw = np.concatenate([raw, np.where(raw[:, 1:] > 0, raw[:, 1:], raw[:, :1])], axis=1)
-    if raw.ndim != 2 or raw.shape[1] != 3:
-        raise DataError(f"lengths have shape {raw.shape}: expected (N,), (N, 2) or (N, 3)")
+    if raw.ndim != 2 or raw.shape[1] not in (3, _PAIR_COLUMNS):
+        raise DataError(f"lengths have shape {raw.shape}: expected (N,), (N, 2) or (N, 3), or (N, 4) for pairs")
     if raw.size and int(raw.max()) > np.iinfo(np.int64).max:
         raise DataError(f"lengths go up to {raw.max()} but are at most 2^63 - 1: give tokens of a sample")
     table = raw.astype(np.int64)
     bad = (table < 0).any(axis=1) | (table[:, 0] < 1) | (table[:, 2] > table[:, 0] + table[:, 1])
+    named = "encoder, decoder, targets"
+    if table.shape[1] == _PAIR_COLUMNS:
+        bad |= (table[:, 3] < 1) | (table[:, 3] >= table[:, 0]) | (table[:, 1] > 0)
+        named += ", first document of the encoder side"
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
-        raise DataError(f"sample {i} has lengths {table[i].tolist()} (encoder, decoder, targets): not usable")
+        raise DataError(f"sample {i} has lengths {table[i].tolist()} ({named}): not usable")
     return table
 
 
@@ -95,34 +118,46 @@ def _are_plain(samples: Sequence[SampleLength]) -> bool:
     """Whether all can be planned, and no number is of a type but int: told without a look at each sample by itself."""
     if {*map(type, samples)} != {SampleLength}:
         return False
-    index, encoder, decoder, target, start = columns = (
+    index, encoder, decoder, target, start, first = columns = (
         [s.index for s in samples],
         [s.encoder for s in samples],
         [s.decoder for s in samples],
         [s.target for s in samples],
         [s.start for s in samples],
+        [s.first for s in samples],
     )
     if any({*map(type, column)} != {int} for column in columns) or min(encoder) < 1:
+        return False
+    if any(first) and any(map(_is_no_pair, samples)):
         return False
     if min(map(min, (index, decoder, target, start))) < 0 or max(max(encoder), max(decoder)) > MOST_POSITIONS:
         return False
     return all(t <= e + d for t, e, d in zip(target, encoder, decoder, strict=True))
 
 
+def _is_no_pair(s: SampleLength) -> bool:
+    """Whether a sample says that it is a pair, and cannot be one."""
+    return s.first != 0 and (s.decoder or s.start or not 0 < s.first < s.encoder) != 0
+
+
 def _check_one_by_one(samples: Sequence[SampleLength]) -> None:
     for s in samples:
         if not isinstance(s, SampleLength):
             raise DataError(f"{short(s)} stands among samples but is no SampleLength: give those alone")
-        counts = (s.index, s.encoder, s.decoder, s.target, s.start)
+        counts = (s.index, s.encoder, s.decoder, s.target, s.start, s.first)
         integers = {*map(type, counts)} == {int} or all(isinstance(count, _INTEGERS) for count in counts)
         if not (integers and min(counts) >= 0) or not (
-            1 <= s.encoder <= MOST_POSITIONS and s.decoder <= MOST_POSITIONS and s.target <= s.tokens
+            1 <= s.encoder <= MOST_POSITIONS
+            and s.decoder <= MOST_POSITIONS
+            and s.target <= s.tokens
+            and not _is_no_pair(s)
         ):
             shown = ", ".join(map(short, counts))
             raise DataError(
-                f"a sample of (index, encoder, decoder, target, start) = ({shown}) cannot be planned: give integers"
-                " from 0 on, an encoder side of 1 to 2^31 positions, a decoder side of at most as many, and no"
-                " more targets than positions"
+                f"a sample of (index, encoder, decoder, target, start, first) = ({shown}) cannot be planned: give"
+                " integers from 0 on, an encoder side of 1 to 2^31 positions, a decoder side of at most as many, no"
+                " more targets than positions, and a first document only of a whole decoder-only sample that has a"
+                " second one"
             )
 
 
@@ -180,8 +215,9 @@ def round_up(length: int, multiple: int) -> int:
 class MicroBatch:
     """Samples that run together, in row order.
 
-    padded: one row a sample, every row `encoder_len` positions. packed: documents end to end in one row whose length is
-    the sum of theirs. Both are rounded up to `pad_multiple`. `min_len` forces a longer row (fixed-size rules).
+    padded: one row a document (a pair has two), every row `encoder_len` positions. packed: documents end to end in one
+    row whose length is the sum of theirs. Both are rounded up to `pad_multiple`. `min_len` forces a longer row
+    (fixed-size rules).
     """
 
     samples: tuple[SampleLength, ...]
@@ -195,7 +231,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         decoder = [s.decoder for s in self.samples]
-        object.__setattr__(self, "encoder_len", self._row_len([s.encoder for s in self.samples]))
+        object.__setattr__(self, "encoder_len", self._row_len(self.documents))
         object.__setattr__(self, "decoder_len", self._row_len(decoder) if any(decoder) else 0)
 
     @property
@@ -214,8 +250,15 @@ class MicroBatch:
         return self.rows * (self.decoder_len or self.encoder_len)
 
     @property
+    def documents(self) -> list[int]:
+        """Encoder positions of every document, in row order."""
+        if any(s.first for s in self.samples):
+            return [length for s in self.samples for length in s.documents]
+        return [s.encoder for s in self.samples]
+
+    @property
     def rows(self) -> int:
-        return len(self.samples) if self.layout == "padded" else 1
+        return len(self.samples) + sum(s.first > 0 for s in self.samples) if self.layout == "padded" else 1
 
     @property
     def real_tokens(self) -> int:
@@ -301,8 +344,12 @@ def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
             part = parts[0]
             if part is whole:
                 continue
-            if (part.encoder, part.decoder, part.target) == (whole.encoder, whole.decoder, whole.target):
+            lengths = (part.encoder, part.decoder, part.target, part.first)
+            if lengths == (whole.encoder, whole.decoder, whole.target, whole.first):
                 continue
+        if any(part.first != whole.first or (whole.first and len(parts) > 1) for part in parts):
+            documents = [part.documents for part in parts]
+            raise PlanError(f"sample {index} is planned with documents of {documents} but has {whole.documents}")
         end = 0
         for part in sorted(parts, key=lambda part: part.start):
             if part.start != end:

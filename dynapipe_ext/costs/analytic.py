@@ -203,7 +203,7 @@ class AnalyticCosts:
             if self.architecture.position != "learned":
                 continue
             whole = m.layout == "padded" or m.attention == "row"
-            longest = m.encoder_len if whole else max(carried_start(m) + s.encoder for s in m.samples)
+            longest = m.encoder_len if whole else carried_start(m) + max(m.documents)
             if not self._has_positions(longest):
                 raise PlanError(
                     f"a {m.layout} micro-batch has rows of {longest} positions but the model has"

@@ -123,7 +123,8 @@ def equivalent_shape(m: MicroBatch, grid: Grid | None) -> tuple[float, float, fl
     if m.layout == "padded" or m.attention == "row":
         return m.rows, encoder, decoder
     pad = (encoder - sum(s.encoder for s in m.samples)) + (decoder - sum(s.decoder for s in m.samples))
-    squares = sum(s.tokens**2 for s in m.samples) + pad**2
+    documents = m.documents if not decoder else [s.tokens for s in m.samples]
+    squares = sum(length**2 for length in documents) + pad**2
     rows = (encoder + decoder) ** 2 / squares
     if grid:
         lengths = zip((encoder, decoder), grid.axes[1:], strict=False)

@@ -43,7 +43,7 @@ def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
     tokens = micro_batch.rows * (encoder + decoder)
     if micro_batch.layout == "padded" or micro_batch.attention == "row":
         return tokens, micro_batch.rows * sum(length**2 for length in sides)
-    lengths = [[s.encoder for s in micro_batch.samples]]
+    lengths = [micro_batch.documents]
     if decoder:
         lengths.append([s.decoder for s in micro_batch.samples])
     squares = sum(

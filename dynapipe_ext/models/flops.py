@@ -106,7 +106,7 @@ def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
     with its padding as one more document."""
     total = Work()
     for m in micro_batches:
-        real = Positions.of_samples((s.encoder, s.decoder) for s in m.samples)
+        real = Positions.of_samples(_documents(m))
         if m.layout == "packed" and m.attention == "document":
             executed = real + Positions.of_rows(m.encoder_len - real.encoder, m.decoder_len - real.decoder)
         else:
@@ -115,6 +115,13 @@ def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
         kind = m.recompute if m.head_positions > HEAD_SLICE else m.layer_recompute
         total = total + Work(real, {kind: executed})
     return total
+
+
+def _documents(m: MicroBatch) -> Iterable[tuple[int, int]]:
+    """(encoder, decoder) lengths of what attends to itself alone."""
+    if m.decoder_len:
+        return [(s.encoder, s.decoder) for s in m.samples]
+    return [(length, 0) for length in m.documents]
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,7 @@ def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate
     micro-batch of one short document. The row is halved while all shapes' rows have too many documents, and while
     `evaluate` cannot price it, down to the longest sample.
     """
-    shapes = {(s.encoder, s.decoder): s for s in samples}
+    shapes = {(s.encoder, s.decoder, s.first): s for s in samples}
     longest = max(max(shape) for shape in shapes)
     row_len = rule.room
     while sum(row_len // max(shape) for shape in shapes) > max(_MOST_DOCUMENTS, len(shapes)):
@@ -169,7 +169,7 @@ def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate
         else:
             break
     each = {shape: int(t) // len(row.samples) for shape, t, row in zip(shapes, time_ns, rows, strict=True)}
-    return [each[s.encoder, s.decoder] for s in samples]
+    return [each[s.encoder, s.decoder, s.first] for s in samples]
 
 
 def pack(

@@ -17,6 +17,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits.balance import MOST_SAMPLES, best_partition, cut_again, good_partitions
+from dynapipe_ext.splits.pair_rows import of_rows, rows_of_samples
 
 ShapeIndex = npt.NDArray[np.int32]
 
@@ -143,13 +144,14 @@ def price_cuts(
 
     Errors: PlanError, naming the sample, if one does not fit by itself.
     """
-    encoder = padded_lengths(np.array([s.encoder for s in order], np.int64), caps.pad_multiple)
+    rows = rows_of_samples(order)  # of each: two of a pair
+    costs, caps = of_rows(costs, rows), replace(caps, max_tokens=caps.max_tokens and caps.max_tokens // rows)
+    encoder = padded_lengths(np.array([max(s.documents) for s in order], np.int64), caps.pad_multiple)
     decoder = padded_lengths(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)
     table = _Table(encoder, decoder, costs, kinds, caps, stage_ranks)
     singles = table.times[table.cells[0][table.member]]
     if (bad := np.flatnonzero(singles >= INFEASIBLE)).size:
-        i = int(bad[0])
-        choices = {kind: shape_evaluate(costs, recompute=kind) for kind in kinds}
+        i, choices = int(bad[0]), {kind: shape_evaluate(costs, recompute=kind) for kind in kinds}
         raise PlanError(refusal(order[i], choices, int(encoder[i]), int(decoder[i]), caps))
     if int(singles.min()) < 0:
         raise PlanError(
@@ -455,9 +457,9 @@ def subset_costs(
 def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLength]:
     """Samples in the order in which they are cut.
 
-    sorted: by encoder length, then decoder length. classes, for encoder-decoder models: by class of decoder
-    length (each up to three times as long as the one before), and within a class by encoder length, up and down in
-    turns, so that neighbours resemble each other on both sides.
+    sorted: by encoder length (of a pair, its longer document's), then decoder length. classes, for encoder-decoder
+    models: by class of decoder length (each up to three times as long as the one before), and within a class by encoder
+    length, up and down in turns, so that neighbours resemble each other on both sides.
 
     >>> lengths = [(9, 1), (2, 1), (5, 2), (7, 3), (3, 4)]
     >>> [(s.encoder, s.decoder) for s in ordered([SampleLength(0, e, d) for e, d in lengths], "classes")]
@@ -465,7 +467,7 @@ def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLen
     """
     match order:
         case "sorted":
-            return sorted(samples, key=lambda s: (s.encoder, s.decoder, s.index, s.start))
+            return sorted(samples, key=lambda s: (max(s.documents), s.decoder, s.index, s.start))
         case "classes":
 
             def place(s: SampleLength) -> tuple[int, int, int, int, int]:
@@ -496,8 +498,7 @@ def _interval_costs(
     longest = (encoder, decoder)  # of the ranges that end at each sample, as they grow
     num_samples = len(order)
     limit = min(num_samples, caps.max_rows or num_samples)
-    blocks: list[IntArray] = []
-    worth = INFEASIBLE
+    blocks, worth = list[IntArray](), INFEASIBLE
     for first in range(1, limit + 1, _ROWS_AT_ONCE):
         last = min(first + _ROWS_AT_ONCE - 1, limit)
         ranges: list[tuple[IntArray, IntArray, IntArray, IntArray]] = []

@@ -74,6 +74,7 @@ class PlannerProcesses:
         self._job = replace(
             job,
             num_samples=len(lengths),
+            num_columns=lengths.shape[1],
             order_size=None if order is None else len(order),
             parent_pid=os.getpid() if threading.current_thread() is threading.main_thread() else 0,
         )

@@ -80,7 +80,7 @@ class DumpingPlanner:
             "core": active_core(),
             "step": step,
             "reserve_bytes": reserve_bytes,
-            "samples": [[s.index, s.encoder, s.decoder, s.target] for s in samples],
+            "samples": [_sample_json(s) for s in samples],
             "replicas": replicas_json(step_plan),
         }
         _write(self._place_ahead(step), json.dumps(dump))
@@ -135,6 +135,11 @@ def replicas_json(step_plan: StepPlan) -> list[dict[str, Any]]:
             }
         )
     return replicas
+
+
+def _sample_json(sample: SampleLength) -> list[int]:
+    """Index, encoder, decoder and target; of a pair of documents also the positions of the first."""
+    return [sample.index, sample.encoder, sample.decoder, sample.target, *([sample.first] if sample.first else [])]
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:

@@ -190,7 +190,8 @@ class PlannerJob:
     ahead: int
     num_workers: int
     worker: int = 0
-    num_samples: int = 0  # rows of the lengths that follow on standard input, three integers each
+    num_samples: int = 0  # rows of the lengths that follow on standard input
+    num_columns: int = 3  # integers of each row; four of pairs of documents
     order_size: int | None = None  # and of the sampler's order after them, if there is one
     parent_pid: int = 0  # whose end is this process's own; 0: only that of its input, for the kernel watches a thread
 
@@ -349,7 +350,7 @@ def main() -> int:
         worker = f" {job.worker}"
         if job.parent_pid:
             end_with_parent(job.parent_pid)
-        lengths = read_array(sys.stdin.buffer, job.num_samples, 3)
+        lengths = read_array(sys.stdin.buffer, job.num_samples, job.num_columns)
         order = None if job.order_size is None else read_array(sys.stdin.buffer, job.order_size)
         _end_with_input()
         collect_seldom()

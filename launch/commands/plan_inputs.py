@@ -35,6 +35,7 @@ from dynapipe_ext.tools.files import parse_json
 MOST_BYTES = 1 << 60  # of a rank
 MOST_HIDDEN_SIZE = 1 << 20
 _MOST_DIGITS = 18
+_MOST_COLUMNS = 3
 
 # Of one CPU core, where nothing was measured: orders of magnitude, so that shapes of plans make sense.
 DEFAULT_FLOPS_PER_S = 50e9
@@ -200,7 +201,14 @@ def read_lengths(path: str | Path) -> LengthArray:
     """
     try:
         if Path(path).suffix == ".npy":
-            return as_length_array(np.load(path, mmap_mode="r", allow_pickle=False))  # a map is no larger than its file
+            mapped = np.load(path, mmap_mode="r", allow_pickle=False)  # a map is no larger than its file
+            table = as_length_array(mapped)
+            if table.shape[1] > _MOST_COLUMNS:
+                raise DataError(
+                    "these are lengths of pairs of answers, which a run alone plans (`dynapipe train --preferences`):"
+                    " give encoder, decoder and target tokens"
+                )
+            return table
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except DataError as error:
         raise DataError(f"{path}: {error}") from error

@@ -110,8 +110,9 @@ def _in_present_words(described: dict[str, Any]) -> dict[str, Any]:
 
 def _samples(rows: tuple[list[Any], ...], path: Path) -> list[SampleLength]:
     for i, row in enumerate(rows):
-        if len(row) != 4 or any(type(value) is not int for value in row):
+        if len(row) not in (4, 5) or any(type(value) is not int for value in row):
             raise DataError(
-                f"{path}: samples[{i}] is {short(row)} but must be index, encoder, decoder and target tokens"
+                f"{path}: samples[{i}] is {short(row)} but must be index, encoder, decoder and target tokens, and of a"
+                " pair the first document's"
             )
-    return [SampleLength(index, encoder, decoder, target) for index, encoder, decoder, target in rows]
+    return [SampleLength(*row[:4], first=row[4] if len(row) > 4 else 0) for row in rows]

@@ -435,12 +435,13 @@ def batch_floor_ns(
     memory_limit_bytes: int | None = None,
 ) -> int | None:
     """No plan of these samples on `dp` replicas ends earlier: no plan of whole samples, nor with `pieces` one that cuts
-    long ones. None where no bound is known, as for samples that are cut already."""
+    long ones; the documents of a pair are bounded as if they could part. None where no bound is known, as for samples
+    that are cut already."""
     if any(sample.start for sample in samples):
         return None
     floor = batch_floor(
         costs,
-        [(s.encoder, s.decoder) for s in samples],
+        [(length, s.decoder) for s in samples for length in s.documents],
         stage_ranks,
         split=split,
         packed=packed,
