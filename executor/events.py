@@ -174,6 +174,30 @@ def _bubble_ratio(busy_s: float, num_ranks: int, makespan_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceFigures:
+    """Of a step that learns preferences, means over its pairs: the rewards of chosen and of rejected answers, and the
+    share of pairs of which the chosen one has the higher."""
+
+    chosen_reward: float
+    rejected_reward: float
+    accuracy: float
+
+    @property
+    def margin(self) -> float:
+        """By how much the chosen answers' rewards are higher."""
+        return self.chosen_reward - self.rejected_reward
+
+    @classmethod
+    def of_sums(cls, num_pairs: float, chosen: float, rejected: float, num_right: float) -> PreferenceFigures | None:
+        """None without pairs."""
+        if not num_pairs:
+            return None
+        return cls(
+            chosen_reward=chosen / num_pairs, rejected_reward=rejected / num_pairs, accuracy=num_right / num_pairs
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalDone:
     """An evaluation of the weights after step `step` (a plan's number, from 0), on all ranks.
 
@@ -203,7 +227,8 @@ class StepDone:
     `executed_s` of that in the executor, CPU seconds of this process, the most bytes held so far, and what its plan
     predicted. `refused` says why a step changed no weights (its `grad_norm` is then not a number). `all_ranks` is
     None where figures were not gathered, `evaluation` where the step was not followed by one, `fit` where costs go on
-    as they were; the time of either is in no step's figures. `spans` are those of a traced step, seconds from the first
+    as they were; the time of either is in no step's figures. `preferences` are those of a step that learns them.
+    `spans` are those of a traced step, seconds from the first
     start on any rank, else none.
     """
 
@@ -224,6 +249,7 @@ class StepDone:
     predicted_bubble_ratio: float
     predicted_peak_bytes: int
     refused: str = ""
+    preferences: PreferenceFigures | None = None
     all_ranks: AllRanks | None = None
     evaluation: EvalDone | None = None
     fit: CostsFit | None = None

@@ -12,7 +12,15 @@ from typing import Any, Literal, Protocol
 from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.events import AllRanks, DriftingShape, EvalDone, Listener, RankFigures, StepDone
+from dynapipe_ext.executor.events import (
+    AllRanks,
+    DriftingShape,
+    EvalDone,
+    Listener,
+    PreferenceFigures,
+    RankFigures,
+    StepDone,
+)
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
 from dynapipe_ext.executor.protocols import Batch
@@ -215,7 +223,8 @@ class LoopHooks:
 
     `gather(figures, name)` returns the figures of all ranks in rank order. `own_bytes(activation_bytes)` is the most
     that this rank held, where its activations took so much. `counts_work` on one rank of each replica.
-    `micro_batch_losses()` are the stage's, of the step that has run: they name a loss that is not finite.
+    `micro_batch_losses()` are the stage's, of the step that has run: they name a loss that is not finite;
+    `preferences()` are the whole step's.
     `begins(plan)` is called before each step runs, since a step that hangs has no end to listen to. `evaluate(step)` is
     called after each step's update, before the listeners, which receive its result. `watch` compares plans with
     measured times, and may have the loader plan with other costs from the next step on.
@@ -225,6 +234,7 @@ class LoopHooks:
     own_bytes: Callable[[int], int] = lambda activation_bytes: activation_bytes
     counts_work: bool = True
     micro_batch_losses: Callable[[], Mapping[int, float]] = dict
+    preferences: Callable[[], PreferenceFigures | None] = lambda: None
     begins: Callable[[ExecutionPlan], None] = lambda plan: None
     evaluate: Callable[[int], EvalDone | None] = lambda step: None
     watch: CostWatch | None = None
@@ -303,6 +313,7 @@ class _RanStep:
     """A step that has run and updated the weights, or refused to. Times are of `perf_counter`."""
 
     loss: float
+    preferences: PreferenceFigures | None
     updated: float | Refused
     learning_rate: float
     start_s: float
@@ -330,6 +341,7 @@ def _step_done(
         grad_norm=math.nan if isinstance(ran.updated, Refused) else ran.updated,
         refused=ran.updated.reason if isinstance(ran.updated, Refused) else "",
         learning_rate=ran.learning_rate,
+        preferences=ran.preferences,
         real_tokens=plan.real_tokens,
         padded_tokens=plan.padded_tokens,
         num_micro_batches=plan.num_micro_batches,
@@ -358,6 +370,7 @@ def _run_step(
     updated = optimizer.step(ExecutedStep(plan, loss, hooks.micro_batch_losses()))
     return _RanStep(
         loss=loss,
+        preferences=hooks.preferences(),
         updated=updated,
         learning_rate=learning_rate,
         start_s=start_s,

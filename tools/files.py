@@ -102,6 +102,9 @@ class Fields:
             shown = ", ".join(map(short, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
             raise DataError(f"{self._where} has unknown {shown}: known are {', '.join(expected)}; take the others out")
 
+    def has(self, name: str) -> bool:
+        return name in self._data
+
     def raw(self, name: str) -> Any:
         if name not in self._data:
             raise DataError(f"{self._where} has no field {name!r}: it was cut or written by another version; run again")

@@ -134,13 +134,16 @@ class StepProgress(_Meter):
 
     def step_done(self, done: StepDone) -> None:
         """One more step is done. `norm` is that of the gradients before clipping, "-" where the step changed nothing.
-        The bubble is "-" where it was not measured. Padding is the share of padding among all tokens. Drift is how far
+        Of preferences, by how much rewards of chosen answers are higher, and the share of pairs where they are. The
+        bubble is "-" where it was not measured. Padding is the share of padding among all tokens. Drift is how far
         the measured makespan exceeds the predicted one. A terminal below _ALL_COLUMNS leaves out padding and bubble."""
         self._done += 1
         padding = 1 - done.real_tokens / max(1, done.padded_tokens)
         bubble = done.all_ranks.bubble_ratio if done.all_ranks else None
         norm = f"{done.grad_norm:.3g}" if math.isfinite(done.grad_norm) else "-"
         figures = f"loss {done.loss:.4f}  lr {done.learning_rate:.3g}  norm {norm}"
+        if (learned := done.preferences) is not None:
+            figures += f"  margin {learned.margin:.3g}  right {percent(learned.accuracy)}"
         figures += f"  {done.real_tokens_per_s:,.0f} tok/s"
         if not self._live or self._console.width >= _ALL_COLUMNS:
             figures += f"  padding {percent(padding)}  bubble {percent(bubble)}"

@@ -75,6 +75,9 @@ def scalars(done: StepDone) -> dict[str, float]:
         if done.all_ranks.bubble_ratio is not None:
             by_tag["plan/bubble_ratio"] = done.all_ranks.bubble_ratio
         by_tag["memory/largest_peak_bytes"] = float(max(done.all_ranks.peak_bytes))
+    if (learned := done.preferences) is not None:
+        rewards = {"chosen": learned.chosen_reward, "rejected": learned.rejected_reward, "margins": learned.margin}
+        by_tag |= {f"rewards/{name}": value for name, value in {**rewards, "accuracies": learned.accuracy}.items()}
     if done.evaluation is not None:
         by_tag["validation/loss"] = done.evaluation.loss
         by_tag["validation/seconds"] = done.evaluation.seconds

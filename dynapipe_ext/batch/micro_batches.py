@@ -100,6 +100,13 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
     return table
 
 
+def documents_of(lengths: LengthArray) -> LengthArray:
+    """Encoder positions of each sample's documents, shape (num_samples, 1), or (num_samples, 2) of pairs."""
+    if lengths.shape[1] < _PAIR_COLUMNS:
+        return lengths[:, :1]
+    return np.stack([lengths[:, 3], lengths[:, 0] - lengths[:, 3]], axis=1)
+
+
 def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:
     """Samples of anybody's making, or of their lengths. Errors: DataError for the first that cannot be planned."""
     is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str | bytes)

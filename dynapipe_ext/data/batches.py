@@ -203,11 +203,13 @@ PAD_TOKEN = 0
 
 def collate(
     micro_batch: MicroBatch, samples: Sequence[TokenSample], *, loss_norm: LossNorm = "tokens"
-) -> dict[str, npt.NDArray[np.generic]]:
-    """tokens, labels, position_ids (int64) and loss_weights (float32), each (rows, S), S = `micro_batch.encoder_len`.
+) -> dict[str, Any]:
+    """tokens, labels, position_ids (int64) and loss_weights (float32), each (rows, S), S = `micro_batch.encoder_len`;
+    of pairs of documents also what `_of_pairs` says.
 
     `samples` must have the order of `micro_batch.samples`. A piece takes the positions start to start + encoder.
-    loss_weights: 1 on target labels, or 1 / (target labels of the whole sample) under loss_norm "samples"; 0 elsewhere.
+    loss_weights: 1 on target labels, or 1 / (target labels of the whole sample) under loss_norm "samples", but 1 where
+    it is a pair; 0 elsewhere.
     position_ids: `document_positions`. Packed layout only: cu_seqlens, int32, the borders of `document_lengths`.
 
     Errors: DataError where samples and micro-batch do not match, or a sample has a decoder side.
@@ -223,21 +225,48 @@ def collate(
     weights = np.zeros(shape, np.float32)
 
     packed = micro_batch.layout == "packed"
-    first = 0
-    for row, (planned, sample) in enumerate(zip(micro_batch.samples, samples, strict=True)):
+    first, row = 0, 0
+    for planned, sample in zip(micro_batch.samples, samples, strict=True):
         _check_sample(planned, sample)
-        place = (0, slice(first, first + planned.encoder)) if packed else (row, slice(0, planned.encoder))
-        end = planned.start + planned.encoder
-        tokens[place] = sample.tokens[planned.start : end]
-        labels[place] = sample.tokens[planned.start + 1 : end + 1]
-        weight = 1.0 if loss_norm == "tokens" else 1.0 / max(1, sample.target)
-        weights[place] = np.where(sample.is_target[planned.start + 1 : end + 1], weight, 0.0)
-        first += planned.encoder
+        counts = loss_norm == "tokens" or planned.first  # what a pair's positions come to is for its loss to say
+        weight = 1.0 if counts else 1.0 / max(1, sample.target)
+        for begin, length in _spans(planned):
+            place = (0, slice(first, first + length)) if packed else (row, slice(0, length))
+            tokens[place] = sample.tokens[begin : begin + length]
+            labels[place] = sample.tokens[begin + 1 : begin + length + 1]
+            weights[place] = np.where(sample.is_target[begin + 1 : begin + length + 1], weight, 0.0)
+            first, row = first + length, row + 1
 
-    arrays: dict[str, npt.NDArray[np.generic]] = {"tokens": tokens, "labels": labels, "loss_weights": weights}
-    arrays["position_ids"] = positions
+    arrays: dict[str, Any] = {"tokens": tokens, "labels": labels, "loss_weights": weights, "position_ids": positions}
     if packed:
         arrays["cu_seqlens"] = np.cumsum((0, *documents)).astype(np.int32)
+    if any(planned.first for planned in micro_batch.samples):
+        arrays |= _of_pairs(micro_batch, samples)
+    return arrays
+
+
+def _spans(planned: SampleLength) -> list[tuple[int, int]]:
+    """Where each of a sample's documents begins among its tokens, and its positions."""
+    if not planned.first:
+        return [(planned.start, planned.encoder)]
+    return [(0, planned.first), (planned.first + 1, planned.encoder - planned.first)]
+
+
+def _of_pairs(micro_batch: MicroBatch, samples: Sequence[TokenSample]) -> dict[str, Any]:
+    """`document_lengths` of rows end to end, those of pairs first, two each; `pairs`, their indices (n,); and where all
+    have some, `references`, float64 (n, 2). Errors: DataError for pairs beside single documents, or in whole rows."""
+    if not all(planned.first for planned in micro_batch.samples) or micro_batch.attention != "document":
+        raise DataError(
+            f"a micro-batch has pairs of documents beside single ones, or attends over whole rows"
+            f" ({micro_batch.attention}): plan pairs alone, with attention within documents"
+        )
+    arrays: dict[str, Any] = {
+        "document_lengths": document_lengths(micro_batch),
+        "pairs": np.array([planned.index for planned in micro_batch.samples], np.int64),
+    }
+    references = [sample.references for sample in samples if sample.references is not None]
+    if len(references) == len(samples):
+        arrays["references"] = np.array(references, np.float64)
     return arrays
 
 
@@ -265,7 +294,7 @@ def document_lengths(micro_batch: MicroBatch) -> tuple[int, ...]:
         return (row_len,) * micro_batch.rows
     if micro_batch.attention == "row":
         return (row_len,)
-    documents = tuple(sample.encoder for sample in micro_batch.samples)
+    documents = tuple(micro_batch.documents)
     padding = row_len - sum(documents)
     return (*documents, padding) if padding else documents
 
@@ -303,8 +332,14 @@ def _check_sample(planned: SampleLength, sample: TokenSample) -> None:
             f"sample {sample.index} has {sample.positions} positions but its plan takes {planned.start} to "
             f"{planned.start + planned.encoder}: the plan was made for other data"
         )
+    if max(0, sample.num_first - 1) != planned.first:
+        raise DataError(
+            f"sample {sample.index} has {sample.num_first} tokens in its first document but its plan has"
+            f" {planned.first} positions: the plan was made for other data"
+        )
     end = planned.start + planned.encoder
-    target = int(np.count_nonzero(sample.is_target[planned.start + 1 : end + 1]))
+    spans = (sample.is_target[begin + 1 : begin + length + 1] for begin, length in _spans(planned))
+    target = sum(int(np.count_nonzero(is_target)) for is_target in spans)
     if target != planned.target:
         raise DataError(
             f"sample {sample.index} has {target} target tokens in positions {planned.start} to {end} but its plan has "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import LengthArray
+from dynapipe_ext.batch.micro_batches import LengthArray, documents_of
 from dynapipe_ext.data.examples import Example
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds, Truncation
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
@@ -29,6 +29,7 @@ FORMAT = "dynapipe-tokens/1"
 TOKENS_FILE = "tokens.bin"
 TARGETS_FILE = "targets.bin"
 ARRAYS = ("offsets", "first_target", "task_ids", "lengths")
+FIRST_DOCUMENTS = "num_first"  # one more of pairs of documents
 _CHUNK_SAMPLES = 1 << 18
 _READ_BYTES = 4 << 20
 
@@ -40,6 +41,7 @@ def seal(
     sizes: npt.NDArray[np.int64],
     first_target: npt.NDArray[np.int32],
     task_ids: npt.NDArray[np.int32],
+    num_first: npt.NDArray[np.int32] | None = None,
     tasks: Sequence[str],
     tokenizer_json: str | None,
     vocab_size: int,
@@ -48,7 +50,8 @@ def seal(
     """Write all files of a dataset beside its tokens.bin: arrays, tokenizer.json if given, and meta.json with `facts`.
 
     `sizes` counts the tokens of each sample. targets.bin, if present, has a byte for each token: 1 for a target.
-    Without it all tokens from `first_target` on are targets. The fingerprint is the sha256 of tokens, arrays and
+    Without it all tokens from `first_target` on are targets. Of pairs of documents, `num_first` counts the tokens of
+    each one's first. The fingerprint is the sha256 of tokens, arrays and
     tokenizer; the fingerprint of samples leaves out the tokenizer.
 
     Errors: DataError where the disk has no room.
@@ -59,11 +62,13 @@ def seal(
         with (folder / name).open("rb") as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
-    for name, array in _write_arrays(folder, sizes, first_target, task_ids).items():
+    copies = {"first_target": first_target, "task_ids": task_ids}
+    copies |= {} if num_first is None else {FIRST_DOCUMENTS: num_first}
+    for name, array in _write_arrays(folder, sizes, copies).items():
         for start in range(0, len(array), _CHUNK_SAMPLES):
             digest.update(array[start : start + _CHUNK_SAMPLES].tobytes())
         array.flush()
-        assert name in ARRAYS
+        assert name in (*ARRAYS, FIRST_DOCUMENTS)
     samples = digest.hexdigest()
     if tokenizer_json is not None:
         (folder / FILE_NAME).write_text(tokenizer_json, encoding="utf-8")
@@ -85,16 +90,16 @@ def seal(
 def _write_arrays(
     folder: Path,
     sizes: npt.NDArray[np.int64],
-    first_target: npt.NDArray[np.int32],
-    task_ids: npt.NDArray[np.int32],
+    copies: Mapping[str, npt.NDArray[np.int32]],
 ) -> dict[str, np.memmap[Any, Any]]:
-    """The arrays of a dataset as memory maps, filled in chunks, in the order in which the fingerprint takes them."""
+    """The arrays of a dataset as memory maps, filled in chunks, in the order in which the fingerprint takes them;
+    `copies` are taken as they are."""
     has_mask = (folder / TARGETS_FILE).is_file()
     is_target = np.memmap(folder / TARGETS_FILE, np.uint8, "r") if has_mask else None
     num_samples = len(sizes)
     offsets = new_array(folder / "offsets.npy", np.int64, (num_samples + 1,))
-    lengths = new_array(folder / "lengths.npy", np.int64, (num_samples, 3))
-    copies = {"first_target": first_target, "task_ids": task_ids}
+    first_target, num_first = copies["first_target"], copies.get(FIRST_DOCUMENTS)
+    lengths = new_array(folder / "lengths.npy", np.int64, (num_samples, 3 if num_first is None else 4))
     copied = {name: new_array(folder / f"{name}.npy", np.int32, (num_samples,)) for name in copies}
     end = 0
     for start in range(0, num_samples, _CHUNK_SAMPLES):
@@ -107,7 +112,10 @@ def _write_arrays(
         else:
             num_targets = np.add.reduceat(is_target[end : ends[-1]], ends - size - end, dtype=np.int64)
         end = int(ends[-1])
-        lengths[part] = np.stack([size - 1, np.zeros_like(size), num_targets], axis=1)
+        columns = [size - 1, np.zeros_like(size), num_targets]
+        if num_first is not None:
+            columns = [size - 2, *columns[1:], num_first[part].astype(np.int64) - 1]
+        lengths[part] = np.stack(columns, axis=1)
         for name, source in copies.items():
             copied[name][part] = source[part]
     return {"offsets": offsets, **copied, "lengths": lengths}
@@ -139,18 +147,22 @@ _BATCH_CHARACTERS = 4 << 20
 class TokenSample:
     """One sample: int64 `tokens`, and the index of the first target token.
 
-    `targets` marks the target tokens; with None all tokens from the first target on are targets.
+    `targets` marks the target tokens; with None all tokens from the first target on are targets. Of a pair of documents
+    the first `num_first` tokens are the first one's; 0: it is one document. `references` are what the model that a run
+    began with gives the targets of each document: sums of log probabilities.
     """
 
     index: int
     tokens: npt.NDArray[np.int64]
     first_target: int
     targets: npt.NDArray[np.bool_] | None = None
+    num_first: int = 0
+    references: tuple[float, float] | None = None
 
     @property
     def positions(self) -> int:
-        """Model input positions. Every token but the last is an input, every token but the first a label."""
-        return len(self.tokens) - 1
+        """Model input positions. Of each document every token but the last is an input, all but the first labels."""
+        return len(self.tokens) - (2 if self.num_first else 1)
 
     @property
     def target(self) -> int:
@@ -175,6 +187,7 @@ class TokenDataset:
     first_target: npt.NDArray[np.int32]
     task_ids: npt.NDArray[np.int32]
     targets: npt.NDArray[np.uint8] | None = None
+    num_first: npt.NDArray[np.int32] | None = None
 
     @staticmethod
     def open(directory: str | Path) -> TokenDataset:
@@ -182,14 +195,17 @@ class TokenDataset:
         folder = Path(directory)
         meta = _read_meta(folder)
         try:
-            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
+            has_pairs = (folder / f"{FIRST_DOCUMENTS}.npy").is_file()
+            names = (*ARRAYS, *((FIRST_DOCUMENTS,) if has_pairs else ()))
+            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
             tokens = np.memmap(folder / TOKENS_FILE, dtype=np.dtype(str(meta["dtype"])), mode="r")
             has_mask = (folder / TARGETS_FILE).is_file()
             targets = np.memmap(folder / TARGETS_FILE, dtype=np.uint8, mode="r") if has_mask else None
         except (OSError, ValueError, EOFError, TypeError, OverflowError) as error:
             raise DataError(f"{folder} is damaged ({error}): remove it and prepare the data again") from None
         num_samples = int(str(meta["num_samples"]))
-        shapes = dict.fromkeys(arrays, (num_samples,)) | {"offsets": (num_samples + 1,), "lengths": (num_samples, 3)}
+        lengths_shape = (num_samples, 4 if has_pairs else 3)
+        shapes = dict.fromkeys(arrays, (num_samples,)) | {"offsets": (num_samples + 1,), "lengths": lengths_shape}
         if any(array.shape != shapes[name] or array.dtype.kind != "i" for name, array in arrays.items()):
             raise DataError(
                 f"{folder} is damaged: its arrays do not hold {num_samples} samples: prepare the data again"
@@ -217,7 +233,9 @@ class TokenDataset:
             raise IndexError(f"sample {index} is outside of the {len(self)} samples of {self.directory}")
         place = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         targets = None if self.targets is None else self.targets[place].astype(np.bool_)
-        return TokenSample(int(index), self.tokens[place].astype(np.int64), int(self.first_target[index]), targets)
+        num_first = 0 if self.num_first is None else int(self.num_first[index])
+        tokens = self.tokens[place].astype(np.int64)
+        return TokenSample(int(index), tokens, int(self.first_target[index]), targets, num_first)
 
     @property
     def whole(self) -> TokenDataset:
@@ -355,10 +373,11 @@ def open_prepared(directory: str | Path, *, max_seq_len: int) -> TokenDataset:
     Errors: DataError as for `TokenDataset.open`, and for a longer sample.
     """
     dataset = TokenDataset.open(directory)
-    longest = int(dataset.lengths[:, 0].argmax())
-    if dataset.lengths[longest, 0] > max_seq_len:
+    longest_documents = documents_of(dataset.lengths).max(axis=1)
+    longest = int(longest_documents.argmax())
+    if longest_documents[longest] > max_seq_len:
         raise DataError(
-            f"{directory}: sample {longest} has {dataset.lengths[longest, 0]} tokens but max_seq_len is {max_seq_len}:"
+            f"{directory}: sample {longest} has {longest_documents[longest]} tokens but max_seq_len is {max_seq_len}:"
             f" raise it, or prepare the data again with --max-seq-len {max_seq_len} --truncate"
         )
     return dataset

@@ -62,9 +62,10 @@ def lacking(record: Mapping[str, object], missing: Sequence[str], *, where: str,
     present = ", ".join(map(repr, list(record)[:9])) or "no fields"
     if record.keys() >= PREFERENCE:
         return DataError(
-            f"{where}: preference data are not trained here: the record has a 'chosen' and a 'rejected' answer (of"
-            f" {present}), of which loss would fall on both alike. To train on the chosen ones, write them under"
-            ' "messages", or under "response" beside their "prompt", and leave out the rejected ones'
+            f"{where}: preference data: the record has a 'chosen' and a 'rejected' answer (of {present}), of which loss"
+            " would fall on both alike. To learn which is the better one, train with --preferences dpo (or prepare them"
+            ' by --template preference). To train on the chosen ones alone, write them under "messages", or under'
+            ' "response" beside their "prompt", and leave out the rejected ones'
         )
     return DataError(f"{where}: the record lacks {' and '.join(map(repr, missing))} (it has {present}): {fields}")
 

@@ -14,6 +14,7 @@ from dynapipe_ext.settings.tables import (
     OptimizerSettings,
     PlacementChoice,
     PlanSettings,
+    PreferenceSettings,
     TopologySettings,
 )
 
@@ -73,6 +74,30 @@ def check_data_settings(data: DataSettings, where: str) -> None:
     if bool(data.input_key) != bool(data.target_key):
         raise ConfigError(
             f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"
+        )
+
+
+def check_preferences(
+    preferences: PreferenceSettings, data: DataSettings, plan: PlanSettings, model: ModelSettings, where: str
+) -> None:
+    """Refuse what pairs of answers cannot be beside. Errors: ConfigError."""
+    if not preferences.loss:
+        if data.template == "preference":
+            raise ConfigError(
+                f"{where}: [data] template is 'preference' but [preferences] loss says of no loss to learn them by: set"
+                " it, to dpo for example"
+            )
+        return
+    at = f"{where}: [preferences] loss is {preferences.loss!r}"
+    if model.num_decoder_layers:
+        raise ConfigError(f"{at} but the model is an encoder-decoder, of whose samples pairs are not made: take GPTs")
+    if plan.pieces != "off":
+        raise ConfigError(f"{at} but [plan] pieces is {plan.pieces!r}, and a pair stays whole: set pieces to 'off'")
+    if plan.rule not in ("dynapipe-ext", "packed-balanced"):
+        raise ConfigError(f"{at} but [plan] rule {plan.rule!r} knows no pairs: take dynapipe-ext, or packed-balanced")
+    if preferences.label_smoothing and preferences.loss != "dpo":
+        raise ConfigError(
+            f"{at} but label_smoothing is {preferences.label_smoothing:g}, which dpo alone has: leave it out"
         )
 
 

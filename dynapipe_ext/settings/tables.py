@@ -18,7 +18,8 @@ from dynapipe_ext.settings.plan_rules import PlanRules
 PlacementChoice = Literal[PlacementName, "auto"]
 SaveFormat = Literal["hf", "megatron", "deepspeed"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
-TemplateChoice = Literal["auto", "chat", "prompt", "text"]
+TemplateChoice = Literal["auto", "chat", "prompt", "text", "preference"]
+PreferenceKind = Literal["", "dpo", "ipo", "orpo", "simpo"]
 LossOnChoice = Literal["answers", "last-answer"]
 MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
 
@@ -183,6 +184,33 @@ class DataSettings:
     drop_last: bool = setting(False)
     num_workers: int = setting(1, "--num-workers", "planner processes; 0: in line", at_least=0, at_most=1 << 12)
     prefetch_steps: int = setting(2, at_least=1, at_most=1 << 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceSettings:
+    """With a `loss` the run learns from pairs of a chosen and a rejected answer to a prompt; empty: from texts. dpo
+    (Rafailov et al. 2023, arXiv 2305.18290) and ipo (Azar et al. 2023, arXiv 2310.12036, by the mean of tokens as TRL)
+    compare with the model that the run begins with. orpo (Hong et al. 2024, arXiv 2403.07691) and simpo (Meng et al.
+    2024, arXiv 2405.14734) do not. `beta` "auto" is 0.1, of simpo 2. `gamma` is simpo's margin; `label_smoothing` is
+    dpo's, the share of pairs that are the wrong way round."""
+
+    loss: PreferenceKind = setting("", "--preferences", "learn from pairs of a chosen and a rejected answer")
+    beta: Literal["auto"] | float = setting(
+        "auto", "--beta", "of --preferences (0.1; simpo: 2)", "B", parse=number_or_word, above=0
+    )
+    gamma: float = setting(1.0, at_least=0)
+    label_smoothing: float = setting(0.0, at_least=0, below=0.5)
+
+    @property
+    def needs_references(self) -> bool:
+        """Whether the loss compares with the model that the run begins with."""
+        return self.loss in ("dpo", "ipo")
+
+    @property
+    def used_beta(self) -> float:
+        if self.beta == "auto":
+            return 2.0 if self.loss == "simpo" else 0.1
+        return self.beta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from dynapipe_ext.settings.agreement import (
     check_heads,
     check_optimizer,
     check_pieces_of_model,
+    check_preferences,
     check_stages,
     refuse_order_in_bits,
 )
@@ -36,6 +37,7 @@ from dynapipe_ext.settings.tables import (
     OptimizerSettings,
     PlacementChoice,
     PlanSettings,
+    PreferenceSettings,
     RunSettings,
     TopologySettings,
 )
@@ -50,6 +52,7 @@ class TrainConfig:
     model: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     data: DataSettings = field(default_factory=DataSettings)
+    preferences: PreferenceSettings = field(default_factory=PreferenceSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -101,7 +104,7 @@ class TrainConfig:
             changed |= {"model": model, "lora": with_adapted(lora, model, where)}
         if "deepspeed" in changed:
             changed["deepspeed"] = with_read(changed["deepspeed"])
-        config = replace(self, **changed)
+        config = with_preferences(replace(self, **changed), tables, where)
         config.check(where)
         return config
 
@@ -113,6 +116,7 @@ class TrainConfig:
         if self.debug.log_level == "debug" and not self.debug.log_dir:
             raise ConfigError(f"{where}: [debug] log_level is 'debug' but no log_dir says where logs go: give one")
         check_data_settings(self.data, where)
+        check_preferences(self.preferences, self.data, self.plan, model, where)
         check_optimizer(self.optimizer, where)
         if model.num_decoder_layers and plan.rule == "fixed-rows":
             raise ConfigError(
@@ -131,6 +135,21 @@ class TrainConfig:
     def placement(self) -> PlacementChoice:
         """Of stages on ranks, as it is named or as the schedule needs it."""
         return self.topology.placement or own_placement(self.plan.schedule)
+
+
+def with_preferences(config: TrainConfig, given_tables: Mapping[str, Mapping[str, Any]], where: str) -> TrainConfig:
+    """Where the run learns preferences, its records are pairs and its loss is a mean over these. Errors: ConfigError
+    where the settings name others."""
+    if not config.preferences.loss:
+        return config
+    for table, name, value in (("data", "template", "preference"), ("plan", "loss_norm", "samples")):
+        if (named := given_tables.get(table, {}).get(name)) not in (None, "auto", value):
+            raise ConfigError(
+                f"{where}: [{table}] {name} is {named!r} but [preferences] loss {config.preferences.loss!r} takes"
+                f" {value!r} alone: leave it out"
+            )
+    data, plan = replace(config.data, template="preference"), replace(config.plan, loss_norm="samples")
+    return replace(config, data=data, plan=plan)
 
 
 @cache

@@ -16,10 +16,12 @@ import torch
 
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, slices_head
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.events import PreferenceFigures
 from dynapipe_ext.executor.instructions import BackwardInput, ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedKeys, CarriedPiece
 from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.position_losses import NUM_FIGURES, LossOfPairs
 
 
 class StoredBytes:
@@ -317,6 +319,7 @@ class ChunkRunner:
         self._deferred = self._made_splittable() if gradients.by_use else None
         own = list(parameters)
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in own}
+        self.preferences: PreferenceFigures | None = None  # of the last step, where its loss is of pairs
         self._trains = any(parameter.requires_grad for parameter in own)
         self._only_infers = any(parameter.is_inference() for parameter in own)
         self.measure_bytes = measure_bytes
@@ -340,6 +343,7 @@ class ChunkRunner:
             )
         self._plan = plan
         self._losses: dict[int, torch.Tensor] = {}
+        self._figures: dict[int, torch.Tensor] = {}  # of LossOfPairs
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._put_off: dict[tuple[int, int], DeferredWork] = {}
@@ -399,6 +403,8 @@ class ChunkRunner:
         output = call({**batch, **{name: value for name, value in own.items() if value is not None}}, *inputs)
         if is_last:
             self._check_slices(micro_batch, slices)
+            if isinstance(output, LossOfPairs):
+                self._figures[micro_batch], output = output.figures, output.total
             output = checked_loss_sum(output) / self._plan.loss_divisor
         outputs = output if isinstance(output, tuple) else (output,)
         if other := [type(x).__name__ for x in outputs if not isinstance(x, torch.Tensor)]:
@@ -475,13 +481,17 @@ class ChunkRunner:
         with named_collectives(f"step {plan.step}, reduction of gradients and loss"):
             if not plan.forward_only:
                 self._gradients.reduce()
-            losses = torch.zeros(sum(plan.num_micro_batches), dtype=torch.float64, device=self._device)
+            shape = (1 + NUM_FIGURES, sum(plan.num_micro_batches))
+            sums = torch.zeros(shape, dtype=torch.float64, device=self._device)
             first = sum(plan.num_micro_batches[: plan.dp_rank])
             for micro_batch, loss in self._losses.items():
-                losses[first + micro_batch] = loss
-            sum_over_job(losses)
-        total = float(losses.sum())
-        return math.fsum(losses.tolist()) if math.isfinite(total) else total
+                sums[0, first + micro_batch] = loss
+            for micro_batch, figures in self._figures.items():
+                sums[1:, first + micro_batch] = figures
+            sum_over_job(sums)
+        loss_sum, *figure_sums = map(_exact_sum, sums.tolist())
+        self.preferences = PreferenceFigures.of_sums(*figure_sums)
+        return loss_sum
 
     def losses(self) -> dict[int, float]:
         """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""
@@ -493,6 +503,12 @@ class ChunkRunner:
         put_off = sum(deferred_bytes(work) for work in self._put_off.values())
         carried = self._carried.num_bytes() if self._carried else 0
         return put_off + sum(live.num_bytes for live in self._live.values()) + carried
+
+
+def _exact_sum(numbers: Sequence[float]) -> float:
+    """That of real numbers, rounded once; of some that are not finite, what plain addition makes of them."""
+    total = sum(numbers)
+    return math.fsum(numbers) if math.isfinite(total) else total
 
 
 def _replayed(replay: Replay, run: Callable[[CarriedPiece | None], Outputs], piece: CarriedPiece | None) -> Outputs:

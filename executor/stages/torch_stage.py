@@ -12,13 +12,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.events import PreferenceFigures
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner, GradientAccumulator, PlainAccumulator
+from dynapipe_ext.executor.stages.position_losses import LossOfPairs
 from dynapipe_ext.executor.stages.split_linear import make_linears_splittable, with_shared_weights
 
 Module = Callable[..., Any]
-LossFunction = Callable[[Any, Batch], torch.Tensor]
+LossFunction = Callable[[Any, Batch], torch.Tensor | LossOfPairs]
 _REDUCERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 MakeAccumulator = Callable[..., GradientAccumulator]  # of the parameters that train, and their sum over replicas
 
@@ -138,6 +140,10 @@ class TorchStage:
         """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""
         return self._runner.losses()
 
+    def preferences(self) -> PreferenceFigures | None:
+        """Of the last step, over all ranks, where its loss is of pairs of answers."""
+        return self._runner.preferences
+
     def held_bytes(self) -> int:
         return self._runner.held_bytes()
 
@@ -205,7 +211,7 @@ def _heeds_weights(function: LossFunction, output: Any, batch: Batch, loss: Any)
         return False
     with torch.no_grad():
         doubled = function(output, {**batch, "loss_weights": 2 * weights})
-    if torch.equal(doubled, loss):
+    if isinstance(doubled, torch.Tensor) and torch.equal(doubled, loss):
         raise ConfigError(
             'the loss stays as it is where batch["loss_weights"] are doubled: it is a mean, or leaves them aside, and'
             ' the step would not be that of its target tokens: return (losses * batch["loss_weights"]).sum()'

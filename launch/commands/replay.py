@@ -115,4 +115,7 @@ def _samples(rows: tuple[list[Any], ...], path: Path) -> list[SampleLength]:
                 f"{path}: samples[{i}] is {short(row)} but must be index, encoder, decoder and target tokens, and of a"
                 " pair the first document's"
             )
-    return [SampleLength(*row[:4], first=row[4] if len(row) > 4 else 0) for row in rows]
+    return [
+        SampleLength(index, encoder, decoder, target, first=rest[0] if rest else 0)
+        for index, encoder, decoder, target, *rest in rows
+    ]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.data.examples import PREFERENCE
 from dynapipe_ext.data.preprocessing.encoder_loading import is_own, load_encoder
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, with_separator
 from dynapipe_ext.data.preprocessing.inputs import InputFile
@@ -60,6 +61,8 @@ class DataForm:
                 return f"prompts and answers: {pair}{beside}"
             case "text":
                 return f"texts: {self.fields.text!r}"
+            case "preference":
+                return "pairs of a chosen and a rejected answer"
             case None:
                 texts = f"texts: {self.fields.text!r}"
                 return f"prompts and answers: {pair}{beside}, else {texts}" if pair else texts
@@ -179,6 +182,6 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
 
 def _first(file: InputFile, named: RecordFields) -> tuple[str, Record]:
     pairs = (name for pair in PAIRS for name in pair)
-    columns = {*PROMPT_FIELDS, *ANSWER_FIELDS, *CHAT_FIELDS, named.text, *(named.pair or ()), *pairs}
+    columns = {*PROMPT_FIELDS, *ANSWER_FIELDS, *CHAT_FIELDS, *PREFERENCE, named.text, *(named.pair or ()), *pairs}
     _, where, record = next(all_records([file], text_key=named.text, columns=columns))
     return where, record

@@ -73,6 +73,11 @@ def refuse_other_tokens(data: DataSettings, prepared: TokenDataset, *, encoder_d
             f"{prepared.directory} was prepared by the template {prepared.template or 'of no model'} and [data]"
             f" template is {template}: {again} --template {template}`), or leave that out"
         )
+    if prepared.num_first is not None and template != "preference":
+        raise DataError(
+            f"{prepared.directory} holds pairs of a chosen and a rejected answer, which a loss of preferences takes:"
+            " give --preferences dpo, for example, or prepare texts"
+        )
     if data.loss_on != prepared.loss_on and template in ("auto", "chat"):
         raise DataError(
             f"{prepared.directory} was prepared with loss on {prepared.loss_on} and [data] loss_on is {data.loss_on}:"
@@ -365,7 +370,7 @@ def refuse_pieces(config: TrainConfig, data: RunData, *, compare: bool) -> None:
     if data.whole.targets is not None and cuts:
         raise ConfigError(
             "--compare, and [plan] rule fixed-rows and pieces, cut long samples, of which only those with all targets"
-            " at their end can be cut: leave it out for chats"
+            " at their end can be cut: leave it out for chats, and for pairs of answers"
         )
 
 
@@ -419,6 +424,11 @@ def _source(config: TrainConfig, tasks: TaskBounds) -> _Source:
                 )
             tokenizer = tokenizer_to_train_with(data.tokenizer, encoder_decoder=config.model.num_decoder_layers > 0)
             made_by = [digest_of(tokenizer)]
+    if data.template == "preference" and not isinstance(tokenizer, FolderEncoder):
+        raise ConfigError(
+            f"pairs of a chosen and a rejected answer are read by a decoder-only model's own tokenizer, but the"
+            f" tokenizer is {data.tokenizer!r}: name the model's folder by --model, or its tokenizer's by --tokenizer"
+        )
     if data.template != "auto" and not isinstance(tokenizer, FolderEncoder):
         raise ConfigError(
             f"[data] template is {data.template} but the tokenizer is {data.tokenizer!r}, and templates are how a"

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from dynapipe_ext.executor.checkpoints.folder import RunState
 from dynapipe_ext.executor.checkpoints.saving import Saver
+from dynapipe_ext.executor.events import PreferenceFigures
 from dynapipe_ext.executor.protocols import Stage
 
 
@@ -17,6 +18,10 @@ class TrainedStage(Stage, Protocol):
 
     def losses(self) -> Mapping[int, float]:
         """Of the micro-batches of the last step, by index, where this rank computes them."""
+        ...
+
+    def preferences(self) -> PreferenceFigures | None:
+        """Of the last step, over all ranks, where its loss is of pairs of answers."""
         ...
 
 

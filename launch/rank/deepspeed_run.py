@@ -12,6 +12,8 @@ from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import engine_saver,
 from dynapipe_ext.executor.checkpoints.saving import SavingTogether
 from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, make_engine
 from dynapipe_ext.executor.stages.deepspeed.stage import engine_model, engine_stage
+from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
+from dynapipe_ext.executor.stages.transformers.stage import LossOfLogits
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.job.configured import topology_of, trained_recipe
 from dynapipe_ext.launch.rank.built_model import BuiltModel
@@ -21,7 +23,9 @@ from dynapipe_ext.settings.deepspeed_settings import engine_config
 from dynapipe_ext.settings.train_config import TrainConfig
 
 
-def build_deepspeed(config: TrainConfig, architecture: Architecture, device: torch.device) -> BuiltModel:
+def build_deepspeed(
+    config: TrainConfig, architecture: Architecture, device: torch.device, *, of_positions: PositionLoss = weighted_sum
+) -> BuiltModel:
     """Every rank calls it at the same point. Weights are those of `[model] init_from`, else drawn by the seed."""
     settings, topology, num_steps = config.deepspeed, topology_of(config), config.run.steps
     assert settings.described is not None
@@ -50,7 +54,7 @@ def build_deepspeed(config: TrainConfig, architecture: Architecture, device: tor
         num_moments=settings.num_moments,
     )
     engine = make_engine(engine_model(parts), made.config, parallel)
-    stage = engine_stage(engine, parts, parallel=parallel)
+    stage = engine_stage(engine, parts, parallel=parallel, loss=LossOfLogits(of_positions))
     optimizer = DeepSpeedOptimizer(engine, config.optimizer, num_steps=num_steps, parallel=parallel, device=device)
     description = model_description(config, architecture) | {"zero_stage": settings.zero_stage}
 

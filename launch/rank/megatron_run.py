@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from dynapipe_ext.executor.checkpoints.saving import Saver
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients, own_parameters
 from dynapipe_ext.executor.stages.megatron.model import build_chunks, build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
-from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, gpt_call, wrap_ddp
+from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.launch.rank.built_model import BuiltModel
@@ -23,7 +25,14 @@ from dynapipe_ext.models.written_arguments import run_arguments
 from dynapipe_ext.settings.train_config import TrainConfig
 
 
-def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, device: torch.device) -> BuiltModel:
+def build_megatron(
+    config: TrainConfig,
+    architecture: Architecture,
+    rank: int,
+    device: torch.device,
+    *,
+    of_positions: PositionLoss = weighted_sum,
+) -> BuiltModel:
     """Every rank calls it at the same point, once Megatron's parallel state is there. Weights are those of `[model]
     init_from`, else drawn by the seed."""
     topology = topology_of(config)
@@ -55,7 +64,7 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
         stage = t5_stage(chunks, deterministic=deterministic, **options)
     else:
         exact = ExactMegatronGradients(chunks) if deterministic else None
-        stage = MegatronStage(chunks, gradients=exact, **options)
+        stage = MegatronStage(chunks, call=partial(gpt_call, of_positions=of_positions), gradients=exact, **options)
     num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
     description = asdict(architecture) | {"dtype": config.model.dtype}
 

@@ -12,11 +12,12 @@ from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.executor.checkpoints.transformers_checkpoint import load_parts, parts_saver
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, Float32Accumulator
 from dynapipe_ext.executor.stages.chunk_runner import PlainAccumulator
+from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
-from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
+from dynapipe_ext.executor.stages.transformers.stage import LossOfLogits, TransformersStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.rank.built_model import BuiltModel
@@ -25,7 +26,9 @@ from dynapipe_ext.models.named_models import document_attention_fault
 from dynapipe_ext.settings.train_config import TrainConfig
 
 
-def build_transformers(config: TrainConfig, architecture: Architecture, device: torch.device) -> BuiltModel:
+def build_transformers(
+    config: TrainConfig, architecture: Architecture, device: torch.device, *, of_positions: PositionLoss = weighted_sum
+) -> BuiltModel:
     """Every rank calls it at the same point. Weights are those of `[model] init_from`, else drawn by the seed."""
     parallel = ParallelContext(topology_of(config), device=device, timeout_s=config.job.timeout_s)
     parts = rank_parts(config, parallel, device)
@@ -33,7 +36,8 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
     accumulator: MakeAccumulator = PlainAccumulator if is_float32 else Float32Accumulator
     if config.optimizer.deterministic:
         accumulator = partial(ExactAccumulator, in_float32=not is_float32)
-    stage = TransformersStage(parts, accumulator=accumulator, parallel=parallel)
+    loss = LossOfLogits(of_positions)
+    stage = TransformersStage(parts, loss=loss, accumulator=accumulator, parallel=parallel)
     optimizer = TransformersOptimizer(parts, config.optimizer, num_steps=config.run.steps, parallel=parallel)
     weights = {p for part in parts for p in part.parameters()}
     num_grad_bytes = 12 if config.optimizer.deterministic else 4  # with the exact sum

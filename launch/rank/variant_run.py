@@ -17,17 +17,20 @@ import torch.distributed as dist
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.memory import reading_stages
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.executor.checkpoints.disk_room import bytes_of_checkpoint, lacks_room
 from dynapipe_ext.executor.checkpoints.folder import RunState, least_validation_loss
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, UnaskedSaves
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
-from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.loader import Dataset, DynaPipeDataLoader
 from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.protocols import Recorder, Store, Transport
 from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
+from dynapipe_ext.executor.stages.preference_loss import PreferenceLoss
 from dynapipe_ext.executor.training_loop import (
     LoopHooks,
     LoopSettings,
@@ -45,6 +48,7 @@ from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.processes.cluster import say_at_once
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.launch.rank.rank_log import LoggingRecorder, RankLog
+from dynapipe_ext.launch.rank.references import ReferencePass
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -89,7 +93,8 @@ def run_variant(
     me = topology.coordinates(context.rank)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    built = _built(context, config, architecture_of(config, job.data.whole.vocab_size))
+    architecture, loss = architecture_of(config, job.data.whole.vocab_size), _loss_of(config)
+    built = _built(context, config, architecture, loss)
     planner = _planner(context, config)
     log = None if context.log is None else replace(context.log, variant=variant.name)
     listeners = listeners if log is None else [*listeners, log]
@@ -97,12 +102,13 @@ def run_variant(
         transport = _transport(context, variant)
         stack.callback(transport.close)
         load = _loader_of(context, config)
-        loader = stack.enter_context(_training_loader(context, config, load, planner, namespace))
+        data, held_out_data = _datasets(context, config, built, loss, PipelineExecutor(built.stage, transport))
+        loader = stack.enter_context(_training_loader(context, config, load, planner, namespace, data))
         evaluate = None
         if not is_compared:
-            if job.data.held_out is not None:
+            if held_out_data is not None:
                 # Planned in line: the planner processes are training's, and its next plans wait for nothing.
-                held_out = stack.enter_context(load(job.data.held_out, planner.for_forwards()))
+                held_out = stack.enter_context(load(held_out_data, planner.for_forwards()))
                 forwards = PipelineExecutor(built.stage, transport)
                 evaluate = PeriodicEvaluation(
                     forwards, held_out, built.modules, config.eval, num_steps=config.run.steps
@@ -123,6 +129,7 @@ def run_variant(
                 own_bytes=partial(_own_bytes, built, device),
                 counts_work=me.pp_rank == me.tp_rank == 0,
                 micro_batch_losses=built.stage.losses,
+                preferences=built.stage.preferences,
                 begins=log.step_begins if log is not None else lambda plan: None,
                 evaluate=evaluate if evaluate is not None else lambda step: None,
                 watch=_cost_watch(context, config, planner, loader, is_compared=is_compared),
@@ -166,9 +173,10 @@ def _training_loader(
     load: Callable[..., DynaPipeDataLoader],
     planner: Planner,
     namespace: str,
+    data: Dataset,
 ) -> DynaPipeDataLoader:
     return load(
-        context.job.data.train,
+        data,
         _dumping(context, config, planner),
         drop_last=config.data.drop_last,
         num_workers=config.data.num_workers,
@@ -222,21 +230,49 @@ def _cost_watch(
     )
 
 
+def _loss_of(config: TrainConfig) -> PositionLoss:
+    return PreferenceLoss(config.preferences) if config.preferences.loss else weighted_sum
+
+
+def _datasets(
+    context: RankContext, config: TrainConfig, built: BuiltModel, loss: PositionLoss, executor: PipelineExecutor
+) -> tuple[Dataset, Dataset | None]:
+    """What the run trains on and is evaluated on; pairs of answers with references where the loss compares with those.
+    The model is as it was built."""
+    data = context.job.data
+    if not isinstance(loss, PreferenceLoss) or not loss.settings.needs_references:
+        return data.train, data.held_out
+    forwards = ReferencePass(
+        config=config,
+        architecture=architecture_of(config, data.whole.vocab_size),
+        built=built,
+        loss=loss,
+        load=_loader_of(context, config),
+        planner=_planner(context, config),
+        executor=executor,
+        rank=context.rank,
+        device=context.device,
+    )
+    assert not isinstance(data.train, PairDataset)  # an encoder-decoder's, of which no preferences are learned
+    assert not isinstance(data.held_out, PairDataset)
+    return forwards.of(data.train), None if data.held_out is None else forwards.of(data.held_out)
+
+
 @named_collectives("making of the model")
-def _built(context: RankContext, config: TrainConfig, architecture: Architecture) -> BuiltModel:
+def _built(context: RankContext, config: TrainConfig, architecture: Architecture, loss: PositionLoss) -> BuiltModel:
     """This rank's part of the model, of the framework that a variant's settings name."""
     device = context.device
     if config.deepspeed.config:
         from dynapipe_ext.launch.rank.deepspeed_run import build_deepspeed
 
-        return build_deepspeed(config, architecture, device)
+        return build_deepspeed(config, architecture, device, of_positions=loss)
     if config.model.uses_transformers:
         from dynapipe_ext.launch.rank.transformers_run import build_transformers
 
-        return build_transformers(config, architecture, device)
+        return build_transformers(config, architecture, device, of_positions=loss)
     from dynapipe_ext.launch.rank.megatron_run import build_megatron  # its CUDA calls are settled by now
 
-    return build_megatron(config, architecture, context.rank, device)
+    return build_megatron(config, architecture, context.rank, device, of_positions=loss)
 
 
 def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader) -> PeriodicCheckpoints:

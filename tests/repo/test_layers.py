@@ -45,6 +45,7 @@ RIM = {
         "executor/stages/megatron/*.py",
         "executor/stages/megatron_cpu.py",
         "executor/stages/position_losses.py",
+        "executor/stages/preference_loss.py",
         "executor/stages/sliced_head.py",
         "executor/stages/split_linear.py",
         "executor/stages/torch_stage.py",
@@ -61,6 +62,7 @@ RIM = {
         "launch/processes/meeting_place.py",  # torch's store, too, in a process of its own
         "launch/processes/torchrun.py",  # its agent
         "launch/rank/meeting.py",  # torch's store, and the process group of all ranks
+        "launch/rank/references.py",
         "launch/rank/variant_run.py",
         "launch/rank/one_rank.py",
         "launch/rank/rank_program.py",  # the store of torchrun's agent, and its record of failures

@@ -66,6 +66,29 @@ def write_pairs(path: Path, count: int, *, seed: int = 0) -> Path:
     return write_lines(path, [{"prompt": say() + " ", "response": say()} for _ in range(count)])
 
 
+def write_preferences(path: Path, count: int, *, seed: int = 0) -> Path:
+    """Pairs of answers to one prompt, whose lengths differ much."""
+    say = _speaker(seed)
+    return write_lines(
+        path,
+        [
+            {"prompt": say() + " ", "chosen": say(), "rejected": " ".join(say() for _ in range(1 + number % 4))}
+            for number in range(count)
+        ],
+    )
+
+
+def write_chat_preferences(path: Path, count: int, *, seed: int = 0) -> Path:
+    """The same as chats: with the prompt apart, and with a prompt that both begin with."""
+    say, records = _speaker(seed), []
+    for number in range(count):
+        prompt = [{"role": "user", "content": say()}]
+        chosen, rejected = ([{"role": "assistant", "content": " ".join(say() for _ in range(n))}] for n in (2, 1))
+        apart = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        records.append(apart if number % 2 else {"chosen": prompt + chosen, "rejected": prompt + rejected})
+    return write_lines(path, records)
+
+
 def write_texts(path: Path, count: int, *, seed: int = 0) -> Path:
     say = _speaker(seed)
     return write_lines(path, [{"text": say()} for _ in range(count)])

@@ -84,7 +84,7 @@ GOOD = '{"text": "x"}\n\n'  # a bad record after these is on line 3
         ("null", "line 3: the record is a null, not an object"),
         ('{"input": "a"}', "line 3: the record lacks 'target' (it has 'input')"),
         ('{"output": "a"}', "line 3: the record lacks 'input' and 'target' (it has 'output')"),
-        ('{"chosen": "a", "rejected": "b"}', "line 3: preference data are not trained here: the record has a 'chosen'"),
+        ('{"chosen": "a", "rejected": "b"}', "line 3: preference data: the record has a 'chosen'"),
         ("{}", "line 3: the record lacks 'input' and 'target' (it has no fields)"),
         ('{"input": "a", "target": 5}', "line 3: field 'target' is a number but must be a string"),
         ('{"input": null, "target": "b"}', "line 3: field 'input' is a null but must be a string"),

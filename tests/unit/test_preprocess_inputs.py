@@ -122,7 +122,7 @@ def test_parquet_without_the_column_or_rows_or_damaged_is_refused(tmp_path):
     for prompts in ({}, {"prompt": ["a"]}):
         pairs = write_parquet(tmp_path, prompts | {"chosen": ["b"], "rejected": ["c"]}, name="pairs.parquet")
         ((where, record),) = read(pairs, columns=("prompt", "response", "text"))
-        with pytest.raises(DataError, match=r"pairs\.parquet, row 1: preference data are not trained here"):
+        with pytest.raises(DataError, match=r"pairs\.parquet, row 1: preference data: the record has"):
             template_of(record, RecordFields(), where)
     with pytest.raises(DataError, match="cannot be read as Parquet"):
         read(write(tmp_path, "e.parquet", b"PAR1 not really"))

@@ -21,7 +21,7 @@ from rich.text import Text
 from dynapipe_ext.batch.micro_batches import ALL_RECOMPUTES
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError, format_bytes
-from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone
+from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone, PreferenceFigures
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.tools.console import counted, percent, seconds, step_range
 from dynapipe_ext.tools.files import Fields, read_json, write_atomic
@@ -52,7 +52,7 @@ class RunResult:
     all): `cpu_s` of all ranks together, and `work`, from which FLOPs are counted. Per rank, in rank order:
     `predicted_peak_bytes` and `measured_peak_bytes` (None: unknown). `evaluations` are in the order of their steps.
     `furthest_off` is the shape with the largest prediction error over the run. `fits` has the steps after which costs
-    were fitted.
+    were fitted; `preferences` the steps that learned some, by number.
     """
 
     name: str
@@ -77,6 +77,7 @@ class RunResult:
     evaluations: tuple[EvalDone, ...] = ()
     furthest_off: DriftingShape | None = None
     fits: tuple[tuple[int, CostsFit], ...] = ()
+    preferences: tuple[tuple[int, PreferenceFigures], ...] = ()
 
     def __post_init__(self) -> None:
         steps = len(self.losses)
@@ -137,7 +138,9 @@ class RunResult:
         return math.fsum(averaged) / len(averaged) if averaged else None
 
     def to_json(self) -> dict[str, Any]:
+        preferences = [{"step": number, **preferences_json(figures)} for number, figures in self.preferences]
         return {
+            **({"preferences": preferences} if preferences else {}),
             "name": self.name,
             "layout": self.layout,
             "schedule": self.schedule,
@@ -317,6 +320,10 @@ def _result(fields: Fields) -> RunResult:
             ((fit_fields := Fields(fit, f"fits[{i}]")).one("after", int), fit_from(fit_fields))
             for i, fit in enumerate(fields.one("fits", list))
         ),
+        preferences=tuple(
+            ((of_step := Fields(figures, f"preferences[{i}]")).one("step", int), preferences_from(of_step))
+            for i, figures in enumerate(fields.one("preferences", list) if fields.has("preferences") else ())
+        ),
         predicted_peak_bytes=None if peaks.raw("predicted") is None else peaks.many("predicted", int),
         measured_peak_bytes=None if peaks.raw("measured") is None else peaks.many("measured", int),
     )
@@ -359,6 +366,18 @@ def drifting_from(fields: Fields) -> DriftingShape:
 
 def fit_from(fields: Fields) -> CostsFit:
     return CostsFit(fields.one("error_before", float), fields.one("error_after", float))
+
+
+def preferences_json(figures: PreferenceFigures) -> dict[str, float | None]:
+    named = asdict(figures) | {"margin": figures.margin}
+    return {name: finite(value) for name, value in named.items()}
+
+
+def preferences_from(fields: Fields) -> PreferenceFigures:
+    names = ("chosen_reward", "rejected_reward", "accuracy")
+    return PreferenceFigures(
+        **{name: math.nan if fields.raw(name) is None else fields.one(name, float) for name in names}
+    )
 
 
 def work_from(fields: Fields) -> Work:
@@ -439,6 +458,10 @@ def _measured_rows(report: RunReport) -> Iterator[tuple[str, str, str]]:
     )
     device = f", part of {format_bytes(facts.device_bytes)}" if facts.device_bytes else ""
     yield "loss, first → last step", losses, ""
+    if result.preferences:
+        first, last = (figures for _, figures in (result.preferences[0], result.preferences[-1]))
+        yield "reward margin, first → last step", f"{first.margin:.4f} → {last.margin:.4f}", ""
+        yield "preferred rightly, first → last step", f"{percent(first.accuracy)} → {percent(last.accuracy)}", ""
     yield "real tokens", f"{result.real_tokens:,}", ""
     yield "real tokens/s", f"{result.real_tokens_per_s:,.0f}", ""
     yield "CPU time a token", _microseconds(cpu_s), ""

@@ -28,6 +28,8 @@ from dynapipe_ext.tools.account.report import (
     evaluation_json,
     finite,
     fit_from,
+    preferences_from,
+    preferences_json,
     work_from,
 )
 from dynapipe_ext.tools.files import Fields, parse_json, write_atomic, writing_in
@@ -195,6 +197,7 @@ def _result(label: VariantLabel, steps: Sequence[StepDone]) -> RunResult:
         accounted_steps=None if len(accounted) == len(steps) else tuple(accounted),
         first_step=steps[0].step if steps else 0,
         evaluations=tuple(done.evaluation for done in steps if done.evaluation is not None),
+        preferences=tuple((done.number, done.preferences) for done in steps if done.preferences is not None),
         furthest_off=_furthest_off_in_sum([ranks.furthest_off for ranks in gathered]),
         fits=tuple((done.number, done.fit) for done in steps if done.fit is not None),
     )
@@ -217,7 +220,7 @@ def _furthest_off_in_sum(shapes: Sequence[DriftingShape | None]) -> DriftingShap
 
 def step_json(done: StepDone) -> dict[str, Any]:
     """A step as its line in the file, without spans. Figures that are not finite are null."""
-    ranks = done.all_ranks
+    ranks, preferences = done.all_ranks, done.preferences
     return {
         "step": done.number,
         "epoch": done.epoch,
@@ -236,6 +239,7 @@ def step_json(done: StepDone) -> dict[str, Any]:
         "predicted_bubble_ratio": done.predicted_bubble_ratio,
         "predicted_peak_bytes": done.predicted_peak_bytes,
         "refused": done.refused,
+        **({"preferences": preferences_json(preferences)} if preferences else {}),
         "all_ranks": None if ranks is None else asdict(ranks) | {"work": ranks.work.to_json(), "drift": ranks.drift},
         "evaluation": None if done.evaluation is None else evaluation_json(done.evaluation),
         "fit": None if done.fit is None else asdict(done.fit),
@@ -260,6 +264,7 @@ def _step(fields: Fields) -> StepDone:
         all_ranks=None if fields.raw("all_ranks") is None else _all_ranks(fields.sub("all_ranks")),
         evaluation=None if fields.raw("evaluation") is None else evaluation_from(fields.sub("evaluation")),
         fit=None if fields.raw("fit") is None else fit_from(fields.sub("fit")),
+        preferences=preferences_from(fields.sub("preferences")) if fields.has("preferences") else None,
         **figures,
     )
 

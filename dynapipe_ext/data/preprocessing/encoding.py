@@ -35,7 +35,8 @@ from dynapipe_ext.errors import ConfigError, DataError
 
 Target = Literal["dataset", "megatron"]
 TOKENS, SIZES, FIRST_TARGET, TASKS, SENTENCES = "tokens", "sizes", "first_target", "task_ids", "sentences"
-IS_TARGET = "is_target"  # a byte for each token of a chat
+IS_TARGET = "is_target"  # a byte for each token of a chat, or of a pair of answers
+NUM_FIRST = "num_first"  # tokens of the first document of each pair
 _VERSION = 5  # raise it with every change of the output, so that old work is done again
 _BATCH_CHARACTERS = 1 << 19
 
@@ -116,7 +117,7 @@ class EncodedBlock:
 def stream_names(settings: EncodeSettings) -> tuple[str, ...]:
     """The streams of the output."""
     if settings.target == "dataset":
-        masks = (IS_TARGET,) if settings.template == "chat" else ()
+        masks = {"chat": (IS_TARGET,), "preference": (IS_TARGET, NUM_FIRST)}.get(settings.template or "", ())
         return (TOKENS, SIZES, FIRST_TARGET, TASKS, *masks)
     return tuple(f"{name}-{place}" for place in range(len(settings.keys)) for name in (TOKENS, SIZES, SENTENCES))
 
@@ -220,6 +221,7 @@ def _encode_rendered(
         FIRST_TARGET: np.array([first_target(sample.is_target) for sample in samples], "<i4").tobytes(),
         TASKS: np.array(task_ids, "<i4").tobytes(),
         IS_TARGET: b"".join(bytes(sample.is_target) for sample in samples),
+        NUM_FIRST: np.array([sample.num_first for sample in samples], "<i4").tobytes(),
     }
     return EncodedBlock(
         block.file,

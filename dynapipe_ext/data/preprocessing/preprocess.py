@@ -33,6 +33,7 @@ from dynapipe_ext.data.preprocessing.encoders import Encoder
 from dynapipe_ext.data.preprocessing.encoding import (
     FIRST_TARGET,
     IS_TARGET,
+    NUM_FIRST,
     SENTENCES,
     SIZES,
     TASKS,
@@ -482,7 +483,7 @@ def _finish_dataset(
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
     _same_file(journal.path(TOKENS), whole / TOKENS_FILE)
-    if settings.template == "chat":
+    if IS_TARGET in journal.streams:
         _same_file(journal.path(IS_TARGET), whole / TARGETS_FILE)
     seal(
         whole,
@@ -490,6 +491,7 @@ def _finish_dataset(
         sizes=_stream(journal, SIZES, "<i8"),
         first_target=_stream(journal, FIRST_TARGET, "<i4"),
         task_ids=_stream(journal, TASKS, "<i4"),
+        num_first=_stream(journal, NUM_FIRST, "<i4") if NUM_FIRST in journal.streams else None,
         tasks=encoding.tasks,
         tokenizer_json=encoder.as_json(),
         vocab_size=encoder.vocab_size,

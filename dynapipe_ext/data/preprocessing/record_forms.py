@@ -1,4 +1,5 @@
-"""The forms that records of training data have, each brought to one of three: a chat, a prompt with its answer, a text.
+"""The forms that records of training data have, each brought to one of three: a chat, a prompt with its answer, a text;
+or, where a run learns preferences, to a prompt with two answers (`preference_records.py`).
 
 {"messages": [{"role", "content"}]}                          a chat
 {"conversations": [{"from", "value"}], "system", "tools"}    a chat, as ShareGPT writes it
@@ -15,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dynapipe_ext.data.examples import Example, json_type, lacking, string_field
+from dynapipe_ext.data.examples import PREFERENCE, Example, json_type, lacking, string_field
 from dynapipe_ext.errors import DataError, short
 
-Template = Literal["chat", "prompt", "text"]
+Template = Literal["chat", "prompt", "text", "preference"]
 LossOn = Literal["answers", "last-answer"]
 MESSAGES, CONVERSATIONS, TOOLS, TASK = "messages", "conversations", "tools", "task"
 INSTRUCTION, _CONTEXTS, _SYSTEM, _HISTORY = "instruction", ("input", "context"), "system", "history"
@@ -110,6 +111,8 @@ def template_of(
 def columns_of(template: Template | None, fields: RecordFields) -> frozenset[str]:
     """The fields of a record that are read."""
     pair = fields.pair or ()
+    if template == "preference":
+        return CHAT_FIELDS | frozenset(pair) | PREFERENCE | {INSTRUCTION}
     if template == "chat":
         return CHAT_FIELDS | frozenset(pair)
     beside = (*_CONTEXTS, _SYSTEM, _HISTORY) if fields.is_instruction else ()

@@ -11,6 +11,14 @@ import numpy as np
 
 from dynapipe_ext.data.length_bounds import LengthBounds
 from dynapipe_ext.data.preprocessing.answers import answer_spans
+from dynapipe_ext.data.preprocessing.preference_records import (
+    CHOSEN,
+    REJECTED,
+    ChatPreference,
+    TextPreference,
+    num_alike,
+    preference_of,
+)
 from dynapipe_ext.data.preprocessing.record_forms import (
     TOOLS,
     Chat,
@@ -52,11 +60,13 @@ class ModelTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The tokens of a sample, whether each is a target, and whether some were cut off."""
+    """The tokens of a sample, whether each is a target, and whether some were cut off. Of a pair of documents, the
+    first `num_first` tokens are the first one's."""
 
     tokens: list[int]
     is_target: list[bool]
     truncated: bool = False
+    num_first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +91,10 @@ class Renderer:
     ) -> Renderer:
         """Errors: DataError for chats without a chat template; ConfigError for bounds on the sides of chats, which have
         no sides."""
-        if template == "chat" and bounds.tasks.bind:
+        if template in ("chat", "preference") and bounds.tasks.bind:
+            kind = "chats" if template == "chat" else "pairs of answers"
             raise ConfigError(
-                "the records are chats, which have no input and target sides: leave out max_input_len and"
+                f"the records are {kind}, which have no input and target sides: leave out max_input_len and"
                 " max_target_len, and bound them by max_seq_len"
             )
         if template == "chat" and not tokenizer.has_chat_template:
@@ -99,6 +110,8 @@ class Renderer:
         match self.template:
             case "chat":
                 return self._chat(record, where)
+            case "preference":
+                return self._preference(record, where)
             case "prompt":
                 return self._prompt(record, where, task)
             case "text":
@@ -155,6 +168,59 @@ class Renderer:
         return _with_targets(
             Rendered(tokens[:num_kept], [False, *is_target[1:num_kept]], num_kept < len(tokens)), where
         )
+
+    def _preference(self, record: Mapping[str, object], where: str) -> Rendered:
+        """Both documents, prompt and answer each, one behind the other. Loss falls on what follows the longest common
+        beginning of the prompt's tokens and both documents', as TRL's DPOTrainer has it."""
+        preference = preference_of(record, where, instructions_as_chats=self.tokenizer.has_chat_template)
+        match preference:
+            case TextPreference(prompt=prompt, answers=answers):
+                texts = [prompt, *(prompt + answer for answer in answers)]
+                prompt_ids, *documents = ([*self.start, *self._bare(list(ids))] for ids in self.tokenizer.encode(texts))
+                documents = [self._with_end(tokens) for tokens in documents]
+            case ChatPreference():
+                prompt_ids, *documents = self._preferred_chats(preference, where)
+            case _:
+                assert_never(preference)
+        num_prompt = min(num_alike(prompt_ids, tokens) for tokens in documents)
+        first, second = (
+            self._kept_document(tokens, max(1, num_prompt), f"{where}, {name}")
+            for tokens, name in zip(documents, (CHOSEN, REJECTED), strict=True)
+        )
+        return Rendered(
+            [*first.tokens, *second.tokens],
+            [*first.is_target, *second.is_target],
+            first.truncated or second.truncated,
+            num_first=len(first.tokens),
+        )
+
+    def _preferred_chats(self, preference: ChatPreference, where: str) -> list[list[int]]:
+        """Tokens of the prompt with what begins an answer, and of both chats."""
+        if not self.tokenizer.has_chat_template:
+            raise DataError(
+                f"{where}: the answers are messages, but the tokenizer has no chat template: give a folder that has one"
+                " (chat_template.jinja), by --tokenizer, or answers of text"
+            )
+        try:
+            texts = [self.tokenizer.render(preference.prompt, preference.tools, answer_next=True)]
+            for messages in preference.chats():
+                texts.append(self.tokenizer.render(messages, preference.tools))
+                is_trained = tuple(message["role"] == "assistant" for message in messages)
+                self._check_kept(Chat(list(messages), is_trained, preference.tools), texts[-1], where)
+        except DataError as error:
+            if str(error).startswith(where):
+                raise
+            raise DataError(f"{where}: {error}: change the messages, or give another tokenizer's folder") from error
+        return [self.tokenizer.encode_places(text)[0] for text in texts]
+
+    def _with_end(self, tokens: list[int]) -> list[int]:
+        assert self.tokenizer.eos is not None
+        return tokens if tokens and tokens[-1] == self.tokenizer.eos else [*tokens, self.tokenizer.eos]
+
+    def _kept_document(self, tokens: list[int], num_prompt: int, where: str) -> Rendered:
+        _, num_kept = self._kept(0, len(tokens), where)
+        is_target = [place >= num_prompt for place in range(num_kept)]
+        return _with_targets(Rendered(tokens[:num_kept], is_target, num_kept < len(tokens)), where)
 
     def _marked(self, chat: Chat, where: str) -> tuple[list[int], list[bool]]:
         """Tokens and targets of a chat whose template marks answers itself."""

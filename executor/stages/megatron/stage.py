@@ -18,6 +18,7 @@ from dynapipe_ext.batch.micro_batches import Recompute
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import on_device
+from dynapipe_ext.executor.events import PreferenceFigures
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
@@ -33,7 +34,7 @@ from dynapipe_ext.executor.stages.chunk_runner import (
 )
 from dynapipe_ext.executor.stages.megatron.head import head_in_slices
 from dynapipe_ext.executor.stages.megatron.layers import CarriedRow, rotate_without_waiting, with_lengths
-from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
+from dynapipe_ext.executor.stages.position_losses import LossOfPairs, PositionLoss, weighted_sum
 
 
 class RecomputeSwitch:
@@ -213,7 +214,7 @@ Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order,
 
 def gpt_call(
     chunk: Any, batch: Batch, x_SBH: torch.Tensor | None = None, *, of_positions: PositionLoss = weighted_sum
-) -> torch.Tensor:
+) -> torch.Tensor | LossOfPairs:
     """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the sum that `of_positions` makes."""
     model = unwrapped(chunk)
     model.set_input_tensor(x_SBH)
@@ -418,6 +419,10 @@ class MegatronStage:
     def losses(self) -> dict[int, float]:
         """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""
         return self._runner.losses()
+
+    def preferences(self) -> PreferenceFigures | None:
+        """Of the last step, over all ranks, where its loss is of pairs of answers."""
+        return self._runner.preferences
 
     def held_bytes(self) -> int:
         return self._runner.held_bytes()

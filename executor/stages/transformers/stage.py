@@ -14,7 +14,7 @@ from dynapipe_ext.executor.device import on_device
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions
 from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, Copies, PlainAccumulator, random_key
-from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
+from dynapipe_ext.executor.stages.position_losses import LossOfPairs, PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.sliced_head import HiddenStates
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage, check_rows
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
@@ -27,7 +27,7 @@ class LossOfLogits:
 
     of_positions: PositionLoss = weighted_sum
 
-    def __call__(self, output: torch.Tensor | HiddenStates, batch: Batch) -> torch.Tensor:
+    def __call__(self, output: torch.Tensor | HiddenStates, batch: Batch) -> torch.Tensor | LossOfPairs:
         labels = batch["labels"]
         if isinstance(output, HiddenStates):
             losses = output.losses(labels)
