@@ -55,6 +55,9 @@ TESTED_COMMANDS = {
     "dynapipe plan --lengths lengths.npy --pieces auto": (
         "tests/unit/test_plan_command.py::test_long_samples_run_in_pieces_where_a_flag_or_a_file_says_so"
     ),
+    "dynapipe train --model DIR --data preferences.jsonl --preferences dpo --output tuned --lr 1e-6 --show-samples 2": (
+        "tests/integration/test_preferences_command.py::test_losses_and_rewards_are_those_of_a_plain_loop"
+    ),
     "dynapipe replay DIR/step-000012.json": "tests/unit/test_replay.py::test_the_same_planner_plans_the_same",
     "dynapipe show-schedule zb-v --pp 4 --micro-batches 8 --html zb-v.html": (
         "tests/integration/test_schedule_command.py::test_the_command_of_the_readme_draws_and_writes_a_page"
