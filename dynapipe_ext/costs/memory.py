@@ -83,7 +83,7 @@ def stage_parameters(
     a, tp = architecture, topology.tp
     layers = stage_layers(a, topology)
     last, first_decoder = len(layers) - 1, first_decoder_stage(layers) or 0
-    sides = ("encoder", "decoder") if a.family == "t5" else ("", "")
+    sides = ("encoder", "decoder") if a.num_decoder_layers else ("", "")
     common, experts = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
     unit = np.zeros(len(layers), np.int64)
     embedding = (vocab_size or a.vocab_size) * a.hidden_size // tp
@@ -104,15 +104,15 @@ def stage_parameters(
             experts[stage] += count * per_layer[side, number, True]
             whole = per_layer[side, number, False] + per_layer[side, number, True]
             unit[stage] = max(unit[stage], whole if count else 0)
-    with_embedding = {0, first_decoder} if a.family == "t5" else {0}
+    with_embedding = {0, first_decoder} if a.num_decoder_layers else {0}
     if not a.tied_embeddings:
         common[last] += embedding
     ranks = topology.stage_ranks
     for stage in with_embedding | ({last} if a.tied_embeddings and ranks[last] != ranks[0] else set()):
         common[stage] += embedding
     common[0] += outside["", "position"]
-    common[last] += outside["decoder" if a.family == "t5" else "", "final_norm"]
-    if a.family == "t5":
+    common[last] += outside["decoder" if a.num_decoder_layers else "", "final_norm"]
+    if a.num_decoder_layers:
         common[max(s for s, (n, _) in enumerate(layers) if n)] += outside["encoder", "final_norm"]
     for stage in with_embedding | {last}:
         unit[stage] = max(unit[stage], embedding)

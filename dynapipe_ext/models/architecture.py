@@ -26,6 +26,14 @@ class Yarn:
     mscale_all_dim: float = 0.0
     kind: Literal["yarn"] = "yarn"
 
+    @property
+    def concentration(self) -> float:
+        """What multiplies turned queries and keys where attention is plain (sec. 3.4, with DeepSeek's two factors)."""
+        if self.factor <= 1:
+            return 1.0
+        of_all, of_turned = (0.1 * scale * math.log(self.factor) + 1 for scale in (self.mscale_all_dim, self.mscale))
+        return of_turned / of_all
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
@@ -57,12 +65,13 @@ class LatentAttention:
 
 PublishedFamily = Literal[
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
-    "deepseek_v2", "deepseek_v3", "gpt2", "t5",
+    "deepseek_v2", "deepseek_v3", "gpt2", "t5", "smollm3", "granite", "olmoe", "olmo3", "gemma", "starcoder2", "glm",
+    "glm4", "glm4_moe", "nemotron", "internlm2", "kimi_k2",
 ]  # fmt: skip
 # "gpt": Megatron's GPT in custom sizes, which has no published name. "transformers": a model that this package
 # computes; only its sizes are known here.
 Family = PublishedFamily | Literal["gpt", "transformers"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]  # relu2: the square of relu
 Position = Literal["rope", "learned", "relative"]
 Norm = Literal["rmsnorm", "layernorm"]
 RouterScore = Literal["softmax", "sigmoid"]  # turns a router's logits into probabilities
@@ -81,7 +90,8 @@ _LATER = (
     "norm_placement", "zero_centered_norm", "qk_norm_whole", "norm_topk_prob", "shared_ffn_hidden_size",
     "shared_expert_gate", "full_attention_every", "local_rope_theta", "query_pre_attn_scalar", "attention_softcap",
     "logit_softcap", "scaled_embedding", "latent", "num_dense_layers", "dense_ffn_hidden_size", "router_score",
-    "router_bias", "router_num_groups", "router_group_topk", "router_scale",
+    "router_bias", "router_num_groups", "router_group_topk", "router_scale", "rotary_dim", "rotary_interleaved",
+    "no_rope_every", "embedding_scale", "residual_scale", "score_scale", "logit_divisor",
 )  # fmt: skip
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
@@ -121,7 +131,12 @@ class Architecture:
     `local_rope_theta` unless it is 0. Scores are divided by sqrt(`query_pre_attn_scalar`) (0: `head_dim`). Where a cap
     is not 0, scores or logits pass through cap x tanh(x / cap).
 
-    Scales: `zero_centered_norm` stores a norm's weights as their distance from 1. `scaled_embedding` multiplies
+    Rotation: the first `rotary_dim` values of a head turn (0: all), each with the one half of them further, or with its
+    neighbour (`rotary_interleaved`). Every `no_rope_every`-th layer turns nothing (0: all layers turn).
+
+    Scales: `score_scale` multiplies scores in the place of the root above (0: the root). `embedding_scale` multiplies
+    embeddings, `residual_scale` what attention and MLP add, and logits are divided by `logit_divisor`.
+    `zero_centered_norm` stores a norm's weights as their distance from 1. `scaled_embedding` multiplies
     embeddings by sqrt(hidden_size). `scaled_output` divides the head's input by sqrt(hidden_size), as T5 1.0 does.
 
     Errors: ConfigError.
@@ -160,10 +175,17 @@ class Architecture:
     sliding_window: int = 0
     full_attention_every: int = 0
     local_rope_theta: float = 0.0
+    rotary_dim: int = 0
+    rotary_interleaved: bool = False
+    no_rope_every: int = 0
     query_pre_attn_scalar: int = 0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     scaled_embedding: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    score_scale: float = 0.0
+    logit_divisor: float = 1.0
     relative_buckets: int = 32
     relative_max_distance: int = 128
     scaled_output: bool = False
@@ -327,6 +349,13 @@ class Architecture:
                 raise ConfigError(f"{name} is {short(getattr(self, name))} but must be 0 to {MOST:,}")
         if (self.full_attention_every or self.local_rope_theta) and not self.sliding_window:
             raise ConfigError("full_attention_every and local_rope_theta need windows: give sliding_window")
+        if not 0 <= self.rotary_dim < self.head_dim or self.rotary_dim % 2:
+            raise ConfigError(
+                f"rotary_dim is {short(self.rotary_dim)} but must be even and below head_dim {self.head_dim}, or 0 for"
+                " whole heads"
+            )
+        if not 0 <= self.no_rope_every <= MOST:
+            raise ConfigError(f"no_rope_every is {short(self.no_rope_every)} but must be 0 to {MOST:,}")
         if self.norm_eps <= 0 or not math.isfinite(self.norm_eps):
             raise ConfigError(f"norm_eps is {self.norm_eps} but must be above 0")
 
@@ -404,6 +433,10 @@ class Architecture:
         """Whether a layer (from 0) attends to `sliding_window` positions only."""
         every = self.full_attention_every
         return bool(self.sliding_window) and not (every and (layer + 1) % every == 0)
+
+    def turns(self, layer: int) -> bool:
+        """Whether a layer (from 0) turns its queries and keys by their positions."""
+        return self.position == "rope" and not (self.no_rope_every and (layer + 1) % self.no_rope_every == 0)
 
     @property
     def pieces_fault(self) -> str:

@@ -146,7 +146,7 @@ def forward_flops(architecture: Architecture, positions: Positions, *, causal: b
     a, half = architecture, 2 if causal else 1
     head, p = 2 * a.hidden_size * a.vocab_size, positions
     per_square = 2 * (a.query_size + a.attended_size)
-    if a.family != "t5":
+    if not a.num_decoder_layers:
         return ForwardFlops(
             layers=2 * sum(len(layers) * _with_gates(kind) for kind, layers in layer_kinds(a)) * p.encoder,
             attention=a.num_layers * per_square * p.encoder_squares // half,

@@ -378,6 +378,8 @@ def _family(a: _Arguments) -> Family:
         )
     if position == "learned" and norm == "layernorm":
         return "gpt2"
+    if position == "rope" and norm == "layernorm" and _bias(a) and not a.flag("swiglu"):
+        return "starcoder2"
     if position == "learned" or norm == "layernorm":
         raise ConfigError(
             f"{a.where}: position_embedding_type {position} with normalization {norm} is of no family known here: put"

@@ -335,7 +335,10 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "dropout_rate", "embd_pdrop", "resid_pdrop")
+_DROPOUTS = (
+    "attention_dropout", "attn_pdrop", "dropout_rate", "embd_pdrop", "resid_pdrop", "embedding_dropout",
+    "residual_dropout",
+)  # fmt: skip
 _DEFAULT_DROPOUTS = {  # the values that transformers takes for missing fields
     "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
     "t5": {"dropout_rate": 0.1},

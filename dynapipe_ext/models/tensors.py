@@ -7,13 +7,14 @@ count.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, LatentAttention, layer_kinds
+from dynapipe_ext.models.families import TensorNames, published_form
 
+_NamedShapes = list[tuple[str, tuple[int, ...]]]
 ModelSide = Literal["", "encoder", "decoder"]
 GroupKind = Literal[
     "embedding", "position", "final_norm", "head", "relative_bias",
@@ -74,12 +75,8 @@ def tensor_groups(architecture: Architecture) -> tuple[TensorGroup, ...]:
 
     Errors: ConfigError for a model in custom sizes, whose tensors have no names on the Hub.
     """
-    if architecture.family in ("gpt", "transformers"):
-        raise ConfigError(
-            "a model in custom sizes has no published names of tensors: give a published model's config.json"
-        )
-    writer = {"gpt2": _gpt2, "t5": _t5}.get(architecture.family, _llama)
-    return tuple(writer(architecture))
+    published_form(architecture)
+    return tuple(_t5(architecture) if architecture.num_decoder_layers else _decoder_only(architecture))
 
 
 def num_parameters(architecture: Architecture) -> int:
@@ -91,52 +88,66 @@ def _group(kind: GroupKind, *tensors: tuple[str, tuple[int, ...]], layer: int = 
     return TensorGroup(kind, tuple(TensorInfo(*tensor) for tensor in tensors), layer=layer, expert=expert)
 
 
-def _llama(a: Architecture) -> Iterator[TensorGroup]:
-    """Llama and its relatives."""
-    h = a.hidden_size
-    yield _group("embedding", ("model.embed_tokens.weight", (a.vocab_size, h)))
+def _decoder_only(a: Architecture) -> Iterator[TensorGroup]:
+    names, h = published_form(a).names, a.hidden_size
+    yield _group("embedding", (f"{names.embedding}.weight", (a.vocab_size, h)))
+    if names.position:
+        yield _group("position", (f"{names.position}.weight", (a.max_seq_len, h)))
     for kind, layers in layer_kinds(a):
         for i in layers:
-            yield from _llama_layer(kind, i)
-    yield _group("final_norm", ("model.norm.weight", (h,)))
+            yield from _layer(kind, names, i)
+    yield _group("final_norm", *_norm(a, names.final_norm))
     if not a.tied_embeddings:
-        yield _group("head", ("lm_head.weight", (a.vocab_size, h)))
+        yield _group("head", (f"{names.head}.weight", (a.vocab_size, h)))
 
 
-def _llama_layer(a: Architecture, i: int) -> Iterator[TensorGroup]:
-    h, layer = a.hidden_size, f"model.layers.{i}"
+def _norm(a: Architecture, module: str) -> _NamedShapes:
+    parts = ("weight",) if a.norm == "rmsnorm" else ("weight", "bias")
+    return [(f"{module}.{part}", (a.hidden_size,)) for part in parts]
+
+
+def _layer(a: Architecture, names: TensorNames, i: int) -> Iterator[TensorGroup]:
+    layer = names.layer.format(i=i)
     before, after = a.norm_placement != "post", a.norm_placement != "pre"
     if before:
-        yield _group("attention_norm", (f"{layer}.input_layernorm.weight", (h,)), layer=i)
-    yield from _latent_attention(a, a.latent, i) if a.latent else _attention(a, i)
+        yield _group("attention_norm", *_norm(a, f"{layer}.{names.attention_norm}"), layer=i)
+    yield from _latent_attention(a, a.latent, i) if a.latent else _attention(a, names, i)
     if after:
-        yield _group("attention_post_norm", (f"{layer}.post_attention_layernorm.weight", (h,)), layer=i)
+        yield _group("attention_post_norm", *_norm(a, f"{layer}.{names.attention_post_norm}"), layer=i)
     if before:
-        name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
-        yield _group("mlp_norm", (f"{layer}.{name}.weight", (h,)), layer=i)
-    yield from _mixture(a, i) if a.num_experts else _mlp(a, i)
+        yield _group("mlp_norm", *_norm(a, f"{layer}.{names.mlp_norm}"), layer=i)
+    yield from _mixture(a, names, i) if a.num_experts else _mlp(a, names, i)
     if after:
-        yield _group("mlp_post_norm", (f"{layer}.post_feedforward_layernorm.weight", (h,)), layer=i)
+        yield _group("mlp_post_norm", *_norm(a, f"{layer}.{names.mlp_post_norm}"), layer=i)
 
 
-def _attention(a: Architecture, i: int) -> Iterator[TensorGroup]:
-    h, q, kv, attention = a.hidden_size, a.query_size, a.kv_size, f"model.layers.{i}.self_attn"
-    if a.family == "phi3":
-        yield _group("attention_in", (f"{attention}.qkv_proj.weight", (q + 2 * kv, h)), layer=i)
-    else:
-        projections = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
-        weights = [(f"{attention}.{name}.weight", (width, h)) for name, width in projections]
-        yield _group("attention_in", *weights, layer=i)
-        if a.qkv_bias:
-            biases = [(f"{attention}.{name}.bias", (width,)) for name, width in projections]
-            yield _group("attention_in_bias", *biases, layer=i)
+def _projection(
+    a: Architecture, modules: Sequence[str], widths: Sequence[int], inputs: int
+) -> tuple[_NamedShapes, _NamedShapes]:
+    """Weights and biases of modules that read the same inputs; one module may hold all widths."""
+    rows = widths if len(modules) == len(widths) else (sum(widths),)
+    is_transposed = published_form(a).names.transposed
+    weights: _NamedShapes = [
+        (f"{m}.weight", (inputs, n) if is_transposed else (n, inputs)) for m, n in zip(modules, rows, strict=True)
+    ]
+    return weights, [(f"{m}.bias", (n,)) for m, n in zip(modules, rows, strict=True)]
+
+
+def _attention(a: Architecture, names: TensorNames, i: int) -> Iterator[TensorGroup]:
+    layer = names.layer.format(i=i)
+    modules = [f"{layer}.{module}" for module in names.attention_in]
+    weights, biases = _projection(a, modules, (a.query_size, a.kv_size, a.kv_size), a.hidden_size)
+    yield _group("attention_in", *weights, layer=i)
+    if a.qkv_bias:
+        yield _group("attention_in_bias", *biases, layer=i)
     if a.qk_norm:
         of_q, of_k = a.qk_norm_sizes
-        yield _group("q_norm", (f"{attention}.q_norm.weight", (of_q,)), layer=i)
-        yield _group("k_norm", (f"{attention}.k_norm.weight", (of_k,)), layer=i)
-    yield _group("attention_out", (f"{attention}.o_proj.weight", (h, q)), layer=i)
+        yield _group("q_norm", (f"{layer}.{names.q_norm}.weight", (of_q,)), layer=i)
+        yield _group("k_norm", (f"{layer}.{names.k_norm}.weight", (of_k,)), layer=i)
+    weights, biases = _projection(a, [f"{layer}.{names.attention_out}"], (a.hidden_size,), a.query_size)
+    yield _group("attention_out", *weights, layer=i)
     if a.attention_output_bias:
-        yield _group("attention_out_bias", (f"{attention}.o_proj.bias", (h,)), layer=i)
+        yield _group("attention_out_bias", *biases, layer=i)
 
 
 def _latent_attention(a: Architecture, latent: LatentAttention, i: int) -> Iterator[TensorGroup]:
@@ -157,64 +168,33 @@ def _latent_attention(a: Architecture, latent: LatentAttention, i: int) -> Itera
     yield weight("attention_out", "o_proj", h, a.attended_size)
 
 
-def _mlp(a: Architecture, i: int) -> Iterator[TensorGroup]:
-    h, f, mlp = a.hidden_size, a.ffn_hidden_size, f"model.layers.{i}.mlp"
-    if a.family == "phi3":
-        yield _group("mlp_in", (f"{mlp}.gate_up_proj.weight", (2 * f, h)), layer=i)
-    else:
-        yield _group("mlp_in", (f"{mlp}.gate_proj.weight", (f, h)), (f"{mlp}.up_proj.weight", (f, h)), layer=i)
+def _mlp(a: Architecture, names: TensorNames, i: int) -> Iterator[TensorGroup]:
+    layer, widths = names.layer.format(i=i), (a.ffn_hidden_size,) * (2 if a.gated_mlp else 1)
+    weights, biases = _projection(a, [f"{layer}.{module}" for module in names.mlp_in], widths, a.hidden_size)
+    yield _group("mlp_in", *weights, layer=i)
     if a.mlp_bias:
-        yield _group("mlp_in_bias", (f"{mlp}.gate_proj.bias", (f,)), (f"{mlp}.up_proj.bias", (f,)), layer=i)
-    yield _group("mlp_out", (f"{mlp}.down_proj.weight", (h, f)), layer=i)
+        yield _group("mlp_in_bias", *biases, layer=i)
+    weights, biases = _projection(a, [f"{layer}.{names.mlp_out}"], (a.hidden_size,), a.ffn_hidden_size)
+    yield _group("mlp_out", *weights, layer=i)
     if a.mlp_bias:
-        yield _group("mlp_out_bias", (f"{mlp}.down_proj.bias", (h,)), layer=i)
+        yield _group("mlp_out_bias", *biases, layer=i)
 
 
-def _mixture(a: Architecture, i: int) -> Iterator[TensorGroup]:
-    h, f, s = a.hidden_size, a.ffn_hidden_size, a.shared_ffn_hidden_size
-    of_mixtral = a.family == "mixtral"
-    moe = f"model.layers.{i}.{'block_sparse_moe' if of_mixtral else 'mlp'}"
-    gate, up, down = ("w1", "w3", "w2") if of_mixtral else ("gate_proj", "up_proj", "down_proj")
-    yield _group("router", (f"{moe}.gate.weight", (a.num_experts, h)), layer=i)
+def _mixture(a: Architecture, names: TensorNames, i: int) -> Iterator[TensorGroup]:
+    h, f, s, layer = a.hidden_size, a.ffn_hidden_size, a.shared_ffn_hidden_size, names.layer.format(i=i)
+    router, shared = f"{layer}.{names.router}", f"{layer}.{names.shared_expert}"
+    yield _group("router", (f"{router}.weight", (a.num_experts, h)), layer=i)
     if a.router_bias:
-        yield _group("router_bias", (f"{moe}.gate.e_score_correction_bias", (a.num_experts,)), layer=i)
+        yield _group("router_bias", (f"{router}.e_score_correction_bias", (a.num_experts,)), layer=i)
     for e in range(a.num_experts):
-        expert = f"{moe}.experts.{e}"
-        gate_and_up = (f"{expert}.{gate}.weight", (f, h)), (f"{expert}.{up}.weight", (f, h))
-        yield _group("mlp_in", *gate_and_up, layer=i, expert=e)
-        yield _group("mlp_out", (f"{expert}.{down}.weight", (h, f)), layer=i, expert=e)
+        inputs = [(f"{layer}.{module.format(e=e)}.weight", (f, h)) for module in names.expert_in]
+        yield _group("mlp_in", *inputs, layer=i, expert=e)
+        yield _group("mlp_out", (f"{layer}.{names.expert_out.format(e=e)}.weight", (h, f)), layer=i, expert=e)
     if s:
-        shared = f"{moe}.shared_expert{'s' * (a.latent is not None)}"
         yield _group("shared_in", (f"{shared}.gate_proj.weight", (s, h)), (f"{shared}.up_proj.weight", (s, h)), layer=i)
         yield _group("shared_out", (f"{shared}.down_proj.weight", (h, s)), layer=i)
     if a.shared_expert_gate:
-        yield _group("shared_gate", (f"{moe}.shared_expert_gate.weight", (1, h)), layer=i)
-
-
-def _gpt2(a: Architecture) -> Iterator[TensorGroup]:
-    """GPT-2 keeps its weights as (inputs, outputs), and query, key and value as one."""
-    h, f = a.hidden_size, a.ffn_hidden_size
-
-    def norm(name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return (f"{name}.weight", (h,)), (f"{name}.bias", (h,))
-
-    yield _group("embedding", ("transformer.wte.weight", (a.vocab_size, h)))
-    yield _group("position", ("transformer.wpe.weight", (a.max_seq_len, h)))
-    for i in range(a.num_layers):
-        layer = f"transformer.h.{i}"
-        yield _group("attention_norm", *norm(f"{layer}.ln_1"), layer=i)
-        yield _group("attention_in", (f"{layer}.attn.c_attn.weight", (h, 3 * h)), layer=i)
-        yield _group("attention_in_bias", (f"{layer}.attn.c_attn.bias", (3 * h,)), layer=i)
-        yield _group("attention_out", (f"{layer}.attn.c_proj.weight", (h, h)), layer=i)
-        yield _group("attention_out_bias", (f"{layer}.attn.c_proj.bias", (h,)), layer=i)
-        yield _group("mlp_norm", *norm(f"{layer}.ln_2"), layer=i)
-        yield _group("mlp_in", (f"{layer}.mlp.c_fc.weight", (h, f)), layer=i)
-        yield _group("mlp_in_bias", (f"{layer}.mlp.c_fc.bias", (f,)), layer=i)
-        yield _group("mlp_out", (f"{layer}.mlp.c_proj.weight", (f, h)), layer=i)
-        yield _group("mlp_out_bias", (f"{layer}.mlp.c_proj.bias", (h,)), layer=i)
-    yield _group("final_norm", *norm("transformer.ln_f"))
-    if not a.tied_embeddings:
-        yield _group("head", ("lm_head.weight", (a.vocab_size, h)))
+        yield _group("shared_gate", (f"{shared}_gate.weight", (1, h)), layer=i)
 
 
 def _t5(a: Architecture) -> Iterator[TensorGroup]:

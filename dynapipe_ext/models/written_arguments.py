@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.architecture import Architecture, LatentAttention, RopeScaling, Yarn
+from dynapipe_ext.models.architecture import Architecture, LatentAttention, Yarn
 from dynapipe_ext.models.family_configs import LATENT_NORM_EPS, router_fault
 from dynapipe_ext.models.megatron_arguments import DTYPE_FLAGS, LLAMA3_SCALING, NORM_NAMES, POSITION_NAMES
 
@@ -58,7 +58,7 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
         "rope_scaling_factor": scaling.factor if scaling and scaling.kind == "llama3" else 8.0,
         "window_size": (a.sliding_window - 1, 0) if a.sliding_window else None,
     }
-    if a.family == "t5":
+    if a.num_decoder_layers:
         arguments |= {
             "encoder_num_layers": a.num_layers,
             "decoder_num_layers": a.num_decoder_layers,
@@ -101,16 +101,16 @@ def unsayable(architecture: Architecture) -> tuple[str, ...]:
     """The properties of a model that no argument of Megatron-LM's pretrain_gpt.py (0.16) expresses, so that it would
     train another model."""
     a = architecture
-    if a.family == "t5":
+    if a.num_decoder_layers:
         return ("T5 (its attention is not scaled, and pretrain_gpt.py has no encoder)",)
     lost_properties = []
     if a.latent:
         lost_properties += latent_unsayable(a, a.latent)
     scaling = a.rope_scaling
-    if isinstance(scaling, RopeScaling) and scaling != LLAMA3_SCALING:
+    if scaling and not a.latent and scaling != LLAMA3_SCALING:
         lost_properties.append(
             f"RoPE scaling {scaling.kind} by {scaling.factor:g}"
-            + (f" from {scaling.original_max_seq_len:,} positions" if scaling.kind == "llama3" else "")
+            + (f" from {scaling.original_max_seq_len:,} positions" if scaling.kind != "linear" else "")
             + " (its GPT follows --use-rope-scaling alone: llama3 by 8 from 8,192)"
         )
     if not a.rope_theta.is_integer():
@@ -128,6 +128,14 @@ def unsayable(architecture: Architecture) -> tuple[str, ...]:
         )
     if a.qk_norm_whole:
         lost_properties.append("norms of queries and keys over all heads together (--qk-layernorm norms each head)")
+    if a.rotary_dim or a.rotary_interleaved or a.no_rope_every:
+        lost_properties.append("rotation of a part of each head, of neighbours, or not in every layer")
+    if (a.embedding_scale, a.residual_scale, a.score_scale, a.logit_divisor) != (1, 1, 0, 1):
+        lost_properties.append("scales of embeddings, residuals, scores or logits")
+    if a.zero_centered_norm and not a.scaled_embedding:
+        lost_properties.append("norms' weights as their distance from 1")
+    if (a.num_dense_layers or a.router_score != "softmax") and not a.latent:
+        lost_properties.append("routers by sigmoid or layers without experts beside plain attention")
     if a.top_k == 1 and a.norm_topk_prob:
         lost_properties.append("one expert a token with a weight of 1 (it wants --moe-router-pre-softmax)")
     sayable = ("silu",) if a.gated_mlp else ("gelu_tanh", "gelu")

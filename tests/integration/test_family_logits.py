@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.stages.megatron.layers import rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.model import (
     build_chunks,
     build_model,
     initialize_parallel,
     transformer_config,
 )
+from dynapipe_ext.executor.stages.megatron.rotation import rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import finalize_grads, wrap_ddp
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
@@ -61,6 +61,9 @@ SPREAD = {
         "gemma3",
         "mistral-window",
         "deepseek-v3",
+        "smollm3",
+        "granite-bias",
+        "glm4-moe-groups",
     ),
     (Topology(1, 4, 1), False): ("llama-tied", "gpt2", "phi3", "gemma2"),
     (Topology(2, 1, 2), False): ("t5", "t5-v1.1"),
@@ -74,6 +77,13 @@ SPREAD = {
         "olmo2",
         "gemma2",
         "gemma3-stretched",
+        "granite",
+        "olmoe",
+        "olmo3-yarn",
+        "starcoder2",
+        "glm4",
+        "glm4-moe",
+        "nemotron",
     ),
 }
 

@@ -165,12 +165,12 @@ def test_sixteen_bits_and_dropout_go_on_to_the_bit_and_the_best_weights_are_the_
 
 
 def test_the_backend_follows_from_the_family_unless_it_is_named(tmp_path: Path) -> None:
-    for family, computed_by in (("llama", "llama"), ("gemma", "transformers"), ("qwen2", "transformers")):
+    for family, computed_by in (("llama", "llama"), ("phi", "transformers"), ("qwen2", "transformers")):
         CONFIGS[family]().save_pretrained(tmp_path / family)  # this Qwen2 has windows in some layers
         assert read_trainable(str(tmp_path / family), "auto").family == computed_by
     assert read_trainable(str(tmp_path / "llama"), "transformers").family == "transformers"
-    with pytest.raises(ConfigError, match="model_type is 'gemma': known are"):
-        read_trainable(str(tmp_path / "gemma"), "megatron")
+    with pytest.raises(ConfigError, match="model_type is 'phi': known are"):
+        read_trainable(str(tmp_path / "phi"), "megatron")
     with pytest.raises(ConfigError, match=r"gpt2 has no config\.json"):
         read_trainable("gpt2", "transformers")
 

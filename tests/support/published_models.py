@@ -20,6 +20,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.families import FORMS
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.megatron.names import (
@@ -81,6 +82,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama-yarn": ("llama", {"rope_parameters": {**_YARN, "factor": 4.0}}),
+    "smollm3-bias": ("smollm3", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "granite-bias": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "olmoe-bias": ("olmoe", {"attention_bias": True, "norm_topk_prob": True}),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**_YARN, "factor": 4.0},
+                "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+            }
+        },
+    ),
+    "starcoder2-window": ("starcoder2", {"sliding_window": 9, "tie_word_embeddings": False}),
+    "starcoder2-no-bias": ("starcoder2", {"use_bias": False}),
+    "glm": ("glm", {"attention_bias": False, "tie_word_embeddings": True}),
+    "glm4-moe-groups": (
+        "glm4_moe",
+        {"attention_bias": True, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 2},
+    ),
+    "nemotron-bias": ("nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}, "head_dim": 16}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     "t5-few-buckets": (
         "t5",
@@ -122,7 +145,7 @@ def hidden() -> torch.Tensor:
 def published(name: str, folder: Path, *, with_gradients: bool = False) -> Published:
     family, changes = CASES[name]
     # A large epsilon shows in the logits; a default in its place would not.
-    eps = "layer_norm_epsilon" if family in ("gpt2", "t5") else "rms_norm_eps"
+    eps = next(field.name for field in FORMS[family].fields if field.part == "norm_eps")
     model = tiny(family, **changes, **{eps: 0.03})
     saved(model, folder)
     architecture = read_config(json.loads((folder / "config.json").read_text()))

@@ -18,6 +18,7 @@ from dynapipe_ext.models.architecture import Architecture, RopeScaling, layer_ki
 from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.models.megatron_arguments import read_arguments
 from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.models.written_arguments import command_line, unsayable, write_arguments
 from dynapipe_ext.tools.estimate.options import balanced_layers
 
@@ -38,7 +39,13 @@ _MSCALES = {"mscale": 1.3, "mscale_all_dim": 0.7}
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8}, "windows in some layers only"),
         ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_type is 'longrope'.* of the row"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
-        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
+        ("phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor is 0.01 of heads of 16"),
+        ("smollm3", {"no_rope_layers": [0, 1]}, r"no_rope_layers is \[0, 1\]: exactly every n-th layer"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers is .* must be 2 of 0 and 1"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("glm", {"head_dim": 6}, "rotary_dim is 3 but must be even"),
+        ("llama", {"rope_scaling": _YARN | {"attention_factor": 1.2}}, "attention_factor is 1.2: only 1.36"),
+        ("llama4_text", {}, "model_type is 'llama4_text': its chunks of attention"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "exactly every n-th layer"),
         ("gemma3_text", {"layer_types": ["sliding_attention"]}, "layer_types is .* must be 2 of sliding_attention"),
@@ -153,3 +160,19 @@ def test_an_olmo_is_not_said_by_megatrons_arguments() -> None:
     ]
     with pytest.raises(ConfigError, match="lost 'norms after attention and MLP"):
         read_arguments(write_arguments(architecture))
+
+
+def test_kimi_k2_is_a_deepseek_v3_under_its_own_name() -> None:
+    own = _SMALL | _DEEPSEEK | {"n_group": 1, "topk_group": 1, "rope_scaling": _YARN | {"factor": 32.0}}
+    kimi = read_config({"model_type": "kimi_k2"} | own)
+    v3 = read_config({"model_type": "deepseek_v3"} | own)
+    assert kimi == replace(v3, family="kimi_k2")
+    assert tensor_groups(kimi) == tensor_groups(v3)
+    assert write_config(kimi) == write_config(v3) | {"model_type": "kimi_k2"}
+
+
+def test_an_internlm2_has_biases_unless_it_says_otherwise() -> None:
+    intern = read_config({"model_type": "internlm2"} | _SMALL)
+    assert (intern.qkv_bias, intern.attention_output_bias, intern.mlp_bias) == (True, True, False)
+    assert read_config(write_config(intern)) == intern
+    assert not read_config({"model_type": "internlm2", "bias": False} | _SMALL).qkv_bias

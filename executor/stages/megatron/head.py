@@ -22,6 +22,15 @@ def cap_logits(model: Any, cap: float) -> None:
     _add_rule(model.output_layer, capped, softcap=cap)
 
 
+def divide_logits(model: Any, divisor: float) -> None:
+    """Before `cap_logits`, which caps what is divided."""
+
+    def divided(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return output[0] / divisor, output[1]
+
+    _add_rule(model.output_layer, divided, scale=1 / divisor)
+
+
 def hide_padding(model: Any, vocab_size: int, columns: int) -> None:
     """Logits of padding, which no model learned, become the lowest number: nothing in a softmax, and no gradient."""
     from megatron.core import parallel_state

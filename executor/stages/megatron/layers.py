@@ -1,4 +1,4 @@
-"""What layers of published models compute: norms, rotary angles, attention, latent attention."""
+"""What layers of published models compute: norms, attention, latent attention."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from dynapipe_ext.batch.packed_attention import (
     kernel_for,
 )
 from dynapipe_ext.executor.stages.carried_keys import AttentionKernel, CarriedPiece
-from dynapipe_ext.models.architecture import Architecture, Yarn, layer_kinds
+from dynapipe_ext.executor.stages.megatron.rotation import rotary_frequencies, turned_by
+from dynapipe_ext.models.architecture import Architecture, layer_kinds
 from dynapipe_ext.models.family_configs import LATENT_NORM_EPS
 
 _LENGTHS = "dynapipe_lengths"  # attribute of a tensor of borders: the documents' lengths, on the host
@@ -75,7 +76,7 @@ class MarkedNorm:
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         kind: Any = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         if config.layernorm_zero_centered_gamma:
-            kind = ZeroCenteredRMSNorm
+            kind = ZeroCenteredRMSNorm if config.normalization == "RMSNorm" else ZeroCenteredLayerNorm
         norm: torch.nn.Module = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -94,6 +95,19 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (normed * (1.0 + self.weight.float())).type_as(x)
+
+
+class ZeroCenteredLayerNorm(torch.nn.Module):
+    """LayerNorm whose weight is kept as its distance from 1, as Nemotron's is."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight + 1.0, self.bias, self.eps)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -401,7 +415,7 @@ def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any
     if has_window and a.local_rope_theta:
         local = replace(a, rope_theta=a.local_rope_theta, rope_scaling=None)
         spec = layer.submodules.self_attention
-        spec.module = _turned_by(spec.module, rotary_frequencies(local))
+        spec.module = turned_by(spec.module, rotary_frequencies(local))
     if a.qk_norm:
         attention.q_layernorm = WholeNorm if a.qk_norm_whole else MarkedNorm
         attention.k_layernorm = WholeKeyNorm if a.qk_norm_whole else MarkedNorm
@@ -409,9 +423,12 @@ def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any
         attention.linear_qkv = _with_bias(attention.linear_qkv, a.qkv_bias)
     if a.attention_output_bias != config.add_bias_linear:
         attention.linear_proj = _with_bias(attention.linear_proj, a.attention_output_bias)
+    mlp = layer.submodules.mlp.submodules
     if a.norm_placement != "pre":
-        mlp = layer.submodules.mlp.submodules
         attention.linear_proj, mlp.linear_fc2 = _before_norm(attention.linear_proj), _before_norm(mlp.linear_fc2)
+    if a.residual_scale != 1:
+        attention.linear_proj = _times(attention.linear_proj, a.residual_scale)
+        mlp.linear_fc2 = _times(mlp.linear_fc2, a.residual_scale)
     return layer
 
 
@@ -446,16 +463,15 @@ def _capped(attention: type[CoreAttention], cap: float) -> type:
     return Capped
 
 
-def _turned_by(attention: type, frequencies: torch.Tensor) -> type:
-    """A class of Megatron's self attention that turns queries and keys by its own frequencies, not the model's."""
+def _times(linear: type, scale: float) -> type:
+    """A class of Megatron's row-parallel linear layers that multiplies what it gives, its bias added."""
 
-    class Turned(attention):  # type: ignore[misc]
-        def forward(self, *arguments: Any, rotary_pos_emb: torch.Tensor, **keywords: Any) -> Any:
-            positions = torch.arange(rotary_pos_emb.shape[0], dtype=torch.float32, device=rotary_pos_emb.device)
-            angles = torch.outer(positions, frequencies.to(rotary_pos_emb.device)).repeat(1, 2)
-            return super().forward(*arguments, rotary_pos_emb=angles[:, None, None], **keywords)
+    class Linear(linear):  # type: ignore[misc]
+        def forward(self, *arguments: Any) -> tuple[torch.Tensor, None]:
+            output, bias = super().forward(*arguments)
+            return (output if bias is None else output + bias) * scale, None
 
-    return Turned
+    return Linear
 
 
 def _before_norm(linear: type) -> type:
@@ -471,31 +487,6 @@ def _before_norm(linear: type) -> type:
             return self.post_layernorm(output if bias is None else output + bias), None
 
     return Linear
-
-
-def rotary_frequencies(architecture: Architecture) -> torch.Tensor:
-    """Radians a position, float32, shape (head_dim / 2,): of transformers, in the same order of operations.
-
-    "llama3": wavelengths above `original / low_freq_factor` are stretched by `factor`, those below `original /
-    high_freq_factor` stay, and in between the two are blended (Llama 3.1's release code).
-    """
-    a, scaling = architecture, architecture.rope_scaling
-    assert not isinstance(scaling, Yarn), "latent attention has frequencies of its own"
-    exponents = torch.arange(0, a.head_dim, 2, dtype=torch.int64).float() / a.head_dim
-    frequencies = 1.0 / (a.rope_theta**exponents)
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    wavelengths = 2 * math.pi / frequencies
-    longest = scaling.original_max_seq_len / scaling.low_freq_factor
-    shortest = scaling.original_max_seq_len / scaling.high_freq_factor
-    share = (scaling.original_max_seq_len / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    stretched = frequencies / scaling.factor
-    blended = (1 - share) * frequencies / scaling.factor + share * frequencies
-    return torch.where(wavelengths < shortest, frequencies, torch.where(wavelengths > longest, stretched, blended))
 
 
 def make_latent(layer: Any) -> None:

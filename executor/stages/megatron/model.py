@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron.head import cap_logits, hide_padding
-from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers, rotary_frequencies
+from dynapipe_ext.executor.stages.megatron.head import cap_logits, divide_logits, hide_padding
+from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers
+from dynapipe_ext.executor.stages.megatron.rotation import YARN_FACTOR, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, is_tied_by_megatron, virtual_stage
-from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture, Yarn
 from dynapipe_ext.models.family_configs import router_fault
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
 
@@ -129,11 +130,16 @@ def tensor_slice(whole: torch.Tensor, parameter: torch.Tensor, tp_rank: int, tp:
     return torch.cat([part.chunk(tp, dim)[tp_rank] for part in whole.chunk(stride, dim)], dim)
 
 
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.square(F.relu(x))
+
+
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": _squared_relu,
 }
 
 
@@ -203,7 +209,7 @@ def transformer_config(
         arguments |= _expert_arguments(a)
     if a.latent:
         arguments |= {"rotary_base": a.rope_theta} | latent_arguments(a, a.latent)
-    return (MLATransformerConfig if a.latent else TransformerConfig)(
+    config = (MLATransformerConfig if a.latent else TransformerConfig)(
         **arguments,
         num_layers=num_layers,
         hidden_size=a.hidden_size,
@@ -221,7 +227,14 @@ def transformer_config(
         softmax_scale=_softmax_scale(a),
         layernorm_zero_centered_gamma=a.zero_centered_norm,
         window_size=(a.sliding_window - 1, 0) if a.sliding_window else None,
+        rotary_interleaved=a.rotary_interleaved,
+        no_rope_freq=[int(not a.turns(layer)) for layer in range(num_layers)] if a.no_rope_every else None,
     )
+    if isinstance(yarn := a.rope_scaling, Yarn) and not a.latent:
+        # megatron-core's own names, which its TransformerConfig does not declare
+        config.yarn_mscale, config.yarn_mscale_all_dim = yarn.mscale, yarn.mscale_all_dim
+        setattr(config, YARN_FACTOR, yarn.factor)
+    return config
 
 
 def _expert_arguments(a: Architecture) -> dict[str, Any]:
@@ -241,8 +254,10 @@ def _expert_arguments(a: Architecture) -> dict[str, Any]:
 
 def _softmax_scale(a: Architecture) -> float | None:
     """None: one over the root of the heads' width."""
-    if a.family == "t5":
+    if a.num_decoder_layers:
         return 1.0
+    if a.score_scale:
+        return a.score_scale
     return float(a.query_pre_attn_scalar**-0.5) if a.query_pre_attn_scalar else None
 
 
@@ -389,6 +404,7 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
         vp_stage=virtual_stage(topology, stage, config),
         position_embedding_type="rope" if a.position == "rope" else "learned_absolute",
     )
+    is_last = stage == topology.num_stages - 1
     if a.position == "rope" and not a.latent:
         rotary: Any = model.rotary_pos_emb
         rotary.inv_freq = rotary_frequencies(a).to(rotary.inv_freq.device)
@@ -396,6 +412,11 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
         scale = torch.tensor(a.hidden_size**0.5).to(config.params_dtype)  # rounded, as published
         embedding: Any = model.embedding
         embedding.register_forward_hook(lambda _module, _inputs, output: output * scale.to(output.device))
-    if a.logit_softcap and stage == topology.num_stages - 1:
+    if a.embedding_scale != 1 and stage == 0:
+        own_embedding: Any = model.embedding
+        own_embedding.register_forward_hook(lambda _module, _inputs, output: output * a.embedding_scale)
+    if a.logit_divisor != 1 and is_last:
+        divide_logits(model, a.logit_divisor)
+    if a.logit_softcap and is_last:
         cap_logits(model, a.logit_softcap)
     return model

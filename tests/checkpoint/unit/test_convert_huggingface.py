@@ -40,8 +40,14 @@ _SMALL = {
     "intermediate_size": 96, "vocab_size": 131, "max_position_embeddings": 64,
 }  # fmt: skip
 _DEEPSEEK = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_experts_per_tok": 8}
-_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2")
-_LARGER = {"gemma3_text": _SMALL, "deepseek_v2": _SMALL | _DEEPSEEK, "deepseek_v3": _SMALL | _DEEPSEEK}
+_FAMILIES = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "smollm3",
+    "granite", "olmoe", "olmo3", "gemma", "starcoder2", "glm", "glm4", "nemotron",
+)  # fmt: skip
+_LARGER = {
+    "glm4_moe": _SMALL | {"first_k_dense_replace": 1}, "gemma3_text": _SMALL, "deepseek_v2": _SMALL | _DEEPSEEK,
+    "deepseek_v3": _SMALL | _DEEPSEEK,
+}  # fmt: skip
 _OTHERS = {
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 131, "n_positions": 64},
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131},
@@ -73,6 +79,9 @@ _FIELDS: dict[str, list[Any]] = {
     "num_decoder_layers": [1], "d_kv": [8], "scale_decoder_outputs": [True, False], "is_gated_act": [True],
     "attn_logit_softcapping": [None, 20.0], "final_logit_softcapping": [None, 10.0], "query_pre_attn_scalar": [16],
     "rope_local_base_freq": [2e4], "original_max_position_embeddings": [16], "intermediate_size": [80],
+    "no_rope_layers": [[1, 0], [0, 1], [1, 1]], "no_rope_layer_interval": [1, 2], "clip_qkv": [8.0],
+    "use_qk_norm": [True], "use_bias": [False], "norm_epsilon": [1e-4], "norm_eps": [1e-4], "logits_scaling": [2.0],
+    "embedding_multiplier": [3], "residual_multiplier": [0.5], "attention_multiplier": [0.1],
     "v_head_dim": [64], "use_bidirectional_attention": [True], "vocab_size": [200],
 }  # fmt: skip
 
@@ -335,7 +344,8 @@ def test_a_field_under_any_name_is_what_transformers_makes_of_it_or_refused(fami
     for change in [{}, *alone, *both]:
         if family == "t5" and "tie_word_embeddings" in change:  # which transformers 5 writes true of each
             continue
-        if family == "gemma3_text" and "type" in (change.get("rope_scaling") or {}):  # which transformers 4 alone takes
+        by_type = family in ("gemma3_text", "olmo3")
+        if by_type and "type" in (change.get("rope_scaling") or {}):  # which transformers 4 alone takes
             continue
         try:
             found = read_config(base | deepcopy(change))

@@ -34,6 +34,7 @@ T5 = replace(
     activation="relu", position="relative",
 )  # fmt: skip
 MIXTRAL = replace(LLAMA, family="mixtral", num_experts=3, top_k=2)
+FEED_FORWARD = ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")  # gate, up, down
 ARCHITECTURES = {
     "llama": LLAMA,
     "llama tied": replace(LLAMA, tied_embeddings=True),
@@ -42,6 +43,7 @@ ARCHITECTURES = {
     "mixtral": MIXTRAL,
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_dim=5),
+    "internlm2": replace(LLAMA, family="internlm2", qkv_bias=True, attention_output_bias=True),
     "gpt2": GPT2,
     "gpt2 untied": replace(GPT2, tied_embeddings=False),
     "t5 v1.0": T5,
@@ -195,3 +197,33 @@ def test_transformer_engines_names_are_known(architecture: Architecture, name: s
 def test_the_last_stages_copy_of_a_tied_embedding_is_named() -> None:
     assert tied_head_name(GPT2) == "output_layer.weight"
     assert tied_head_name(T5) == "lm_head.output_layer.weight"
+
+
+def test_an_internlm2_is_a_llama_whose_queries_keys_and_values_lie_together_by_group() -> None:
+    """Its file, laid out as its published code reads it ("b q (h gs d) -> b q h gs d", the last two of a group being
+    its key and its value), becomes what a Llama of the same weights becomes."""
+    a = replace(LLAMA, family="internlm2")
+    q_rows = a.num_heads // a.num_query_groups * a.head_dim
+
+    def renamed(group: TensorGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts = list(tensors.values())
+        if group.kind == "attention_in":
+            rows = (q_rows, a.head_dim, a.head_dim)
+            by_group = [p.view(a.num_query_groups, n, a.hidden_size) for p, n in zip(parts, rows, strict=True)]
+            parts = [torch.cat(by_group, dim=1).flatten(0, 1)]
+        own = next(other for other in tensor_groups(a) if other.name == group.name)
+        return {info.name: part for info, part in zip(own.tensors, parts, strict=True)}
+
+    names = []
+    for group, tensors in published(LLAMA):
+        own = next(other for other in tensor_groups(a) if other.name == group.name)
+        found, wanted = to_megatron(a, own, renamed(group, tensors)), to_megatron(LLAMA, group, tensors)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        names += [info.name for info in own.tensors]
+    assert names[:4] == [
+        "model.tok_embeddings.weight", "model.layers.0.attention_norm.weight", "model.layers.0.attention.wqkv.weight",
+        "model.layers.0.attention.wo.weight",
+    ]  # fmt: skip
+    assert names[4:8] == [f"model.layers.0.{part}.weight" for part in ("ffn_norm", *FEED_FORWARD)]
+    assert names[-1] == "output.weight"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.families import published_form
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.deepspeed.contents import DeepSpeedContents
 from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, same_bytes
@@ -49,8 +50,9 @@ class ModuleTensor:
 
 def tied_names(architecture: Architecture) -> tuple[str, ...]:
     """Names under which a state dict holds the embedding once more."""
-    names: tuple[str, ...] = ("lm_head.weight",) if architecture.tied_embeddings else ()
-    if architecture.family == "t5":
+    head = f"{published_form(architecture).names.head}.weight"
+    names: tuple[str, ...] = (head,) if architecture.tied_embeddings else ()
+    if architecture.num_decoder_layers:
         names += ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     return names
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.families import published_form
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
     DeepSpeedContents,
@@ -49,7 +50,7 @@ def read_pipeline(
     tag: Path, architecture: Architecture, layers: Files, models: Files, optimizers: Files
 ) -> DeepSpeedContents:
     """Errors: DataError where a layer's place cannot be told, a file is absent, or layers are tensor parallel."""
-    if architecture.family == "t5":
+    if architecture.num_decoder_layers:
         raise DataError(f"{tag} is a pipeline of a t5 model: the order of its layers is not known here")
     if parallel := [path.name for key, path in layers.items() if key[1] > 0]:
         raise DataError(f"{tag} has {named(parallel)}: layers cut by tensor parallelism are not supported")
@@ -103,11 +104,11 @@ def _names(tag: Path, architecture: Architecture, layers: list[_Layer]) -> dict[
         )
     names: dict[tuple[int, str], str] = {}
     for i, (layer, prefix) in enumerate(blocks):
-        base = "transformer.h" if architecture.family == "gpt2" else "model.layers"
+        base = published_form(architecture).names.layer.format(i=i)
         for local in layer.tensors:
             own = local.removeprefix(prefix)
             is_known = local.startswith(prefix) or is_buffer(local)
-            names[layer.number, local] = f"{base}.{i}.{own}" if is_known else f"{layer.path.name}:{local}"
+            names[layer.number, local] = f"{base}.{own}" if is_known else f"{layer.path.name}:{local}"
     first, last = blocks[0][0].number, blocks[-1][0].number
     outside = [tensor for tensor in module_tensors(architecture) if tensor.parts[0][0].layer < 0]
     for layer in layers:

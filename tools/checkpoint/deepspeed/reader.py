@@ -140,7 +140,7 @@ class DeepSpeedReader(CheckpointReader):
 def _with_own_head(architecture: Architecture, weights: Mapping[str, SplitTensor]) -> Architecture:
     """transformers 5 writes that T5 ties its head, even where it does not: the files tell."""
     head, shared = weights.get("lm_head.weight"), weights.get("shared.weight")
-    if architecture.family != "t5" or not architecture.tied_embeddings or head is None or shared is None:
+    if not architecture.num_decoder_layers or not architecture.tied_embeddings or head is None or shared is None:
         return architecture
     return replace(architecture, tied_embeddings=same_bytes(head, shared))
 

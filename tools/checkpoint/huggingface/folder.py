@@ -18,6 +18,7 @@ import torch
 
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.families import published_form
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.safetensors_file import SafetensorsSpec, read_header, write_safetensors
@@ -148,7 +149,7 @@ class HuggingFaceReader(CheckpointReader):
 
     def _with_own_head(self, architecture: Architecture) -> Architecture:
         """transformers 5 writes that T5 ties its head, even where it does not: the files tell."""
-        if architecture.family != "t5" or not architecture.tied_embeddings:
+        if not architecture.num_decoder_layers or not architecture.tied_embeddings:
             return architecture
         head = self._stored.get("lm_head.weight")
         shared = next((self._stored[name] for name in ("shared.weight", *_T5_COPIES) if name in self._stored), None)
@@ -158,8 +159,10 @@ class HuggingFaceReader(CheckpointReader):
     def _resolve_copies(self) -> list[tuple[str, str]]:
         """Keep one of each set of tied tensors, under the name that counts; pairs that are not equal."""
         embedding = tensor_groups(self.architecture)[0].tensors[0].name
-        copies = list(_T5_COPIES) if self.architecture.family == "t5" else []
-        copies += ["lm_head.weight"] if self.architecture.tied_embeddings else []
+        copies = list(_T5_COPIES) if self.architecture.num_decoder_layers else []
+        copies += (
+            [f"{published_form(self.architecture).names.head}.weight"] if self.architecture.tied_embeddings else []
+        )
         unequal = []
         for name in copies:
             copy = self._stored.pop(name, None)
@@ -293,14 +296,14 @@ def _read_weights(file: Path) -> dict[str, StoredTensor]:
 
 
 def _full_name(architecture: Architecture, name: str) -> str:
-    bare = architecture.family == "gpt2" and not name.startswith(("transformer.", "lm_head."))
-    return f"transformer.{name}" if bare else name
+    is_below = published_form(architecture).names.embedding.startswith("transformer.")
+    return f"transformer.{name}" if is_below and not name.startswith(("transformer.", "lm_head.")) else name
 
 
 def _is_of_prediction(a: Architecture, name: str) -> bool:
-    """Whether a tensor is of DeepSeek-V3's layers behind the last, which predict further tokens."""
+    """Whether a tensor is of layers behind the last, which predict further tokens."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return a.family == "deepseek_v3" and layer is not None and int(layer[1]) >= a.num_layers
+    return published_form(a).has_prediction_layers and layer is not None and int(layer[1]) >= a.num_layers
 
 
 def _some(names: Sequence[str]) -> str:

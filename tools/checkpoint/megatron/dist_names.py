@@ -115,6 +115,6 @@ def _ways(
 
 
 def _num_layers(architecture: Architecture, stem: str) -> int:
-    if architecture.family == "t5" and stem.startswith("decoder"):
+    if architecture.num_decoder_layers and stem.startswith("decoder"):
         return architecture.num_decoder_layers
     return architecture.num_layers

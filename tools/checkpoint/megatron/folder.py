@@ -93,7 +93,7 @@ def read_architecture(
 
 def _contradictions(architecture: Architecture, arguments: Mapping[str, Any], config: Path) -> Iterator[str]:
     """Where a config.json and Megatron's arguments tell of different models. What shapes tell is checked by them."""
-    if not arguments or architecture.family == "t5":
+    if not arguments or architecture.num_decoder_layers:
         return
     try:
         by_arguments = read_arguments({"vocab_size": architecture.vocab_size, **arguments}, "Megatron's arguments")

@@ -83,7 +83,7 @@ class MegatronLegacyWriter(CheckpointWriter):
     ) -> None:
         if transformer_impl not in IMPLEMENTATIONS:
             raise ConfigError(f"transformer_impl {transformer_impl!r} is not known: {' or '.join(IMPLEMENTATIONS)}")
-        if reader.architecture.family == "t5" and options.pp > 1:
+        if reader.architecture.num_decoder_layers and options.pp > 1:
             raise ConfigError(f"--pp {options.pp}: megatron-core's T5 has no pipeline stages: give --pp 1")
         if reader.architecture.latent and transformer_impl == "transformer_engine":
             raise ConfigError(
@@ -165,10 +165,10 @@ class MegatronLegacyWriter(CheckpointWriter):
         """What of a group a stage holds: its layers; the embeddings first, the head last, and there a tied copy."""
         a, last = self._layout.architecture, self._layout.pp - 1
         for tensor in megatron_tensors(a, group):
-            if tensor.layer >= 0 and a.family != "t5":
+            if tensor.layer >= 0 and not a.num_decoder_layers:
                 own = self._layout.stage_of_layer(tensor.layer)[0]
             else:
-                own = 0 if tensor.name.startswith("embedding.") or a.family == "t5" else last
+                own = 0 if tensor.name.startswith("embedding.") or a.num_decoder_layers else last
             if stage == own:
                 yield _Entry(tensor.name, tensor, self._dtype(group))
             if tensor.name == EMBEDDING and a.tied_embeddings and 0 < last == stage:
@@ -204,13 +204,13 @@ class MegatronLegacyWriter(CheckpointWriter):
         self, stage: int, ordered: Sequence[_Entry], planned: Mapping[tuple[str, StateKind], Planned]
     ) -> dict[str, Planned | None]:
         a = self._layout.architecture
-        first = 0 if a.family == "t5" else sum(self._layout.layers_per_stage[:stage])
+        first = 0 if a.num_decoder_layers else sum(self._layout.layers_per_stage[:stage])
         model: dict[str, Planned | None] = {}
         for entry in ordered:
             for name in (entry.name, *entry.tensor.aliases):
                 model[local_name(a, name, first, self._implementation)] = planned[entry.name, "weight"]
         states = extra_states(model)
-        if stage == self._layout.pp - 1 and a.family != "t5":
+        if stage == self._layout.pp - 1 and not a.num_decoder_layers:
             states.append(f"{HEAD.rpartition('.')[0]}._extra_state")
         if self._implementation == "transformer_engine":
             attention = [name for name in states if name.endswith("linear_proj._extra_state")]

@@ -25,6 +25,7 @@ import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.families import published_form
 from dynapipe_ext.models.tensors import GroupKind, ModelSide, TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, GroupTensors
 
@@ -101,7 +102,7 @@ def megatron_tensors(architecture: Architecture, group: TensorGroup) -> tuple[Me
 
 def tied_head_name(architecture: Architecture) -> str:
     """Where the last of several pipeline stages keeps its copy of a tied embedding."""
-    return f"{_T5_HEAD}.weight" if architecture.family == "t5" else HEAD
+    return f"{_T5_HEAD}.weight" if architecture.num_decoder_layers else HEAD
 
 
 def _tensors(a: Architecture, group: TensorGroup) -> Iterator[MegatronTensor]:
@@ -115,13 +116,13 @@ def _tensors(a: Architecture, group: TensorGroup) -> Iterator[MegatronTensor]:
             name = f"{stem}_relative_pos_emb.relative_attention_bias.weight"
             yield MegatronTensor(name, (a.relative_buckets, a.num_heads))
         case "head":
-            aliases = (HEAD,) if a.family == "t5" else ()
+            aliases = (HEAD,) if a.num_decoder_layers else ()
             shape = (a.vocab_size, a.hidden_size)
             yield MegatronTensor(tied_head_name(a), shape, 0, vocabulary=True, aliases=aliases)
         case "final_norm":
             for kind in _norm_parts(a):
                 yield MegatronTensor(f"{stem}.final_layernorm.{kind}", (a.hidden_size,))
-            if a.family == "t5" and a.tied_embeddings and group.side == "decoder":
+            if a.num_decoder_layers and a.tied_embeddings and group.side == "decoder":
                 # Megatron's tied T5 head has a bias; published models have none.
                 aliases, bias = ("output_layer.bias",), f"{_T5_HEAD}.bias"
                 yield MegatronTensor(bias, (a.vocab_size,), 0, vocabulary=True, aliases=aliases, is_added=True)
@@ -157,14 +158,17 @@ def _oriented(a: Architecture, group: TensorGroup, shape: tuple[int, ...]) -> tu
 
 
 def _is_transposed(a: Architecture, group: TensorGroup) -> bool:
-    return a.family == "gpt2" and group.kind in _TRANSPOSED
+    return published_form(a).names.transposed and group.kind in _TRANSPOSED
 
 
 def _rows(a: Architecture, group: TensorGroup) -> tuple[int, tuple[int, ...]]:
     """How rows of several projections are laid into one: the number of repeats, and the rows of each in a repeat."""
     repeats = {"attention_in": a.num_query_groups, "attention_in_bias": a.num_query_groups, "cross_kv": a.num_heads}
     count = repeats.get(group.kind, 1)
-    if a.family in ("gpt2", "phi3") and group.kind in ("attention_in", "attention_in_bias"):
+    names = published_form(a).names
+    if names.grouped_qkv and group.kind in repeats:
+        return 1, (a.query_size + 2 * a.kv_size,)
+    if names.has_joined_qkv and group.kind in repeats:
         return count, (a.query_size // count, a.kv_size // count, a.kv_size // count)
     return count, tuple(_oriented(a, group, tensor.shape)[0] // count for tensor in group.tensors)
 

@@ -1,0 +1,579 @@
+"""What every published family is: one value a family, from which readers, writers, tensors and counts follow.
+
+A decoder-only family differs from Llama in the fields of its config.json (`ConfigField`), in what all its models have
+(`traits`), and in the names of its tensors (`TensorNames`). `family_configs.py` has what takes more than a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.config_fields import ACTIVATION_NAMES, ConfigFields
+from dynapipe_ext.models.family_configs import (
+    deepseek_config,
+    deepseek_v2_config,
+    deepseek_v2_router,
+    deepseek_v3_router,
+    deepseek_values,
+    experts_config,
+    gemma_config,
+    gemma_values,
+    glm4_moe_values,
+    layers_without_rope,
+    t5_config,
+    t5_values,
+)
+
+FieldKind = Literal["integer", "count", "number", "flag", "activation"]
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigField:
+    """`part` of an Architecture as the field `name` of config.json; both may stand in several fields, the later counts.
+
+    `default` is what transformers takes for a missing field, a function of the parts before it, or None where the field
+    must be there. A part without a name is always its default.
+    """
+
+    part: str
+    name: str
+    kind: FieldKind = "integer"
+    default: Any = None
+
+    def read(self, fields: ConfigFields, values: Values) -> Any:
+        """Errors: ConfigError naming the field."""
+        is_given = bool(self.name) and fields.raw.get(self.name) is not None
+        default = self.default(values) if callable(self.default) and not is_given else self.default
+        if not self.name:
+            return default
+        return getattr(fields, self.kind)(self.name, None if callable(default) else default)
+
+    def write(self, architecture: Architecture) -> Any:
+        value = getattr(architecture, self.part)
+        return ACTIVATION_NAMES.get(value, value) if self.kind == "activation" else value
+
+
+def same_as(part: str) -> Callable[[Values], Any]:
+    """The default that is another part."""
+    return lambda values: values[part]
+
+
+def per_head(values: Values) -> int:
+    """The default width of a head. Errors: ConfigError where heads do not fill the hidden size."""
+    hidden, heads = values["hidden_size"], values["num_heads"]
+    if hidden % heads:
+        raise ConfigError(f"hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
+    return int(hidden // heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names on the Hub of a decoder-only model's modules: those of a layer stand below `layer`, experts' have {e}.
+
+    Query, key and value are three modules or one of [q; k; v]; with `grouped_qkv` that one has them by query group.
+    Gate and up are two or one; an MLP without a gate has one. `transposed`: weights are (inputs, outputs).
+    """
+
+    embedding: str = "model.embed_tokens"
+    position: str = ""
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{i}"
+    attention_norm: str = "input_layernorm"
+    attention_post_norm: str = "post_attention_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_post_norm: str = "post_feedforward_layernorm"
+    attention_in: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    attention_out: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    mlp_out: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert_in: tuple[str, ...] = ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj")
+    expert_out: str = "mlp.experts.{e}.down_proj"
+    shared_expert: str = "mlp.shared_expert"
+    transposed: bool = False
+    grouped_qkv: bool = False
+
+    @property
+    def has_joined_qkv(self) -> bool:
+        return len(self.attention_in) == 1
+
+
+# How a family says which positions a layer sees: it says nothing, all layers have the window of `sliding_window`, some
+# have one by `layer_types`, or windows can be switched on, which is refused.
+Windows = Literal["none", "all", "by_layer", "refused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedForm:
+    """How a family is published.
+
+    `refused`: fields and the values of them that a layer here computes. `ropes`: the kinds of rotary frequencies, none
+    for other positions; `rotary_share` is the part of a head that turns where the field is missing, None where whole
+    heads turn always. `window_rope`: layers with windows have a base of their own, unscaled. `read` and `write` add
+    what takes more than a field; `written` are fields that are always the same.
+    """
+
+    model_class: str
+    fields: tuple[ConfigField, ...]
+    traits: Values = field(default_factory=dict)
+    names: TensorNames = field(default_factory=TensorNames)
+    aliases: Mapping[str, str] = field(default_factory=dict)  # second names of fields; transformers accepts both
+    refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    written: Values = field(default_factory=dict)
+    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    rope_theta: float = 1e4
+    rotary_share: float | None = None
+    window_rope: ConfigField | None = None
+    windows: Windows = "none"
+    default_window: int | None = None
+    full_attention_every: int = 0
+    read: Callable[[ConfigFields, Values], Values] = lambda fields, values: {}
+    write: Callable[[Architecture], Values] = lambda architecture: {}
+    has_prediction_layers: bool = False  # files may hold layers behind the last, which predict further tokens
+
+
+def _sizes(
+    eps: float = 1e-6,
+    positions: int | None = None,
+    *,
+    groups: Any = None,
+    head_dim: Any = per_head,
+    tied: bool = False,
+    eps_name: str = "rms_norm_eps",
+    activation: str = "silu",
+    activation_name: str = "hidden_act",
+) -> tuple[ConfigField, ...]:
+    """Llama's fields, with what transformers takes for those that are missing."""
+    return (
+        ConfigField("num_layers", "num_hidden_layers"),
+        ConfigField("hidden_size", "hidden_size"),
+        ConfigField("num_heads", "num_attention_heads"),
+        ConfigField("num_query_groups", "num_key_value_heads", default=groups),
+        ConfigField("head_dim", "head_dim", default=head_dim),
+        ConfigField("ffn_hidden_size", "intermediate_size"),
+        ConfigField("vocab_size", "vocab_size"),
+        ConfigField("max_seq_len", "max_position_embeddings", default=positions),
+        ConfigField("tied_embeddings", "tie_word_embeddings", "flag", tied),
+        ConfigField("activation", activation_name, "activation", activation),
+        ConfigField("norm_eps", eps_name, "number", eps),
+    )
+
+
+def _biases(name: str, *parts: str, default: bool = False) -> tuple[ConfigField, ...]:
+    return tuple(ConfigField(part, name, "flag", default) for part in parts)
+
+
+_ATTENTION_BIAS = _biases("attention_bias", "qkv_bias", "attention_output_bias")
+_MLP_BIAS = _biases("mlp_bias", "mlp_bias")
+_ALL_HEADS = same_as("num_heads")
+
+
+def _experts(name: str, num: int, top_k: int, ffn: int) -> tuple[ConfigField, ...]:
+    return (
+        ConfigField("num_experts", name, default=num),
+        ConfigField("top_k", "num_experts_per_tok", default=top_k),
+        ConfigField("ffn_hidden_size", "moe_intermediate_size", default=ffn),
+        ConfigField("norm_topk_prob", "norm_topk_prob", "flag", False),
+    )
+
+
+_WHOLE = {"partial_rotary_factor": (1.0,)}  # whole heads turn
+_EVERY_LAYER = _WHOLE | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+_ROUTED = {"num_experts": "n_routed_experts"}
+_GEMMA_NAMES = TensorNames(mlp_norm="pre_feedforward_layernorm")
+_GEMMA: dict[str, Any] = {"zero_centered_norm": True, "scaled_embedding": True}
+_JOINED = TensorNames(attention_in=("self_attn.qkv_proj",), mlp_in=("mlp.gate_up_proj",))
+_UNGATED: dict[str, Any] = {"gated_mlp": False, "norm": "layernorm"}
+
+
+def _gemma_sizes(tanh_name: str) -> tuple[ConfigField, ...]:
+    sizes = _sizes(
+        1e-6, 8192, groups=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", activation_name=tanh_name
+    )
+    return (*sizes, *_ATTENTION_BIAS)
+
+
+def _deepseek_sizes(
+    positions: int, *, experts: int, top_k: int | None, ffn: int, dense: int, scale: float
+) -> tuple[ConfigField, ...]:
+    sizes = _sizes(1e-6, positions, groups=_ALL_HEADS)
+    return (
+        *(size for size in sizes if size.part not in ("head_dim", "ffn_hidden_size")),
+        ConfigField("num_experts", "n_routed_experts", default=experts),
+        ConfigField("top_k", "num_experts_per_tok", default=top_k),
+        ConfigField("ffn_hidden_size", "moe_intermediate_size", default=ffn),
+        ConfigField("num_dense_layers", "first_k_dense_replace", "count", dense),
+        ConfigField("router_scale", "routed_scaling_factor", "number", scale),
+    )
+
+
+_DEEPSEEK_REFUSED = _WHOLE | {
+    "attention_bias": (False,), "mlp_bias": (False,), "rope_interleave": (True,), "moe_layer_freq": (1,),
+}  # fmt: skip
+_DEEPSEEK_V3 = PublishedForm(
+    model_class="DeepseekV3ForCausalLM",
+    fields=_deepseek_sizes(4096, experts=256, top_k=8, ffn=2048, dense=3, scale=2.5),
+    names=TensorNames(shared_expert="mlp.shared_experts"),
+    aliases={"num_local_experts": "n_routed_experts"},
+    refused=_DEEPSEEK_REFUSED,
+    ropes=("default", "yarn"),
+    read=partial(deepseek_values, q_rank=1536, num_shared=1, router=deepseek_v3_router),
+    write=deepseek_config,
+    written={
+        "attention_bias": False, "pad_token_id": None, "moe_layer_freq": 1, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "rope_interleave": True, "num_nextn_predict_layers": 0,
+    },
+    has_prediction_layers=True,
+)  # fmt: skip
+_GLM = PublishedForm(
+    model_class="GlmForCausalLM",
+    fields=(
+        *_sizes(0.00000015625, 131_072, groups=2, head_dim=128),
+        *_biases("attention_bias", "qkv_bias", default=True),
+    ),
+    traits={"rotary_interleaved": True},
+    names=TensorNames(mlp_in=("mlp.gate_up_proj",)),
+    written={"pad_token_id": None},
+    rotary_share=0.5,
+)
+
+FORMS: Mapping[str, PublishedForm] = MappingProxyType({
+    "llama": PublishedForm(
+        model_class="LlamaForCausalLM",
+        fields=(*_sizes(1e-6, 2048, groups=_ALL_HEADS), *_ATTENTION_BIAS, *_MLP_BIAS),
+        refused=_WHOLE,
+    ),
+    "mistral": PublishedForm(
+        model_class="MistralForCausalLM",
+        fields=_sizes(1e-6, 131_072),
+        refused=_WHOLE,
+        windows="all",
+        default_window=4096,
+    ),
+    "mixtral": PublishedForm(
+        model_class="MixtralForCausalLM",
+        fields=(
+            *_sizes(1e-5, 131_072),
+            ConfigField("num_experts", "num_local_experts", default=8),
+            ConfigField("top_k", "num_experts_per_tok", default=2),
+        ),
+        names=TensorNames(
+            router="block_sparse_moe.gate",
+            expert_in=("block_sparse_moe.experts.{e}.w1", "block_sparse_moe.experts.{e}.w3"),
+            expert_out="block_sparse_moe.experts.{e}.w2",
+        ),
+        aliases={"num_experts": "num_local_experts"},
+        refused=_WHOLE,
+        rope_theta=1e6,
+        windows="all",
+    ),
+    "qwen2": PublishedForm(
+        model_class="Qwen2ForCausalLM",
+        fields=_sizes(1e-6, 32_768),
+        traits={"qkv_bias": True},
+        refused=_WHOLE,
+        windows="refused",
+    ),
+    "qwen2_moe": PublishedForm(
+        model_class="Qwen2MoeForCausalLM",
+        fields=(
+            *_sizes(1e-6, 32_768),
+            *_biases("qkv_bias", "qkv_bias", default=True),
+            *_experts("num_experts", 60, 4, 1408),
+            ConfigField("shared_ffn_hidden_size", "shared_expert_intermediate_size", default=5632),
+        ),
+        traits={"shared_expert_gate": True},
+        refused=_EVERY_LAYER,
+        windows="refused",
+    ),
+    "qwen3": PublishedForm(
+        model_class="Qwen3ForCausalLM",
+        fields=(*_sizes(1e-6, 32_768, head_dim=128), *_ATTENTION_BIAS),
+        traits={"qk_norm": True},
+        refused=_WHOLE,
+        windows="refused",
+    ),
+    "qwen3_moe": PublishedForm(
+        model_class="Qwen3MoeForCausalLM",
+        fields=(*_sizes(1e-6, 32_768), *_ATTENTION_BIAS, *_experts("num_experts", 128, 8, 768)),
+        traits={"qk_norm": True},
+        aliases={"num_local_experts": "num_experts"},  # transformers 5 writes it
+        refused=_EVERY_LAYER,
+        windows="refused",
+    ),
+    "phi3": PublishedForm(
+        model_class="Phi3ForCausalLM",
+        fields=_sizes(1e-5, 4096, groups=_ALL_HEADS),
+        names=_JOINED,
+        written={"pad_token_id": None},  # transformers' default would lie outside a small vocabulary
+        ropes=("default",),
+        rotary_share=1.0,
+        windows="all",
+    ),
+    "olmo2": PublishedForm(
+        model_class="Olmo2ForCausalLM",
+        fields=(*_sizes(1e-5, 2048, groups=_ALL_HEADS), *_ATTENTION_BIAS),
+        traits={"norm_placement": "post", "qk_norm": True, "qk_norm_whole": True},
+        refused=_WHOLE,
+    ),
+    "gemma2": PublishedForm(
+        model_class="Gemma2ForCausalLM",
+        fields=_gemma_sizes("hidden_activation"),
+        traits=_GEMMA | {"norm_placement": "both"},
+        names=_GEMMA_NAMES,
+        refused=_WHOLE | {"use_bidirectional_attention": (False,), "sliding_window_pattern": (2,)},
+        windows="by_layer",
+        default_window=4096,
+        full_attention_every=2,
+        read=partial(gemma_values, attention_cap=50.0, logit_cap=30.0),
+        write=gemma_config,
+    ),
+    "gemma3_text": PublishedForm(
+        model_class="Gemma3ForCausalLM",
+        fields=_gemma_sizes("hidden_activation"),
+        traits=_GEMMA | {"norm_placement": "both", "qk_norm": True},
+        names=_GEMMA_NAMES,
+        refused=_WHOLE | {"use_bidirectional_attention": (False,)},
+        ropes=("default", "linear", "llama3"),
+        rope_theta=1e6,
+        window_rope=ConfigField("local_rope_theta", "rope_local_base_freq", "number", 1e4),
+        windows="by_layer",
+        default_window=4096,
+        full_attention_every=6,
+        read=gemma_values,
+        write=gemma_config,
+    ),
+    "deepseek_v2": PublishedForm(
+        model_class="DeepseekV2ForCausalLM",
+        fields=_deepseek_sizes(2048, experts=64, top_k=None, ffn=1407, dense=0, scale=1.0),
+        names=TensorNames(shared_expert="mlp.shared_experts"),
+        aliases=_ROUTED,
+        refused=_DEEPSEEK_REFUSED,
+        ropes=("default", "yarn"),
+        read=partial(deepseek_values, q_rank=1536, num_shared=2, router=deepseek_v2_router),
+        write=deepseek_v2_config,
+        written={
+            "attention_bias": False, "mlp_bias": False, "pad_token_id": None, "moe_layer_freq": 1,
+            "scoring_func": "softmax",
+        },
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "gpt2": PublishedForm(
+        model_class="GPT2LMHeadModel",
+        fields=(
+            ConfigField("num_layers", "n_layer", default=12),
+            ConfigField("hidden_size", "n_embd", default=768),
+            ConfigField("num_heads", "n_head", default=12),
+            ConfigField("num_query_groups", "", default=_ALL_HEADS),
+            ConfigField("head_dim", "", default=per_head),
+            ConfigField("ffn_hidden_size", "n_inner", default=lambda values: 4 * values["hidden_size"]),
+            ConfigField("max_seq_len", "n_positions", default=1024),
+            ConfigField("vocab_size", "vocab_size", default=50_257),
+            ConfigField("tied_embeddings", "tie_word_embeddings", "flag", True),
+            ConfigField("norm_eps", "layer_norm_epsilon", "number", 1e-5),
+            ConfigField("activation", "activation_function", "activation", "gelu_new"),
+        ),
+        traits=_UNGATED
+        | {"position": "learned", "qkv_bias": True, "attention_output_bias": True, "mlp_bias": True},
+        names=TensorNames(
+            embedding="transformer.wte",
+            position="transformer.wpe",
+            final_norm="transformer.ln_f",
+            layer="transformer.h.{i}",
+            attention_norm="ln_1",
+            mlp_norm="ln_2",
+            attention_in=("attn.c_attn",),
+            attention_out="attn.c_proj",
+            mlp_in=("mlp.c_fc",),
+            mlp_out="mlp.c_proj",
+            transposed=True,
+        ),
+        aliases={
+            "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+            "max_position_embeddings": "n_positions",
+        },
+        refused={
+            "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+        },
+        ropes=(),
+    ),
+    "t5": PublishedForm(
+        model_class="T5ForConditionalGeneration",
+        fields=(
+            ConfigField("num_layers", "num_layers", default=6),
+            ConfigField("num_decoder_layers", "num_decoder_layers", default=same_as("num_layers")),
+            ConfigField("hidden_size", "d_model", default=512),
+            ConfigField("num_heads", "num_heads", default=8),
+            ConfigField("num_query_groups", "", default=_ALL_HEADS),
+            ConfigField("head_dim", "d_kv", default=64),
+            ConfigField("ffn_hidden_size", "d_ff", default=2048),
+            ConfigField("vocab_size", "vocab_size", default=32_128),
+            ConfigField("max_seq_len", "n_positions", default=512),
+            ConfigField("tied_embeddings", "tie_word_embeddings", "flag", True),
+            ConfigField("norm_eps", "layer_norm_epsilon", "number", 1e-6),
+            ConfigField("relative_buckets", "relative_attention_num_buckets", default=32),
+            ConfigField("relative_max_distance", "relative_attention_max_distance", default=128),
+            ConfigField("scaled_output", "scale_decoder_outputs", "flag", same_as("tied_embeddings")),
+        ),
+        traits={"position": "relative"},
+        aliases={
+            "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
+            "head_dim": "d_kv",
+        },
+        written={"is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
+        ropes=(),
+        read=t5_values,
+        write=t5_config,
+    ),
+    "smollm3": PublishedForm(
+        model_class="SmolLM3ForCausalLM",
+        fields=(*_sizes(1e-6, 32_768, groups=4, tied=True), *_ATTENTION_BIAS, *_MLP_BIAS),
+        refused=_WHOLE,
+        written={"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+        rope_theta=2e6,
+        windows="refused",
+        read=layers_without_rope,
+        write=lambda a: {"no_rope_layers": [int(a.turns(layer)) for layer in range(a.num_layers)]},
+    ),
+    "granite": PublishedForm(
+        model_class="GraniteForCausalLM",
+        fields=(
+            *_sizes(1e-6, 2048, groups=_ALL_HEADS),
+            *_ATTENTION_BIAS,
+            *_MLP_BIAS,
+            ConfigField("embedding_scale", "embedding_multiplier", "number", 1.0),
+            ConfigField("residual_scale", "residual_multiplier", "number", 1.0),
+            ConfigField("score_scale", "attention_multiplier", "number", 1.0),
+            ConfigField("logit_divisor", "logits_scaling", "number", 1.0),
+        ),
+        refused=_WHOLE,
+    ),
+    "olmoe": PublishedForm(
+        model_class="OlmoeForCausalLM",
+        fields=(
+            *_sizes(1e-5, 4096, groups=_ALL_HEADS),
+            *_ATTENTION_BIAS,
+            ConfigField("num_experts", "num_experts", default=64),
+            ConfigField("top_k", "num_experts_per_tok", default=8),
+            ConfigField("norm_topk_prob", "norm_topk_prob", "flag", False),
+        ),
+        traits={"qk_norm": True, "qk_norm_whole": True},
+        aliases={"num_local_experts": "num_experts"},
+        refused=_WHOLE | {"clip_qkv": ()},
+        written={"pad_token_id": None, "eos_token_id": None},
+    ),
+    "olmo3": PublishedForm(
+        model_class="Olmo3ForCausalLM",
+        fields=(*_sizes(1e-5, 2048, groups=_ALL_HEADS), *_ATTENTION_BIAS),
+        traits={"norm_placement": "post", "qk_norm": True, "qk_norm_whole": True},
+        refused=_WHOLE | {"sliding_window_pattern": (4,)},
+        written={"pad_token_id": None, "eos_token_id": None},
+        rope_theta=5e5,
+        window_rope=ConfigField("local_rope_theta", "", "number", 5e5),
+        windows="by_layer",
+        default_window=4096,
+        full_attention_every=4,
+    ),
+    "gemma": PublishedForm(
+        model_class="GemmaForCausalLM",
+        fields=(
+            *_sizes(1e-6, 8192, groups=16, head_dim=256, tied=True, activation="gelu_pytorch_tanh"),
+            *_ATTENTION_BIAS,
+        ),
+        traits=_GEMMA,
+        refused=_WHOLE | {"use_bidirectional_attention": (False,)},
+        read=lambda fields, values: {"activation": "gelu_tanh"} if values["activation"] == "gelu" else {},
+    ),
+    "starcoder2": PublishedForm(
+        model_class="Starcoder2ForCausalLM",
+        fields=(
+            *_sizes(1e-5, 4096, groups=2, tied=True, eps_name="norm_epsilon", activation="gelu_pytorch_tanh"),
+            *_biases("use_bias", "qkv_bias", "attention_output_bias", "mlp_bias", default=True),
+        ),
+        traits=_UNGATED,
+        names=TensorNames(mlp_in=("mlp.c_fc",), mlp_out="mlp.c_proj"),
+        refused=_WHOLE,
+        written={"bos_token_id": None, "eos_token_id": None},
+        windows="all",
+    ),
+    "glm": _GLM,
+    "glm4": replace(
+        _GLM,
+        model_class="Glm4ForCausalLM",
+        traits={"rotary_interleaved": True, "norm_placement": "both"},
+        names=replace(
+            _GLM.names, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"
+        ),
+    ),
+    "glm4_moe": PublishedForm(
+        model_class="Glm4MoeForCausalLM",
+        fields=(
+            *_sizes(1e-5, 131_072, groups=8),
+            *_biases("attention_bias", "qkv_bias"),
+            ConfigField("qk_norm", "use_qk_norm", "flag", False),
+            ConfigField("num_experts", "n_routed_experts", default=128),
+            ConfigField("top_k", "num_experts_per_tok", default=8),
+            ConfigField("ffn_hidden_size", "moe_intermediate_size", default=1408),
+            ConfigField("num_dense_layers", "first_k_dense_replace", "count", 1),
+            ConfigField("router_scale", "routed_scaling_factor", "number", 1.0),
+        ),
+        names=TensorNames(shared_expert="mlp.shared_experts"),
+        aliases={"num_local_experts": "n_routed_experts"},
+        written={"num_nextn_predict_layers": 0},
+        rotary_share=0.5,
+        read=glm4_moe_values,
+        write=experts_config,
+        has_prediction_layers=True,
+    ),
+    "nemotron": PublishedForm(
+        model_class="NemotronForCausalLM",
+        fields=(
+            *_sizes(1e-5, 4096, groups=_ALL_HEADS, eps_name="norm_eps", activation="relu2"),
+            *_ATTENTION_BIAS,
+            *_MLP_BIAS,
+        ),
+        traits=_UNGATED | {"zero_centered_norm": True},
+        names=TensorNames(mlp_in=("mlp.up_proj",)),
+        rotary_share=0.5,
+    ),
+    "internlm2": PublishedForm(
+        model_class="InternLM2ForCausalLM",
+        fields=(
+            *_sizes(1e-6, 2048, groups=_ALL_HEADS),
+            *_biases("bias", "qkv_bias", "attention_output_bias", default=True),
+        ),
+        names=TensorNames(
+            embedding="model.tok_embeddings",
+            head="output",
+            attention_norm="attention_norm",
+            mlp_norm="ffn_norm",
+            attention_in=("attention.wqkv",),
+            attention_out="attention.wo",
+            mlp_in=("feed_forward.w1", "feed_forward.w3"),
+            mlp_out="feed_forward.w2",
+            grouped_qkv=True,
+        ),
+        refused=_WHOLE,
+        ropes=("default", "linear"),
+    ),
+    "kimi_k2": _DEEPSEEK_V3,
+})  # fmt: skip
+
+
+def published_form(architecture: Architecture) -> PublishedForm:
+    """Errors: ConfigError for a model in custom sizes, which nobody publishes."""
+    if architecture.family in ("gpt", "transformers"):
+        raise ConfigError(
+            "a model in custom sizes has no published names of tensors: give a published model's config.json"
+        )
+    return FORMS[architecture.family]
