@@ -81,6 +81,13 @@ class JobKeys:
         return cls(raw.get("secret", secret), raw["salt"], is_shared=not has_own)
 
 
+def tag_of_secret(secret: str) -> str:
+    """What tells that two ranks have the same secret; empty for one that could be guessed by it, or none."""
+    if len(secret) < _FEWEST_CHARACTERS:
+        return ""
+    return hmac.digest(secret.encode(), b"dynapipe comparison of secrets", "sha256").hex()
+
+
 def refuse_guessable(secret: str, source: str) -> str:
     """The secret. Errors: ConfigError for one that is short."""
     if len(secret) < _FEWEST_CHARACTERS:

@@ -20,6 +20,7 @@ from dynapipe_ext.launch.job.run_data import RunData, named_files
 from dynapipe_ext.settings.train_config import TrainConfig
 
 Terms = Mapping[str, str]
+SECRET = "the secret of the job"  # by a tag, which is not shown
 
 # What may differ from node to node.
 _OF_A_NODE = {
@@ -49,9 +50,9 @@ _FROM_FILES = ("the file", "the number of", "the digest of")
 _NOTHING, _MOST_SHOWN = "nothing", 80
 
 
-def terms_of(config: TrainConfig, *, compare: bool) -> Terms:
-    """By names in the order in which they are compared. No secret is among them. Errors: ConfigError for a file that
-    cannot be read."""
+def terms_of(config: TrainConfig, *, compare: bool, reads_files: bool = True) -> Terms:
+    """By names in the order in which they are compared; those of files' content where one rank of a machine
+    `reads_files`. No secret is among them. Errors: ConfigError for a file that cannot be read."""
     packages = {f"the package {name}": version for name, version in _packages(config)}
     settings = {
         f"[{table}] {name}": json.dumps(value)
@@ -62,7 +63,7 @@ def terms_of(config: TrainConfig, *, compare: bool) -> Terms:
     weights = {"weights of [data] mixture": str([str(file.weight) for file in weighted_files(config.data.mixture)])}
     files: dict[str, str] = {}
     seen: set[str] = set()
-    for setting, name in named_files(config).items():
+    for setting, name in named_files(config).items() if reads_files else ():
         if name not in seen:
             seen.add(name)
             files |= {f"the file {inside}of {setting}": content for inside, content in _content(Path(name))} or {
@@ -80,11 +81,20 @@ def terms_of_data(data: RunData) -> Terms:
     }
 
 
-def difference(mine: Terms, others: Terms, who: tuple[str, str]) -> str:
-    """What is said of the first name whose values differ, `who` being the two that have them; empty where none does."""
+def difference(mine: Terms, others: Terms, who: tuple[str, str], *, is_part: bool = False) -> str:
+    """What is said of the first name whose values differ, `who` being the two that have them; empty where none does.
+    `is_part`: names that the others lack are not compared."""
+    if is_part:
+        mine = {name: value for name, value in mine.items() if name in others}
     names = [name for name in {**mine, **others} if mine.get(name) != others.get(name)]
     if not names:
         return ""
+    if names[0] == SECRET:
+        without = [one for terms, one in zip((mine, others), who, strict=True) if not terms.get(SECRET)]
+        fault = f"the secret files of {who[0]} and {who[1]} differ"
+        if without:
+            fault = f"{without[0]} has no secret of the job, and {who[without[0] == who[0]]} has one"
+        return f"{fault}: name a file with the same line by --secret-file on every node"
     first, more = names[0], f" ({len(names) - 1} more differ)" if names[1:] else ""
     values = " and ".join(
         f"{textwrap.shorten(terms.get(first, _NOTHING), _MOST_SHOWN, placeholder=' ...')} for {one}"

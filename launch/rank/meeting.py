@@ -78,15 +78,17 @@ class Meeting:
                 " message of the other ranks"
             ) from error
 
-    def agree(self, what: str, terms: Terms, least: Mapping[str, float] | None = None) -> dict[str, float]:
+    def agree(
+        self, what: str, terms: Terms, least: Mapping[str, float] | None = None, *, is_part: bool = False
+    ) -> dict[str, float]:
         """Return the least of each value under `least` over all ranks, once all have called this with the same `what`
-        and equal `terms`.
+        and equal `terms`. `is_part`: of a rank that leaves out what another one of its machine shows.
 
         Errors: ConfigError on all ranks, in the same words, for the first name whose values differ; as `arrive`.
         """
         place, text = f"dynapipe/{what}", json.dumps(terms)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        mine = {"terms": digest, "host": socket.gethostname(), "least": least or {}}
+        mine = {"terms": digest, "is_part": is_part, "host": socket.gethostname(), "least": least or {}}
         self._answered(what, partial(self._show, place, {digest: text, f"of/{self._rank}": json.dumps(mine)}))
         self.arrive(what)
         if self._rank == 0:
@@ -168,10 +170,13 @@ class Meeting:
         """As rank 0: tell all how the terms of the first other rank differ that has not the same."""
         ranks = [json.loads(self._store.get(f"{place}/of/{rank}")) for rank in range(self._world_size)]
         who = [f"rank {rank} ({one['host']})" for rank, one in enumerate(ranks)]
-        other = next((rank for rank, one in enumerate(ranks) if one["terms"] != ranks[0]["terms"]), 0)
-        others = json.loads(self._store.get(f"{place}/{ranks[other]['terms']}"))
         least = {name: min(one["least"].get(name, value) for one in ranks) for name, value in ranks[0]["least"].items()}
-        fault = difference(terms, others, (who[0], who[other]))
+        fault, seen = "", {ranks[0]["terms"]}
+        for rank, one in enumerate(ranks):
+            if not fault and one["terms"] not in seen:
+                seen.add(one["terms"])
+                others = json.loads(self._store.get(f"{place}/{one['terms']}"))
+                fault = difference(terms, others, (who[0], who[rank]), is_part=one["is_part"])
         self._store.set(f"{place}/verdict", json.dumps({"fault": fault, "least": least}))
 
     def _heard(self, place: str) -> None:

@@ -27,13 +27,13 @@ from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, variants
-from dynapipe_ext.launch.job.job_keys import JobKeys
+from dynapipe_ext.launch.job.job_keys import JobKeys, tag_of_secret
 from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs
 from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S, RunData, run_data
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, settled_job
-from dynapipe_ext.launch.job.terms import terms_of, terms_of_data
+from dynapipe_ext.launch.job.terms import SECRET, terms_of, terms_of_data
 from dynapipe_ext.launch.processes.env import (
     RankEnv,
     keep_cublas_deterministic,
@@ -111,14 +111,16 @@ def _train(env: RankEnv, job: SettledJob | JobRequest, end_signals: EndSignals, 
 def _requested_by_all(env: RankEnv, meeting: Meeting, request: JobRequest) -> JobRequest:
     """What all ranks request alike, with the memory that the least of them has.
 
-    Errors: ConfigError on all ranks for settings, files, packages or devices that differ between them.
+    Errors: ConfigError on all ranks for secrets, settings, files, packages or devices that differ between them.
     """
     from dynapipe_ext.executor.device import rank_device
 
     config = request.config
-    terms = {"the kind of device": rank_device(env.local_rank).type, **terms_of(config, compare=request.compare)}
+    reads_files = env.local_rank == 0  # for its machine
+    terms = {SECRET: tag_of_secret(request.secret), "the kind of device": rank_device(env.local_rank).type}
+    terms |= terms_of(config, compare=request.compare, reads_files=reads_files)
     own_gb = config.plan.memory_limit_gb
-    least = meeting.agree("comparison of nodes", terms, {"memory_limit_gb": own_gb})
+    least = meeting.agree("comparison of nodes", terms, {"memory_limit_gb": own_gb}, is_part=not reads_files)
     if env.rank == 0 and least["memory_limit_gb"] < own_gb:
         print(
             f"memory_limit_gb: {least['memory_limit_gb']:g}, the least of all ranks ({own_gb:g} here)", file=sys.stderr

@@ -74,6 +74,31 @@ def test_ranks_that_were_started_otherwise_are_told_by_all_in_the_same_words(run
         assert said.startswith(says)
 
 
+def test_the_first_rank_of_a_machine_shows_its_files_for_the_others_of_it(run_ranks):
+    """Four ranks of two machines: what the last one has otherwise, of its own or of its machine's files, is named."""
+
+    def main(env):
+        meeting = Meeting(env, limit_s=60.0, silent_s=60.0)
+        faults = []
+        for case, (own, files) in enumerate((("1", "a"), ("1", "b"), ("2", "a"))):
+            first, second = env.rank % 2 == 0, env.rank // 2 == 1
+            terms = {"lr": own if second and not first else "1"}
+            terms |= {"the file of [data] path": files if second else "a"} if first else {}
+            try:
+                meeting.agree(f"case {case}", terms, is_part=not first)
+                faults.append("")
+            except ConfigError as error:
+                faults.append(str(error))
+        return faults
+
+    for same, other_file, other_setting in run_ranks(4, main):
+        assert same == ""
+        assert other_file.startswith("case 1: the file of [data] path is a for rank 0")
+        assert f"and b for rank 2 ({socket.gethostname()}): have the same files on every node" in other_file
+        assert other_setting.startswith("case 2: lr is 1 for rank 0")
+        assert "2 for rank 3" in other_setting
+
+
 def test_a_rank_that_is_lost_while_it_prepares_is_named_by_all_long_before_the_limit(run_ranks):
     """On another machine, so that nobody here sees its end."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,6 +86,35 @@ def test_a_mistake_on_one_of_two_hosts_is_said_once_and_nothing_starts_again(
     last = said.splitlines()[-1]
     assert last.startswith("dynapipe: error: rank 0: store at redis://:***@10.213.7.1:6399/0 would be used over the")
     assert [line for line in said.splitlines() if not line.startswith("network of rank")] == [last]
+
+
+def test_nodes_that_people_start_with_unlike_secret_files_blame_these_not_the_store(
+    hosts: list[Host], preloaded: Preloaded, tmp_path: Path
+) -> None:
+    """The store would refuse the second node's password."""
+    (tmp_path / "job.toml").write_text(CONFIG.replace("tp = 2", "tp = 1"))
+    (tmp_path / "unlike").touch(0o600)
+    (tmp_path / "unlike").write_text("a line of another file")
+    python, into = hosts_python(preloaded, tmp_path), host_files(hosts[:2], tmp_path, slots=1)[-1]
+    endpoint = f"{hosts[0][1]}:29411"
+    with store_of(hosts[0], tmp_path) as flags, ExitStack() as stack:
+        if not flags:
+            (tmp_path / "secret").touch(0o600)
+            (tmp_path / "secret").write_text("a line of the first file")
+            flags = ["--secret-file", str(tmp_path / "secret")]
+        nodes = []
+        for number, (name, _, _) in enumerate(hosts[:2]):
+            own = [*flags[:-1], str(tmp_path / ("unlike" if number else "secret"))]
+            words = ["--nnodes", "2", "--node-rank", str(number), "--rdzv-endpoint", endpoint, "--max-restarts", "0"]
+            words += ["--config", "job.toml", "--run-dir", "run", *own]
+            command = [into, name, python, "-m", "dynapipe_ext.launch.cli", "launch", *words]
+            node = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+            nodes.append(stack.enter_context(node))
+        said = [node.communicate(timeout=LIMIT_S)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [2, 2], "\n\n".join(said)
+    fault = f"the secret files of rank 0 ({hosts[0][0]}) and rank 1 ({hosts[1][0]}) differ: name a file with the same"
+    assert f"comparison of nodes: {fault}" in "".join(said)
+    assert "password" not in "".join(said).replace("read its password", "")
 
 
 def test_jobs_that_start_at_once_on_the_same_hosts_end_as_if_alone_and_one_of_unlike_nodes_before_it_trains(

@@ -12,8 +12,9 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.job import terms
+from dynapipe_ext.launch.job.job_keys import tag_of_secret
 from dynapipe_ext.launch.job.run_data import run_data
-from dynapipe_ext.launch.job.terms import difference, terms_of, terms_of_data
+from dynapipe_ext.launch.job.terms import SECRET, difference, terms_of, terms_of_data
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.model_folders import model_folder
 
@@ -208,3 +209,26 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(terms, "_digest_of_sources", lambda: "")
     with pytest.raises(ConfigError, match=r"data\.jsonl cannot be read \(Permission denied\): check its place"):
         terms_of(config, compare=False)
+
+
+def test_secrets_that_differ_are_said_by_who_has_them_and_not_shown() -> None:
+    long, other = "a line of a secret file", "another line of the kind"
+    who = ("rank 0 (a)", "rank 4 (b)")
+
+    def said(mine: str, others: str) -> str:
+        return difference({SECRET: tag_of_secret(mine), "lr": "1"}, {SECRET: tag_of_secret(others), "lr": "2"}, who)
+
+    move = ": name a file with the same line by --secret-file on every node"
+    assert said(long, other) == f"the secret files of rank 0 (a) and rank 4 (b) differ{move}"
+    assert said(long, "") == f"rank 4 (b) has no secret of the job, and rank 0 (a) has one{move}"
+    assert said("", long) == f"rank 0 (a) has no secret of the job, and rank 4 (b) has one{move}"
+    assert tag_of_secret("guessable") == ""  # a tag would help to guess
+    assert said(long, long).startswith("lr is 1")
+
+
+def test_of_a_machines_ranks_one_reads_the_files(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("{}")
+    config = TrainConfig.from_json({"data": {"path": str(tmp_path / "data.jsonl")}})
+    whole, part = terms_of(config, compare=False), terms_of(config, compare=False, reads_files=False)
+    assert {name: whole[name] for name in part} == part
+    assert [name for name in whole if name not in part] == ["the file of [data] path", "[data] tokenizer"]
