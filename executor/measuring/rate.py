@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -35,6 +35,7 @@ from dynapipe_ext.executor.stages.megatron.stage import packed_parameters
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
 from dynapipe_ext.reproducible import non_negative_least_squares
 
+Sign = Callable[[str], None]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SHAPES = ((1, 32), (2, 64), (4, 128), (2, 512), (8, 128))  # rows, positions
 # An accelerator does those within the time it takes to be asked: of its rate they say nothing.
@@ -58,9 +59,14 @@ class MeasuredRate:
 
 
 def measure_rate(
-    architecture: Architecture, *, dtype: str, device: torch.device, layout: Layout = "padded"
+    architecture: Architecture,
+    *,
+    dtype: str,
+    device: torch.device,
+    layout: Layout = "padded",
+    sign: Sign = lambda doing: None,
 ) -> MeasuredRate:
-    """Measure on this process alone, times in the layout that the run will have.
+    """Measure on this process alone, times in the layout that the run will have. `sign` takes what is measured next.
 
     torch.distributed must not be initialised; it is not afterwards either.
     """
@@ -74,9 +80,10 @@ def measure_rate(
         )
         try:
             initialize_parallel(Topology(), seed=0)
+            sign(f"making of {small.total_layers} layers to measure")
             timed = _model(small, dtype, device)
-            seconds = np.array([_forward_backward_s(timed, *one, layout, device) for one in timed_shapes])
-            factors = [_byte_factors(kind, dtype, shapes, device) for kind in kinds]
+            seconds = np.array([_forward_backward_s(timed, *one, layout, device, sign) for one in timed_shapes])
+            factors = [_byte_factors(kind, dtype, shapes, device, sign) for kind in kinds]
         finally:
             destroy_parallel()
             dist.destroy_process_group()
@@ -148,12 +155,13 @@ def _fit(flops: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tu
 
 
 def _byte_factors(
-    architecture: Architecture, dtype: str, shapes: list[tuple[int, int]], device: torch.device
+    architecture: Architecture, dtype: str, shapes: list[tuple[int, int]], device: torch.device, sign: Sign
 ) -> tuple[float, float]:
     """Stored over counted bytes: of a layer (what one more layer adds, of either side), and of everything else."""
+    sign("making of layers of which the stored bytes are measured")
     models = [_model(one, dtype, device) for one in _one_more(architecture)]
     cases = [(*one, layout) for one in shapes for layout in LAYOUTS]
-    stored = np.array([[_stored_bytes(model, *case, device) for case in cases] for model in models])
+    stored = np.array([[_stored_bytes(model, *case, device, sign) for case in cases] for model in models])
     micro_batches = [_micro_batch(architecture, *one, layout) for one in shapes for layout in LAYOUTS]
     counted = np.array([_costs(one, dtype, micro_batches).stored_bytes[0] for one in _one_more(architecture)])
     layers, counted_layers = stored[1:] - stored[0], counted[1:] - counted[0]
@@ -161,8 +169,11 @@ def _byte_factors(
     return float((layers / counted_layers).max()), max(1.0, float((rest / counted_rest).max()))
 
 
-def _stored_bytes(model: torch.nn.Module, rows: int, length: int, layout: Layout, device: torch.device) -> int:
+def _stored_bytes(
+    model: torch.nn.Module, rows: int, length: int, layout: Layout, device: torch.device, sign: Sign
+) -> int:
     """What autograd keeps after one forward."""
+    sign(f"measuring of the bytes stored by a forward of {rows} x {length} tokens, {layout}")
     stored = StoredBytes({p.untyped_storage().data_ptr() for p in model.parameters()})
     with stored.counting():
         losses = _losses(model, rows, length, layout, device)
@@ -170,10 +181,13 @@ def _stored_bytes(model: torch.nn.Module, rows: int, length: int, layout: Layout
     return stored.num_bytes
 
 
-def _forward_backward_s(model: torch.nn.Module, rows: int, length: int, layout: Layout, device: torch.device) -> float:
+def _forward_backward_s(
+    model: torch.nn.Module, rows: int, length: int, layout: Layout, device: torch.device, sign: Sign
+) -> float:
     """Median seconds of one forward and backward; CPU seconds on a CPU."""
     measured = []
     for _ in range(1 + _REPEATS):  # the first is a warm-up
+        sign(f"measuring of a forward and backward of {rows} x {length} tokens")
         start_s = _seconds(device)
         torch.autograd.backward(_losses(model, rows, length, layout, device).sum())
         measured.append(_seconds(device) - start_s)

@@ -78,7 +78,8 @@ class _ThisMachine:
                 path.write_text(json.dumps(cost_model_to_json(costs)))
                 return 0
 
-            run_local(alone, 1, timeout_s=max(config.job.timeout_s, PREPARE_LIMIT_S))
+            limits = {"timeout_s": max(config.job.timeout_s, PREPARE_LIMIT_S), "stopped_s": config.job.timeout_s}
+            run_local(alone, 1, **limits)
             return cost_model_from_json(json.loads(path.read_text()))
 
 

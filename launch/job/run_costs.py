@@ -23,6 +23,7 @@ from dynapipe_ext.launch.job.configured import (
     topology_of,
 )
 from dynapipe_ext.launch.job.run_directory import fitted_costs_file
+from dynapipe_ext.launch.processes.silence import ended_if_silent
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import write_atomic
@@ -111,7 +112,11 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.rate import measure_rate
 
-    rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0), layout=config.plan.layout)
+    move = "look there, or allow more by [job] timeout_s, or give costs (dynapipe profile)"
+    with ended_if_silent(config.job.timeout_s, move) as sign:
+        rate = measure_rate(
+            architecture, dtype=config.model.dtype, device=rank_device(0), layout=config.plan.layout, sign=sign
+        )
     counted = analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0)
     counted = kept_on_host(counted) if _is_on_host(config) else counted
     return replace(
