@@ -145,6 +145,10 @@ class PlanError(DynaPipeError):
     """No valid plan exists for this batch under these limits."""
 
 
+class LowMemoryError(PlanError):
+    """A job that needs more than the memory that is free now, on a machine that has as much."""
+
+
 class VerificationError(DynaPipeError):
     """A plan that would deadlock, leak a buffer or lose a message."""
 

@@ -27,6 +27,7 @@ _DEVICES = ("/dev/nvidia0", "/dev/kfd")  # a driver's own, whatever its tools sa
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """Memory of this machine: `free_bytes` of the host, which ranks without devices share, and what each device has.
+    With nothing else on it the host would have `most_bytes` (0: unknown).
 
     `has_unknown_devices`: ranks run on devices whose size the driver's tool does not say.
     """
@@ -34,6 +35,7 @@ class Room:
     free_bytes: int
     device_bytes: tuple[int, ...] = ()
     has_unknown_devices: bool = False
+    most_bytes: int = 0
 
     @classmethod
     def here(cls, visible_devices: str | None = None) -> Room:
@@ -41,7 +43,10 @@ class Room:
         sizes = sizes_of_devices(visible_devices)
         named = bool(visible_devices and visible_devices.strip())
         listed = visible_devices is None and any(Path(device).exists() for device in _DEVICES)
-        return cls(free_bytes=free_bytes(), device_bytes=sizes, has_unknown_devices=not sizes and (named or listed))
+        unknown = not sizes and (named or listed)
+        return cls(
+            free_bytes=free_bytes(), device_bytes=sizes, has_unknown_devices=unknown, most_bytes=most_free_bytes()
+        )
 
     def of_a_rank(self, num_ranks: int) -> int:
         """Of the smallest device, or an equal part of the host."""
@@ -84,6 +89,18 @@ def free_bytes(root: Path = Path("/")) -> int:
                 room, used = (int((group / name).read_text()) for name in (limit, usage))
                 free = min(free, room - used + _in_statistics(group, cached))
     return max(0, free)
+
+
+def most_free_bytes(root: Path = Path("/")) -> int:
+    """What processes here might take if no other did: all of the machine, or of the tightest control group."""
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    (kibibytes,) = (int(line.split()[1]) for line in lines if line.startswith("MemTotal:"))
+    most = kibibytes << 10
+    for group in _control_groups(root):
+        for limit in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # another version's, or "max"
+                most = min(most, int((group / limit).read_text()))
+    return most
 
 
 def _control_groups(root: Path) -> Iterator[Path]:

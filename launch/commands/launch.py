@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import get_args
 
@@ -130,6 +131,9 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print every command, and start nothing")
 
 
+Start = Callable[[tuple[Host, ...], bool], NodeEnd]  # on hosts; whether ranks of the job have run before
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedJob:
     """What all attempts share. `words` are flags of `dynapipe train`. `hosts` is empty where torchrun starts here, or
@@ -197,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Callable[[tuple[Host, ...]], NodeEnd]:
+def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Start:
     """A function that runs torchrun here once. Errors: ConfigError or StoreError now, once, instead of on every
     rank."""
     secret = job_secret()
@@ -210,7 +214,7 @@ def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) ->
     command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
     secret = secret or (secrets.token_hex(32) if job.place.num_nodes == 1 else "")
 
-    def start(_: tuple[Host, ...]) -> NodeEnd:
+    def start(_: tuple[Host, ...], is_restart: bool) -> NodeEnd:
         orders: AbstractContextManager[Callable[[], Order]] = nullcontext(lambda: "")
         if args.follow_stdin:
             orders = nullcontext(OrdersOfStdin())
@@ -218,7 +222,7 @@ def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) ->
             orders = refusing_other_job(place)
         limits = {"timeout_s": job.config.job.timeout_s, "grace_s": job.config.checkpoint.grace_s}
         with orders as order:
-            return run_agent(command, secret=secret, order=order, **limits)
+            return run_agent(command, secret=secret, order=order, is_restart=is_restart, **limits)
 
     return start
 
@@ -234,9 +238,9 @@ def _refuse_taken_port(endpoint: str, *, follows: bool) -> None:
         raise ConfigError(f"{fault}: give another by --rdzv-endpoint HOST:PORT on every node")
 
 
-def _restarted(
-    args: argparse.Namespace, job: LaunchedJob, run_dir: Path, start: Callable[[tuple[Host, ...]], NodeEnd]
-) -> RestartedJob:
+def _restarted(args: argparse.Namespace, job: LaunchedJob, run_dir: Path, start: Start) -> RestartedJob:
+    num_starts = count()
+
     def newest() -> Path | None:
         return next(reversed(checkpoints(run_dir / CHECKPOINTS)), None)
 
@@ -249,7 +253,10 @@ def _restarted(
         endpoint = job.place.rdzv_endpoint or _with_port(hosts[0].name.rpartition("@")[2], _FREE_PORTS[-1])
         return hosts_away(shlex.split(args.ssh), hosts, _host_of(endpoint), int(endpoint.rpartition(":")[2]))
 
-    return RestartedJob(start=start, newest=newest, is_done=has_all_steps, away=away)
+    def start_or_again(hosts: tuple[Host, ...]) -> NodeEnd:
+        return start(hosts, next(num_starts) > 0)
+
+    return RestartedJob(start=start_or_again, newest=newest, is_done=has_all_steps, away=away)
 
 
 def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
@@ -399,7 +406,7 @@ def _host_of(endpoint: str) -> str:
     return endpoint.rpartition(":")[0].strip("[]")
 
 
-def _run_from_here(args: argparse.Namespace, job: LaunchedJob, hosts: tuple[Host, ...]) -> NodeEnd:
+def _run_from_here(args: argparse.Namespace, job: LaunchedJob, hosts: tuple[Host, ...], is_restart: bool) -> NodeEnd:
     """Run all nodes once, on these hosts or where Ray has room. Where their port is taken, they meet at another, unless
     the user chose it."""
     nodes: Nodes
@@ -408,7 +415,10 @@ def _run_from_here(args: argparse.Namespace, job: LaunchedJob, hosts: tuple[Host
             nodes = RayNodes(job.place.num_nodes, job.place.num_ranks, args.ray_address)
         else:
             nodes = ShellNodes(shlex.split(args.ssh), hosts)
-        variables, places = node_variables(secrets.token_hex(32)), job.places(nodes.first_address)
+        variables, places = (
+            node_variables(secrets.token_hex(32), is_restart=is_restart),
+            job.places(nodes.first_address),
+        )
         lines = [shell_line(job.node_command(place), Path.cwd(), variables) for place in places]
         end = run_on_nodes(nodes, lines, job.config.checkpoint.grace_s)
         if end.status != TAKEN_STATUS:

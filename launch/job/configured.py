@@ -38,7 +38,7 @@ from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.errors import ConfigError, PlanError, format_bytes
+from dynapipe_ext.errors import ConfigError, LowMemoryError, PlanError, format_bytes
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.models.named_models import dropout_rates
@@ -323,7 +323,7 @@ def _check_alone(
         raise PlanError(f"sample {sample.index} with {sample.tokens} tokens cannot be priced: {error}") from None
     if num_bytes > limit:
         fitting = _what_fits(config, costs, sample, limit_of, forwards_alone=forwards_alone)
-        raise PlanError(
+        raise LowMemoryError(  # by default the limit is what was free
             f"sample {sample.index} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone,"
             f" but memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it,"
             f" {fitting}, or lower max_seq_len with --truncate"

@@ -223,7 +223,8 @@ def settings_of_model(path: str, *, tokenizer: str | None) -> Tables:
 
 def usual_settings(tables: Tables, *, num_ranks: int, adapts: bool = False) -> Tables:
     """What people expect of `--model` where no file of settings says else: one pass over the data, one rank, the
-    memory that this machine has, and where weights are given, learning rates of fine-tuning, higher for adapters."""
+    memory that this machine has for each of `num_ranks` on it, and where weights are given, learning rates of
+    fine-tuning, higher for adapters."""
     usual: Tables = {
         "run": {"epochs": 1.0},
         "topology": {"tp": 1, "pp": 1, "dp": 1},

@@ -30,7 +30,7 @@ from dynapipe_ext.launch.job.run_directory import (
     run_to_resume,
     runs_folder,
 )
-from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, store_password
+from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_ranks_here, store_password
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.setting_flags import add_setting_flags, settings_of_flags
 from dynapipe_ext.launch.store import asked_store
@@ -270,7 +270,8 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     tables = settings_of_model(args.model, tokenizer=args.tokenizer)
     if not args.config:
         num_ranks = (args.tp or 1) * (args.pp or 1) * (args.dp or 1)
-        tables = usual_settings(tables, num_ranks=num_ranks, adapts=bool(args.lora)) | tables
+        here = min(num_ranks, num_ranks_here() or num_ranks)
+        tables = usual_settings(tables, num_ranks=here, adapts=bool(args.lora)) | tables
     return config.with_values(**tables)
 
 

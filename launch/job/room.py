@@ -18,7 +18,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import LengthArray, MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.errors import ConfigError, PlanError, format_bytes
+from dynapipe_ext.errors import ConfigError, LowMemoryError, PlanError, format_bytes
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
 from dynapipe_ext.launch.job.configured import (
     analytic_costs,
@@ -89,6 +89,7 @@ class _Want:
     needed_bytes: int
     held_bytes: int
     where: str
+    is_of_host: bool = True
 
     @property
     def fits(self) -> bool:
@@ -103,9 +104,9 @@ def refuse_no_room(
     vocab_size: int = 1,
     forwards_alone: bool = False,
 ) -> None:
-    """Errors: PlanError where the job cannot fit; with `lengths` of the data, the longest sample counts, too, else
-    states alone; of samples that are evaluated `forwards_alone` run. A model in sizes of its own has as many ids as the
-    data say, `vocab_size`."""
+    """Errors: PlanError where the job cannot fit (LowMemoryError: it would if nothing else were here); with `lengths`
+    of the data, the longest sample counts, too, else states alone; of samples that are evaluated `forwards_alone` run.
+    A model in sizes of its own has as many ids as the data say, `vocab_size`."""
     if place.room.has_unknown_devices:
         return  # what they hold is known once ranks have them
     sample = _SHORTEST
@@ -119,7 +120,8 @@ def refuse_no_room(
         named = config.model.architecture or "CONFIG.json"
         elsewhere = f"`dynapipe estimate --model {named}` says what other machines need"
         advice = f"here fits {'; or '.join(ways)}; {elsewhere}" if ways else f"nothing would fit here: {elsewhere}"
-        raise PlanError(
+        passes = want.is_of_host and want.needed_bytes <= place.room.most_bytes
+        raise (LowMemoryError if passes else PlanError)(
             f"{want.what} take {format_bytes(want.needed_bytes)}, but {format_bytes(want.held_bytes)} {want.where}:"
             f" {advice}"
         )
@@ -143,7 +145,7 @@ def _wants(config: TrainConfig, place: Place, load: _Load, *, factor: int) -> It
         return
     totals = need.states + micro_batch
     fullest = int(totals.max()) if config.placement != "auto" else int(totals.sum()) // topology.pp
-    yield _Want(f"{states} of a rank{beside}", fullest, min(devices), "are what a device here has")
+    yield _Want(f"{states} of a rank{beside}", fullest, min(devices), "are what a device here has", is_of_host=False)
     if "nvme" in json.dumps(config.deepspeed.described):
         return  # offloaded states lie on disks
     offloaded = sum(int(need.on_host[one.pp_rank]) for one in of_rank)

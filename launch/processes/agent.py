@@ -195,8 +195,9 @@ def run_agent(
     timeout_s: float,
     grace_s: float,
     order: Callable[[], Order] = lambda: "",
+    is_restart: bool = False,
 ) -> NodeEnd:
-    """Run torchrun until it ends or has to be ended.
+    """Run torchrun until it ends or has to be ended. `is_restart`: ranks of the job have run before.
 
     A rank that is stopped for `timeout_s` is killed. An agent without ranks since a failure is ended once all ranks had
     time to notice it. On a signal of `ENDING` or `order()` "save" the ranks save and end within `grace_s`, without
@@ -206,7 +207,8 @@ def run_agent(
     with ScratchDirectory() as scratch:
         records = scratch.path / "ranks"
         records.mkdir()
-        environment = agent_variables(scratch.path / "logs", secret) | Launcher(os.getpid(), records).variables()
+        environment = agent_variables(scratch.path / "logs", secret, is_restart=is_restart)
+        environment |= Launcher(os.getpid(), records).variables()
         agent = Supervised.spawn("torchrun", command, environment=environment)
         try:
             with stacks_asked_for() as asked:

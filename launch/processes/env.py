@@ -12,6 +12,7 @@ from dynapipe_ext.errors import ConfigError, short
 STORE_PASSWORD_VARIABLE = "DYNAPIPE_STORE_PASSWORD"
 _JOB_SECRET_VARIABLE = "DYNAPIPE_JOB_SECRET"
 _LAUNCHER_VARIABLE = "DYNAPIPE_LAUNCHER"
+_RESTART_VARIABLE = "DYNAPIPE_RESTART"
 _TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
 _DYNAPIPE_KV_PORT = "29500"  # DynaPipe's own default
 
@@ -85,6 +86,12 @@ def under_torchrun() -> bool:
     return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
+def num_ranks_here() -> int | None:
+    """How many ranks of the job torchrun has started on this machine; None for a process that it has not started."""
+    number = os.environ.get("LOCAL_WORLD_SIZE", "") if under_torchrun() else ""
+    return int(number) if number.isascii() and number.isdigit() else None
+
+
 def store_password() -> str | None:
     """The password of the user's own store; None where the variable is not set."""
     return os.environ.get(STORE_PASSWORD_VARIABLE) or None
@@ -96,10 +103,16 @@ def job_secret() -> str:
     return os.environ.pop(_JOB_SECRET_VARIABLE, "")
 
 
-def node_variables(secret: str) -> dict[str, str]:
-    """The secrets that the launcher of a job hands to those on its nodes."""
+def node_variables(secret: str, *, is_restart: bool) -> dict[str, str]:
+    """What the launcher of a job hands to those on its nodes: secrets, and whether its ranks have run before."""
     password = store_password()
-    return {_JOB_SECRET_VARIABLE: secret} | ({STORE_PASSWORD_VARIABLE: password} if password else {})
+    variables = {_JOB_SECRET_VARIABLE: secret} | ({STORE_PASSWORD_VARIABLE: password} if password else {})
+    return variables | ({_RESTART_VARIABLE: "1"} if is_restart else {})
+
+
+def is_restart() -> bool:
+    """Whether a launcher, or torchrun's agent, starts the ranks of this job again."""
+    return bool(os.environ.get(_RESTART_VARIABLE)) or agent_attempt() not in (None, "0")
 
 
 def kv_store_url(variables: Mapping[str, str] | None = None, *, tls: bool = True) -> str | None:
@@ -241,10 +254,12 @@ def launcher() -> Launcher | None:
     return Launcher(int(pid), Path(records)) if separator and pid.isdigit() else None
 
 
-def agent_variables(logs: Path, secret: str) -> dict[str, str]:
-    """The variables for a torchrun started here. Everybody on the machine can read arguments, so the secret goes
-    here."""
+def agent_variables(logs: Path, secret: str, *, is_restart: bool) -> dict[str, str]:
+    """The variables for a torchrun started here, again where `is_restart`. Everybody on the machine can read arguments,
+    so the secret goes here."""
     variables = {"PET_LOG_DIR": str(logs)} | ({_JOB_SECRET_VARIABLE: secret} if secret else {})
+    if is_restart:
+        variables[_RESTART_VARIABLE] = "1"
     if not os.environ.get(_TORCH_LOG):  # else each connection of a lost rank is a warning with its calls
         variables[_TORCH_LOG] = "ERROR"
     return variables

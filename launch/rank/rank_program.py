@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import (
@@ -29,20 +30,21 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from dynapipe_ext.errors import DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.errors import DynaPipeError, ExecutionError, LowMemoryError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
 from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.job.job_keys import UNSHARED_WARNING
-from dynapipe_ext.launch.job.requested import add_arguments, refuse_done, requested_job
+from dynapipe_ext.launch.job.requested import JobRequest, add_arguments, refuse_done, requested_job
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, is_unfinished
 from dynapipe_ext.launch.processes.agent import FINAL, recorded
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError, set_process_title
 from dynapipe_ext.launch.processes.env import (
     RankEnv,
     agent_attempt,
+    is_restart,
     job_secret,
     launcher,
     limit_threads,
@@ -60,6 +62,7 @@ from dynapipe_ext.settings.train_config import TrainConfig
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
 _INTERRUPTED_STATUS = 130
+_FREED_S, _LOOK_S = 30.0, 1.0  # for memory of ranks that were killed
 
 
 def run_and_exit() -> NoReturn:
@@ -118,8 +121,20 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         return parser.parse_args(arguments)
 
 
+def _requested(env: RankEnv, args: argparse.Namespace) -> JobRequest:
+    """As `requested_job`. Memory that earlier ranks of the job, or others, still hold is waited for."""
+    secret, deadline_s = job_secret(), time.monotonic() + (_FREED_S if is_restart() else 0.0)
+    while True:
+        try:
+            return requested_job(args, place_of(env) if env.rank == 0 else None, secret=secret)
+        except LowMemoryError:
+            if time.monotonic() >= deadline_s:
+                raise
+            time.sleep(_LOOK_S)
+
+
 def _main(env: RankEnv, args: argparse.Namespace) -> int:
-    request = requested_job(args, place_of(env) if env.rank == 0 else None, secret=job_secret())
+    request = _requested(env, args)
     config = request.config
     set_process_title(rank_title(env, config))
     tls_host = _settle_network(env, request.address)
@@ -178,7 +193,8 @@ def _telling(env: RankEnv) -> Iterator[None]:
     except Exception as error:
         status = USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
         mine = f"rank {env.rank}: {in_one_line(error)}"
-        cause, is_final = _first_failure(env, (mine, isinstance(error, FINAL)))
+        may_pass = isinstance(error, LowMemoryError) and is_restart()
+        cause, is_final = _first_failure(env, (mine, isinstance(error, FINAL) and not may_pass))
         if cause == mine:
             if status == BUG_STATUS and launcher() is not None:  # else torchrun's summary has its calls
                 print("".join(traceback.format_tb(error.__traceback__)), end="", file=sys.stderr)

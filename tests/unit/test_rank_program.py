@@ -12,10 +12,11 @@ from typing import NoReturn
 import pytest
 from torch.distributed import TCPStore
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, LowMemoryError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job.requested import config_from
 from dynapipe_ext.launch.processes import cluster, network
+from dynapipe_ext.launch.processes.agent import read_rank_records
 from dynapipe_ext.launch.processes.env import Launcher
 from dynapipe_ext.launch.rank import rank_program
 from dynapipe_ext.launch.store import RedisServer
@@ -76,6 +77,37 @@ def test_under_the_launcher_which_has_no_summary_a_defect_is_said_with_its_calls
     is_defect = isinstance(error, ZeroDivisionError)
     assert sum("in fails" in line for line in calls) == is_defect
     assert bool(calls) == is_defect
+
+
+def test_a_job_that_starts_again_waits_for_memory_and_fails_for_now_where_it_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own killed ranks, or neighbours, may hold it for a moment. At the first start it is refused at once."""
+    (tmp_path / "ranks").mkdir()
+    monkeypatch.setattr(rank_program, "_LOOK_S", 0.01)
+    looks: list[str] = []
+
+    def refused(*_: object, **__: object) -> NoReturn:
+        looks.append("")
+        raise LowMemoryError("states take 2 GB, but 1 GB are free here")
+
+    monkeypatch.setattr(rank_program, "requested_job", refused)
+    for attempt, (variables, freed_s) in enumerate(
+        (({}, 60.0), ({"DYNAPIPE_RESTART": "1"}, 0.1), ({"TORCHELASTIC_RESTART_COUNT": "2"}, 0.1))
+    ):
+        looks.clear()
+        monkeypatch.setattr(rank_program, "_FREED_S", freed_s)
+        launched = Launcher(os.getpid(), tmp_path / "ranks").variables()
+        as_rank(attempt, monkeypatch, **launched, **variables)
+        if "TORCHELASTIC_RESTART_COUNT" in variables:
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            monkeypatch.setattr(rank_program, "_first_failure", lambda env, mine: mine)
+            monkeypatch.delenv("DYNAPIPE_RESTART")
+        assert rank_program.main([]) == 2
+        (end,) = (rank.end for rank in read_rank_records(tmp_path / "ranks") if rank.rank == attempt)
+        assert end is not None
+        assert end.is_final is (not variables)
+        assert (len(looks) > 1) is bool(variables)
 
 
 def test_of_ranks_that_fail_the_first_of_each_start_of_the_job_says_why(

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from dynapipe_ext.batch.micro_batches import as_length_array
-from dynapipe_ext.errors import PlanError
+from dynapipe_ext.errors import LowMemoryError, PlanError
 from dynapipe_ext.executor import free_memory
 from dynapipe_ext.executor.checkpoints.disk_room import bytes_of_checkpoint
-from dynapipe_ext.executor.free_memory import Room, free_bytes, sizes_of_devices
+from dynapipe_ext.executor.free_memory import Room, free_bytes, most_free_bytes, sizes_of_devices
 from dynapipe_ext.launch.job import model_folder, requested
 from dynapipe_ext.launch.job.requested import requested_job
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
@@ -247,12 +247,12 @@ def test_free_memory_is_that_of_the_tightest_control_group(tmp_path: Path) -> No
             (folder / f"memory.{name}").write_text(f"{value}\n")
 
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable:   1000000 kB\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 2000000 kB\nMemAvailable:   1000000 kB\n")
     (tmp_path / "proc/self/cgroup").write_text("3:cpu:/x\n2:cpuset,memory:/a/b\n0::/job/step\n")
-    assert free_bytes(tmp_path) == 1_024_000_000
+    assert (free_bytes(tmp_path), most_free_bytes(tmp_path)) == (1_024_000_000, 2_048_000_000)
     group("job", max=900_000_000, current=200_000_000, stat="anon 1\ninactive_file 50000000")
     group("job/step", max="max", current=1)
-    assert free_bytes(tmp_path) == 750_000_000
+    assert (free_bytes(tmp_path), most_free_bytes(tmp_path)) == (750_000_000, 900_000_000)
     group("memory/a", limit_in_bytes=500_000_000, usage_in_bytes=100_000_000, stat="total_inactive_file 1000")
     assert free_bytes(tmp_path) == 400_001_000
     group("memory/a/b", limit_in_bytes=10, usage_in_bytes=100, stat="")
@@ -273,3 +273,29 @@ def test_devices_are_those_that_ranks_may_use(
     assert Room.here(visible).device_bytes == sizes_of_devices(visible)
     assert free_memory.usable_bytes(min(sizes_of_devices("0"))) == 9 * (80 << 30) // 10
     assert np.isclose(Room(free_bytes=80).of_a_rank(4), 20)
+
+
+def test_ranks_of_one_machine_share_its_memory_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default each plans with its part, by the number that torchrun has started here."""
+    words = ["--model", folder, "--dp", "8"]
+    shares = {}
+    for here in ("", "2", "8", "16"):
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.setenv(name, "8") if here else monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+        shares[here] = settings(monkeypatch, Room(free_bytes=800 * GB), words).plan.memory_limit_gb
+    assert shares == {"": 90.0, "2": 360.0, "8": 90.0, "16": 90.0}
+
+
+def test_memory_that_others_hold_may_come_back_and_what_the_machine_lacks_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(monkeypatch, A_HOST, ["--model", folder])
+    for most, passes in ((129, True), (128, False)):
+        with pytest.raises(PlanError) as refused:
+            refuse_no_room(config, Place(room=Room(free_bytes=23 * GB, most_bytes=most * GB)))
+        assert isinstance(refused.value, LowMemoryError) is passes
+    on_devices = Room(free_bytes=23 * GB, most_bytes=999 * GB, device_bytes=(24 * GB,))
+    with pytest.raises(PlanError) as refused:
+        refuse_no_room(config, Place(room=on_devices))
+    assert not isinstance(refused.value, LowMemoryError)
