@@ -131,7 +131,7 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print every command, and start nothing")
 
 
-Start = Callable[[tuple[Host, ...], bool], NodeEnd]  # on hosts; whether ranks of the job have run before
+StartOnHosts = Callable[[tuple[Host, ...], bool], NodeEnd]  # on hosts; whether ranks of the job have run before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Start:
+def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> StartOnHosts:
     """A function that runs torchrun here once. Errors: ConfigError or StoreError now, once, instead of on every
     rank."""
     secret = job_secret()
@@ -238,7 +238,7 @@ def _refuse_taken_port(endpoint: str, *, follows: bool) -> None:
         raise ConfigError(f"{fault}: give another by --rdzv-endpoint HOST:PORT on every node")
 
 
-def _restarted(args: argparse.Namespace, job: LaunchedJob, run_dir: Path, start: Start) -> RestartedJob:
+def _restarted(args: argparse.Namespace, job: LaunchedJob, run_dir: Path, start: StartOnHosts) -> RestartedJob:
     num_starts = count()
 
     def newest() -> Path | None:
