@@ -1,0 +1,61 @@
+"""The page about forms of data: it names all that is read, and each form is read as it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.data.preprocessing.compressed import COMPRESSED
+from dynapipe_ext.data.preprocessing.inputs import find_inputs
+from dynapipe_ext.data.preprocessing.record_forms import PAIRS, RecordFields, chat_of, template_of
+
+QUESTION, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+ALPACA = {"instruction": "a", "output": "b"}
+CHATS = [
+    ({"messages": [QUESTION, ANSWER, QUESTION, ANSWER]}, [True, True]),
+    ({"messages": [QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER | {"weight": 1}]}, [False, True]),
+    ({"conversations": TURNS, "system": "c", "tools": "[]"}, [True]),
+    ({"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]}, [False, True]),
+    (ALPACA | {"input": "c", "system": "d", "history": [["e", "f"]]}, [True, True]),
+    (ALPACA | {"context": "c"}, [True]),
+]
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    return (root / ".github/docs/data.md").read_text()
+
+
+def test_every_pair_is_on_the_page(page: str) -> None:
+    missing = [pair for pair in PAIRS if pair[0] != "instruction" and f'`{{"{pair[0]}", "{pair[1]}"}}`' not in page]
+    assert missing == []
+    assert '`{"instruction", "output"}` (or `response`)' in page
+
+
+def test_every_suffix_of_the_page_is_read_as_its_row_says(page: str, tmp_path: Path) -> None:
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]*`\.[^|]+) \|$", page, re.M)
+    forms = {suffix: form.lower() for form, names in rows for suffix in re.findall(r"`(\.\w+)`", names)}
+    assert {suffix for suffix, form in forms.items() if "compressed" in form} == {*COMPRESSED}
+    for suffix in forms.keys() - {*COMPRESSED}:
+        path = tmp_path / f"data{suffix}"
+        path.write_text('[{"text": "a"}]')
+        (file,) = find_inputs([path])
+        assert file.form.removesuffix("l") in forms[suffix], suffix
+
+
+@pytest.mark.parametrize(("record", "trained"), CHATS)
+def test_chats_are_read_and_trained_on_as_the_page_says(record: dict[str, Any], trained: list[bool], page: str) -> None:
+    form, fields = template_of(record, RecordFields(), "", instructions_as_chats=True)
+    assert form == "chat"
+    assert chat_of(record, fields, "").answers == trained
+    assert all(f"`{name}`" in page or f'"{name}"' in page for name in record)
+
+
+def test_what_a_record_is_without_a_template_for_chats() -> None:
+    records = ({"text": "a"}, ALPACA, {"input": "a", "target": "b"})
+    forms = [template_of(record, RecordFields(), "")[0] for record in records]
+    assert forms == ["text", "prompt", "prompt"]
