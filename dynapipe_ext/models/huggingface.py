@@ -37,22 +37,24 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
         raise ConfigError(f"{where}: model_type is {short(family)}: {advice}")
     form = FORMS[family]
     fields = ConfigFields(_by_first_names(raw, form.aliases, where), where)
-    _refuse_quantisation(fields)
+    quantisation_of(raw, where)
     try:
         return Architecture(family=family, **_values(form, fields), dtype=_dtype(fields))
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
 
 
-def _refuse_quantisation(fields: ConfigFields) -> None:
-    """Errors: ConfigError naming a method whose weights no reader turns into plain ones."""
-    quantisation = fields.raw.get("quantization_config")
+def quantisation_of(raw: Mapping[str, Any], where: str) -> Mapping[str, Any] | None:
+    """How a config.json says that its weights are quantised. Errors: ConfigError naming a method whose weights no
+    reader turns into plain ones."""
+    quantisation: Mapping[str, Any] | None = raw.get("quantization_config")
     method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
     if quantisation is not None and method not in _DEQUANTISED:
         raise ConfigError(
-            f"{fields.where}: quantization_config is {short(quantisation)}: weights of quant_method {short(method)} are"
-            f" not read, only those of {' and '.join(_DEQUANTISED)}, as bfloat16: give the model in full precision"
+            f"{where}: quantization_config is {short(quantisation)}: weights of quant_method {short(method)} are not"
+            f" read, only those of {' and '.join(_DEQUANTISED)}, as bfloat16: give the model in full precision"
         )
+    return quantisation
 
 
 def _by_first_names(raw: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -205,8 +205,7 @@ def refuse_adapters(folder: Path) -> None:
     named = base if isinstance(base, str) and base else "MODEL"
     raise DataError(
         f"{folder} holds adapters of peft beside {named}, not a model: merge them into it"
-        f" (PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({named!r}), {str(folder)!r})"
-        ".merge_and_unload().save_pretrained('MERGED')) and give MERGED; or train new adapters by"
+        f" (dynapipe convert {folder} --merge {named} --output MERGED) and give MERGED; or train new adapters by"
         f" dynapipe train --model {named} --lora, or go on with those of a run by --resume"
     )
 

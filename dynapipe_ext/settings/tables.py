@@ -275,9 +275,11 @@ class CheckpointSettings:
     newest checkpoints stay (0: all). With `keep_best` the one of the least loss stays too, of the validation loss where
     there is one. `background`: training goes on while a copy is written. After a signal to end, the run saves and ends
     within `grace_s`. At its end the run writes its model into the folder `output`, in the format `save_format`: the
-    checkpoint that `keep_best` kept, else the last one."""
+    checkpoint that `keep_best` kept, else the last one. Of a run of adapters that is the adapters alone, and
+    `output_merged` is the base with them merged in, in the base's dtype."""
 
     output: str = setting("", "--output", "folder to make of the trained model", "DIR")
+    output_merged: str = setting("", "--output-merged", "folder to make of the base with --lora's adapters", "DIR")
     save_format: SaveFormat = setting("hf", "--save-format", "of --output")
     save_every: int = setting(0, "--save-every", "between checkpoints", "STEPS", at_least=0)
     save_minutes: Literal["auto"] | float = setting(

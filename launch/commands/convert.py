@@ -21,6 +21,9 @@ from dynapipe_ext.tools.progress import WorkProgress
 
 _INTERRUPTED_STATUS = 130
 _MB = 1_000_000
+_NOT_OF_MERGING = (
+    "source_format", "tp", "pp", "layers_per_stage", "vocab_divisible_by", "verify", "drop_mtp", "transformer_impl",
+)  # fmt: skip
 _SOURCES = tuple(one.name for one in FORMATS)
 
 _EPILOG = """examples:
@@ -28,6 +31,7 @@ _EPILOG = """examples:
   dynapipe convert runs/iter_0001000 exported --to hf
   dynapipe convert Llama-2-70b llama-2-70b-hf --to hf --max-shard-gb 10
   dynapipe convert llama-hf uneven --to megatron-legacy --tp 4 --pp 4 --layers-per-stage 9,8,8,7
+  dynapipe convert my-adapter my-model --merge llama-3-8b-hf
 
 The source is a folder of Hugging Face, Megatron (dist_checkpointing, or mp_rank_XX), DeepSpeed or Meta (Llama): which
 of them is recognised. Tensors keep their type and every bit. DST must not exist: until it is whole it is called
@@ -39,8 +43,12 @@ belong together.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(_EPILOG)
     parser.add_argument("source", metavar="SRC", type=Path, help="folder of the checkpoint")
-    parser.add_argument("destination", metavar="DST", type=Path, help="folder to make")
-    parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
+    parser.add_argument("destination", nargs="?", metavar="DST", type=Path, help="folder to make")
+    add_flag(parser, "checkpoint.output", "DST by a flag")
+    parser.add_argument("--to", choices=TARGETS, help="the format to write (with --merge: hf)")
+    parser.add_argument(
+        "--merge", metavar="BASE", type=Path, help="SRC holds adapters of peft: write BASE with these merged in"
+    )
     parser.add_argument(
         "--from",
         dest="source_format",
@@ -72,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    args.destination = _destination(args)
+    if args.merge is not None:
+        return _merge(args)
+    if args.to is None:
+        raise ConfigError(f"give the format to write by --to {' or '.join(TARGETS)}, or --merge BASE for adapters")
     from dynapipe_ext.tools.checkpoint import convert, prepare_conversion
 
     started_s = time.perf_counter()
@@ -117,6 +130,43 @@ def run(args: argparse.Namespace) -> int:
         "usage": list(outcome.usage),
     }
     deliver(args.json, report, _table(report), *outcome.usage)
+    return 0
+
+
+def _destination(args: argparse.Namespace) -> Path:
+    """Errors: ConfigError where it is said twice, or not at all."""
+    if (args.destination is None) == (args.output is None):
+        raise ConfigError("give the folder to make once, as DST or by --output DST")
+    return Path(args.destination or args.output)
+
+
+def _merge(args: argparse.Namespace) -> int:
+    """Errors: ConfigError for flags that a merged folder cannot heed."""
+    if flags := [f"--{name.replace('_', '-')}" for name in _NOT_OF_MERGING if getattr(args, name)]:
+        raise ConfigError(f"--merge writes one Hugging Face folder: leave out {', '.join(flags)}, convert that next")
+    if args.to not in (None, "hf"):
+        raise ConfigError(f"--to {args.to}: --merge writes a Hugging Face folder, convert that next")
+    from dynapipe_ext.tools.checkpoint import merge_adapters
+
+    started_s = time.perf_counter()
+    args.to = "hf"
+    outcome = merge_adapters(args.source, args.merge, args.destination, **_own(args))
+    errors = Console(stderr=True, highlight=False)
+    for notice in outcome.notices:
+        errors.print(f"note: {notice}", soft_wrap=True, markup=False)
+    report = {
+        "source": str(args.source),
+        "base": str(args.merge),
+        "destination": str(args.destination),
+        "format": args.to,
+        "adapters": outcome.num_adapters,
+        "modules_replaced": outcome.num_replaced,
+        "tensors": outcome.num_tensors,
+        "bytes": outcome.num_bytes,
+        "seconds": round(time.perf_counter() - started_s, 3),
+        "notes": list(outcome.notices),
+    }
+    deliver(args.json, report, _merged_table(report))
     return 0
 
 
@@ -169,8 +219,21 @@ def _in_mb(progress: WorkProgress) -> Callable[[int], None]:
     return advance
 
 
+def _merged_table(report: dict[str, Any]) -> Table:
+    replaced = report["modules_replaced"]
+    whole = f", {replaced:,} tensors taken whole" if replaced else ""
+    return _rows(
+        report,
+        {
+            "from": f"{report['source']} beside {report['base']}",
+            "merged": f"adapters of {report['adapters']:,} weights{whole}",
+            "tensors": f"{report['tensors']:,}, {report['bytes'] / 1e9:,.3f} GB",
+            "time": f"{report['seconds']:,.1f} s",
+        },
+    )
+
+
 def _table(report: dict[str, Any]) -> Table:
-    table = Table(title=f"{report['destination']} ({report['format']})", show_header=False, title_justify="left")
     num_from_before = report["pieces_kept_from_before"]
     rows = {
         "from": f"{report['source']} ({report['source_format']}, {report['family']})",
@@ -180,6 +243,11 @@ def _table(report: dict[str, Any]) -> Table:
         "compared bit for bit": "yes, all equal" if report["verified"] else "no (--verify)",
         "time": f"{report['seconds']:,.1f} s",
     }
+    return _rows(report, rows)
+
+
+def _rows(report: dict[str, Any], rows: dict[str, str]) -> Table:
+    table = Table(title=f"{report['destination']} ({report['format']})", show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, value)
     return table

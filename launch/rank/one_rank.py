@@ -102,9 +102,8 @@ def _train(env: RankEnv, job: SettledJob | JobRequest, end_signals: EndSignals, 
     job = context.job
     if env.rank == 0:  # alone, so that what goes wrong here is said once
         write_outcome(job, context.costs, spans)
-        if output := job.config.checkpoint.output:
-            step = write_trained_model(job.config, job.run_dir, overwrite=job.overwrite)
-            print(f"the model after step {step} is in {output} ({job.config.checkpoint.save_format})")
+        for line in write_trained_model(job.config, job.run_dir, overwrite=job.overwrite):
+            print(line)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from dynapipe_ext.errors import DataError
@@ -18,21 +18,32 @@ _CONFIG = "config.json"
 _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere
 
 
-def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) -> int:
-    """Write `[checkpoint] output` from the run's last checkpoint, or the best where that is kept; returns its step.
+def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) -> Iterator[str]:
+    """Write `[checkpoint] output` and `output_merged`, those that are named, from the run's last checkpoint, or the
+    best where that is kept; says of each what is there.
 
-    The folder appears whole or not at all: it is written beside its place and renamed, over what is there where
+    A folder appears whole or not at all: it is written beside its place and renamed, over what is there where
     `overwrite` allows it. Errors: DataError; the run and its checkpoints stay.
     """
     settings = config.checkpoint
-    place = Path(os.path.realpath(settings.output))  # where it is a link, what that points to is replaced
+    if settings.output:
+        step = _put(settings.output, lambda place: _write(config, run_dir, place), overwrite=overwrite)
+        yield f"the model after step {step} is in {settings.output} ({settings.save_format})"
+    if settings.output_merged:
+        step = _put(settings.output_merged, lambda place: _write_merged(config, run_dir, place), overwrite=overwrite)
+        yield f"the base with the adapters after step {step} merged in is in {settings.output_merged} (hf)"
+
+
+def _put(output: str, write: Callable[[Path], int], *, overwrite: bool) -> int:
+    """Have a folder written, and put it in its place; what `write` returns."""
+    place = Path(os.path.realpath(output))  # where it is a link, what that points to is replaced
     with writing_in(place.parent):
         place.parent.mkdir(parents=True, exist_ok=True)
     written = place.with_name(f".{place.name}.written")
     for left in (written, written.with_name(f"{written.name}.partial")):  # by a run that was killed
         shutil.rmtree(left, ignore_errors=True)
     with writing_in(written):
-        step = _write(config, run_dir, written)
+        step = write(written)
     old = place.with_name(f".{place.name}.old")
     try:
         if place.is_dir() and (overwrite or not any(place.iterdir())):
@@ -41,7 +52,7 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
         written.rename(place)
     except OSError as error:
         raise DataError(
-            f"{settings.output} cannot be put in place ({error.strerror}): the model is whole in {written}, move it"
+            f"{output} cannot be put in place ({error.strerror}): the model is whole in {written}, move it"
         ) from None
     shutil.rmtree(old, ignore_errors=True)
     return step
@@ -67,16 +78,9 @@ def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
 
 def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
     """The model as a new folder; the step that it is of."""
-    settings, root = config.checkpoint, run_dir / CHECKPOINTS
-    source = checkpoints.best(root) if settings.keep_best else checkpoints.latest(root)
+    settings, source = config.checkpoint, _checkpoint(config, run_dir)
     if config.model.uses_transformers:
-        saved = source / MODEL_FOLDER if config.deepspeed.config else source
-        if not saved.is_dir():
-            raise DataError(
-                f"{source} was saved when it was not to be the run's output: dynapipe convert {source}"
-                f" {settings.output} --to hf"
-            )
-        _lay_out(config, saved, written)
+        _lay_out(config, _published(config, source), written)
         return read_manifest(source).run.step
     from dynapipe_ext.tools.checkpoint import WriterOptions, convert, prepare_conversion
 
@@ -85,6 +89,31 @@ def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
         options = WriterOptions(tp=config.topology.tp, pp=config.topology.pp)
     convert(prepare_conversion(source, written, settings.save_format, options, carry=_carried(config)))
     return read_manifest(source).run.step
+
+
+def _write_merged(config: TrainConfig, run_dir: Path, written: Path) -> int:
+    """The base with the run's adapters merged in; the step that they are of."""
+    from dynapipe_ext.tools.checkpoint import merge_adapters
+
+    source = _checkpoint(config, run_dir)
+    merge_adapters(_published(config, source), Path(config.model.init_from), written, carry=_carried(config))
+    return read_manifest(source).run.step
+
+
+def _checkpoint(config: TrainConfig, run_dir: Path) -> Path:
+    root = run_dir / CHECKPOINTS
+    return checkpoints.best(root) if config.checkpoint.keep_best else checkpoints.latest(root)
+
+
+def _published(config: TrainConfig, source: Path) -> Path:
+    """Where in a checkpoint lies what `from_pretrained` reads. Errors: DataError where that was not saved."""
+    saved = source / MODEL_FOLDER if config.deepspeed.config else source
+    if not saved.is_dir():
+        raise DataError(
+            f"{source} was saved when it was not to be the run's output: dynapipe convert {source}"
+            f" {config.checkpoint.output or config.checkpoint.output_merged} --to hf"
+        )
+    return saved
 
 
 def _lay_out(config: TrainConfig, saved: Path, written: Path) -> None:

@@ -62,17 +62,16 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
         file = {"gradient_clipping": "auto", "zero_optimization": {"stage": stage}}
         (folder / f"zero{stage}.json").write_text(json.dumps(file))
     for name, ranks in RANKS.items():
-        said = preloaded_transformers.train(
-            *given, *long, *ranks, "--run-dir", name, "--output", f"{name}-adapter", cwd=folder
-        )
+        outputs = ["--run-dir", name, "--output", f"{name}-adapter", "--output-merged", f"{name}-merged"]
+        said = preloaded_transformers.train(*given, *long, *ranks, *outputs, cwd=folder)
         assert "lora: 896 weights of adapters train (" in said
         assert "(about 10.8 kB each, " in said  # 12 bytes a weight: of a checkpoint
         assert "rank 4 beside q_proj, v_proj" in said
     wide = ["--lora-target-modules", "all-linear", "--lora-dropout", "0.2", "--dtype", "bf16"]
     wide += ["--steps", "6", "--save-every", "4"]
-    preloaded_transformers.train(*given, *wide, "--run-dir", "wide", cwd=folder)
+    preloaded_transformers.train(*given, *wide, "--run-dir", "wide", "--output-merged", "wide-merged", cwd=folder)
     interrupted(folder / "wide", folder / "again")
-    preloaded_transformers.train("--resume", "again", cwd=folder)
+    preloaded_transformers.train("--resume", "again", "--overwrite", cwd=folder)
     interrupted(folder / "zero3", folder / "zero3-again")
     preloaded_transformers.train("--resume", "zero3-again", "--overwrite", cwd=folder)
     return folder
@@ -102,6 +101,11 @@ def test_losses_and_the_saved_adapters_are_those_of_a_plain_loop_of_peft_on_any_
         loaded = peft.PeftModel.from_pretrained(model, ran / f"{name}-adapter")
         with torch.no_grad():
             torch.testing.assert_close(loaded(tokens).logits, plain(tokens).logits, rtol=1e-3, atol=1e-4)
+        whole = transformers.AutoModelForCausalLM.from_pretrained(ran / f"{name}-merged")
+        with torch.no_grad():  # in float64, where the weights alone differ
+            merged, beside = whole.double()(tokens).logits, loaded.double()(tokens).logits
+            torch.testing.assert_close(merged, beside, rtol=0, atol=1e-6)
+        assert {"config.json", "tokenizer.json"} <= {file.name for file in (ran / f"{name}-merged").iterdir()}
         files = {file.name for file in (ran / f"{name}-adapter").iterdir()}
         assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
         assert not {"config.json", "dynapipe.json", "optimizer-0.safetensors"} & files
@@ -109,6 +113,15 @@ def test_losses_and_the_saved_adapters_are_those_of_a_plain_loop_of_peft_on_any_
     assert (told["base_model_name_or_path"], told["r"], told["lora_alpha"]) == (str(ran / "model"), 4, 16)
     assert sorted(told["target_modules"]) == ["q_proj", "v_proj"]
     assert transformers.AutoModelForCausalLM.from_pretrained(ran / "alone-adapter").active_adapters() == ["default"]
+
+
+def test_the_merged_folder_has_the_types_of_the_base_not_of_the_run(ran: Path) -> None:
+    assert json.loads((ran / "wide-merged" / "config.json").read_text()) == json.loads(
+        (ran / "model" / "config.json").read_text()
+    )
+    merged, base = (load_file(ran / name / "model.safetensors") for name in ("wide-merged", "model"))
+    assert {name: tensor.dtype for name, tensor in merged.items()} == {name: t.dtype for name, t in base.items()}
+    assert not torch.equal(merged["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
 
 
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: Path) -> None:

@@ -215,6 +215,26 @@ def test_a_place_that_the_model_cannot_go_to_is_refused_before_the_run(folder: P
         refuse_output(TrainConfig().with_values(checkpoint={"output": "new"}), "", overwrite=False)
 
 
+def test_a_merged_model_goes_where_nothing_else_does_and_needs_adapters(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.touch()
+    config = settings(["--model", folder, "--data", f"{data}=1"])
+    adapted = settings(["--model", folder, "--data", f"{data}=1", "--lora"])
+
+    def outputs(config: TrainConfig, merged: Path, output: str = "") -> None:
+        config = config.with_values(checkpoint={"output": output, "output_merged": str(merged)})
+        refuse_output(config, str(tmp_path / "run"), overwrite=False)
+
+    with pytest.raises(ConfigError, match="merges adapters, but none train: add --lora, or give --output"):
+        outputs(config, tmp_path / "new")
+    outputs(adapted, tmp_path / "new", str(tmp_path / "adapters"))
+    for inside in (tmp_path / "new", tmp_path / "new" / "merged"):
+        with pytest.raises(ConfigError, match="lie in one another: choose two folders"):
+            outputs(adapted, inside, str(tmp_path / "new"))
+    with pytest.raises(ConfigError, match=r"--output-merged .* holds .*model, which the run reads"):
+        outputs(adapted, folder)
+
+
 def test_steps_go_to_weights_and_biases_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="wandb is not installed: pip install wandb"):
         require_wandb()
@@ -258,7 +278,7 @@ def test_a_folder_of_adapters_is_called_what_it_is(
         assert main([str(folder) if word == "DIR" else word for word in words]) == 2
         said = capsys.readouterr().err
         assert f"{folder} holds adapters of peft beside my/base, not a model: merge them into it" in said
-        assert "merge_and_unload().save_pretrained('MERGED')) and give MERGED" in said
+        assert f"(dynapipe convert {folder} --merge my/base --output MERGED) and give MERGED" in said
         (folder / "config.json").unlink(missing_ok=True)
     with pytest.raises(FileNotFoundError):
         (tmp_path / "new").stat()

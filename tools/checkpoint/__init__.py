@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
     from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, WriterOptions
     from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CARRIED_FOLDER, carried_files
+    from dynapipe_ext.tools.checkpoint.huggingface.merging import merge_adapters
     from dynapipe_ext.tools.checkpoint.megatron.export import export_hf_weights
     from dynapipe_ext.tools.checkpoint.megatron.names import megatron_weights
     from dynapipe_ext.tools.checkpoint.recognition import FORMATS, TARGETS, recognise
@@ -28,6 +29,7 @@ _HOMES = {
     "carried_files": "dynapipe_ext.tools.checkpoint.huggingface.carried_files",
     "convert": "dynapipe_ext.tools.checkpoint.converter",
     "export_hf_weights": "dynapipe_ext.tools.checkpoint.megatron.export",
+    "merge_adapters": "dynapipe_ext.tools.checkpoint.huggingface.merging",
     "megatron_weights": "dynapipe_ext.tools.checkpoint.megatron.names",
     "prepare_conversion": "dynapipe_ext.tools.checkpoint.converter",
     "recognise": "dynapipe_ext.tools.checkpoint.recognition",
@@ -43,6 +45,7 @@ __all__ = [
     "convert",
     "export_hf_weights",
     "megatron_weights",
+    "merge_adapters",
     "prepare_conversion",
     "recognise",
 ]

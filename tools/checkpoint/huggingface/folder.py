@@ -73,7 +73,7 @@ class HuggingFaceReader(CheckpointReader):
         self.path = path
         raw = read_json_object(path / CONFIG, "a Hugging Face model's folder")
         architecture = read_config(raw, str(path / CONFIG))
-        self._index_faults, in_files, self.notices = _stored_tensors(path)
+        self._index_faults, in_files, self.notices = stored_tensors(path)
         stored: dict[str, ReadableTensor] = dict(in_files)
         if quantisation := raw.get("quantization_config"):
             stored, faults, notices = dequantised(in_files, quantisation, path / CONFIG)
@@ -187,7 +187,7 @@ class HuggingFaceWriter(CheckpointWriter):
     def pieces(self) -> Sequence[CheckpointPiece]:
         return [
             CheckpointPiece(name, tuple((group, "weight") for group in groups))
-            for name, groups in zip(_shard_names(len(self._shards)), self._shards, strict=True)
+            for name, groups in zip(shard_names(len(self._shards)), self._shards, strict=True)
         ]
 
     def write(self, piece: CheckpointPiece, source: Source) -> Mapping[str, Any]:
@@ -199,11 +199,7 @@ class HuggingFaceWriter(CheckpointWriter):
         return write_safetensors(self._directory / piece.name, specs, _one_by_one(piece, source))
 
     def finish(self, records: Mapping[str, Mapping[str, Any]]) -> None:
-        if len(records) > 1:
-            weights = {name: shard for shard, record in records.items() for name in record["tensors"]}
-            total = sum(record["bytes"] for record in records.values())
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-            write_atomic(self._directory / SAFETENSORS_INDEX, json.dumps(index, indent=2) + "\n")
+        write_shard_index(self._directory, records)
         for file in sorted(self._reader.files, key=lambda file: file.name == CONFIG):  # without it nothing looks whole
             shutil.copyfile(file, self._directory / file.name)
 
@@ -228,7 +224,17 @@ def _shards(reader: CheckpointReader, shard_bytes: int) -> list[list[TensorGroup
     return shards
 
 
-def _shard_names(count: int) -> list[str]:
+def write_shard_index(directory: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Beside several shards: the file of every tensor. `records` are those of `write_safetensors`, by file."""
+    if len(records) < 2:
+        return
+    weights = {name: shard for shard, record in records.items() for name in record["tensors"]}
+    total = sum(record["bytes"] for record in records.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    write_atomic(directory / SAFETENSORS_INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def shard_names(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{shard:05d}-of-{count:05d}.safetensors" for shard in range(1, count + 1)]
@@ -240,7 +246,7 @@ def _equal(one: ReadableTensor, two: ReadableTensor) -> bool:
     return (one.dtype, one.shape) == (two.dtype, two.shape) and torch.equal(one.read(), two.read())
 
 
-def _stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor], tuple[str, ...]]:
+def stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor], tuple[str, ...]]:
     """What is wrong between index and shards, all tensors by the names in the files, and what is to be said of it."""
     name = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
     if name is None:
@@ -267,7 +273,7 @@ def _stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor], tup
 
 
 def _without_index(path: Path) -> tuple[list[str], dict[str, StoredTensor], tuple[str, ...]]:
-    """As `_stored_tensors`, of shards that no index names, or of the one file under another name."""
+    """As `stored_tensors`, of shards that no index names, or of the one file under another name."""
     shards = shards_without_index(path)
     if not shards:
         if not (path / CONSOLIDATED).is_file():
