@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support import configuration_page
+from tests.support import configuration_page, site
 from tests.support.pages import (
     all_pages,
     anchors,
@@ -73,6 +73,19 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     found = list(broken_links({"page.md": text}, tmp_path))
     assert [line.split()[1] for line in found] == ["gone.md", "there.md#gone"]
     assert anchors("# Some `heading`\n") == {"some-heading"}
+
+
+def test_the_links_of_the_site_hold_in_its_one_folder(tmp_path: Path, root: Path) -> None:
+    """As they are before mkdocs makes the reference of them, a page a package and a section a public module."""
+    (tmp_path / "api").mkdir()
+    pages = dict([*site.texts(), *site.reference()])
+    for name, text in pages.items():
+        (tmp_path / name).write_text(text)
+    for picture in (root / ".github").glob("*.svg"):
+        (tmp_path / picture.name).touch()
+    assert list(broken_links(pages, tmp_path)) == []
+    assert "::: dynapipe_ext.schedules.planner\n" in pages["api/dynapipe_ext.schedules.md"]
+    assert not [page for page in pages if "._" in page]
 
 
 def test_the_index_lists_every_guide(root: Path) -> None:
