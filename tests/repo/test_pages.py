@@ -27,11 +27,8 @@ from tests.support.pages import (
 MOST_WORDS, MOST_WORDS_A_LINE, MOST_WORDS_A_CELL = 1800, 60, 20
 MOST_LIBRARY_LINES = 15
 SOURCES = ("dynapipe_ext", "schedules", "executor", "tools", "launch")
-# Flags of other programs, and of Megatron-LM, which the pages name.
-FOREIGN = {
-    *("--nproc-per-node", "--nodelist", "--gpus-per-node", "--ignore-requires-python", "--help", "--html"),
-    *("--use-checkpoint-args", "--shared", "--write"),
-}
+# Flags of other programs, of Megatron-LM and of benches, which the pages name.
+FOREIGN = {"--nproc-per-node", "--nodelist", "--gpus-per-node", "--use-checkpoint-args", "--local-dir", "--shared"}
 
 
 @pytest.fixture(scope="module")
