@@ -13,14 +13,16 @@ from rich.console import Console
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS, Cluster
-from dynapipe_ext.costs.states import RECIPES, StateRecipe
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
+from dynapipe_ext.launch.commands.counted_models import counted_json, counted_model, counted_notes, counted_table
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.model_folder import prediction_line
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.counted import CountedModel
 from dynapipe_ext.models.named_models import PRESETS, read_model
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import deliver, output
@@ -115,6 +117,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if (unknown := counted_model(args.model)) is not None:
+        return _counted(args, *unknown)
     question, search, prices = question_of(args), search_of(args), prices_of(args)
     console = output(_PIPE_COLUMNS, json_to=args.json)
     with WorkProgress("planning", search.most_plans, console=Console(stderr=True), enabled=sys.stderr.isatty()) as bar:
@@ -127,6 +131,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         deliver(args.json, estimate_json(answer, prices))
     return 0 if answer.options else _NOTHING_FITS
+
+
+def _counted(args: argparse.Namespace, counted: CountedModel, why: str) -> int:
+    """Of a model that no plan knows: its parameters and the bytes of its states, without ways to train it."""
+    if args.write:
+        raise ConfigError(f"--write {args.write} names a way to train, but none is known for {args.model}: {why}")
+    training_bytes = counted.parameters * sum(BYTES_PER_PARAMETER[args.states])
+    notes = [
+        f"Weights, gradients and optimizer take {training_bytes / 1e9:,.1f} GB ({args.states}), without activations.",
+        *counted_notes(counted, why),
+    ]
+    report = {**counted_json(counted, notes), "training_bytes": training_bytes}
+    deliver(args.json, report, counted_table(counted), *notes)
+    return 0
 
 
 def question_of(args: argparse.Namespace) -> Question:

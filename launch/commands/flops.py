@@ -10,6 +10,13 @@ from dynapipe_ext.batch.micro_batches import RECOMPUTES
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.launch.commands.counted_models import (
+    counted_account,
+    counted_json,
+    counted_model,
+    counted_notes,
+    counted_table,
+)
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.models.architecture import Architecture
@@ -77,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     peak = _peak(args)
+    unknown = None if args.report or not args.model else counted_model(args.model)
+    if unknown is not None:
+        counted, why = unknown
+        one, notes = counted_account(counted, args, peak), counted_notes(counted, why)
+        report = {"accounts": [one.to_json()], **counted_json(counted, notes)}
+        deliver(args.json, report, flops_table([one]), counted_table(counted), *notes)
+        return 0
     accounts = _of_report(args, peak) if args.report else [_of_step(args, peak)]
     hints = [] if peak or accounts[0].seconds is None else ["Give --device or --peak-tflops for MFU and HFU."]
     if args.log:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,23 +108,33 @@ def account(
 ) -> Account:
     """The account of this work; `trained_share` of the weights has gradients. Errors: ConfigError for an impossible
     time or number of devices, DataError for impossible work."""
-    if seconds is not None and not 0 < seconds < float("inf"):
-        raise ConfigError(f"{name}: took {seconds} s, but FLOPs a second need a time above 0")
-    if gpus < 1:
-        raise ConfigError(f"{name}: gpus is {gpus} but must be at least 1")
     if not 0 < work.real.total <= work.all_executed.total or min(work.numbers()) < 0:
         raise DataError(
             f"{name}: {work.real.total} real of {work.all_executed.total} executed positions are impossible: a step has"
             " real positions, and executes all of them"
         )
+    flops = step_flops(architecture, work, causal=causal, trained_share=trained_share)
+    counted = flops_account(name, flops, work.real.total, seconds=seconds, gpus=gpus, peak_flops_per_s=peak_flops_per_s)
+    return replace(counted, steps=steps, padded_tokens=work.all_executed.total)
+
+
+def flops_account(
+    name: str, flops: StepFlops, tokens: int, *, seconds: float | None, gpus: int, peak_flops_per_s: float
+) -> Account:
+    """The account of one step of so many real tokens, without padding. Errors: ConfigError for an impossible time or
+    number of devices."""
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ConfigError(f"{name}: took {seconds} s, but FLOPs a second need a time above 0")
+    if gpus < 1:
+        raise ConfigError(f"{name}: gpus is {gpus} but must be at least 1")
     return Account(
         name=name,
-        flops=step_flops(architecture, work, causal=causal, trained_share=trained_share),
+        flops=flops,
         seconds=seconds,
         gpus=gpus,
-        steps=steps,
-        real_tokens=work.real.total,
-        padded_tokens=work.all_executed.total,
+        steps=1,
+        real_tokens=tokens,
+        padded_tokens=tokens,
         peak_flops_per_s=peak_flops_per_s,
     )
 
