@@ -22,7 +22,7 @@ from dynapipe_ext.data.batches import collate
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.executor.stages import chunk_runner, megatron_cpu
 from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, make_engine
 from dynapipe_ext.executor.stages.deepspeed.stage import DeepSpeedStage, EngineGradients, engine_model, engine_stage
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
@@ -78,6 +78,7 @@ ENGINES = {
     "zero0": Engine({"stage": 0}, fewer=True),
     "zero1": Engine({"stage": 1}, fewer=True),
     "zero2": Engine({"stage": 2}),
+    "zero2-head": Engine({"stage": 2}, schedule={"recompute": "head+full"}),
     "zero3": Engine({"stage": 3, "sub_group_size": 1000, "stage3_param_persistence_threshold": 10}),
     "zero2-offload": Engine({"stage": 2, "offload_optimizer": CPU_OFFLOAD}),
     "zero3-offload": Engine({"stage": 3, "offload_optimizer": CPU_OFFLOAD, "offload_param": CPU_OFFLOAD}),
@@ -89,6 +90,7 @@ GRID = Topology(pp=2, dp=2)
 SPLIT = {"split_backward": True}
 PIPELINES = {  # whose embedding and head are one weight, on the first and the last stage
     "zero1-pp": Engine({"stage": 1}, topology=PIPELINE, schedule=SPLIT),
+    "zero1-pp-head": Engine({"stage": 1}, topology=PIPELINE, schedule=SPLIT | {"recompute": "head"}),
     "zero0-v": Engine({"stage": 0}, topology=V),
     "zero1-v": Engine({"stage": 1}, topology=V, schedule=SPLIT),
     "zero0-pp-bf16": Engine({"stage": 0}, {"bf16": {"enabled": True}}, topology=PIPELINE),
@@ -144,6 +146,7 @@ def in_ranks(main: Any, folder: Any, num_ranks: int) -> list[Any]:
 
 def trained(engine: Engine, rank: int) -> list[tuple[float, float, tuple[int, ...]]]:
     """Loss, gradient norm and counts of micro-batches of each step."""
+    chunk_runner.HEAD_SLICE = 4  # where a plan has heads in slices
     topology = engine.topology
     parallel = ParallelContext(topology, device=CPU, timeout_s=LIMIT_S)
     parts = parts_of_model(tiny_model(MODEL).train(), topology, parallel.coordinates.pp_rank)

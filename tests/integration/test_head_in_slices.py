@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import copy
+import json
+import tomllib
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from dynapipe_ext.batch.micro_batches import slices_head
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.stages import chunk_runner
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
+from dynapipe_ext.executor.stages.deepspeed.stage import refuse_plan
 from dynapipe_ext.executor.stages.sliced_head import head_loss_sum
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage, token_loss_sum
 from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.launch.job.configured import architecture_of, can_slice_head, configured_costs, planned_kinds
+from dynapipe_ext.settings.train_config import TrainConfig
+from tests.support.given_costs import write_costs
+from tests.support.preloaded import Preloaded
 from tests.support.tiny_models import CONFIGS, one_by_one, tiny_model
 from tests.support.tiny_steps import SAMPLES, assert_same, batches_of, learned, plans_of
 
@@ -157,3 +168,64 @@ def test_what_a_model_does_to_its_logits_in_a_way_of_its_own_is_refused():
     adapted.lm_head = torch.nn.Sequential(adapted.lm_head)
     with pytest.raises(ConfigError, match="is a Sequential, which slices do not know"):
         step_of(TransformersStage(parts_of_model(adapted)), "head")
+
+
+SETTINGS = """
+[run]
+steps = 1
+[topology]
+tp = 1
+pp = 2
+dp = 1
+[model]
+num_layers = 2
+hidden_size = 16
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 32
+max_seq_len = 4096
+[data]
+tokenizer = "bytes"
+tokens_per_batch = 9000
+num_workers = 0
+truncate = true
+[plan]
+layout = "packed"
+[job]
+timeout_s = 480
+"""
+
+
+CONFIG = TrainConfig().with_values(**tomllib.loads(SETTINGS))
+PLANNED = architecture_of(CONFIG, 258).padded()
+
+
+def test_a_run_of_little_memory_chooses_slices_and_trains_what_one_of_ample_memory_does(
+    preloaded: Preloaded, tmp_path: Path
+):
+    (tmp_path / "settings.toml").write_text(SETTINGS)
+    texts = [{"text": "all logits at once " * (200 if i % 3 else 15)} for i in range(9)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
+    write_costs(CONFIG, 258, tmp_path / "costs.json")
+    losses, kinds = [], []
+    for name, gigabytes in (("ample", "1"), ("little", "0.005")):
+        common = ["--config", "settings.toml", "--data", "data.jsonl", "--costs", "costs.json", "--run-dir", name]
+        preloaded.train(*common, "--memory-limit-gb", gigabytes, cwd=tmp_path)
+        steps = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        losses += [step["loss"] for step in steps if "grad_norm" in step]
+        kinds.append(json.loads((tmp_path / name / "report.json").read_text())["work"]["executed"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert not any(slices_head(kind) for kind in kinds[0])
+    assert sum(work["encoder"] for kind, work in kinds[1].items() if slices_head(kind)) > 3000
+
+
+@pytest.mark.parametrize(("zero_stage", "slices"), [(2, True), (3, False)])
+def test_engines_that_gather_weights_for_forwards_alone_are_planned_with_whole_logits(zero_stage, slices):
+    described = {"zero_optimization": {"stage": zero_stage}}
+    config = replace(CONFIG, deepspeed=replace(CONFIG.deepspeed, described=described))
+    assert can_slice_head(config) is slices
+    kinds = planned_kinds(config, configured_costs(config, AnalyticCosts(PLANNED, Topology(), head_slice=1024)))
+    assert any(map(slices_head, kinds)) is slices
+    (plan,) = plans_of(Topology(), "padded", split=False, recompute="head")
+    with nullcontext() if slices else pytest.raises(ConfigError, match=r"heads in slices .* take recompute 'none'"):
+        refuse_plan(plan, zero_stage)

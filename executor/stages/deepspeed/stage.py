@@ -129,7 +129,7 @@ class EngineGradients(GradientAccumulator):
                 " one topology"
             )
         if self._scatters:
-            _refuse_plan(plan, self._engine.zero_optimization_stage())
+            refuse_plan(plan, self._engine.zero_optimization_stage())
         self._num_left = sum(isinstance(instruction, Backward) for instruction in plan.instructions)
         self._engine.optimizer.zero_grad()  # of a step that was executed and not taken
 
@@ -193,7 +193,7 @@ def _refuse_engine(engine: Any) -> None:
         raise ConfigError(f"plans do not run through an engine with {'; '.join(names)}: leave it out of its config")
 
 
-def _refuse_plan(plan: ExecutionPlan, zero_stage: int) -> None:
+def refuse_plan(plan: ExecutionPlan, zero_stage: int) -> None:
     """Errors: ConfigError for what the collectives of each micro-batch forbid."""
     conflict = f"ZeRO {zero_stage} has collectives with each micro-batch, but step {plan.step}"
     if plan.num_stages > 1:
