@@ -65,8 +65,8 @@ class LatentAttention:
 
 PublishedFamily = Literal[
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
-    "deepseek_v2", "deepseek_v3", "gpt2", "t5", "smollm3", "granite", "olmoe", "olmo3", "gemma", "starcoder2", "glm",
-    "glm4", "glm4_moe", "nemotron", "internlm2", "kimi_k2",
+    "deepseek_v2", "deepseek_v3", "gpt2", "t5", "mt5", "smollm3", "granite", "olmoe", "olmo3", "gemma", "starcoder2",
+    "glm", "glm4", "glm4_moe", "nemotron", "internlm2", "kimi_k2",
 ]  # fmt: skip
 # "gpt": Megatron's GPT in custom sizes, which has no published name. "transformers": a model that this package
 # computes; only its sizes are known here.
@@ -77,6 +77,7 @@ Norm = Literal["rmsnorm", "layernorm"]
 RouterScore = Literal["softmax", "sigmoid"]  # turns a router's logits into probabilities
 NormPlacement = Literal["pre", "post", "both"]  # of a layer's norms: before attention and MLP, after them, or both
 FAMILIES: tuple[PublishedFamily, ...] = get_args(PublishedFamily)
+ENCODER_DECODER_FAMILIES = ("t5", "mt5")
 VOCAB_MULTIPLE = 128  # Megatron's: rows of an embedding are a multiple of it
 MOST = 1 << 31  # largest value of any size: far above every model, and products of sizes still fit
 _MOST_LAYERS = 10_000
@@ -101,13 +102,27 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained length: "linear", or Llama 3.1's "llama3"."""
+    """How rotary frequencies are stretched beyond the trained length: "linear", Llama 3.1's "llama3", or "dynamic",
+    which leaves rows up to the trained length as they are (NTK)."""
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "dynamic"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024): frequencies are divided by `short_factors` in rows up to the trained length, else by
+    `long_factors`; turned queries and keys are multiplied by `attention_factor`."""
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    factor: float
+    attention_factor: float
+    original_max_seq_len: int
+    kind: Literal["longrope"] = "longrope"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +186,7 @@ class Architecture:
     shared_ffn_hidden_size: int = 0
     shared_expert_gate: bool = False
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | Yarn | None = None
+    rope_scaling: RopeScaling | Yarn | LongRope | None = None
     sliding_window: int = 0
     full_attention_every: int = 0
     local_rope_theta: float = 0.0
@@ -301,7 +316,9 @@ class Architecture:
         try:
             parts: dict[str, Any] = {}
             if (scaling := raw.get("rope_scaling")) is not None:
-                parts["rope_scaling"] = (Yarn if scaling["kind"] == "yarn" else RopeScaling)(**scaling)
+                kinds: dict[str, Any] = {"yarn": Yarn, "longrope": LongRope}
+                lists = {name: tuple(value) for name, value in scaling.items() if isinstance(value, list)}
+                parts["rope_scaling"] = kinds.get(scaling["kind"], RopeScaling)(**{**scaling, **lists})
             if (latent := raw.get("latent")) is not None:
                 parts["latent"] = LatentAttention(**latent)
             return cls(**{**raw, **parts})
@@ -331,9 +348,10 @@ class Architecture:
                 raise ConfigError(f"{name} is {short(getattr(self, name))}: give one of {', '.join(choices)}")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not known: give one of {', '.join(_DTYPES)}")
-        if (self.num_decoder_layers > 0) != (self.family == "t5"):
+        if (self.num_decoder_layers > 0) != (self.family in ENCODER_DECODER_FAMILIES):
+            both = " and ".join(ENCODER_DECODER_FAMILIES)
             raise ConfigError(
-                f"num_decoder_layers {self.num_decoder_layers} of family {self.family}: t5 alone has both"
+                f"num_decoder_layers {self.num_decoder_layers} of family {self.family}: {both} alone have both"
             )
         if not 0 <= self.shared_ffn_hidden_size <= MOST:
             raise ConfigError(
@@ -437,6 +455,12 @@ class Architecture:
     def turns(self, layer: int) -> bool:
         """Whether a layer (from 0) turns its queries and keys by their positions."""
         return self.position == "rope" and not (self.no_rope_every and (layer + 1) % self.no_rope_every == 0)
+
+    @property
+    def most_exact_tokens(self) -> int:
+        """The longest sample whose frequencies do not depend on its length, which those here never do; 0: any."""
+        scaling = self.rope_scaling
+        return scaling.original_max_seq_len if scaling and scaling.kind in ("dynamic", "longrope") else 0
 
     @property
     def pieces_fault(self) -> str:

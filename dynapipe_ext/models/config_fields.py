@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.models.architecture import MOST, Activation, RopeScaling, Yarn
+from dynapipe_ext.models.architecture import MOST, Activation, LongRope, RopeScaling, Yarn
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -49,6 +49,14 @@ class ConfigFields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ConfigError(f"{self.where}: {name} is {short(value)} but must be a number above 0")
         return float(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        values = self.raw.get(name)
+        if not isinstance(values, list | tuple) or not all(
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf for value in values
+        ):
+            raise ConfigError(f"{self.where}: {name} is {short(values)} but must be a list of numbers above 0")
+        return tuple(map(float, values))
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.raw.get(name)
@@ -95,17 +103,23 @@ def _scaling(fields: ConfigFields, rope: Mapping[str, Any]) -> tuple[tuple[str, 
     return tuple(sorted((name, repr(value)) for name, value in scaling.items() if value is not None))
 
 
-def read_rope(inner: ConfigFields, kinds: tuple[str, ...], max_seq_len: int) -> RopeScaling | Yarn | None:
-    """How frequencies are stretched, from their own fields. Errors: ConfigError for a kind that is not of `kinds`."""
+def read_rope(
+    inner: ConfigFields, kinds: tuple[str, ...], *, max_seq_len: int, trained_len: int
+) -> RopeScaling | Yarn | LongRope | None:
+    """How frequencies are stretched, from their own fields. Errors: ConfigError for a kind that is not of `kinds`.
+
+    `trained_len` is what LongRoPE takes for a missing one.
+    """
     kind = inner.raw.get("rope_type") or inner.raw.get("type") or "default"
+    if kind in ("su", "yarn") and "longrope" in kinds:  # older names of it
+        kind = "longrope"
     if kind not in kinds:
-        raise ConfigError(
-            f"{inner.where}_type is {short(kind)}: known here are {' and '.join(kinds)} (those of longrope and"
-            " dynamic depend on the length of the row, Megatron's do not)"
-        )
+        raise ConfigError(f"{inner.where}_type is {short(kind)}: known here are {' and '.join(kinds)}")
     match kind:
         case "linear":
             return RopeScaling("linear", inner.number("factor"))
+        case "dynamic":
+            return RopeScaling("dynamic", inner.number("factor"), original_max_seq_len=max_seq_len)
         case "llama3":
             return RopeScaling(
                 "llama3",
@@ -116,7 +130,22 @@ def read_rope(inner: ConfigFields, kinds: tuple[str, ...], max_seq_len: int) -> 
             )
         case "yarn":
             return _yarn(inner, max_seq_len)
+        case "longrope":
+            return _longrope(inner, max_seq_len, trained_len)
     return None
+
+
+def _longrope(inner: ConfigFields, max_seq_len: int, trained_len: int) -> LongRope:
+    original = inner.integer("original_max_position_embeddings", trained_len)
+    factor = inner.number("factor", max_seq_len / original)
+    stretched = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongRope(
+        short_factors=inner.numbers("short_factor"),
+        long_factors=inner.numbers("long_factor"),
+        factor=factor,
+        attention_factor=inner.number("attention_factor", stretched),
+        original_max_seq_len=original,
+    )
 
 
 def _yarn(inner: ConfigFields, max_seq_len: int) -> Yarn:
@@ -143,11 +172,11 @@ def _yarn(inner: ConfigFields, max_seq_len: int) -> Yarn:
     return yarn
 
 
-def rope_config(scaling: RopeScaling | Yarn | None, theta: float) -> dict[str, Any]:
+def rope_config(scaling: RopeScaling | Yarn | LongRope | None, theta: float) -> dict[str, Any]:
     """The fields that `read_rope` reads, and the base."""
     rope: dict[str, Any] = {"rope_theta": theta, "rope_type": scaling.kind if scaling else "default"}
     match scaling:
-        case RopeScaling(kind="linear"):
+        case RopeScaling(kind="linear" | "dynamic"):
             rope |= {"factor": scaling.factor}
         case RopeScaling():
             rope |= {
@@ -165,4 +194,12 @@ def rope_config(scaling: RopeScaling | Yarn | None, theta: float) -> dict[str, A
             }
             if (scaling.mscale, scaling.mscale_all_dim) != (1.0, 0.0):
                 rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+        case LongRope():
+            rope |= {
+                "short_factor": list(scaling.short_factors),
+                "long_factor": list(scaling.long_factors),
+                "factor": scaling.factor,
+                "attention_factor": scaling.attention_factor,
+                "original_max_position_embeddings": scaling.original_max_seq_len,
+            }
     return rope

@@ -130,8 +130,9 @@ class PublishedForm:
     aliases: Mapping[str, str] = field(default_factory=dict)  # second names of fields; transformers accepts both
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     written: Values = field(default_factory=dict)
-    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
     rope_theta: float = 1e4
+    trained_len: int = 0  # original_max_position_embeddings where it is missing
     rotary_share: float | None = None
     window_rope: ConfigField | None = None
     windows: Windows = "none"
@@ -247,6 +248,42 @@ _GLM = PublishedForm(
     rotary_share=0.5,
 )
 
+
+def _t5_fields(*, layers: int, heads: int, ffn: int, vocab: int) -> tuple[ConfigField, ...]:
+    return (
+        ConfigField("num_layers", "num_layers", default=layers),
+        ConfigField("num_decoder_layers", "num_decoder_layers", default=same_as("num_layers")),
+        ConfigField("hidden_size", "d_model", default=512),
+        ConfigField("num_heads", "num_heads", default=heads),
+        ConfigField("num_query_groups", "", default=_ALL_HEADS),
+        ConfigField("head_dim", "d_kv", default=64),
+        ConfigField("ffn_hidden_size", "d_ff", default=ffn),
+        ConfigField("vocab_size", "vocab_size", default=vocab),
+        ConfigField("max_seq_len", "n_positions", default=512),
+        ConfigField("tied_embeddings", "tie_word_embeddings", "flag", True),
+        ConfigField("norm_eps", "layer_norm_epsilon", "number", 1e-6),
+        ConfigField("relative_buckets", "relative_attention_num_buckets", default=32),
+        ConfigField("relative_max_distance", "relative_attention_max_distance", default=128),
+    )
+
+
+_T5 = PublishedForm(
+    model_class="T5ForConditionalGeneration",
+    fields=(
+        *_t5_fields(layers=6, heads=8, ffn=2048, vocab=32_128),
+        ConfigField("scaled_output", "scale_decoder_outputs", "flag", same_as("tied_embeddings")),
+    ),
+    traits={"position": "relative"},
+    aliases={
+        "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
+    written={"is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
+    ropes=(),
+    read=t5_values,
+    write=t5_config,
+)  # fmt: skip
+
 FORMS: Mapping[str, PublishedForm] = MappingProxyType({
     "llama": PublishedForm(
         model_class="LlamaForCausalLM",
@@ -316,8 +353,9 @@ FORMS: Mapping[str, PublishedForm] = MappingProxyType({
         fields=_sizes(1e-5, 4096, groups=_ALL_HEADS),
         names=_JOINED,
         written={"pad_token_id": None},  # transformers' default would lie outside a small vocabulary
-        ropes=("default",),
+        ropes=("default", "longrope"),
         rotary_share=1.0,
+        trained_len=4096,
         windows="all",
     ),
     "olmo2": PublishedForm(
@@ -407,33 +445,13 @@ FORMS: Mapping[str, PublishedForm] = MappingProxyType({
         },
         ropes=(),
     ),
-    "t5": PublishedForm(
-        model_class="T5ForConditionalGeneration",
-        fields=(
-            ConfigField("num_layers", "num_layers", default=6),
-            ConfigField("num_decoder_layers", "num_decoder_layers", default=same_as("num_layers")),
-            ConfigField("hidden_size", "d_model", default=512),
-            ConfigField("num_heads", "num_heads", default=8),
-            ConfigField("num_query_groups", "", default=_ALL_HEADS),
-            ConfigField("head_dim", "d_kv", default=64),
-            ConfigField("ffn_hidden_size", "d_ff", default=2048),
-            ConfigField("vocab_size", "vocab_size", default=32_128),
-            ConfigField("max_seq_len", "n_positions", default=512),
-            ConfigField("tied_embeddings", "tie_word_embeddings", "flag", True),
-            ConfigField("norm_eps", "layer_norm_epsilon", "number", 1e-6),
-            ConfigField("relative_buckets", "relative_attention_num_buckets", default=32),
-            ConfigField("relative_max_distance", "relative_attention_max_distance", default=128),
-            ConfigField("scaled_output", "scale_decoder_outputs", "flag", same_as("tied_embeddings")),
-        ),
-        traits={"position": "relative"},
-        aliases={
-            "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
-            "head_dim": "d_kv",
-        },
-        written={"is_encoder_decoder": True, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
-        ropes=(),
-        read=t5_values,
-        write=t5_config,
+    "t5": _T5,
+    "mt5": replace(
+        _T5,
+        model_class="MT5ForConditionalGeneration",
+        fields=_t5_fields(layers=8, heads=6, ffn=1024, vocab=250_112),
+        traits={"position": "relative", "scaled_output": False},
+        read=partial(t5_values, default="gated-gelu"),
     ),
     "smollm3": PublishedForm(
         model_class="SmolLM3ForCausalLM",
@@ -564,7 +582,7 @@ FORMS: Mapping[str, PublishedForm] = MappingProxyType({
             grouped_qkv=True,
         ),
         refused=_WHOLE,
-        ropes=("default", "linear"),
+        ropes=("default", "linear", "dynamic"),
     ),
     "kimi_k2": _DEEPSEEK_V3,
 })  # fmt: skip

@@ -210,10 +210,10 @@ def layers_without_rope(fields: ConfigFields, values: Values) -> dict[str, int]:
     return {"no_rope_every": every}
 
 
-def t5_values(fields: ConfigFields, values: Values) -> dict[str, Any]:
+def t5_values(fields: ConfigFields, values: Values, *, default: str = "relu") -> dict[str, Any]:
     """transformers 5 writes tie_word_embeddings true for every T5: only the weight files tell whether a head is
     tied."""
-    kind = fields.raw.get("feed_forward_proj") or "relu"
+    kind = fields.raw.get("feed_forward_proj") or default
     gated, _dash, name = str(kind).rpartition("-")
     if gated not in ("", "gated") or name not in ACTIVATIONS:
         raise ConfigError(f"{fields.where}: feed_forward_proj is {short(kind)}: give relu, gated-gelu or gated-silu")

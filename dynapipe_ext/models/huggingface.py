@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.models.architecture import FAMILIES, Architecture
+from dynapipe_ext.models.architecture import FAMILIES, Architecture, LongRope
 from dynapipe_ext.models.config_fields import ConfigFields, read_rope, rope_config, rope_fields
 from dynapipe_ext.models.families import FORMS, PublishedForm, published_form
 from dynapipe_ext.models.family_configs import FULL, WINDOWED, rope_of_type, windows_by_layer
@@ -115,9 +115,10 @@ def _rope(form: PublishedForm, fields: ConfigFields, values: Mapping[str, Any]) 
     if form.window_rope:
         fields = ConfigFields({**fields.raw, "rope_parameters": rope_of_type(fields, FULL) or None}, fields.where)
     inner = rope_fields(fields)
+    trained_len = fields.integer("original_max_position_embeddings", form.trained_len) if form.trained_len else 0
     rope = {
         "rope_theta": inner.number("rope_theta", fields.number("rope_theta", form.rope_theta)),
-        "rope_scaling": read_rope(inner, form.ropes, values["max_seq_len"]),
+        "rope_scaling": read_rope(inner, form.ropes, max_seq_len=values["max_seq_len"], trained_len=trained_len),
     }
     if form.rotary_share is None:
         inner.refuse("partial_rotary_factor", 1.0)
@@ -129,6 +130,12 @@ def _rope(form: PublishedForm, fields: ConfigFields, values: Mapping[str, Any]) 
             f"{inner.where}: partial_rotary_factor is {share:g} of heads of {values['head_dim']}: give a part that"
             " holds at least two values, up to 1"
         )
+    if isinstance(scaling := rope["rope_scaling"], LongRope):
+        for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+            if len(factors) != turned // 2:
+                raise ConfigError(
+                    f"{inner.where}: {name} has {len(factors)} numbers but {turned} values of a head turn"
+                )
     return rope | {"rotary_dim": turned if turned < values["head_dim"] else 0}
 
 
@@ -161,6 +168,8 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
 def _written_rope(form: PublishedForm, a: Architecture) -> dict[str, Any]:
     rope = rope_config(a.rope_scaling, a.rope_theta)
     config: dict[str, Any] = {"rope_theta": a.rope_theta}
+    if isinstance(a.rope_scaling, LongRope):
+        config["original_max_position_embeddings"] = a.rope_scaling.original_max_seq_len
     if form.rotary_share is not None:
         rope["partial_rotary_factor"] = _share(a)
     if form.window_rope is None:

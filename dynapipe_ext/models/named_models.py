@@ -341,6 +341,7 @@ _DROPOUTS = (
 _DEFAULT_DROPOUTS = {  # the values that transformers takes for missing fields
     "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
     "t5": {"dropout_rate": 0.1},
+    "mt5": {"dropout_rate": 0.1},
 }
 _GATED = ("silu", "gelu_pytorch_tanh")
 

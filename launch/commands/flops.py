@@ -134,7 +134,7 @@ def _of_step(args: argparse.Namespace, peak: float) -> Account:
         seconds = logged.seconds_per_step if seconds is None else seconds
         gpus, recompute = gpus or logged.gpus, recompute or logged.recompute
         if args.lengths is None:
-            decoder_len = logged.decoder_len if architecture.family == "t5" else 0
+            decoder_len = logged.decoder_len if architecture.num_decoder_layers else 0
             shape = _Shape(
                 shape.batch_size or logged.batch_size,
                 shape.seq_len or logged.seq_len,
@@ -149,7 +149,7 @@ def _of_step(args: argparse.Namespace, peak: float) -> Account:
     real, longest = _positions(args, architecture, shape)
     executed = real
     if args.padded_tokens is not None:
-        if args.padded_tokens < real.total or architecture.family == "t5":
+        if args.padded_tokens < real.total or architecture.num_decoder_layers:
             raise ConfigError(
                 f"--padded-tokens is {args.padded_tokens} for {real.total} real tokens of {architecture.family}:"
                 " give as many at least, of a decoder-only model"
@@ -180,7 +180,7 @@ def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Sha
     """(positions of the step's samples, length of the longest one)."""
     if (args.lengths is None) == (shape.seq_len is None):
         raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
-    t5 = architecture.family == "t5"
+    t5 = bool(architecture.num_decoder_layers)
     window, layers = architecture.sliding_window, (architecture.num_window_layers, architecture.num_layers)
     if args.lengths is not None:
         if shape.batch_size is not None or shape.decoder_len is not None:

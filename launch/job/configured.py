@@ -131,7 +131,19 @@ def topology_of(config: TrainConfig) -> Topology:
             f"max_seq_len is {m.max_seq_len} but rows are rounded up to pad_multiple {multiple}, to {longest} positions"
             f" of which only {learned} are learned: {move}"
         )
+    _refuse_stretched(m)
     return topology
+
+
+def _refuse_stretched(m: ModelSettings) -> None:
+    """Errors: ConfigError for samples so long that the model would turn them by frequencies of their own length."""
+    exact = m.described.most_exact_tokens if m.described else 0
+    if m.described and m.described.rope_scaling and 0 < exact < m.max_seq_len:
+        raise ConfigError(
+            f"max_seq_len is {m.max_seq_len} but this {m.described.family} turns samples of more than {exact} tokens by"
+            f" other frequencies ({m.described.rope_scaling.kind}), which megatron-core does not: make max_seq_len"
+            f" {exact} and truncate (--truncate {exact}), or take --backend transformers"
+        )
 
 
 def refuse_undivided(m: ModelSettings, tp: int) -> None:

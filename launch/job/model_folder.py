@@ -172,7 +172,7 @@ def open_initial_weights(path: str, architecture: Architecture | None) -> Checkp
     held, wanted = (asdict(replace(a, dtype="float32")) for a in (reader.architecture, architecture))
     if other := [f"{name} {held[name]!r}, not {wanted[name]!r}" for name in held if held[name] != wanted[name]]:
         move = "name its own config.json"
-        if architecture.family == "t5" and held["tied_embeddings"] != wanted["tied_embeddings"]:
+        if architecture.num_decoder_layers and held["tied_embeddings"] != wanted["tied_embeddings"]:
             move += ", which must say of tie_word_embeddings what its files do (transformers 5 writes true of every T5)"
         raise ConfigError(
             f"init_from {path} is a checkpoint of another model than [model] architecture: it has {'; '.join(other)}:"

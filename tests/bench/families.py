@@ -31,6 +31,7 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
+from dynapipe_ext.models.architecture import ENCODER_DECODER_FAMILIES
 from dynapipe_ext.models.named_models import ENCODER_DECODERS, LAYER_PATTERNS
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_fine_tuning import (
@@ -61,7 +62,7 @@ BACKENDS = {
 def prepared(variant: str, folder: Path) -> Any:
     """The model of a variant; a folder has it then, with its tokenizer, data and settings."""
     lengths = {"n_positions": 128} if variant == "gpt2" else {"max_position_embeddings": 128}
-    sizes = {} if VARIANTS[variant][0] in ENCODER_DECODERS else lengths
+    sizes = {} if VARIANTS[variant][0] in ENCODER_DECODER_FAMILIES else lengths
     model = tiny_variant(variant, vocab_size=VOCABULARY, **sizes)
     with torch.no_grad():
         for weight in model.parameters():
@@ -76,7 +77,7 @@ def prepared(variant: str, folder: Path) -> Any:
 def runs(variant: str, folder: Path, preloaded: Preloaded) -> Iterator[tuple[str, str, Path | str]]:
     """(backend, arrangement, directory of the run or why there is none)."""
     family = VARIANTS[variant][0]
-    is_pairs = family in ENCODER_DECODERS
+    is_pairs = family in ENCODER_DECODER_FAMILIES
     for backend, arrangements in BACKENDS.items():
         if backend == "transformers" and family not in {*LAYER_PATTERNS, *ENCODER_DECODERS}:
             continue
@@ -102,7 +103,7 @@ def runs(variant: str, folder: Path, preloaded: Preloaded) -> Iterator[tuple[str
 
 def loop_losses(variant: str, folder: Path, run: Path, attention: str) -> list[float]:
     data = TokenDataset.open(run / "data")
-    if VARIANTS[variant][0] in ENCODER_DECODERS:
+    if VARIANTS[variant][0] in ENCODER_DECODER_FAMILIES:
         model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder / "model", attn_implementation=attention)
         pairs = PairDataset.of(data)
         samples: list[Any] = [pairs[i] for i in range(len(pairs))]

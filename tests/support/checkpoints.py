@@ -165,6 +165,7 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "nemotron": (transformers.NemotronConfig, transformers.NemotronForCausalLM, {**_LLAMA_LIKE, "head_dim": 16}),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, _GPT2),
     "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, _T5),
+    "mt5": (transformers.MT5Config, transformers.MT5ForConditionalGeneration, _T5),
 }
 
 # Every family, and what changes its set of tensors: a name for the test, the family, changes of its configuration.
@@ -196,6 +197,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", {}),
     "gpt2": ("gpt2", {}),
     "t5": ("t5", {}),
+    "t5-mt5": ("mt5", {}),
     "t5-v1.1": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }
 _TWO_LAYERS: dict[str, Any] = {
@@ -212,7 +214,7 @@ def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **ch
     """
     config_class, model_class, defaults = _MODELS[family]
     model = model_class(config_class(**{**defaults, **changes}, attn_implementation="eager"))
-    if family == "t5" and not changes.get("tie_word_embeddings", True):
+    if family in ("t5", "mt5") and not changes.get("tie_word_embeddings", True):
         # T5Config ties whatever it is told; published untied ones have a head of their own, and say false.
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
         model.config.tie_word_embeddings = False

@@ -104,6 +104,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron-bias": ("nemotron", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}, "head_dim": 16}),
+    "llama-dynamic": ("llama", {"rope_parameters": {**_ROPE, "rope_type": "dynamic"}}),
+    "phi3-long": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_theta": 1e4,
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.3, 2.5],
+                "long_factor": [1.0, 4.0, 9.5],
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     "t5-few-buckets": (
         "t5",
@@ -152,7 +167,7 @@ def published(name: str, folder: Path, *, with_gradients: bool = False) -> Publi
     inputs: dict[str, Any] = {"input_ids": tokens(), "use_cache": False}
     masked = None
     with torch.no_grad():
-        if family == "t5":
+        if family in ("t5", "mt5"):
             inputs["decoder_input_ids"] = tokens().flip(1)
             masked = model(**inputs, attention_mask=(~hidden()).long()).logits
         logits = model(**inputs).logits

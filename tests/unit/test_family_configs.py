@@ -14,12 +14,14 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.models.architecture import Architecture, RopeScaling, layer_kinds
 from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.models.megatron_arguments import read_arguments
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.models.written_arguments import command_line, unsayable, write_arguments
+from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.estimate.options import balanced_layers
 
 _SMALL = {
@@ -28,6 +30,7 @@ _SMALL = {
 }  # fmt: skip
 _DEEPSEEK = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_experts_per_tok": 8}
 _YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+_FACTORS = {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
 _MSCALES = {"mscale": 1.3, "mscale_all_dim": 0.7}
 
 
@@ -37,7 +40,12 @@ _MSCALES = {"mscale": 1.3, "mscale_all_dim": 0.7}
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2: only 1 is supported"),
         ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]: only \[\] is supported"),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8}, "windows in some layers only"),
-        ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_type is 'longrope'.* of the row"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},
+            "short_factor is None but must be",
+        ),
+        ("phi3", {"rope_scaling": {"type": "su"} | _FACTORS | {"short_factor": [1, 2]}}, "has 2 numbers but 16 values"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
         ("phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor is 0.01 of heads of 16"),
         ("smollm3", {"no_rope_layers": [0, 1]}, r"no_rope_layers is \[0, 1\]: exactly every n-th layer"),
@@ -176,3 +184,22 @@ def test_an_internlm2_has_biases_unless_it_says_otherwise() -> None:
     assert (intern.qkv_bias, intern.attention_output_bias, intern.mlp_bias) == (True, True, False)
     assert read_config(write_config(intern)) == intern
     assert not read_config({"model_type": "internlm2", "bias": False} | _SMALL).qkv_bias
+
+
+def test_samples_whose_frequencies_would_follow_from_their_length_are_refused_before_a_run() -> None:
+    """Phi-4-mini's, and a dynamic Llama's: what was trained is exact, and more is refused by the trained length."""
+    phi = read_config(
+        {"model_type": "phi3", "rope_scaling": {"type": "longrope"} | _FACTORS, "partial_rotary_factor": 1.0}
+        | _SMALL
+        | {"max_position_embeddings": 131_072}
+    )
+    llama = read_config({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}} | _SMALL)
+    for model, longest in ((phi, 4096), (llama, 64)):
+        assert model.most_exact_tokens == longest
+        assert Architecture.from_json(json.loads(json.dumps(model.to_json()))) == model
+        assert read_config(write_config(model)) == model
+        config = TrainConfig().with_values(topology={"tp": 1, "pp": 1, "dp": 1})
+        exact = replace(config, model=replace(config.model, described=model, max_seq_len=longest))
+        topology_of(exact)
+        with pytest.raises(ConfigError, match=rf"more than {longest} tokens .*--truncate {longest}"):
+            topology_of(replace(exact, model=replace(exact.model, max_seq_len=longest + 1)))

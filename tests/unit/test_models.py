@@ -81,6 +81,8 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", _SMALL | {"mlp_bias": True}),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 131}),
     "t5": ("t5", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131}),
+    "t5 of many languages": ("mt5", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4,
+                                     "vocab_size": 131}),
     "t5 1.1": (
         "t5",
         {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 1, "num_decoder_layers": 3, "num_heads": 4,
@@ -92,7 +94,7 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def _built(family: str, values: dict[str, Any]) -> tuple[Any, Any]:
     config = transformers.AutoConfig.for_model(family, **values)
     with torch.device("meta"):
-        seq2seq = family == "t5"
+        seq2seq = family in ("t5", "mt5")
         auto = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
         return config, auto.from_config(config)
 
@@ -179,7 +181,7 @@ def test_published_models_have_their_published_sizes(name: str) -> None:
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"num_key_value_heads": 3}, "num_heads 4 must be a multiple of num_query_groups 3"),
         ({"hidden_act": "mish"}, "hidden_act is 'mish'"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "rope_type is 'longrope'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),

@@ -17,9 +17,9 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.head import cap_logits, divide_logits, hide_padding
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers
-from dynapipe_ext.executor.stages.megatron.rotation import YARN_FACTOR, rotary_frequencies
+from dynapipe_ext.executor.stages.megatron.rotation import concentrate, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, is_tied_by_megatron, virtual_stage
-from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture, Yarn
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.family_configs import router_fault
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
 
@@ -230,10 +230,8 @@ def transformer_config(
         rotary_interleaved=a.rotary_interleaved,
         no_rope_freq=[int(not a.turns(layer)) for layer in range(num_layers)] if a.no_rope_every else None,
     )
-    if isinstance(yarn := a.rope_scaling, Yarn) and not a.latent:
-        # megatron-core's own names, which its TransformerConfig does not declare
-        config.yarn_mscale, config.yarn_mscale_all_dim = yarn.mscale, yarn.mscale_all_dim
-        setattr(config, YARN_FACTOR, yarn.factor)
+    if not a.latent:
+        concentrate(config, a)
     return config
 
 

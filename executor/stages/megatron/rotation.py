@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.models.architecture import Architecture, Yarn
+from dynapipe_ext.models.architecture import Architecture, LongRope, Yarn
 
 YARN_FACTOR = "yarn_rotary_scaling_factor"  # an attribute of TransformerConfig that makes attention concentrate
 
@@ -25,8 +25,10 @@ def rotary_frequencies(architecture: Architecture) -> torch.Tensor:
     exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     if isinstance(scaling, Yarn):
         return _yarn_frequencies(scaling, a.rope_theta, exponents)
+    if isinstance(scaling, LongRope):  # samples are no longer than was trained (most_exact_tokens)
+        return 1.0 / (torch.tensor(scaling.short_factors) * a.rope_theta**exponents)
     frequencies = 1.0 / (a.rope_theta**exponents)
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
@@ -39,6 +41,19 @@ def rotary_frequencies(architecture: Architecture) -> torch.Tensor:
     stretched = frequencies / scaling.factor
     blended = (1 - share) * frequencies / scaling.factor + share * frequencies
     return torch.where(wavelengths < shortest, frequencies, torch.where(wavelengths > longest, stretched, blended))
+
+
+def concentrate(config: Any, architecture: Architecture) -> None:
+    """Have attention multiply turned queries and keys as the model's stretched frequencies ask for, through
+    megatron-core's own names, which its TransformerConfig does not declare."""
+    match architecture.rope_scaling:
+        case Yarn() as yarn:
+            factor, config.yarn_mscale, config.yarn_mscale_all_dim = yarn.factor, yarn.mscale, yarn.mscale_all_dim
+        case LongRope() as stretched:  # megatron-core: 0.1 x mscale x log(factor) + 1
+            factor, config.yarn_mscale, config.yarn_mscale_all_dim = math.e, 10 * (stretched.attention_factor - 1), 0.0
+        case _:
+            return
+    setattr(config, YARN_FACTOR, factor)
 
 
 def _yarn_frequencies(yarn: Yarn, theta: float, exponents: torch.Tensor) -> torch.Tensor:
