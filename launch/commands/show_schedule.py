@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dynapipe_ext.batch.topology import own_placement
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean
 from dynapipe_ext.launch.command_parser import add_json, ending
@@ -34,8 +35,10 @@ from dynapipe_ext.tools.show.schedule import (
 DEFAULT_RANKS = 4
 DEFAULT_MICRO_BATCHES = 8
 DEFAULT_EFFORT = 1000
-_MOST_CELLS = 80_000  # ranks x micro-batches x stages a rank: nobody can read larger pictures
-_MOST_SEARCHED = 50_000_000  # cells x moves: about ten seconds with the native core
+_MOST_STAGES = 2048  # a rank each; the work grows with their square
+_MOST_CELLS = 40_000  # ranks x micro-batches x stages a rank: nobody can read larger pictures
+_MOST_SEARCHED = 50_000_000  # cells x moves, which take longer the more stages there are: at most about ten seconds
+_STAGES_OF_TWICE_THE_TIME = 64
 _PIPE_COLUMNS = 140  # in a pipe: wide enough for the timeline's labels
 
 _NAMES = (*PUBLISHED, *FOR_COSTS)
@@ -172,7 +175,14 @@ def _shape(args: argparse.Namespace) -> tuple[tuple[int, ...], int]:
 def _counts(args: argparse.Namespace) -> tuple[int, int]:
     num_ranks = DEFAULT_RANKS if args.pp is None else args.pp
     num_micro_batches = DEFAULT_MICRO_BATCHES if args.micro_batches is None else args.micro_batches
-    if num_ranks * num_micro_batches * max(1, args.stages_per_rank or 1) > _MOST_CELLS:
+    of_rank = 1 if own_placement(args.schedule) == "linear" else 2
+    num_stages = num_ranks * max(1, args.stages_per_rank or of_rank)
+    if num_stages > _MOST_STAGES:
+        raise ConfigError(
+            f"{num_stages} stages cannot be drawn: a picture takes at most {_MOST_STAGES} of them (--pp times"
+            " --stages-per-rank), so lower these"
+        )
+    if num_stages * num_micro_batches > _MOST_CELLS:
         raise ConfigError(
             f"{num_micro_batches} micro-batches on {num_ranks} ranks cannot be drawn: a picture takes at most"
             f" {_MOST_CELLS} of both multiplied (and by --stages-per-rank), so lower them"
@@ -185,10 +195,11 @@ def _for_costs(
 ) -> PipelineSchedule:
     effort = DEFAULT_EFFORT if args.effort is None else args.effort
     cells = costs.num_stages * costs.num_micro_batches
-    if args.schedule == "adaptive" and effort * cells > _MOST_SEARCHED:
+    most_effort = _MOST_SEARCHED * _STAGES_OF_TWICE_THE_TIME // (cells * (costs.num_stages + _STAGES_OF_TWICE_THE_TIME))
+    if args.schedule == "adaptive" and effort > most_effort:
         raise ConfigError(
             f"{effort} moves over {cells} stages x micro-batches take too long for a picture: lower --effort to"
-            f" {_MOST_SEARCHED // cells} or less"
+            f" {most_effort} or less"
         )
     return schedule_for(
         args.schedule, costs, stage_ranks, memory_limit_bytes=limit_bytes, effort=effort, split=args.split_backward
