@@ -1,6 +1,6 @@
-"""The README's one table: the peers, ours and a bound on the same batches, costs and memory limit.
+"""The table of the page of results: the peers, ours and a bound on the same batches, costs and memory limit.
 
-    python tests/bench/readme_table.py --costs DIR --shared DIR [--report RUN/report.json] [--write README.md]
+    python tests/bench/readme_table.py --costs DIR --shared DIR [--report RUN/report.json] [--write .github/docs/results.md]
 
 Prints Markdown between its markers and writes results/readme_table.json. Emulated figures come from the file that
 emulated.py wrote, measured ones from a run's report.json (made with --compare); a figure that nobody made stays empty.
@@ -201,9 +201,9 @@ def _cell(row: Row, column: str) -> str:
 
 
 def written(readme: str, table: str) -> str:
-    """A README with the block between its markers replaced. Raises DataError unless it has each once, in order."""
+    """A page with the block between its markers replaced. Raises DataError unless it has each once, in order."""
     if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        raise DataError(f"the README must hold {BEGIN} once and {END} once after it: put them where the table belongs")
+        raise DataError(f"the page must hold {BEGIN} once and {END} once after it: put them where the table belongs")
     return re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: table, readme, flags=re.S)
 
 
@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=0, help="at most so many batches of each size (0: all)")
     parser.add_argument("--machine", default="", help="what to call this machine")
     parser.add_argument("--output", type=Path, default=RESULTS / "readme_table.json")
-    parser.add_argument("--write", type=Path, help="the README whose block is to be replaced")
+    parser.add_argument("--write", type=Path, help="the page whose block is to be replaced")
     args = parser.parse_args()
     try:
         table, result = build(args)

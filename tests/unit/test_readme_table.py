@@ -1,4 +1,4 @@
-"""The README's table: its bound holds, it shows where we lose, and it leaves empty what nobody measured."""
+"""The table of results: its bound holds, it shows where we lose, and it leaves empty what nobody measured."""
 
 from __future__ import annotations
 
