@@ -1,6 +1,6 @@
 """The table of the page of results: the peers, ours and a bound on the same batches, costs and memory limit.
 
-    python tests/bench/readme_table.py --costs DIR --shared DIR [--report RUN/report.json] [--write .github/docs/results.md]
+    python tests/bench/readme_table.py --costs DIR --shared DIR [--report RUN/report.json] [--write PAGE]
 
 Prints Markdown between its markers and writes results/readme_table.json. Emulated figures come from the file that
 emulated.py wrote, measured ones from a run's report.json (made with --compare); a figure that nobody made stays empty.
