@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,9 @@ from dynapipe_ext.splits.padded import bottleneck
 # Micro-batches -> (bottleneck ns, bytes) of each. Raises PlanError for one that cannot run.
 MicroBatchEvaluate = Callable[[Sequence[MicroBatch]], tuple[IntArray, IntArray]]
 
-_COUNTS_TO_TRY = 12
+_WORSE = 1.02  # numbers of rows are tried until these take so much more at least than others at most
+_FINALISTS = 8  # numbers of rows, about, whose packings the search begins with
+_FINE = 8  # numbers tried between the neighbours of the best one
 _MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take seconds and say the same
 
 
@@ -63,6 +65,25 @@ class RowRule:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What rows take about, times dp: sum(t) + dp (pp - 1) x the least or the largest t, t being a row's bottleneck
+    time. A pipeline is filled and drained by short rows if it has enough of them, by its longest if all are alike."""
+
+    least_ns: int
+    most_ns: int
+
+
+def _least(values: Mapping[int, _Value]) -> int:
+    """The number of rows that may take least where short rows fill and drain the pipeline."""
+    return min(values, key=lambda count: (values[count].least_ns, count))
+
+
+def _most(values: Mapping[int, _Value]) -> int:
+    """The number of rows that takes least where the longest one fills and drains it."""
+    return min(values, key=lambda count: (values[count].most_ns, count))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPackings:
     """One batch as packed rows of any number under a rule, each number packed once, whatever it is judged by."""
@@ -94,8 +115,16 @@ class RowPackings:
     def best(
         self, evaluate: MicroBatchEvaluate, *, pp: int, dp: int, max_bytes: int | None, equal_counts: bool
     ) -> list[MicroBatch]:
-        """Of a dozen multiples of `dp` from the fewest rows that hold the batch, the number with the smallest
-        sum(t) / dp + (pp - 1) max(t), t being a row's bottleneck time.
+        """The number of rows that takes least by its longest row: the first of `finalists`."""
+        first, *_ = self.finalists(evaluate, pp=pp, dp=dp, max_bytes=max_bytes, equal_counts=equal_counts)
+        return list(first)
+
+    def finalists(
+        self, evaluate: MicroBatchEvaluate, *, pp: int, dp: int, max_bytes: int | None, equal_counts: bool
+    ) -> list[tuple[MicroBatch, ...]]:
+        """Packings of the few numbers of rows, up to one row a sample, that may take least time; see `_Value`.
+
+        Numbers that grow by half are tried as long as that may pay, then those about the best.
 
         Rows above `max_bytes`, or that `evaluate` cannot price, rule a number out. There are never fewer rows than
         replicas; under `equal_counts` only multiples of `dp`. Errors: PlanError, naming a sample above the byte cap
@@ -105,44 +134,72 @@ class RowPackings:
             raise PlanError(
                 f"{len(self.samples)} samples cannot feed {dp} replicas: enlarge the global batch or lower dp"
             )
-        best: tuple[int, tuple[MicroBatch, ...]] | None = None
-        tried, least = 0, self.least
+        least = self.least
         most = len(self.samples) // dp * dp if equal_counts else len(self.samples)
-        for count in _counts(least, most, dp):
-            micro_batches = self.numbering(count)
-            if micro_batches is None:
-                continue
-            try:
-                time_ns, num_bytes = evaluate(micro_batches)
-            except PlanError:  # a row outside a measured grid: shorter rows may be inside
-                if count == most and best is None:
-                    raise
-                continue
-            if max_bytes is not None and int(num_bytes.max()) > max_bytes:
-                if count == most:
-                    raise _too_large(micro_batches, num_bytes, max_bytes)
-                continue
-            value = int(time_ns.sum()) + dp * (pp - 1) * int(time_ns.max())
-            if best is None or value < best[0]:
-                best = (value, micro_batches)
-            tried += 1
-            if tried == _COUNTS_TO_TRY:
-                break
-        if best is None:  # one row a sample always packs, but under equal_counts the last rows may have to be shared
-            raise PlanError(
+        values: dict[int, _Value] = {}
+
+        def judge(counts: Iterable[int]) -> None:
+            for count in counts:
+                value = self._value(count, evaluate, weight=dp * (pp - 1), max_bytes=max_bytes)
+                if value is not None:
+                    values[count] = value
+                    if value.least_ns > _WORSE * min(one.most_ns for one in values.values()):
+                        return
+
+        coarse = list(_counts(least, most, dp))
+        judge(coarse)
+        if not values:  # one row a sample always packs, but under equal_counts the last rows may have to be shared
+            raise self._refusal(most, evaluate, max_bytes) or PlanError(
                 f"no multiple of {dp} replicas from {least} to {most} rows of {self.rule.room} positions holds these"
                 f" {len(self.samples)} samples: raise max_tokens, or let counts differ"
             )
-        return list(best[1])
+        judge(n for best in sorted({_least(values), _most(values)}) for n in _between(coarse, best, dp))
+        ends = _least(values), _most(values)
+        close = sorted({*ends, *(count for count in coarse if count in values and min(ends) < count < max(ends))})
+        chosen = [*close[:: -(-len(close) // _FINALISTS)], close[-1]]
+        packings = dict.fromkeys(self.numbering(count) for count in [_most(values), *chosen])
+        return [rows for rows in packings if rows is not None]
+
+    def _value(self, count: int, evaluate: MicroBatchEvaluate, *, weight: int, max_bytes: int | None) -> _Value | None:
+        rows = self.numbering(count)
+        if rows is None:
+            return None
+        try:
+            time_ns, num_bytes = evaluate(rows)
+        except PlanError:  # a row outside a measured grid: shorter rows may be inside
+            return None
+        if max_bytes is not None and int(num_bytes.max()) > max_bytes:
+            return None
+        whole = int(time_ns.sum())
+        return _Value(whole + weight * int(time_ns.min()), whole + weight * int(time_ns.max()))
+
+    def _refusal(self, count: int, evaluate: MicroBatchEvaluate, max_bytes: int | None) -> PlanError | None:
+        """Why so many rows cannot run; None where they are too tight."""
+        rows = self.numbering(count)
+        if rows is None:
+            return None
+        try:
+            _, num_bytes = evaluate(rows)
+        except PlanError as error:
+            return error
+        return None if max_bytes is None else _too_large(rows, num_bytes, max_bytes)
 
 
 def _counts(least: int, most: int, dp: int) -> Iterator[int]:
-    """Numbers of rows from `least` to `most`, in multiples of dp that grow ever wider apart; `most` comes last."""
+    """Numbers of rows from `least` to `most`, in multiples of dp that grow by half; `most` comes last."""
     count = min(most, -(-least // dp) * dp)
     while count < most:
         yield count
-        count += max(dp, count // 8 // dp * dp)
+        count += max(dp, count // 2 // dp * dp)
     yield most
+
+
+def _between(tried: Sequence[int], best: int, dp: int) -> list[int]:
+    """Multiples of dp between the neighbours of the best number that was tried, evenly spread."""
+    at = tried.index(best)
+    low, high = tried[max(0, at - 1)], tried[min(len(tried) - 1, at + 1)]
+    counts = range(-(-(low + 1) // dp) * dp, high, dp)
+    return [count for count in counts[:: -(-len(counts) // _FINE) or 1] if count not in tried]
 
 
 def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[int]:

@@ -122,7 +122,8 @@ class Proposals:
             smallest, *larger = self._rooms(samples)
             tried = [partial(self._packed, rows, price, in_flight, dp, [smallest]) for in_flight in held]
             tried += [partial(self._packed, rows, price, 1, dp, larger)] if larger else []
-            micro_batches = _possible(tried)
+            packings = dict.fromkeys(parts for finalists in _possible(tried) for parts in finalists)
+            micro_batches = [list(parts) for parts in packings]
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
     def piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> PieceChoices:
@@ -273,18 +274,18 @@ class Proposals:
         min_in_flight: int,
         dp: int,
         rooms: Sequence[int],
-    ) -> list[MicroBatch]:
+    ) -> list[tuple[MicroBatch, ...]]:
         """In the first room, or in a later one as long as each is faster than the one before."""
 
         def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
             return self._bottleneck(price(micro_batches), min_in_flight)
 
-        def fitted(kind: Recompute, room: int) -> tuple[int, list[MicroBatch]]:
-            parts = rows(kind, room).best(
+        def fitted(kind: Recompute, room: int) -> tuple[int, list[tuple[MicroBatch, ...]]]:
+            finalists = rows(kind, room).finalists(
                 evaluate, pp=self._depth, dp=dp, max_bytes=self.limit_bytes, equal_counts=self.rules.equal_counts
             )
-            time_ns, _ = evaluate(parts)
-            return int(time_ns.sum()) + dp * (self._depth - 1) * int(time_ns.max()), parts
+            time_ns, _ = evaluate(finalists[0])
+            return int(time_ns.sum()) + dp * (self._depth - 1) * int(time_ns.max()), finalists
 
         refusal: PlanError | None = None
         for kind in self.kinds:

@@ -233,7 +233,7 @@ def test_the_seed_turns_the_replicas_round() -> None:
 def test_as_many_rows_are_packed_as_a_pipeline_of_that_depth_runs_first() -> None:
     lengths = np.random.default_rng(3).integers(1, 400, 60).tolist()
     least = -(-sum(lengths) // 4000)
-    tried = [packed_rows(lengths, n, max_tokens=4000) for n in range(least, least + 12)]
+    tried = [packed_rows(lengths, n, max_tokens=4000) for n in range(least, len(lengths) + 1)]
     for pp in (1, 2, 4):
 
         def expected_ns(rows: Sequence[MicroBatch], pp: int = pp) -> int:
@@ -241,7 +241,8 @@ def test_as_many_rows_are_packed_as_a_pipeline_of_that_depth_runs_first() -> Non
             return int(time_ns.sum() + (pp - 1) * time_ns.max())
 
         chosen = best_packed(sample_lengths(lengths), BY_BATCH, pp=pp, max_tokens=4000)
-        assert chosen == min(tried, key=expected_ns)
+        assert chosen in tried
+        assert expected_ns(chosen) <= 1.001 * min(map(expected_ns, tried))
         assert (len(chosen) == least) == (pp == 1)
 
 

@@ -1,0 +1,170 @@
+"""Packed plans beside simple packings under 1F1B, over kinds of lengths and shapes of pipelines: one table.
+
+    python tests/bench/packed.py [--shared DIR] [--out tests/bench/results/packed.json]
+
+Each batch has 64k tokens. A simple packing takes samples in their order or longest first, each into the first row with
+room, or balances a number of rows by cost; rows have at most 512 to 8,192 positions, or those of the longest sample.
+Rows go to replicas evenly by cost, and each replica runs them under 1F1B in their order, shortest first or longest
+first. All stay within the same memory limit. Costs are those of Llama 2 7B, counted. A figure is the time of the
+default packed plan over that of the best simple packing: 1.003 or less is the aim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from contenders import provenance
+
+from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.schedules.judge.simulate import last_end_ns, peak_bytes, simulate_ns
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.tables.published import schedule_of_costs
+from dynapipe_ext.splits.balance import assign_replicas
+from dynapipe_ext.splits.packing import RowRule, document_costs, micro_batch_evaluate, pack
+
+TOKENS = 65_536
+LIMIT_BYTES = 72_000_000_000
+ROOMS = (512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+SHAPES = ((2, 1), (2, 8), (4, 2), (8, 1), (16, 1))  # pipeline ranks, replicas
+PUBLIC = ("alpaca", "gsm8k", "multitask", "openchat_v1")
+Rows = list[list[SampleLength]]
+
+
+def until_full(lengths: npt.ArrayLike) -> list[int]:
+    """As many of the lengths as a batch has tokens for."""
+    table = np.asarray(lengths, np.int64)
+    return [int(n) for n in table[: int(np.searchsorted(np.cumsum(table), TOKENS, side="right"))]]
+
+
+def batches(shared: Path | None) -> Iterator[tuple[str, list[int]]]:
+    """Names and lengths of batches."""
+    rng = np.random.default_rng(0)
+    yield "half of them half a row and one", until_full([2049] * 16 + [256] * 128)
+    yield "equal 512s", until_full([512] * 128)
+    yield "lognormal", until_full(np.clip(rng.lognormal(5.5, 1.0, 4000), 16, 4096))
+    yield "uniform", until_full(rng.integers(16, 4096, 1000))
+    yield "short questions", until_full(np.clip(rng.normal(190, 60, 4000), 60, 500))
+    few, many = rng.integers(2000, 4096, 4000), rng.integers(20, 200, 4000)
+    yield "few long, many short", until_full(np.where(rng.random(4000) < 0.05, few, many))
+    yield "hard to pack", until_full(list(itertools.islice(itertools.cycle([1366, 1366, 700, 900]), 100)))
+    yield "long", until_full(np.clip(rng.lognormal(8, 0.6, 400), 500, 8192))
+    for name in PUBLIC if shared else ():
+        table = np.load(shared / "data" / f"{name}_lengths.npy")
+        totals = table if table.ndim == 1 else table.sum(axis=1)
+        yield name, until_full(np.clip(totals[rng.permutation(len(totals))], 8, 8192))
+
+
+def first_fit(samples: Sequence[SampleLength], room: int) -> Rows:
+    """Each sample into the first row that has room."""
+    rows: Rows = []
+    filled: list[int] = []
+    for sample in samples:
+        place = next((i for i, used in enumerate(filled) if used + sample.encoder <= room), len(rows))
+        if place == len(rows):
+            rows.append([])
+            filled.append(0)
+        rows[place].append(sample)
+        filled[place] += sample.encoder
+    return rows
+
+
+def simple_packings(samples: Sequence[SampleLength], costs: AnalyticCosts, dp: int) -> Iterator[tuple[str, Rows]]:
+    longest = max(s.encoder for s in samples)
+    for room in (longest, *(room for room in ROOMS if room > longest)):
+        yield f"first fit {room}", first_fit(samples, room)
+        yield f"first fit decreasing {room}", first_fit(sorted(samples, key=lambda s: -s.encoder), room)
+        weights = document_costs(samples, micro_batch_evaluate(costs), RowRule(max_tokens=room))
+        least = -(-sum(s.encoder for s in samples) // room)
+        for count in sorted({-(-least // dp) * dp, -(-(least * 11 // 10) // dp) * dp}):
+            if rows := pack(samples, weights, count, room):
+                yield f"balanced {room} x {count}", rows
+
+
+def simple_s(rows: Rows, costs: AnalyticCosts, topology: Topology) -> float | None:
+    """Seconds of a step under 1F1B; None where it does not fit."""
+    rule = RowRule(max_tokens=1 << 30, pad_multiple=8)
+    micro_batches = [rule.row(row) for row in rows]
+    if len(micro_batches) < topology.dp:
+        return None
+    times = micro_batch_evaluate(costs)(micro_batches)[0].tolist()
+    ends = []
+    for group in assign_replicas(times, topology.dp):
+        ascending = sorted(group, key=times.__getitem__)
+        fitting = []
+        for order in (group, ascending, ascending[::-1]):
+            priced = costs.evaluate([micro_batches[i] for i in order])
+            try:
+                schedule = schedule_of_costs("1f1b", topology.stage_ranks, LIMIT_BYTES, priced)
+            except PlanError:
+                continue
+            if max(peak_bytes(schedule, priced)) <= LIMIT_BYTES:
+                fitting.append(last_end_ns(simulate_ns(schedule, priced)))
+        if not fitting:
+            return None
+        ends.append(min(fitting))
+    return max(ends) / 1e9
+
+
+def measured(pp: int, dp: int, lengths: list[int]) -> dict[str, Any] | None:
+    topology = Topology(pp=pp, dp=dp).with_layers(32)
+    costs = AnalyticCosts(preset("llama-2-7b"), topology)
+    samples = sample_lengths(lengths)
+    simple = {name: simple_s(rows, costs, topology) for name, rows in simple_packings(samples, costs, dp)}
+    fitting = {name: seconds for name, seconds in simple.items() if seconds is not None}
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda name: fitting[name])
+    begin = time.process_time()
+    plan = Planner(topology, costs, LIMIT_BYTES, layout="packed").plan(lengths)
+    cpu_s = time.process_time() - begin
+    return {
+        "samples": len(lengths),
+        "ours_s": round(plan.makespan_s, 4),
+        "rows": sum(len(replica.micro_batches) for replica in plan.batch.replicas),
+        "planning_cpu_s": round(cpu_s, 3),
+        "simple": best,
+        "simple_s": round(fitting[best], 4),
+        "ratio": round(plan.makespan_s / fitting[best], 4),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, help="folder with data/*_lengths.npy")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    parser.add_argument("--machine", default="", help="what it ran on")
+    args = parser.parse_args()
+    rows: dict[str, Any] = {}
+    for name, lengths in batches(args.shared):
+        for pp, dp in SHAPES:
+            row = measured(pp, dp, lengths)
+            print(f"{name:32} PP{pp:<3} DP{dp}  {row['ratio'] if row else 'no simple packing fits'}", flush=True)
+            if row:
+                rows[f"{name}, PP{pp} DP{dp}"] = row
+                print(f"    {row['ours_s']} s in {row['rows']} rows; {row['simple']}: {row['simple_s']} s", flush=True)
+    ratios = [row["ratio"] for row in rows.values()]
+    print(f"worst {max(ratios)}, median {float(np.median(ratios)):.4f}, of {len(ratios)}")
+    if args.out:
+        result = {"format": "dynapipe-packed/1", **provenance(args.machine), "cases": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if max(ratios) <= 1.003 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
