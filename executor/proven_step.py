@@ -24,7 +24,7 @@ from dynapipe_ext.schedules.step_plan import StepPlan
 Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
 
 PROVEN_RULE = "steps end under NCCL's rules, even where a rank runs its transfers and collectives one at a time"
-_MOST_PLANS = 4  # of a step: less room makes fewer micro-batches wait; so a few rounds settle it
+_MOST_PLANS = 6  # of a step: less room makes fewer micro-batches wait; so a few rounds settle it
 
 
 class StepPlanner(Protocol):
@@ -111,6 +111,8 @@ def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: i
             return proven
         most_in_flight = max(most_in_flight, *(max(replica) for replica in proven.in_flight_bytes))
         reserve += too_many
+        if reserve >= limit:  # with fewer micro-batches in flight buffers need less, too
+            reserve = (reserve - too_many + limit) // 2
         reserves = (most_in_flight, reserve) if attempt and reserve < most_in_flight < limit else (reserve,)
     raise PlanError(
         f"step {step}: buffers in flight take a rank to {proven.peak_bytes} B but the limit is {limit} B: raise the"
