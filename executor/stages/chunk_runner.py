@@ -270,10 +270,14 @@ HEAD_SLICE_KEY = "head_slices"  # of a batch, on the last stage
 
 
 class HeadSlices:
-    """The order to compute a head and its loss in slices of positions; it knows whether somebody took it."""
+    """The order to compute a head and its loss in slices of positions; it knows whether somebody took it.
 
-    def __init__(self) -> None:
-        self.is_taken = False
+    `is_planned`: the plan relies on it. Else sums are exact, and a head that slices do not know may be whole: no plan
+    of it has slices, so all have the same bits.
+    """
+
+    def __init__(self, *, is_planned: bool = True) -> None:
+        self.is_planned, self.is_taken = is_planned, False
 
     def take(self) -> int:
         """Positions of a slice."""
@@ -423,14 +427,15 @@ class ChunkRunner:
     def _head_slices(self, micro_batch: int) -> HeadSlices | None:
         """Where sums are exact the head of every plan is in slices, so that no plan's choice is in the bits."""
         planned = self._plan.micro_batches[micro_batch]
-        if planned.head_positions <= HEAD_SLICE or not (self._gradients.by_use or slices_head(planned.recompute)):
+        is_planned = slices_head(planned.recompute)
+        if planned.head_positions <= HEAD_SLICE or not (self._gradients.by_use or is_planned):
             return None
-        return HeadSlices()
+        return HeadSlices(is_planned=is_planned)
 
     def _check_slices(self, micro_batch: int, slices: HeadSlices | None) -> None:
         """Errors: ConfigError where the plan relies on slices that nobody made."""
         planned = self._plan.micro_batches[micro_batch]
-        if slices is not None and not slices.is_taken and slices_head(planned.recompute):
+        if slices is not None and slices.is_planned and not slices.is_taken:
             raise ConfigError(
                 f"micro-batch {micro_batch} of step {self._plan.step} is planned with its head in slices (recompute"
                 f" {planned.recompute!r}) but the last stage made whole logits of {planned.head_positions} positions:"

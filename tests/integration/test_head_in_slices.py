@@ -168,6 +168,10 @@ def test_what_a_model_does_to_its_logits_in_a_way_of_its_own_is_refused():
     adapted.lm_head = torch.nn.Sequential(adapted.lm_head)
     with pytest.raises(ConfigError, match="is a Sequential, which slices do not know"):
         step_of(TransformersStage(parts_of_model(adapted)), "head")
+    for unknown in (model, adapted):  # exact sums have a head that no plan can slice whole
+        exact = TransformersStage(parts_of_model(unknown), accumulator=ExactAccumulator)
+        expected = step_of(TransformersStage(parts_of_model(unknown)), "none")
+        assert step_of(exact, "none") == pytest.approx(expected, rel=1e-6)
 
 
 SETTINGS = """

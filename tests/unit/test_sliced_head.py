@@ -99,3 +99,25 @@ def test_a_frozen_head_makes_no_weight_gradient_and_narrow_weights_add_up_in_flo
 def test_slices_of_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="slices are of 0 positions"):
         losses_in_slices(torch.zeros(1, 2), torch.zeros(1).long(), Head(weight=torch.zeros(3, 2)), slice_len=0)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="this torch has no linear_cross_entropy in chunks"
+)
+def test_torchs_own_loop_over_chunks_is_the_same_function() -> None:
+    """Which has no part of a vocabulary, no cap and no exact sums; where they need none, both agree."""
+    torch.manual_seed(1)
+    labels, weights = torch.randint(0, 11, (40,)), torch.rand(40)
+    given = torch.randn(40, 8), torch.randn(11, 8)
+    results = []
+    for is_own in (True, False):
+        x, weight = (one.clone().requires_grad_() for one in given)
+        if is_own:
+            losses = losses_in_slices(x, labels, Head(weight=weight), slice_len=16)
+        else:
+            options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=16)
+            losses = torch.nn.functional.linear_cross_entropy(x, weight, labels, reduction="none", options=options)
+        (losses * weights).sum().backward()
+        results.append([losses, x.grad, weight.grad])
+    for own, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-6, atol=1e-6)

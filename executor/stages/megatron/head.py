@@ -76,7 +76,15 @@ def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
         return
     holder = getattr(model, "lm_head", model)
     layer = holder.output_layer
-    rules = _known_rules(model, layer)
+    rules: dict[str, Any] = getattr(layer, _RULES, {})
+    if fault := _fault_of(model, layer, rules):
+        if not slices.is_planned:
+            yield
+            return
+        raise ConfigError(
+            f"the head of this {type(model).__name__} has {fault}, which slices of it do not know: plan with whole"
+            ' logits (recompute "none", "selective", "full" or "stage")'
+        )
     stand_in, slice_len = _PassedThrough(layer), slices.take()
 
     def losses(labels_BS: torch.Tensor, x_SBH: torch.Tensor) -> torch.Tensor:
@@ -101,17 +109,12 @@ def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
         del model.__dict__["compute_language_model_loss"]
 
 
-def _known_rules(model: Any, layer: Any) -> dict[str, Any]:
-    rules: dict[str, Any] = getattr(layer, _RULES, {})
+def _fault_of(model: Any, layer: Any, rules: dict[str, Any]) -> str:
+    """What a head has that slices do not know; nothing if they know all of it."""
     faults = {
         "hooks that change its logits": len(layer._forward_hooks) != len(rules),
         "gathered logits (parallel_output false)": layer.gather_output,
         "multi-token prediction (mtp_num_layers)": bool(getattr(model.config, "mtp_num_layers", None)),
         "label smoothing": bool(getattr(model.config, "label_smoothing", None)),
     }
-    if fault := next((name for name, is_so in faults.items() if is_so), ""):
-        raise ConfigError(
-            f"the head of this {type(model).__name__} has {fault}, which slices of it do not know: plan with whole"
-            ' logits (recompute "none", "selective", "full" or "stage")'
-        )
-    return rules
+    return next((name for name, is_so in faults.items() if is_so), "")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.stages.chunk_runner import HeadSlices
 from dynapipe_ext.executor.stages.sliced_head import Head, HiddenStates
 
 _CLOSE = 1e-2  # of the largest logit: what bfloat16 makes of the same arithmetic in another order
@@ -21,10 +22,22 @@ class LeftHead:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model, self._is_proven = model, False
+        self._model, self._is_proven, self._is_unknown = model, False, False
 
-    def run(self, forward: Callable[[], Any], slice_len: int) -> HiddenStates:
-        """The hidden states that `forward` gave the head. Errors: ConfigError for logits that are made otherwise."""
+    def run(self, forward: Callable[[], Any], slices: HeadSlices) -> HiddenStates | torch.Tensor:
+        """The hidden states that `forward` gave the head; logits of a head that slices do not know, where no plan
+        relies on them. Errors: ConfigError where one does."""
+        if not self._is_unknown:
+            try:
+                return self._without_head(forward, slices.take())
+            except ConfigError:
+                if slices.is_planned:
+                    raise
+                self._is_unknown = True
+        logits: torch.Tensor = forward().logits
+        return logits
+
+    def _without_head(self, forward: Callable[[], Any], slice_len: int) -> HiddenStates:
         layer = self._model.get_output_embeddings()
         if type(layer) is not torch.nn.Linear:
             raise ConfigError(

@@ -71,7 +71,7 @@ class TransformersPart(torch.nn.Module, ABC):
         """Of the last stage, whose whole forward this is; hidden states where the head is left to the loss."""
         slices: HeadSlices | None = batch.get(HEAD_SLICE_KEY)
         if slices is not None:
-            return self._left_head.run(forward, slices.take())
+            return self._left_head.run(forward, slices)
         logits: torch.Tensor = forward().logits
         return logits
 
