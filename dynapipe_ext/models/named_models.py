@@ -79,6 +79,12 @@ def _deepseek(layers: int, hidden: int, heads: int, dense_ffn: int, ffn: int, **
 
 
 _DEEPSEEK2 = {"model_type": "deepseek_v2", "vocab_size": 102_400, "n_shared_experts": 2, "mscale": 0.707}
+_STARCODER2 = {"model_type": "starcoder2", "vocab_size": 49_152, "max_position_embeddings": 16_384}
+_GLM = {"vocab_size": 151_552, "max_position_embeddings": 131_072, "head_dim": 128}
+_GLM_MOE = {**_GLM, "model_type": "glm4_moe", "rope_theta": 1e6, "num_experts_per_tok": 8, "n_shared_experts": 1}
+_GEMMA = {"model_type": "gemma", "head_dim": 256, "vocab_size": 256_000, "max_position_embeddings": 8192}
+_OLMO3_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+_KIMI_YARN = {"rope_type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 _MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32_768}
 _MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
 
@@ -175,6 +181,107 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         topk_group=3,
     ),
     "deepseek-v3": _deepseek(61, 7168, 128, 18_432, 2048, model_type="deepseek_v3", vocab_size=129_280, mscale=1.0),
+    "kimi-k2": _llama(
+        61,
+        7168,
+        64,
+        64,
+        18_432,
+        model_type="kimi_k2",
+        rms_norm_eps=1e-6,
+        vocab_size=163_840,
+        max_position_embeddings=131_072,
+        rope_theta=50_000.0,
+        rope_scaling={**_KIMI_YARN, "original_max_position_embeddings": 4096},
+        moe_intermediate_size=2048,
+        n_routed_experts=384,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.827,
+    ),
+    "smollm3-3b": _llama(
+        36,
+        2048,
+        16,
+        4,
+        11_008,
+        model_type="smollm3",
+        rms_norm_eps=1e-6,
+        vocab_size=128_256,
+        max_position_embeddings=65_536,
+        rope_theta=5e6,
+        tie_word_embeddings=True,
+    ),
+    "granite-3.1-8b": _llama(
+        40,
+        4096,
+        32,
+        8,
+        12_800,
+        model_type="granite",
+        vocab_size=49_152,
+        max_position_embeddings=131_072,
+        rope_theta=1e7,
+        tie_word_embeddings=True,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.0078125,
+        logits_scaling=16.0,
+    ),
+    "olmoe-1b-7b": _llama(16, 2048, 16, 16, 1024, model_type="olmoe", vocab_size=50_304),
+    "olmo-3-7b": _llama(
+        32,
+        4096,
+        32,
+        32,
+        11_008,
+        model_type="olmo3",
+        rms_norm_eps=1e-6,
+        vocab_size=100_278,
+        max_position_embeddings=65_536,
+        rope_theta=5e5,
+        rope_scaling=_OLMO3_YARN,
+    ),
+    "gemma-2b": _llama(18, 2048, 8, 1, 16_384, **_GEMMA, rms_norm_eps=1e-6, tie_word_embeddings=True),
+    "gemma-7b": _llama(28, 3072, 16, 16, 24_576, **_GEMMA, rms_norm_eps=1e-6, tie_word_embeddings=True),
+    "starcoder2-3b": _llama(30, 3072, 24, 2, 12_288, **_STARCODER2, sliding_window=4096, rope_theta=999_999.4420358813),
+    "starcoder2-15b": _llama(
+        40, 6144, 48, 4, 24_576, **_STARCODER2, sliding_window=4096, rope_theta=1e5, tie_word_embeddings=False
+    ),
+    "glm-4-9b": _llama(40, 4096, 32, 2, 13_696, **_GLM, model_type="glm", rms_norm_eps=1.5625e-07, attention_bias=True),
+    "glm-4-9b-0414": _llama(40, 4096, 32, 2, 13_696, **_GLM, model_type="glm4", attention_bias=False),
+    "glm-4.5-air": _llama(
+        46, 4096, 96, 8, 10_944, **_GLM_MOE, attention_bias=True, moe_intermediate_size=1408, n_routed_experts=128
+    ),
+    "glm-4.5": _llama(
+        92,
+        5120,
+        96,
+        8,
+        12_288,
+        **_GLM_MOE,
+        attention_bias=True,
+        use_qk_norm=True,
+        moe_intermediate_size=1536,
+        n_routed_experts=160,
+        first_k_dense_replace=3,
+        routed_scaling_factor=2.5,
+    ),
+    "nemotron-4-340b": _llama(96, 18_432, 96, 8, 73_728, model_type="nemotron", vocab_size=256_000),
+    "internlm2-7b": _llama(
+        32,
+        4096,
+        32,
+        8,
+        14_336,
+        model_type="internlm2",
+        bias=False,
+        vocab_size=92_544,
+        max_position_embeddings=32_768,
+        rope_theta=1e6,
+    ),
+    "mt5-small": {"model_type": "mt5", "tie_word_embeddings": False},
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
     "gpt2-large": _gpt(36, 1280, 20),
