@@ -17,6 +17,7 @@ from dynapipe_ext.data.preprocessing.record_forms import (
     CHAT_FIELDS,
     CONVERSATIONS,
     INSTRUCTION,
+    LABEL,
     MESSAGES,
     PAIRS,
     PROMPT_FIELDS,
@@ -182,6 +183,15 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
 
 def _first(file: InputFile, named: RecordFields) -> tuple[str, Record]:
     pairs = (name for pair in PAIRS for name in pair)
-    columns = {*PROMPT_FIELDS, *ANSWER_FIELDS, *CHAT_FIELDS, *PREFERENCE, named.text, *(named.pair or ()), *pairs}
+    columns = {
+        *PROMPT_FIELDS,
+        *ANSWER_FIELDS,
+        *CHAT_FIELDS,
+        *PREFERENCE,
+        LABEL,
+        named.text,
+        *(named.pair or ()),
+        *pairs,
+    }
     _, where, record = next(all_records([file], text_key=named.text, columns=columns))
     return where, record

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from dynapipe_ext.data.preprocessing.compressed import COMPRESSED
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.record_forms import PAIRS, RecordFields, chat_of, template_of
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.launch.job.data_form import form_of
+from dynapipe_ext.settings.tables import DataSettings
 
 QUESTION, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -59,3 +64,20 @@ def test_what_a_record_is_without_a_template_for_chats() -> None:
     records = ({"text": "a"}, ALPACA, {"input": "a", "target": "b"})
     forms = [template_of(record, RecordFields(), "")[0] for record in records]
     assert forms == ["text", "prompt", "prompt"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_answers_that_are_marked_as_good_or_bad_are_refused_unless_their_fields_are_named(
+    suffix: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"unpaired{suffix}"
+    record = {"prompt": "a", "completion": "b", "label": False}
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    else:
+        path.write_text("prompt,completion,label\na,b,False\n" if suffix == ".csv" else json.dumps(record))
+    files = find_inputs([path])
+    with pytest.raises(DataError, match=r"unpaired preference data: 'label' says whether the completion is a good one"):
+        form_of(DataSettings(), files, "bytes")
+    named = DataSettings(input_key="prompt", target_key="completion")
+    assert form_of(named, files, "bytes").fields.pair == ("prompt", "completion")

@@ -32,6 +32,7 @@ PAIRS = (
     (INSTRUCTION, "output"),
     (INSTRUCTION, "response"),
 )
+LABEL = "label"  # beside a completion: whether it is a good one, as KTO learns from
 # Names of such fields in general: where a record has some beside its text, that is said.
 PROMPT_FIELDS = (INSTRUCTION, "prompt", "question", "input", "inputs")
 ANSWER_FIELDS = ("output", "response", "completion", "answer", "target", "targets")
@@ -83,13 +84,20 @@ def template_of(
 
     Where `named` has no pair the record is a text. Where `named` has the default pair, any pair of `PAIRS` will do.
 
-    Errors: DataError for a record that fits no template.
+    Errors: DataError for a record that fits no template, and for an answer that is marked as good or bad, unless its
+    fields are named.
     """
     if named.pair is None:
         if named.text in record:
             return "text", named
         raise lacking(record, [named.text], where=where, fields="name a field that it has, or leave out --text-key")
     pairs = (named.pair,) if named.pair != PAIRS[0] else PAIRS
+    if named.pair == PAIRS[0] and "completion" in record and str(record.get(LABEL)).lower() in ("true", "false"):
+        raise DataError(
+            f"{where}: unpaired preference data: {LABEL!r} says whether the completion is a good one, but loss would"
+            " fall on bad ones, too: leave these out, and the field, or name --input-key prompt --target-key completion"
+            " to train on all"
+        )
     if is_chat(record):
         return "chat", named
     for pair in pairs:
