@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from dynapipe_ext.launch.processes.signals import ending_signals_raise, show_own_stacks
-from dynapipe_ext.launch.processes.terminal import outlive_terminal
+from dynapipe_ext.launch.processes.terminal import complete_streams
 
 _INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
 
@@ -14,7 +14,7 @@ _INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     show_own_stacks()
-    outlive_terminal()
+    complete_streams()
     try:
         with ending_signals_raise():
             from dynapipe_ext.launch.subcommands import run_subcommand

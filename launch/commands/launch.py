@@ -64,6 +64,7 @@ from dynapipe_ext.launch.processes.nodes import (
     shell_line,
 )
 from dynapipe_ext.launch.processes.restarts import RestartedJob, RestartLimits, run_with_restarts
+from dynapipe_ext.launch.processes.terminal import outlive_readers
 from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
 from dynapipe_ext.settings.train_config import TrainConfig
 
@@ -177,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(_commands(args, job, by_hand)))
         return 0
     run_dir, job = _with_run_directory(args, job, by_hand)
+    outlive_readers()
 
     try:
         start = partial(_run_from_here, args, job) if from_here else _agent_starter(args, job, by_hand)

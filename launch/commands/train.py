@@ -22,6 +22,7 @@ from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S
 from dynapipe_ext.launch.job.settled import SettledJob, settled_job
 from dynapipe_ext.launch.processes.cluster import run_local, set_process_title
 from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, num_cores, visible_devices
+from dynapipe_ext.launch.processes.terminal import outlive_readers
 from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
 from dynapipe_ext.launch.run.claim import claimed
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     with claimed(request, console, overwrite=overwrite) as request:
         config = request.config
         job = settled_job(request, _ThisMachine(config), console)
+        outlive_readers()
         limits = {"save_s": config.checkpoint.grace_s, "stopped_s": config.job.timeout_s}
         run_local(partial(_rank, job), job.topology.world_size, **limits)
     return 0

@@ -50,7 +50,8 @@ FINAL = (ConfigError, DataError, NoRoomError, PlanError, StoreRefusedError, Veri
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How a rank ended by itself, at `at_s` (seconds of the epoch). `cause` is the cause for the whole job. `is_first`:
+    """How a rank ended by itself, at `at_s` (of the clock that all processes of a machine share, and
+    nobody sets). `cause` is the cause for the whole job. `is_first`:
     no other rank failed before. `is_final`: for that cause another start would end the same way."""
 
     status: int
@@ -81,18 +82,18 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
     place = folder / str(start) / str(rank)
     # The lock lasts as long as the process, not only this block: whoever ends the ranks must end what still runs.
     FileLock(place.with_name(f".{rank}"), f"the record of rank {rank}", wait_s=_LOOKED_AT_S)
-    end, part = RankEnd(BUG_STATUS, time.time()), place.with_name(f".{rank}{_END}")
+    end, part = RankEnd(BUG_STATUS, time.monotonic()), place.with_name(f".{rank}{_END}")
     try:
         faulthandler.register(signal.SIGUSR2, file=place.with_name(f"{rank}{_STACKS}").open("w"), all_threads=True)
         part.write_bytes(bytes(_END_BYTES))  # room for the record of its end, even if a full disk ends it
         place.with_name(f".{rank}").rename(place)  # visible only once it is locked
         yield
-        end = RankEnd(0, time.time())
+        end = RankEnd(0, time.monotonic())
     except JobError as error:
-        end = RankEnd(error.exit_status, time.time(), error.cause, error.cause == str(error), error.is_final)
+        end = RankEnd(error.exit_status, time.monotonic(), error.cause, error.cause == str(error), error.is_final)
         raise
     except SystemExit as error:
-        end = RankEnd(error.code if isinstance(error.code, int) else BUG_STATUS, time.time())
+        end = RankEnd(error.code if isinstance(error.code, int) else BUG_STATUS, time.monotonic())
         raise
     finally:
         with suppress(OSError):  # without a record it counts as killed
@@ -292,7 +293,7 @@ def _killed_first(ranks: Iterable[RankRecord]) -> str:
 
     Where a rank failed long before, torchrun has killed the others itself.
     """
-    now_s = time.time()
+    now_s = time.monotonic()
     if any(rank.end and rank.end.status and now_s - rank.end.at_s > _AT_ONCE_S for rank in ranks):
         return ""
     killed = [f"rank {rank.rank} (process {rank.pid})" for rank in ranks if rank.was_killed]

@@ -55,7 +55,7 @@ from dynapipe_ext.launch.processes.env import (
 )
 from dynapipe_ext.launch.processes.network import interface_towards
 from dynapipe_ext.launch.processes.signals import ENDING, ending_signals_raise
-from dynapipe_ext.launch.processes.terminal import outlive_terminal
+from dynapipe_ext.launch.processes.terminal import complete_streams, outlive_readers
 from dynapipe_ext.launch.rank.one_rank import place_of, rank_title, train_rank
 from dynapipe_ext.launch.run.claim import claimed
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -67,7 +67,8 @@ _FREED_S, _LOOK_S = 30.0, 1.0  # for memory of ranks that were killed
 
 def run_and_exit() -> NoReturn:
     """The program. A rank that fails leaves at once: with its peers gone, closing its process groups could hang."""
-    outlive_terminal()
+    complete_streams()
+    outlive_readers()
     _end_with_agent()
     limit_threads()
     status = main()

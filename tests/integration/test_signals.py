@@ -143,6 +143,7 @@ def test_ranks_save_and_end_once_their_terminal_is_gone(tmp_path: Path) -> None:
 import os, signal, sys, time
 from dynapipe_ext.launch import cli, subcommands
 from dynapipe_ext.launch.processes.cluster import run_local
+from dynapipe_ext.launch.processes.terminal import outlive_readers
 from types import SimpleNamespace
 
 def rank(env):
@@ -161,6 +162,8 @@ def run(args):
         print("over", flush=True)
     return 0
 
+outlive_readers()
+
 sys.modules["job"] = SimpleNamespace(add_arguments=lambda parser: None, run=run)
 subcommands.SUBCOMMANDS = (subcommands.Subcommand("job", "job", "a job"),)
 sys.exit(cli.main(["job"]))
@@ -175,6 +178,53 @@ sys.exit(cli.main(["job"]))
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
     assert len(list(tmp_path.glob("saved-*"))) == 2
+
+
+def test_a_process_without_standard_streams_writes_what_is_meant_for_them_into_no_file(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+from dynapipe_ext.launch import cli, subcommands
+from dynapipe_ext.launch.processes.cluster import say_at_once
+from types import SimpleNamespace
+
+def run(args):
+    files = [open(f"{tmp_path}/{{number}}", "w") for number in range(3)]
+    for file in files:
+        file.write("weights")
+        file.flush()
+    say_at_once("words")
+    print("words", flush=True)
+    print("words", file=sys.stderr, flush=True)
+    return 7
+
+sys.modules["job"] = SimpleNamespace(add_arguments=lambda parser: None, run=run)
+subcommands.SUBCOMMANDS = (subcommands.Subcommand("job", "job", "a job"),)
+sys.exit(cli.main(["job"]))
+"""
+    closing = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(closing, timeout=LIMIT_S, check=False).returncode == 7
+    assert {file.read_text() for file in tmp_path.iterdir()} == {"weights"}
+
+
+def test_what_nobody_reads_any_more_is_lost_and_no_error() -> None:
+    code = """
+import os, sys
+from dynapipe_ext.launch.processes.terminal import outlive_readers
+outlive_readers()
+sys.stdin.readline()
+for stream in (sys.stdout, sys.stderr):
+    print("words" * 100_000, file=stream, flush=True)
+os._exit(7)
+"""
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **streams) as process:
+        for reader in (process.stdout, process.stderr):
+            assert reader is not None
+            reader.close()
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(LIMIT_S) == 7
 
 
 def _pressing(folder: Path, status: int, *, times: int = 1) -> Callable[[RankEnv], int]:

@@ -104,6 +104,12 @@ def test_how_ranks_end_is_how_the_node_does(body: str, status: int, says: str, m
     assert re.match(says, end.cause) if says else end.cause == ""
 
 
+def test_a_killed_rank_is_named_though_somebody_sets_the_clock_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = time.time
+    monkeypatch.setattr("time.time", lambda: real() + 3600.0)  # of the launcher, once ranks have ended
+    assert re.match(r"rank 1 \(process \d+\) was killed: ", ended("watch(wait, killed)").cause)
+
+
 def test_ranks_that_have_ended_before_the_first_look_leave_the_agent_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dynapipe_ext.launch.processes.agent._POLL_S", 2.0)
     end = ended("os.waitpid(rank(0, lambda: sys.exit(138)), 0); time.sleep(3); sys.exit(1)")
