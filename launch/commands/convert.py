@@ -21,8 +21,9 @@ from dynapipe_ext.tools.progress import WorkProgress
 
 _INTERRUPTED_STATUS = 130
 _MB = 1_000_000
+_OF_RANKS = ("tp", "pp", "layers_per_stage", "vocab_divisible_by", "ep", "vpp")
 _NOT_OF_MERGING = (
-    "source_format", "tp", "pp", "layers_per_stage", "vocab_divisible_by", "verify", "drop_mtp", "transformer_impl",
+    *_OF_RANKS, "source_format", "verify", "drop_mtp", "transformer_impl",
 )  # fmt: skip
 _SOURCES = tuple(one.name for one in FORMATS)
 
@@ -58,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "topology.tp", "tensor parallel ranks (default: 1)")
     add_flag(parser, "topology.pp", "pipeline ranks (default: 1)")
     add_flags(parser, "topology.layers_per_stage")
+    parser.add_argument("--ep", type=int, metavar="N", help="expert parallel ranks, with --to megatron (default: 1)")
+    parser.add_argument("--vpp", type=int, metavar="N", help="stages of a pipeline rank, likewise (default: 1)")
     parser.add_argument(
         "--vocab-divisible-by",
         type=int,
@@ -172,7 +175,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> WriterOptions:
     """Errors: ConfigError where the stages are counted in two ways."""
-    for flag in ("tp", "pp", "vocab_divisible_by"):
+    for flag in ("tp", "pp", "vocab_divisible_by", "ep", "vpp"):
         if (number := getattr(args, flag)) is not None and number < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} is {number} but must be at least 1")
     stages = args.layers_per_stage or ()
@@ -181,7 +184,7 @@ def _options(args: argparse.Namespace) -> WriterOptions:
             f"--layers-per-stage has {len(stages)} stages but --pp is {args.pp}: give one number of layers a stage"
         )
     if args.to in ("hf", "deepspeed"):
-        flags = [f"--{name.replace('_', '-')}" for name in ("tp", "pp", "layers_per_stage", "vocab_divisible_by")]
+        flags = [f"--{name.replace('_', '-')}" for name in _OF_RANKS]
         refused = [flag for flag in flags if getattr(args, flag[2:].replace("-", "_"))]
         if refused:
             raise ConfigError(f"--to {args.to} has no ranks of tensors or stages: leave out {', '.join(refused)}")
@@ -190,6 +193,8 @@ def _options(args: argparse.Namespace) -> WriterOptions:
         pp=args.pp or len(stages) or 1,
         layers_per_stage=stages,
         vocab_divisible_by=args.vocab_divisible_by or 128,
+        ep=args.ep or 1,
+        vpp=args.vpp or 1,
     )
 
 

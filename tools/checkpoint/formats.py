@@ -52,12 +52,15 @@ class MegatronValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """How a checkpoint is laid out over ranks; formats without ranks refuse what they cannot heed."""
+    """How a checkpoint is laid out over ranks; formats without ranks refuse what they cannot heed. `ep` ranks share a
+    layer's experts; every pipeline rank has `vpp` stages (interleaved)."""
 
     tp: int = 1
     pp: int = 1
     layers_per_stage: tuple[int, ...] = ()
     vocab_divisible_by: int = 128
+    ep: int = 1
+    vpp: int = 1
 
 
 @dataclass(frozen=True, slots=True)

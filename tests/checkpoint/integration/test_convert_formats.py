@@ -193,3 +193,54 @@ def test_optimizer_state_goes_from_one_megatron_layout_to_another(
     outcome = converted(place, tmp_path / "end", "hf")
     assert any("master, exp_avg, exp_avg_sq stay behind" in notice for notice in outcome.notices)
     assert any("iteration 30" in notice for notice in outcome.notices)
+
+
+@pytest.mark.parametrize(
+    ("variant", "options", "says"),
+    [
+        ("mixtral", {"tp": 2, "ep": 2}, ["--expert-model-parallel-size 2"]),
+        (
+            "qwen3-moe",
+            {"pp": 2, "ep": 4, "vpp": 2},
+            ["--expert-model-parallel-size 4", "--num-layers-per-virtual-pipeline-stage 1"],
+        ),
+        ("llama", {"pp": 2, "vpp": 2}, ["--num-layers-per-virtual-pipeline-stage 1"]),
+    ],
+)
+def test_experts_over_ranks_and_stages_within_them_come_back_bit_for_bit(
+    variant: str, options: dict[str, int], says: list[str], models: Models, tmp_path: Path
+) -> None:
+    outcome = converted(models(variant), tmp_path / "there", "megatron", verify=True, **options)
+    script = (tmp_path / "there" / "megatron_args.sh").read_text()
+    assert all(words in script and words in outcome.usage[0] for words in says)
+    ranks = options.get("tp", 1) * options.get("pp", 1) * options.get("ep", 1)
+    assert f"--nproc-per-node {ranks} " in script
+    arguments = torch.load(tmp_path / "there" / "release" / "common.pt", weights_only=False)["args"]
+    assert arguments.expert_model_parallel_size == options.get("ep", 1)
+    assert arguments.virtual_pipeline_model_parallel_size == options.get("vpp")
+    converted(tmp_path / "there", tmp_path / "back", "hf")
+    assert differences(tensors_in(models(variant)), tensors_in(tmp_path / "back")) == []
+
+
+@pytest.mark.parametrize(
+    ("variant", "to", "options", "says"),
+    [
+        ("llama", "megatron", {"ep": 2}, "--ep 2 must be at least 1, and divide num_experts 0"),
+        ("mixtral", "megatron", {"ep": 3}, "divide num_experts 4"),
+        (
+            "llama",
+            "megatron",
+            {"vpp": 2},
+            "--vpp 2 must be at least 1; above, Megatron needs .* --pp 2 or more, here 1",
+        ),
+        ("llama", "megatron", {"pp": 2, "vpp": 2, "layers_per_stage": (1, 3)}, "without --layers-per-stage"),
+        ("llama", "megatron", {"pp": 2, "vpp": 4}, "--pp 2 x --vpp 4 does not divide 4 layers"),
+        ("mixtral", "megatron-legacy", {"ep": 2}, "files of ranks are not written for these: use --to megatron"),
+        ("mixtral", "hf", {"ep": 2}, "a Hugging Face folder has no ranks"),
+    ],
+)
+def test_experts_and_stages_that_cannot_be_laid_out_so_are_refused(
+    variant: str, to: str, options: dict[str, Any], says: str, models: Models, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        converted(models(variant), tmp_path / "there", to, **options)

@@ -52,7 +52,7 @@ class DeepSpeedWriter(CheckpointWriter):
     """One piece with the module, and one for each group of masters and moments."""
 
     def __init__(self, directory: Path, reader: CheckpointReader, options: WriterOptions) -> None:
-        if options.tp != 1 or options.pp != 1 or options.layers_per_stage:
+        if options != WriterOptions(vocab_divisible_by=options.vocab_divisible_by):
             raise ConfigError(
                 "a universal checkpoint of DeepSpeed is cut when it is loaded: leave out --tp, --pp and"
                 " --layers-per-stage"

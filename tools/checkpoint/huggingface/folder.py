@@ -177,8 +177,10 @@ class HuggingFaceWriter(CheckpointWriter):
     def __init__(
         self, directory: Path, reader: CheckpointReader, options: WriterOptions, shard_bytes: int = SHARD_BYTES
     ) -> None:
-        if options.tp != 1 or options.pp != 1 or options.layers_per_stage:
-            raise ConfigError("a Hugging Face folder has no ranks: leave out --tp, --pp and --layers-per-stage")
+        if options != WriterOptions(vocab_divisible_by=options.vocab_divisible_by):
+            raise ConfigError(
+                "a Hugging Face folder has no ranks: leave out --tp, --pp, --ep, --vpp and --layers-per-stage"
+            )
         if shard_bytes < 1:
             raise ConfigError(f"shards of {shard_bytes} bytes: give at least 1")
         self._directory, self._reader = directory, reader

@@ -144,9 +144,7 @@ class MegatronDistWriter(CheckpointWriter):
         write_atomic(
             self._folder / "metadata.json", f'{backends} "common_backend": "torch", "common_backend_version": 1}}'
         )
-        finish_folder(
-            self.directory, self._reader.files, self._state, self._launch_options, self._layout.tp * self._layout.pp
-        )
+        finish_folder(self.directory, self._reader.files, self._state, self._launch_options, self._layout.num_ranks)
 
     def _metadata(self, records: Mapping[str, Mapping[str, Any]], states: _StorageInfo) -> Metadata:
         architecture = self._layout.architecture

@@ -40,6 +40,10 @@ def launch_options(
     words += ["--make-vocab-size-divisible-by", str(options.vocab_divisible_by)]
     words += ["--padded-vocab-size", str(layout.padded_vocab_size)]
     words += ["--tensor-model-parallel-size", str(layout.tp), "--pipeline-model-parallel-size", str(layout.pp)]
+    if layout.ep > 1:
+        words += ["--expert-model-parallel-size", str(layout.ep)]
+    if layers := layout.layers_per_virtual_stage:
+        words += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
     if uneven := pipeline_layout(layout):
         words += ["--pipeline-model-parallel-layout", uneven]
     if state is not None:

@@ -83,6 +83,11 @@ class MegatronLegacyWriter(CheckpointWriter):
     ) -> None:
         if transformer_impl not in IMPLEMENTATIONS:
             raise ConfigError(f"transformer_impl {transformer_impl!r} is not known: {' or '.join(IMPLEMENTATIONS)}")
+        if options.ep > 1 or options.vpp > 1:
+            raise ConfigError(
+                f"--ep {options.ep} and --vpp {options.vpp}: files of ranks are not written for these: use --to"
+                " megatron, which ranks of any number read"
+            )
         if reader.architecture.num_decoder_layers and options.pp > 1:
             raise ConfigError(f"--pp {options.pp}: megatron-core's T5 has no pipeline stages: give --pp 1")
         if reader.architecture.latent and transformer_impl == "transformer_engine":

@@ -32,18 +32,33 @@ class RankLayout:
     tp: int
     layers_per_stage: tuple[int, ...]
     padded_vocab_size: int
+    ep: int = 1
+    vpp: int = 1
 
     @classmethod
     def of(cls, architecture: Architecture, options: WriterOptions) -> RankLayout:
         if options.vocab_divisible_by < 1:
             raise ConfigError(f"vocab_divisible_by is {options.vocab_divisible_by} but must be at least 1")
         _refuse_uncuttable(architecture, options.tp)
+        _refuse_unshared(architecture, options)
         return cls(
             architecture,
             options.tp,
             _layers_per_stage(architecture, options),
             architecture.padded_vocab_size(options.vocab_divisible_by, options.tp),
+            options.ep,
+            options.vpp,
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """The least that hold the model; experts lie on replicas."""
+        return self.tp * self.pp * self.ep
+
+    @property
+    def layers_per_virtual_stage(self) -> int | None:
+        """As Megatron's interleaved schedule is told; None without one."""
+        return self.layers_per_stage[0] // self.vpp if self.vpp > 1 else None
 
     @property
     def pp(self) -> int:
@@ -98,6 +113,19 @@ def _refuse_uncuttable(a: Architecture, tp: int) -> None:
             raise ConfigError(f"--tp {tp} does not divide {name} {count}: give a divisor of it")
     if fault := a.groups_fault(tp):
         raise ConfigError(f"--tp {tp}: {fault}")
+
+
+def _refuse_unshared(a: Architecture, options: WriterOptions) -> None:
+    ep, vpp, pp = options.ep, options.vpp, options.pp
+    if ep < 1 or (ep > 1 and (not a.num_experts or a.num_experts % ep)):
+        raise ConfigError(f"--ep {ep} must be at least 1, and divide num_experts {a.num_experts} above 1")
+    if vpp < 1 or (vpp > 1 and (pp < 2 or options.layers_per_stage or a.num_decoder_layers)):
+        raise ConfigError(
+            f"--vpp {vpp} must be at least 1; above, Megatron needs a decoder-only model over --pp 2 or more, here"
+            f" {pp}, and stages of equal layers without --layers-per-stage"
+        )
+    if vpp > 1 and a.total_layers % (pp * vpp):
+        raise ConfigError(f"--pp {pp} x --vpp {vpp} does not divide {a.total_layers} layers: give a divisor")
 
 
 def _layers_per_stage(a: Architecture, options: WriterOptions) -> tuple[int, ...]:
