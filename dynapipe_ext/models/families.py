@@ -444,6 +444,7 @@ FORMS: Mapping[str, PublishedForm] = MappingProxyType({
             "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
         },
         ropes=(),
+        write=lambda a: {"activation_function": "gelu_new"} if a.activation == "gelu_tanh" else {},
     ),
     "t5": _T5,
     "mt5": replace(

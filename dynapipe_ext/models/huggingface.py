@@ -173,7 +173,8 @@ def _written_rope(form: PublishedForm, a: Architecture) -> dict[str, Any]:
     if form.rotary_share is not None:
         rope["partial_rotary_factor"] = _share(a)
     if form.window_rope is None:
-        scaling = {"rope_scaling": rope} if a.rope_scaling else {}
+        older = {**rope, "type": "yarn"} if rope["rope_type"] == "yarn" else rope  # as DeepSeek's own code reads it
+        scaling = {"rope_scaling": older} if a.rope_scaling else {}
         return config | {"rope_parameters": rope} | scaling
     theta = a.local_rope_theta or form.window_rope.default
     config["rope_parameters"] = {FULL: rope, WINDOWED: {"rope_type": "default", "rope_theta": theta}}

@@ -203,3 +203,10 @@ def test_samples_whose_frequencies_would_follow_from_their_length_are_refused_be
         topology_of(exact)
         with pytest.raises(ConfigError, match=rf"more than {longest} tokens .*--truncate {longest}"):
             topology_of(replace(exact, model=replace(exact.model, max_seq_len=longest + 1)))
+
+
+def test_configs_are_written_in_the_words_of_their_publishers() -> None:
+    """GPT-2's own GELU has other bits than torch's, and DeepSeek's own code reads `type`."""
+    assert write_config(preset("gpt2"))["activation_function"] == "gelu_new"
+    assert write_config(preset("deepseek-v3"))["rope_scaling"]["type"] == "yarn"
+    assert write_config(preset("gemma-2-2b"))["hidden_activation"] == "gelu_pytorch_tanh"
