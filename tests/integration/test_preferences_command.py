@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,3 +152,78 @@ def test_losses_and_rewards_are_those_of_a_plain_loop(case: Case, trained: Path,
         if np.abs(chosen - rejected).min() > 1e-4:
             assert learned["accuracy"] == (chosen > rejected).mean()
     assert report["preferences"][-1]["margin"] > report["preferences"][0]["margin"]
+
+
+SETTINGS = """
+[preferences]
+loss = "dpo"
+[topology]
+tp = 1
+dp = 1
+pp = {pp}
+[data]
+path = "data.jsonl"
+tokenizer = "model"
+tokens_per_batch = 0
+batch_size = 6
+num_workers = 0
+[model]
+architecture = "model"
+init_from = "model"
+backend = "transformers"
+max_seq_len = 128
+[plan]
+rule = "packed-balanced"
+max_tokens = 256
+costs = "costs.json"
+[optimizer]
+deterministic = true
+lr_schedule = "constant"
+[eval]
+every = 4
+fraction = 0.25
+[run]
+steps = 8
+"""
+
+
+@pytest.fixture(scope="module")
+def adapted(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs of adapters: `alone/run` on one rank, `split/run` on two, and `split/again`, resumed."""
+    root = tmp_path_factory.mktemp("adapters")
+    model_folder("llama", root / "model", num_hidden_layers=4)
+    write_preferences(root / "data.jsonl", PAIRS)
+    named = {"architecture": str(root / "model"), "backend": "transformers"}
+    config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
+    write_costs(config, VOCABULARY, root / "costs.json")
+    for name, pp in (("alone", 1), ("split", 2)):
+        (root / f"{name}.toml").write_text(SETTINGS.format(pp=pp))
+        flags = ["--config", f"{name}.toml", "--run-dir", f"{name}/run", "--lora", "--save-every", "4"]
+        said = preloaded_transformers.train(*flags, cwd=root)
+        assert said.count("references: log probabilities of") == 2  # of the training and of the held-out part
+    shutil.copytree(root / "split/run", root / "split/again")
+    shutil.rmtree(root / "split/again/checkpoints/iter_0000008")
+    said = preloaded_transformers.train("--resume", "split/again", cwd=root)
+    assert "references: log probabilities" not in said
+    return root
+
+
+def test_adapters_learn_the_same_bits_on_any_stages_and_resumed_with_the_references_that_were_kept(adapted: Path):
+    alone, split, again = (report_of(adapted / run) for run in ("alone/run", "split/run", "split/again"))
+    assert alone["losses"] == split["losses"] == again["losses"]
+    assert alone["preferences"] == split["preferences"] == again["preferences"]
+    assert alone["evaluations"][-1]["loss"] == split["evaluations"][-1]["loss"] == again["evaluations"][-1]["loss"]
+    assert alone["losses"][0] == pytest.approx(math.log(2), abs=1e-6)  # nothing is learned yet
+    assert alone["losses"][-1] < alone["losses"][0]
+    kept = [np.load(file) for file in sorted((adapted / "split/references").glob("*.npy"))]
+    assert [len(one) for one in kept] in ([6, 18], [18, 6])
+
+
+def test_references_are_those_of_the_base_model(adapted: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(adapted)
+    data = run_data(TrainConfig.read("split/run/config.toml"))
+    model = transformers.AutoModelForCausalLM.from_pretrained("model", attn_implementation="eager")
+    (kept,) = (one for file in Path("split/references").glob("*.npy") if len(one := np.load(file)) == 18)
+    with torch.no_grad():
+        sums = [[float(p.sum()) for p in answers_of(model, data.train[index])] for index in range(18)]
+    np.testing.assert_allclose(kept, sums, rtol=1e-6)
