@@ -1,7 +1,7 @@
 """Losses of `dynapipe train --preferences dpo` beside TRL's own DPOTrainer on the same pairs; CPU seconds a real token.
 
     pip install --no-deps --target site trl datasets dill multiprocess xxhash
-    PYTHONPATH=site python tests/bench/preferences.py [--steps N] [--output results/preferences.json]
+    PYTHONPATH=site python tests/bench/preferences.py [--steps N] [--only TEXT] [--output results/preferences.json]
 
 A tiny Llama, pairs of texts and of chats whose answers differ much in length, the same global batches for all. Losses:
 the largest relative difference of a step's from TRL's, on one rank, PP 2, DP 2 and V, computed by megatron-core and by
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ def first_adapters(folder: Path, run: str) -> Path:
     """The adapters that a run of ours starts from, as a folder of peft's."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     parts = parts_of_model(model, Topology())
-    add_adapters(parts, TrainConfig.read(folder / run / "config.toml").lora, seed=0)
+    with chdir(folder):  # its settings name the model from there
+        add_adapters(parts, TrainConfig.read(f"{run}/config.toml").lora, seed=0)
     parts[0].model.save_pretrained(folder / "adapters")
     return folder / "adapters"
 
@@ -145,7 +147,7 @@ def furthest(losses: Sequence[float], wanted: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
 
 
-def compared(folder: Path, steps: int) -> Iterator[tuple[str, float]]:
+def compared(folder: Path, steps: int, only: str) -> Iterator[tuple[str, float]]:
     """By case, the largest relative difference of a step's loss from TRL's."""
     wanted: dict[str, list[float]] = {}
     for form, write in (("texts", write_preferences), ("chats", write_chat_preferences)):
@@ -159,6 +161,8 @@ def compared(folder: Path, steps: int) -> Iterator[tuple[str, float]]:
             write_costs(config, VOCABULARY, place / f"costs-{backend}.json")  # measuring them takes longer than a run
         wanted[form] = theirs(place, steps=steps)[0]
     for number, (name, (form, flags)) in enumerate(CASES.items()):
+        if only not in name:
+            continue
         place, run = folder / form, f"run-{number}"
         by_transformers = "--lora" in flags or "--backend" in flags
         costs = f"costs-{'transformers' if by_transformers else 'auto'}.json"
@@ -220,8 +224,8 @@ def padded_positions(folder: Path, steps: int, batch: int) -> int:
     from dynapipe_ext.batch.micro_batches import documents_of
     from dynapipe_ext.launch.job.run_data import run_data
 
-    os.chdir(folder)
-    documents = documents_of(run_data(TrainConfig.read("run/config.toml")).train.lengths)
+    with chdir(folder):
+        documents = documents_of(run_data(TrainConfig.read("run/config.toml")).train.lengths)
     order = permutation(len(documents), seed=0, epoch=0)
     rows = [documents[order[step * batch : (step + 1) * batch]] for step in range(steps)]
     return sum(int(row.max()) * row.size for row in rows)
@@ -230,15 +234,17 @@ def padded_positions(folder: Path, steps: int, batch: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", default="", help="cases with this in their name; the others keep their figures")
     parser.add_argument("--output", type=Path, default=RESULTS / "preferences.json")
     args = parser.parse_args()
     import trl
 
     torch.set_num_threads(1)
     result: dict[str, Any] = {**provenance(""), "trl": trl.__version__, "steps": args.steps}
-    result["largest_differences"] = {}
+    kept = json.loads(args.output.read_text()) if args.only and args.output.is_file() else {}
+    result["largest_differences"] = kept.get("largest_differences", {})
     with tempfile.TemporaryDirectory() as scratch:
-        for name, difference in compared(Path(scratch), args.steps):
+        for name, difference in compared(Path(scratch), args.steps, args.only):
             result["largest_differences"][name] = difference
             print(f"{name}: {difference:.2g}", flush=True)
             args.output.write_text(json.dumps(result, indent=1) + "\n")
