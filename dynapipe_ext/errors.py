@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import difflib
 import errno
+import tokenize
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 
+MOST_NAME_BYTES = 255  # of a file
+# What numpy raises of a file that is no array, or ends within one; its reader of headers is Python's.
+NO_ARRAY = (OSError, ValueError, EOFError, TypeError, OverflowError, SyntaxError, tokenize.TokenError, RecursionError)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 _ALIKE = 0.6  # share of letters in common, as difflib counts

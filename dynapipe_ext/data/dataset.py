@@ -20,7 +20,7 @@ from dynapipe_ext.batch.micro_batches import LengthArray, documents_of
 from dynapipe_ext.data.examples import Example
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds, Truncation
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
-from dynapipe_ext.errors import ConfigError, DataError, short, writing_move
+from dynapipe_ext.errors import NO_ARRAY, ConfigError, DataError, short, writing_move
 
 if TYPE_CHECKING:
     from dynapipe_ext.data.preprocessing.encoders import Encoder
@@ -201,7 +201,7 @@ class TokenDataset:
             tokens = np.memmap(folder / TOKENS_FILE, dtype=np.dtype(str(meta["dtype"])), mode="r")
             has_mask = (folder / TARGETS_FILE).is_file()
             targets = np.memmap(folder / TARGETS_FILE, dtype=np.uint8, mode="r") if has_mask else None
-        except (OSError, ValueError, EOFError, TypeError, OverflowError) as error:
+        except NO_ARRAY as error:
             raise DataError(f"{folder} is damaged ({error}): remove it and prepare the data again") from None
         num_samples = int(str(meta["num_samples"]))
         lengths_shape = (num_samples, 4 if has_pairs else 3)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import DataError, short
+from dynapipe_ext.errors import MOST_NAME_BYTES, DataError, reason, short
 from dynapipe_ext.executor.protocols import OptimizerPlace
 
 FORMAT = "dynapipe-checkpoint/1"
@@ -140,8 +140,8 @@ class Manifest:
         """Errors: DataError naming `where` and the field."""
         try:
             raw = json.loads(data)
-        except ValueError as error:
-            raise DataError(f"{where} is no JSON ({error}): resume from another checkpoint") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is no JSON ({reason(error)}): resume from another checkpoint") from error
         if not isinstance(raw, dict) or raw.get("format") != FORMAT:
             wrote = raw.get("format") if isinstance(raw, dict) else raw
             raise DataError(
@@ -190,7 +190,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
     for name, num_bytes in manifest.files.items():
         file = folder / name
-        if Path(name).name != name:
+        if Path(name).name != name or len(os.fsencode(name)) > MOST_NAME_BYTES:
             raise DataError(f"{path} names the file {short(name)} outside of its folder: it is not to be trusted")
         present = file.stat().st_size if file.is_file() else None
         if present != num_bytes:

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.a100 import A100_HIDDEN_SIZE
 from dynapipe_ext.costs.interchange import read_run_costs
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.table import CostTable
-from dynapipe_ext.errors import ConfigError, DataError, reason, short
+from dynapipe_ext.errors import NO_ARRAY, ConfigError, DataError, reason, short
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at
 from dynapipe_ext.launch.job.configured import (
     analytic_costs,
@@ -212,7 +212,7 @@ def read_lengths(path: str | Path) -> LengthArray:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
-    except (OSError, ValueError, EOFError, OverflowError) as error:
+    except NO_ARRAY as error:
         raise DataError(
             f"{path} cannot be read as lengths ({reason(error)}): give .npy or one length a line"
         ) from error

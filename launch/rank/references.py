@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.references import ReferencedPairs, References
 from dynapipe_ext.data.sample_selection import SampleSubset
-from dynapipe_ext.errors import ExecutionError, NotFiniteError
+from dynapipe_ext.errors import NO_ARRAY, ExecutionError, NotFiniteError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.stages.collectives import named_collectives
@@ -143,7 +143,7 @@ def _read(place: Path, shape: tuple[int, int]) -> References | None:
     """The array in a file; None where there is none, or another thing."""
     try:
         array = np.load(place, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
+    except NO_ARRAY:
         return None
     fits = isinstance(array, np.ndarray) and array.shape == shape and array.dtype == np.float64
     return array if fits and np.isfinite(array).all() else None

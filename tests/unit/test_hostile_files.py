@@ -42,7 +42,7 @@ tokens_per_batch = 1024
 """
 
 
-def in_limits(folder: Path, work: Callable[[], int]) -> tuple[int, str]:
+def in_limits(folder: Path, work: Callable[[], int], *, has_cpu_limit: bool = True) -> tuple[int, str]:
     """The exit status of `work` in a fork of this process in `folder` that may take so much more, and what it says. A
     defect is status 1, too little memory or time minus a signal's number, or 1."""
     said = folder / "said"
@@ -59,7 +59,8 @@ def in_limits(folder: Path, work: Callable[[], int]) -> tuple[int, str]:
             most_cpu_s = int(used.ru_utime + used.ru_stime) + _MOST_CPU_S + 1
             pages = int(Path("/proc/self/statm").read_bytes().split()[0])
             most_bytes = pages * resource.getpagesize() + _MOST_BYTES
-            resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
+            if has_cpu_limit:
+                resource.setrlimit(resource.RLIMIT_CPU, (most_cpu_s, most_cpu_s))
             resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
             status = work()
         except BaseException:  # noqa: BLE001 - it is said, as by an interpreter

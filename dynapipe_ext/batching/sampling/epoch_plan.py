@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +16,7 @@ from dynapipe_ext.batching.sampling.padded_steps import fill_padded, padded_cost
 from dynapipe_ext.batching.sampling.spread import spread, unfed
 from dynapipe_ext.batching.sampling.twins import twins_parted
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.errors import DataError, PlanError
+from dynapipe_ext.errors import NO_ARRAY, DataError, PlanError
 
 Objective = Literal["tokens", "quadratic", "padded"]
 Last = Literal["spread", "pad", "carry"]
@@ -80,7 +81,7 @@ class EpochPlan:
             with np.load(io.BytesIO(data), allow_pickle=False) as file:
                 num_replicas, num_repeated = file["scalars"].tolist()
                 return cls(file["samples"], file["starts"], file["rest"], num_replicas, num_repeated)
-        except (ValueError, KeyError, OSError, EOFError) as error:
+        except (*NO_ARRAY, KeyError, zipfile.BadZipFile) as error:
             raise DataError(f"{len(data)} bytes are no epoch plan ({error}): share what to_bytes gave") from error
 
 

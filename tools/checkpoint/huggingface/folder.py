@@ -7,6 +7,7 @@ first files lack, masks and rotary frequencies that are no weights, second copie
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import MOST_NAME_BYTES, ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.families import published_form
 from dynapipe_ext.models.huggingface import read_config
@@ -259,7 +260,7 @@ def stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor], tupl
     if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
         raise DataError(f"{path / name} has no weight_map of names to files: copy it again")
     shards = sorted(set(shard_of.values()))
-    if outside := [shard for shard in shards if Path(shard).name != shard]:
+    if outside := [one for one in shards if Path(one).name != one or len(os.fsencode(one)) > MOST_NAME_BYTES]:
         raise DataError(f"{path / name} points to {short(outside[0])}, outside its folder: name files beside it")
     if absent := [shard for shard in shards if not (path / shard).is_file()]:
         raise DataError(f"{path} lacks {_some(absent)}, which {name} names: copy them too")
