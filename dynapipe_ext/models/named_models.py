@@ -1,14 +1,14 @@
 """Models by what people name: a preset, a file of Hugging Face or Megatron, a folder of transformers.
 
 `read_model` gives a model that megatron-core can compute, `read_trainable` also one that transformers computes, by its
-sizes alone. A `LayerPattern` says where transformers' model can be cut into stages.
+sizes alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -359,58 +359,6 @@ def read_model(model: str) -> tuple[Architecture, str]:
     return read_arguments(arguments, where), where
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPattern:
-    """The modules of a family of causal models, by their names within the model.
-
-    `layers` is the list of decoder layers. Each takes hidden states (rows, length, hidden) and returns them, or a tuple
-    that begins with them (`returns_tuple`). Only the first stage needs the modules in `first`, only the last those in
-    `last`. Every stage has a copy of all others, such as rotary embeddings, which have no weights. `packs`: documents
-    packed into a row do not see one another; `check_packing` proves it of a model.
-
-    >>> LayerPattern(layers="model.layers", first=("model.embed_tokens",), last=("model.norm", "lm_head")).body
-    'model'
-    """
-
-    layers: str
-    first: tuple[str, ...]
-    last: tuple[str, ...]
-    returns_tuple: bool = False
-    packs: bool = False
-
-    @property
-    def body(self) -> str:
-        """The module whose forward runs the layers, without the head."""
-        return self.layers.rpartition(".")[0]
-
-
-_LLAMA_PATTERN = LayerPattern(
-    layers="model.layers", first=("model.embed_tokens",), last=("model.norm", "lm_head"), packs=True
-)
-_GPT2_PATTERN = LayerPattern(
-    layers="transformer.h",
-    first=("transformer.wte", "transformer.wpe", "transformer.drop"),
-    last=("transformer.ln_f", "lm_head"),
-    packs=True,
-)
-_PHI_PATTERN = LayerPattern(
-    layers="model.layers",
-    first=("model.embed_tokens", "model.embed_dropout"),
-    last=("model.final_layernorm", "lm_head"),
-    packs=True,
-)
-LAYER_PATTERNS: dict[str, LayerPattern] = {  # by transformers' model_type
-    "gemma": _LLAMA_PATTERN,
-    "gemma2": _LLAMA_PATTERN,
-    "gemma3_text": _LLAMA_PATTERN,
-    "gpt2": _GPT2_PATTERN,
-    "llama": _LLAMA_PATTERN,
-    "mistral": _LLAMA_PATTERN,
-    "phi": _PHI_PATTERN,
-    "phi3": _LLAMA_PATTERN,
-    "qwen2": _LLAMA_PATTERN,
-    "qwen3": _LLAMA_PATTERN,
-}
 ENCODER_DECODERS = ("t5",)  # the transformers room knows where to cut these
 
 
@@ -423,16 +371,6 @@ def refuse_other_pairs(kind: object) -> None:
         )
 
 
-def pattern_of(kind: object) -> LayerPattern:
-    """The pattern of a family, by transformers' model_type. Errors: ConfigError for one that is not known."""
-    if not isinstance(kind, str) or kind not in LAYER_PATTERNS:
-        raise ConfigError(
-            f"no layer pattern is known for model_type {short(kind)} (known: {', '.join(sorted(LAYER_PATTERNS))}): name"
-            " its modules with pattern=LayerPattern(layers=…, first=…, last=…)"
-        )
-    return LAYER_PATTERNS[kind]
-
-
 Backend = Literal["auto", "megatron", "transformers"]
 
 # Families give one size different names in config.json; the first name that is present counts.
@@ -440,6 +378,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _DROPOUTS = (
     "attention_dropout", "attn_pdrop", "dropout_rate", "embd_pdrop", "resid_pdrop", "embedding_dropout",
@@ -457,23 +396,33 @@ def read_trainable(model: str, backend: Backend) -> Architecture:
     """A model to train: one that megatron-core computes, or the sizes of one that transformers computes.
 
     The family of the latter is "transformers", but a T5 is always "t5". The backend "auto" takes transformers where
-    megatron-core cannot compute the model and its family can be cut into stages. Errors: ConfigError, DataError.
+    megatron-core cannot compute a decoder. That it can be cut into stages is proven when a run starts.
+    Errors: ConfigError, DataError.
     """
     path = config_file(model)
     refuse_adapters(Path(model))
+    refusal: ConfigError | None = None
     if backend != "transformers":
         try:
             return read_model(model)[0]
-        except ConfigError:
-            if backend == "megatron" or not path.is_file() or model_type(model) not in LAYER_PATTERNS:
+        except ConfigError as error:
+            if backend == "megatron" or not path.is_file() or not model_type(model):
                 raise
+            refusal = error
     if not path.is_file():
         raise ConfigError(f"{model} has no config.json, from which transformers could build a model: give its folder")
-    if raw_config(model).get("is_encoder_decoder"):
+    raw = raw_config(model)
+    if raw.get("is_encoder_decoder"):
+        if refusal is not None:
+            raise refusal
         refuse_other_pairs(model_type(model))
         return read_model(model)[0]
-    pattern_of(model_type(model))
-    return read_sizes(raw_config(model), str(path))
+    try:
+        return read_sizes(raw, str(path))
+    except ConfigError:
+        if refusal is not None:  # neither has its sizes
+            raise refusal from None
+        raise
 
 
 def model_type(model: str) -> str:
@@ -525,10 +474,13 @@ def config_file(model: str) -> Path:
 
 
 def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
-    """A GPT of the named sizes, without what else a family computes (norms, windows, experts).
+    """A GPT of the named sizes, those of its text where it reads more than that, without what else a family computes
+    (norms, windows); experts are counted.
 
     Errors: ConfigError naming a missing size, and for a model with an encoder.
     """
+    if isinstance(raw.get("text_config"), Mapping):
+        raw = {**raw, **raw["text_config"], "model_type": raw.get("model_type")}
     kind = short(raw.get("model_type"))
     if raw.get("is_encoder_decoder"):
         raise ConfigError(f"{where}: {kind} has an encoder and a decoder: give a decoder-only model")
@@ -557,7 +509,28 @@ def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architectu
         norm="rmsnorm",
         bias=False,
     )
-    return replace(gpt, family="transformers")
+    return replace(gpt, family="transformers", **_experts(raw))
+
+
+def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an Architecture a mixture of experts has; nothing where the configuration names none."""
+
+    def size(*names: str) -> int:
+        return next((raw[name] for name in names if type(raw.get(name)) is int and raw[name] > 0), 0)
+
+    num_experts, top_k = size(*_EXPERTS), size("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k")
+    if num_experts < 2 or not 0 < top_k <= num_experts:
+        return {}
+    dense_ffn = size(*_FFN)
+    ffn = size("moe_intermediate_size", *_FFN)
+    shared = size("shared_expert_intermediate_size", "shared_intermediate_size")
+    num_dense = size("first_k_dense_replace")
+    return {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "ffn_hidden_size": ffn,
+        "shared_ffn_hidden_size": shared or size("n_shared_experts", "num_shared_experts") * ffn,
+    } | ({"num_dense_layers": num_dense, "dense_ffn_hidden_size": dense_ffn} if num_dense else {})
 
 
 def rotary_settings(config: Any) -> list[dict[str, Any]]:

@@ -1,17 +1,18 @@
 """What the settings name: the sizes of a published model, and the layers beside which adapters (LoRA) train.
 
-No torch: settings are checked, and what adapters take is counted, before anything is loaded.
+Only adapters need torch here: the layers that they stand beside are read off the model, without memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, did_you_mean
-from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.named_models import model_type, read_trainable
+from dynapipe_ext.models.module_tree import linear_layers
+from dynapipe_ext.models.named_models import config_file, model_type, read_trainable
 from dynapipe_ext.settings.tables import LinearLayer, LoraSettings, ModelSettings
 
 ALL_LINEAR = "all-linear"
@@ -79,7 +80,8 @@ def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> Lo
     if not model.uses_transformers or model.described is None:
         return replace(settings, described=None)  # refused, unless another setting names a model yet
     kind = model_type(model.architecture)
-    layers, usual = _linear_layers(kind, model.described), _USUAL_TARGETS.get(kind, ())
+    layers = _linear_layers(model.architecture)
+    usual = _usual_targets(kind, layers)
     targets = settings.target_modules or usual
     names = sorted({layer.name.rpartition(".")[2] for layer in layers})
     if not targets:
@@ -98,31 +100,28 @@ def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> Lo
 
 # What peft adapts where nobody says what (its TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING), by model_type.
 _USUAL_TARGETS: Mapping[str, tuple[str, ...]] = {
-    "gpt2": ("c_attn",),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
+    **dict.fromkeys(("bloom", "falcon", "gpt_neox"), ("query_key_value",)),
+    "codegen": ("qkv_proj",),
+    "mpt": ("Wqkv",),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "phi": ("q_proj", "v_proj", "fc1", "fc2"),
-    **dict.fromkeys(
-        ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"),
-        ("q_proj", "v_proj"),
-    ),
 }
+_USUAL = ("q_proj", "v_proj")  # of nearly all others
 
 
-def _linear_layers(kind: str, a: Architecture) -> tuple[LinearLayer, ...]:
-    """Those of a block of the family, as its module has them."""
-    hidden, query, kv, ffn = a.hidden_size, a.query_size, a.kv_size, a.ffn_hidden_size
-    match kind:
-        case "gpt2":
-            sizes = {"attn.c_attn": (hidden, 3 * hidden), "attn.c_proj": (hidden, hidden)}
-            sizes |= {"mlp.c_fc": (hidden, ffn), "mlp.c_proj": (ffn, hidden)}
-        case "phi3":
-            sizes = {"self_attn.qkv_proj": (hidden, query + 2 * kv), "self_attn.o_proj": (query, hidden)}
-            sizes |= {"mlp.gate_up_proj": (hidden, 2 * ffn), "mlp.down_proj": (ffn, hidden)}
-        case _:
-            sizes = {"self_attn.q_proj": (hidden, query), "self_attn.k_proj": (hidden, kv)}
-            sizes |= {"self_attn.v_proj": (hidden, kv)}
-            if kind == "phi":
-                sizes |= {"self_attn.dense": (query, hidden), "mlp.fc1": (hidden, ffn), "mlp.fc2": (ffn, hidden)}
-            else:
-                sizes |= {"self_attn.o_proj": (query, hidden), "mlp.gate_proj": (hidden, ffn)}
-                sizes |= {"mlp.up_proj": (hidden, ffn), "mlp.down_proj": (ffn, hidden)}
-    return tuple(LinearLayer(name, *size) for name, size in sizes.items())
+def _linear_layers(model: str) -> tuple[LinearLayer, ...]:
+    """Those of the model's blocks, as its modules have them. Errors: ConfigError."""
+    return _layers_of_text(model, config_file(model).read_text(encoding="utf-8"))
+
+
+@lru_cache(maxsize=8)  # settings are checked several times
+def _layers_of_text(model: str, _text: str) -> tuple[LinearLayer, ...]:
+    return tuple(LinearLayer(*layer) for layer in linear_layers(model))
+
+
+def _usual_targets(kind: str, layers: Sequence[LinearLayer]) -> tuple[str, ...]:
+    """What peft adapts of the family; of one that it does not know queries and values, as of most that it does. None
+    where the layers have no such names."""
+    usual = _USUAL_TARGETS.get(kind, _USUAL)
+    return usual if all(any(layer.answers_to(target) for layer in layers) for target in usual) else ()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from dynapipe_ext.batch.micro_batches import Layout
 from dynapipe_ext.batch.topology import Offload, PlacementName, ZeroStage
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.models.named_models import Backend
 from dynapipe_ext.settings.declared import setting, with_default
 from dynapipe_ext.settings.deepspeed_keys import moments_of
@@ -68,6 +69,8 @@ class ModelSettings:
     gives all sizes; only `max_seq_len` may be set beside it, to keep rows shorter. `described` holds those sizes; it is
     read from the model and is no setting. `init_from` is the folder of a checkpoint with the first weights. `backend`
     "auto" computes the model by megatron-core where that is possible, else by transformers, as for adapters.
+    `layer_pattern` is a file that names the modules of a model of transformers, where they cannot be derived; `cut` is
+    where the model is cut into stages, once that is proven, and no setting.
 
     With `num_decoder_layers` the model is a T5 of these sizes, and its encoder has `num_layers`. `max_seq_len` then
     bounds input and target together. It may exceed that of a published T5, whose positions are relative.
@@ -78,6 +81,9 @@ class ModelSettings:
     )
     backend: Backend = setting("auto", "--backend", "what computes the model")
     init_from: str = setting("", "--init-from", "start from the weights of a checkpoint", "DIR")
+    layer_pattern: str = setting(
+        "", "--layer-pattern", "names of a transformers model's modules (default: derived)", "FILE"
+    )
     num_layers: int = setting(4, at_least=1)
     num_decoder_layers: int = setting(0, at_least=0)
     hidden_size: int = setting(128, at_least=1)
@@ -95,6 +101,7 @@ class ModelSettings:
         "float32", "--dtype", "of weights (fp32, bf16 for short); their masters are fp32", parse=dtype
     )
     described: Architecture | None = None
+    cut: ProvenCut | None = None
 
     @property
     def total_layers(self) -> int:
@@ -110,11 +117,13 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
-    """A linear layer of every block, by its name within the block, and how many values it takes and gives."""
+    """A linear layer of blocks, by its name within the block, how many values it takes and gives, and in which part of
+    the blocks it is."""
 
     name: str
     num_inputs: int
     num_outputs: int
+    part_of_blocks: float = 1.0
 
     def answers_to(self, target: str) -> bool:
         """As peft matches names: the whole name or its end."""
@@ -139,8 +148,9 @@ class LoraSettings:
 
     @property
     def num_weights_a_block(self) -> int:
-        """Of the adapters beside one block's layers."""
-        return sum(self.r * (layer.num_inputs + layer.num_outputs) for layer in self.described or ())
+        """Of the adapters beside one block's layers, the mean where blocks are unlike."""
+        weights = (layer.part_of_blocks * (layer.num_inputs + layer.num_outputs) for layer in self.described or ())
+        return round(self.r * sum(weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,9 @@ def load_parts(
         if (folder / ADAPTER_FILE).exists():
             load_adapters(folder, parts)
         else:
-            saved = parts_of_folder(folder, parallel.topology, pp_rank, dtype=dtype, use_safetensors=True)
+            saved = parts_of_folder(
+                folder, parallel.topology, pp_rank, pattern=parts[0].pattern, dtype=dtype, use_safetensors=True
+            )
             for own, part in zip(parts, saved, strict=True):
                 own.load_state_dict(part.state_dict())
 

@@ -9,12 +9,15 @@ import secrets
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.free_memory import Room
+from dynapipe_ext.launch.job.model_cut import configured_cut
 from dynapipe_ext.launch.job.requested import add_arguments, requested_job
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import settle_costs
@@ -25,6 +28,7 @@ from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, num_cores,
 from dynapipe_ext.launch.processes.terminal import outlive_readers
 from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
 from dynapipe_ext.launch.run.claim import claimed
+from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import say_loading
 
@@ -69,6 +73,27 @@ class _ThisMachine:
         from dynapipe_ext.executor.device import rank_device
 
         return num_cores() if rank_device(0).type == "cpu" else None
+
+    def proven_cut(self, config: TrainConfig) -> ProvenCut:
+        """In a process of its own, like measured costs."""
+        _import_once(config)
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / "cut.json"
+
+            def alone(env: RankEnv) -> int:
+                answer: dict[str, Any]
+                try:
+                    answer = {"cut": configured_cut(config).to_json()}
+                except ConfigError as error:
+                    answer = {"refusal": str(error)}
+                path.write_text(json.dumps(answer))
+                return 0
+
+            run_local(alone, 1, timeout_s=max(config.job.timeout_s, PREPARE_LIMIT_S))
+            answer = json.loads(path.read_text())
+        if "refusal" in answer:
+            raise ConfigError(answer["refusal"])
+        return ProvenCut.from_json(answer["cut"])
 
     def measured_costs(self, config: TrainConfig, vocab_size: int) -> CostModel:
         """In a process of its own: torch's threads and process groups do not survive a fork."""

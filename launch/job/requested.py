@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,8 @@ class JobRequest:
     `run_dir` empty means a new directory. `address` is the user's own store; None: the run has one of its own.
     `secret` is what all ranks have and nobody else, empty where they share nothing; `keys` are made of it once the
     request is claimed. `resumed` is the checkpoint to go on from. `overwrite`: what the directory and `--output` hold
-    may be lost. `num_shown`: samples to print once they are read.
+    may be lost. `num_shown`: samples to print once they are read. `layout_is_named`: padded or packed rows were asked
+    for, and are no default.
     """
 
     config: TrainConfig
@@ -134,6 +136,7 @@ class JobRequest:
     keys: JobKeys | None = None
     overwrite: bool = False
     num_shown: int = 0
+    layout_is_named: bool = False
 
 
 def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str = "") -> JobRequest:
@@ -161,7 +164,15 @@ def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str 
         secret=secret,
         overwrite=args.overwrite,
         num_shown=args.show_samples,
+        layout_is_named=args.layout is not None or bool(args.resume) or _names_layout(args.config),
     )
+
+
+def _names_layout(file: str | None) -> bool:
+    """Whether a file of settings, which has been read before, says how rows are laid out."""
+    if not file:
+        return False
+    return "layout" in tomllib.loads(Path(file).read_text(encoding="utf-8-sig")).get("plan", {})
 
 
 def _open_weights(config: TrainConfig) -> None:

@@ -47,6 +47,7 @@ from dynapipe_ext.launch.job.configured import (
     with_placement,
 )
 from dynapipe_ext.launch.job.job_keys import JobKeys
+from dynapipe_ext.launch.job.model_cut import layout_line, needs_cut, with_cut
 from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, widened_line
 from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
@@ -62,6 +63,7 @@ from dynapipe_ext.launch.job.run_data import (
 )
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.schedules.placements import PlacementTrial, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -162,6 +164,10 @@ class Machine(Protocol):
         """The cores of all ranks together; None on accelerators, of which each rank has one."""
         ...
 
+    def proven_cut(self, config: TrainConfig) -> ProvenCut:
+        """Of the configured model, which transformers computes. Errors: ConfigError."""
+        ...
+
     def measured_costs(self, config: TrainConfig, vocab_size: int) -> CostModel:
         """Of the configured model on one device."""
         ...
@@ -205,6 +211,8 @@ class SettledJob:
         return {
             "topology": self.config.to_json()["topology"],
             "steps": self.config.run.steps,
+            "layout": self.config.plan.layout,
+            "cut": self.config.model.cut.to_json() if self.config.model.cut else None,
             "costs": cost_model_to_json(self.planning.costs),
             "num_cores": self.planning.num_cores,
             "store": replace(self.address, password="").to_json(),
@@ -218,7 +226,10 @@ def peers_job(request: JobRequest, raw: Mapping[str, Any], keys: JobKeys, data: 
     config = request.config
     password = request.address.password if request.address else keys.store_password
     topology = TrainConfig.from_json({"topology": raw["topology"]}).topology
-    config = replace(config, topology=topology, run=replace(config.run, steps=raw["steps"], epochs=0.0))
+    model = replace(config.model, cut=ProvenCut.from_json(raw["cut"]) if raw["cut"] else None)
+    plan = replace(config.plan, layout=raw["layout"])
+    run = replace(config.run, steps=raw["steps"], epochs=0.0)
+    config = replace(config, topology=topology, run=run, model=model, plan=plan)
     return SettledJob(
         planning=SettledPlanning(
             config=config,
@@ -242,6 +253,10 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
 
     Errors: ConfigError, DataError and PlanError.
     """
+    if needs_cut(request.config):
+        cut = machine.proven_cut(request.config)
+        named = request.layout_is_named
+        request = replace(request, config=with_cut(request.config, cut, layout_is_named=named, compare=request.compare))
     assert request.address is not None
     assert request.keys is not None
     config, data = _settled_data(request, console)
@@ -293,6 +308,7 @@ def _settled_data(request: JobRequest, console: Console) -> tuple[TrainConfig, R
 def _say_notices(config: TrainConfig, console: Console) -> None:
     notices = (
         followed_placement(config),
+        layout_line(config),
         adapters_line(config),
         widened_line(config),
         dropout_line(config),

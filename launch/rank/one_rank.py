@@ -28,6 +28,7 @@ from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, tag_of_secret
+from dynapipe_ext.launch.job.model_cut import configured_cut
 from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs
@@ -53,6 +54,7 @@ from dynapipe_ext.launch.run.outcome import (
     write_outcome,
 )
 from dynapipe_ext.launch.run.trained_model import keep_model_files, write_trained_model
+from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import StoreInfo
 from dynapipe_ext.tools.console import say_loading
@@ -175,6 +177,9 @@ class _RanksMachine:
         if self.device.type != "cpu":
             return None
         return num_cores() * self.env.world_size // self.env.local_world_size
+
+    def proven_cut(self, config: TrainConfig) -> ProvenCut:
+        return configured_cut(config)
 
     def measured_costs(self, config: TrainConfig, vocab_size: int) -> CostModel:
         return settle_costs(config, vocab_size)

@@ -16,13 +16,13 @@ from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
-from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder, proven_cut_of_folder
 from dynapipe_ext.executor.stages.transformers.stage import LossOfLogits, TransformersStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.job.configured import topology_of
+from dynapipe_ext.launch.job.model_cut import named_pattern
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.named_models import document_attention_fault
 from dynapipe_ext.settings.train_config import TrainConfig
 
 
@@ -67,8 +67,12 @@ def rank_parts(config: TrainConfig, parallel: ParallelContext, device: torch.dev
     """This rank's parts of the run's model, with adapters where these are to train."""
     model, topology, pp_rank = config.model, parallel.topology, parallel.coordinates.pp_rank
     options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
-    if config.plan.layout == "packed" and not document_attention_fault(model.architecture):
-        options["attn_implementation"] = register_document_attention()  # masks would cost the squares of whole rows
+    if not model.num_decoder_layers:
+        cut = model.cut or proven_cut_of_folder(model.architecture, named_pattern(config))
+        options["pattern"] = cut.pattern
+        if config.plan.layout == "packed" and cut.attention:
+            register_document_attention()
+            options["attn_implementation"] = cut.attention  # masks would cost the squares of whole rows
     if model.init_from:
         parts = parts_of_folder(model.init_from, topology, pp_rank, **options)
     else:

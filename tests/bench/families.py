@@ -32,7 +32,7 @@ from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.models.architecture import ENCODER_DECODER_FAMILIES
-from dynapipe_ext.models.named_models import ENCODER_DECODERS, LAYER_PATTERNS
+from dynapipe_ext.models.named_models import ENCODER_DECODERS
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_fine_tuning import (
     BATCH,
@@ -79,8 +79,6 @@ def runs(variant: str, folder: Path, preloaded: Preloaded) -> Iterator[tuple[str
     family = VARIANTS[variant][0]
     is_pairs = family in ENCODER_DECODER_FAMILIES
     for backend, arrangements in BACKENDS.items():
-        if backend == "transformers" and family not in {*LAYER_PATTERNS, *ENCODER_DECODERS}:
-            continue
         named = {"architecture": str(folder / "model"), "backend": backend}
         config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
         costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)

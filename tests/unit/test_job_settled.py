@@ -23,12 +23,14 @@ from dynapipe_ext.launch.commands import plan as plan_command
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, global_batches, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys
+from dynapipe_ext.launch.job.model_cut import configured_cut
 from dynapipe_ext.launch.job.requested import JobRequest, add_arguments, requested_job
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, settled_job
 from dynapipe_ext.launch.processes.env import RankEnv, num_cores
 from dynapipe_ext.launch.rank import one_rank
 from dynapipe_ext.launch.run.outcome import begin_run, run_facts
+from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import StoreInfo
 from dynapipe_ext.tools.files import toml_of
@@ -80,6 +82,9 @@ class Measured:
     def num_cores(self) -> int | None:
         cores: int | None = self.own.num_cores()
         return cores
+
+    def proven_cut(self, config: TrainConfig) -> ProvenCut:
+        return configured_cut(config)
 
     def measured_costs(self, config: TrainConfig, vocab_size: int) -> CostModel:
         return analytic_costs(config, architecture_of(config, vocab_size), flops_per_s=1e10, overhead_ns=20_000)

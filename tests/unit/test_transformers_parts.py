@@ -16,15 +16,17 @@ from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineReductions
-from dynapipe_ext.models.named_models import LAYER_PATTERNS, LayerPattern
+from dynapipe_ext.models.layer_pattern import LayerPattern
 from tests.support.tiny_models import SIZES, one_by_one, tiny_model
 from tests.support.tiny_steps import SAMPLES, assert_same, batches_of, learned, plans_of
+
+LLAMA = LayerPattern(layers="model.layers", first=("model.embed_tokens",), last=("model.norm", "lm_head"), packs=True)
 
 # Families without a pattern of their own: scaled embeddings, layers that return tuples.
 DECLARED = {
     "granite": (
         lambda: transformers.GraniteConfig(**SIZES, embedding_multiplier=3.0, logits_scaling=2.0),
-        LAYER_PATTERNS["llama"],
+        LLAMA,
     ),
     "gptj": (
         lambda: transformers.GPTJConfig(
@@ -76,8 +78,8 @@ def tiny(config, **settings):
     return tiny_model(config)
 
 
-def gpt_neox():
-    return transformers.GPTNeoXConfig(
+def bert():
+    return transformers.BertConfig(
         vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
     )
 
@@ -86,7 +88,7 @@ def llama(**settings):
     return transformers.LlamaConfig(**SIZES | settings)
 
 
-UNPROVEN = replace(LAYER_PATTERNS["llama"], packs=False)
+UNPROVEN = replace(LLAMA, packs=False)
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
 
 
@@ -95,13 +97,13 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     [
         (
             ConfigError,
-            lambda: parts_of_model(tiny_model(gpt_neox())),
-            r"model_type 'gpt_neox' \(known: gemma, .*pattern=LayerPattern",
+            lambda: parts_of_model(tiny_model(bert())),
+            "BertLMHeadModel ties weights other than head and embedding",
         ),
         (ConfigError, lambda: parts_of_config(transformers.ViTConfig(), seed=0), "no causal model for a ViTConfig"),
         (
             ConfigError,
-            lambda: parts_of_model(tiny_model("llama"), pattern=LAYER_PATTERNS["gpt2"]),
+            lambda: parts_of_model(tiny_model("llama"), pattern=replace(LLAMA, layers="transformer.h")),
             "LlamaForCausalLM has no module 'transformer.h'",
         ),
         (ConfigError, lambda: parts_of_model(tiny_model("llama"), Topology(tp=2)), "tp is 2 .* give tp 1"),
@@ -116,7 +118,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
             "4 layers cannot fill 8 stages",
         ),
         (ConfigError, lambda: TransformersStage([tiny_model("llama")]), "takes a list of parts"),
-        (ConfigError, lambda: parts_of_model(tiny_model("llama").model), "has no module 'model.layers'"),
+        (ConfigError, lambda: parts_of_model(tiny_model("llama").model), "LlamaModel has no language model head"),
         (
             ConfigError,
             lambda: stage_of(tiny_model("llama"), Topology(pp=2)).start_step(
@@ -150,7 +152,7 @@ def test_what_would_train_wrongly_is_refused_by_name(error, make, says):
 
 def test_layers_that_return_something_else_than_their_pattern_says_are_refused():
     model = tiny_model("llama")
-    pattern = replace(LAYER_PATTERNS["llama"], returns_tuple=True)
+    pattern = replace(LLAMA, returns_tuple=True)
     stage, plan = start(model, pattern=pattern)
     stage.load(0, batches_of(plan)[0])
     with pytest.raises(ConfigError, match=r"LlamaDecoderLayer returns Tensor.*returns_tuple=False"):

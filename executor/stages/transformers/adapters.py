@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ def add_adapters(parts: Sequence[TransformersPart], settings: LoraSettings, *, s
     They begin as peft's do, without effect, and keyed by seed and name, so that every topology begins with the same.
     They have the dtype of the weights beside them. Errors: ConfigError where peft adapts none of the layers.
     """
-    targets: Any = list(settings.target_modules) or None
+    usual = {layer.name.rpartition(".")[2] for layer in settings.described or ()}
+    targets: Any = list(settings.target_modules) or sorted(usual) or None
     alpha: Any = settings.lora_alpha
     for part in parts:
         config = peft.LoraConfig(
@@ -33,6 +35,7 @@ def add_adapters(parts: Sequence[TransformersPart], settings: LoraSettings, *, s
             lora_alpha=int(alpha) if alpha.is_integer() else alpha,
             lora_dropout=settings.lora_dropout,
             target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+            exclude_modules=_idle(part),
             fan_in_fan_out=part.model.config.model_type == "gpt2",  # whose layers keep their weights transposed
         )
         mode, model = part.model.training, part.model
@@ -46,6 +49,12 @@ def add_adapters(parts: Sequence[TransformersPart], settings: LoraSettings, *, s
         with torch.no_grad():
             for name, weight in trained_weights(part):
                 _draw(name, weight, seed)
+
+
+def _idle(part: TransformersPart) -> str | None:
+    """The modules that no text runs through, as a pattern of whole names; None where there are none."""
+    idle = part.pattern.idle if part.pattern else ()
+    return "|".join(f"{re.escape(name)}(\\..*)?" for name in idle) or None
 
 
 def _draw(name: str, weight: torch.Tensor, seed: int) -> None:

@@ -28,25 +28,30 @@ from dynapipe_ext.executor.stages.transformers.layers import (
     remove,
 )
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
-from dynapipe_ext.models.named_models import LayerPattern, rotary_settings
+from dynapipe_ext.models.layer_pattern import LayerPattern
+from dynapipe_ext.models.named_models import rotary_settings
 
-_FLASH = ("flash_attention_2", "flash_attention_3")
-_KEEPS_DOCUMENTS_APART = ("sdpa", "eager", DOCUMENT_ATTENTION, *_FLASH)
+FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
+_KEEPS_DOCUMENTS_APART = ("sdpa", "eager", DOCUMENT_ATTENTION, *FLASH_ATTENTION)
 
 
 class CausalPart(TransformersPart):
     """One stage of a causal model: (ids or hidden states, batch) -> hidden states or logits, (rows, length, width)."""
+
+    pattern: LayerPattern
 
     def __init__(self, model: Any, place: PartPlace, pattern: LayerPattern) -> None:
         places = model.get_submodule(pattern.layers)
         embedding = key_of(model, model.get_input_embeddings())
         holders = {embedding: (0, place.num_stages - 1)} if place.num_stages > 1 and has_tied_ends(model) else {}
         super().__init__(model, place, {number: places[number] for number in place.layers}, holders)
-        self._pattern = pattern
+        self.pattern = pattern
         self._entry, self._exit = places[0], places[len(places) - 1]
         self._call = model.__call__ if place.is_last else model.get_submodule(pattern.body).__call__
         for layer in self._layers.values():
             layer.register_forward_hook(self._check_output)
+        for name in pattern.idle if place.is_first else ():
+            model.get_submodule(name).requires_grad_(False)
 
     def _run(self, inputs: Sequence[torch.Tensor], batch: Batch) -> Any:
         (x,) = inputs
@@ -65,21 +70,21 @@ class CausalPart(TransformersPart):
         return self._exit.take()
 
     def _check_output(self, layer: Any, _inputs: Any, output: Any) -> None:
-        if isinstance(output, tuple) != self._pattern.returns_tuple:
+        if isinstance(output, tuple) != self.pattern.returns_tuple:
             raise ConfigError(
                 f"{type(layer).__name__} returns {type(output).__name__}: give its LayerPattern"
-                f" returns_tuple={not self._pattern.returns_tuple}"
+                f" returns_tuple={not self.pattern.returns_tuple}"
             )
 
     @property
     def _attention(self) -> str:
-        return str(self.model.config._attn_implementation)
+        return str(self.model.config.get_text_config()._attn_implementation)
 
     def fault(self, micro_batch: MicroBatch) -> str:
         documents = document_lengths(micro_batch)
         config, name = self.model.config.get_text_config(), type(self.model).__name__
         if micro_batch.layout == "packed" and len(documents) > 1:
-            if not self._pattern.packs:
+            if not self.pattern.packs:
                 return (
                     f"{len(documents)} documents are packed into a row, but that {name} keeps them apart is not proven:"
                     ' say LayerPattern(packs=True) where check_packing proves it, or plan with layout="padded"'
@@ -105,7 +110,9 @@ class CausalPart(TransformersPart):
         keep documents apart; kernels without masks take the borders."""
         documents = document_lengths(micro_batch)
         inputs: dict[str, Any] = {"position_ids": torch.from_numpy(document_positions(micro_batch))}
-        if self._attention == DOCUMENT_ATTENTION or (self._attention in _FLASH and micro_batch.layout == "packed"):
+        if self._attention == DOCUMENT_ATTENTION or (
+            self._attention in FLASH_ATTENTION and micro_batch.layout == "packed"
+        ):
             borders = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
             inputs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
             inputs |= {"max_length_q": max(documents), "max_length_k": max(documents)}
@@ -129,18 +136,17 @@ class CausalCut:
 
     @property
     def changed(self) -> set[str]:
-        return {*self.pattern.first, *self.pattern.last, f"{self.pattern.layers}.*"}
+        return {*self.pattern.first, *self.pattern.last, *self.pattern.idle, f"{self.pattern.layers}.*"}
 
     def check(self, model: Any) -> None:
         """Errors: ConfigError where the model is no causal model of the pattern, or cannot be cut without a change."""
         pattern, config, name = self.pattern, model.config, type(model).__name__
-        for path in (pattern.layers, *pattern.first, *pattern.last):
+        for path in (pattern.layers, *pattern.first, *pattern.last, *pattern.idle):
             if path not in dict(model.named_modules()):
                 raise ConfigError(f"{name} has no module {path!r}: give the LayerPattern that names its own")
         if not isinstance(model.get_submodule(pattern.layers), torch.nn.ModuleList):
             raise ConfigError(f"{pattern.layers!r} of {name} is no list of layers: give the LayerPattern that names it")
-        if model.get_output_embeddings() is None:
-            raise ConfigError(f"{name} has no language model head: give a causal model (AutoModelForCausalLM)")
+        refuse_headless(model)
         if getattr(config, "output_router_logits", False):
             raise ConfigError(
                 f"output_router_logits of {name} adds a loss of all routers together, which no stage sees: set it to"
@@ -167,17 +173,26 @@ class CausalCut:
         embedding = key_of(model, model.get_input_embeddings()).removesuffix(".weight")
         for number, layer in enumerate(layers):
             if number not in place.layers:
-                layers[number] = AbsentModule(layer, pattern.returns_tuple)
+                layers[number] = AbsentModule(layer, pattern.num_tupled)
         if not place.is_first:
-            layers[0] = StageEntry(layers[0], pattern.returns_tuple)
+            layers[0] = StageEntry(layers[0], pattern.num_tupled)
+            remove(model, pattern.idle)
             remove(model, [path for path in pattern.first if not (tied and place.is_last and path == embedding)])
         if not place.is_last:
-            layers[len(layers) - 1] = StageExit(layers[len(layers) - 1], pattern.returns_tuple)
+            layers[len(layers) - 1] = StageExit(layers[len(layers) - 1], pattern.num_tupled)
             remove(model, pattern.last)
             model.all_tied_weights_keys = {}
 
     def part(self, model: Any, place: PartPlace) -> CausalPart:
         return CausalPart(model, place, self.pattern)
+
+
+def refuse_headless(model: Any) -> None:
+    """Errors: ConfigError for a model that has no logits."""
+    if model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no language model head: give a causal model (AutoModelForCausalLM)"
+        )
 
 
 def has_tied_ends(model: Any) -> bool:

@@ -50,25 +50,33 @@ def places_of(topology: Topology, num_layers: int, pp_rank: int) -> list[PartPla
     return [PartPlace(stage, counts) for stage in topology.stages_of(pp_rank)]
 
 
+_STATES = ("hidden_states", "x", "input", "inputs_embeds")  # what layers call them
+_STATES_DIM = 3  # rows, length, width
+
+
 class AbsentModule(torch.nn.Module):
     """In the place of a module that another stage has: hidden states pass unchanged, ids look up nothing.
 
     It keeps the plain attributes of that module, by which some models choose a layer's mask.
     """
 
-    def __init__(self, like: torch.nn.Module, returns_tuple: bool = False) -> None:
+    def __init__(self, like: torch.nn.Module, num_tupled: int = 0) -> None:
+        """`num_tupled`: values of the tuple that it returns, the first the hidden states; 0: these alone."""
         super().__init__()
         for name, value in vars(like).items():
             if not name.startswith("_") and isinstance(value, str | int | float | None):
                 setattr(self, name, value)
-        self._returns_tuple = returns_tuple
+        self._num_tupled = num_tupled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else kwargs["hidden_states"]
-        return (self._passed(x),) if self._returns_tuple else self._passed(x)
+        x = args[0] if args else next((kwargs[name] for name in _STATES if name in kwargs), None)
+        passed = self._passed(x)
+        return (passed, *(None,) * (self._num_tupled - 1)) if self._num_tupled else passed
 
-    def _passed(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x.is_floating_point() else x.new_zeros((), dtype=torch.float32)
+    def _passed(self, x: torch.Tensor | None) -> torch.Tensor:
+        if x is None or not x.is_floating_point() or x.dim() < _STATES_DIM:  # ids, positions, a mask of rows
+            return torch.zeros((), device=None if x is None else x.device)
+        return x
 
 
 class StageEntry(AbsentModule):
@@ -76,7 +84,7 @@ class StageEntry(AbsentModule):
 
     received: torch.Tensor | None = None
 
-    def _passed(self, x: torch.Tensor) -> torch.Tensor:
+    def _passed(self, x: torch.Tensor | None) -> torch.Tensor:
         assert self.received is not None
         received, self.received = self.received, None
         return received
@@ -87,7 +95,8 @@ class StageExit(AbsentModule):
 
     kept: torch.Tensor | None = None
 
-    def _passed(self, x: torch.Tensor) -> torch.Tensor:
+    def _passed(self, x: torch.Tensor | None) -> torch.Tensor:
+        assert x is not None
         self.kept = x
         return x
 

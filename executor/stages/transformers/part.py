@@ -17,6 +17,7 @@ from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, HeadSlices
 from dynapipe_ext.executor.stages.sliced_head import HiddenStates
 from dynapipe_ext.executor.stages.transformers.head import LeftHead
 from dynapipe_ext.executor.stages.transformers.layers import PartPlace, with_own_modules
+from dynapipe_ext.models.layer_pattern import LayerPattern
 
 
 class TransformersPart(torch.nn.Module, ABC):
@@ -28,6 +29,8 @@ class TransformersPart(torch.nn.Module, ABC):
     `holders` are the stages that hold each weight that several hold, in order, by its name in the whole model, and
     `shared` those of them that are here.
     """
+
+    pattern: LayerPattern | None = None  # by which it was cut; a T5 has none
 
     def __init__(
         self, model: Any, place: PartPlace, layers: Mapping[int, Any], holders: Mapping[str, tuple[int, ...]]

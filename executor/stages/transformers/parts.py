@@ -6,8 +6,7 @@ whole model is described on torch's meta device, cut, and only what is left gets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,10 +21,14 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.stages.chunk_runner import seed_of, seed_torch
 from dynapipe_ext.executor.stages.transformers.causal import CausalCut, has_tied_ends
+from dynapipe_ext.executor.stages.transformers.cut_proof import proven_cut
 from dynapipe_ext.executor.stages.transformers.layers import PartPlace, places_of, remove
 from dynapipe_ext.executor.stages.transformers.part import ModelCut, TransformersPart, cut_out, hold_shared_once
+from dynapipe_ext.executor.stages.transformers.quiet import quietly
 from dynapipe_ext.executor.stages.transformers.t5 import T5Cut
-from dynapipe_ext.models.named_models import LayerPattern, pattern_of, refuse_other_pairs
+from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut
+from dynapipe_ext.models.module_tree import causal_class, read_transformers_config
+from dynapipe_ext.models.named_models import refuse_other_pairs
 from dynapipe_ext.peak_memory import is_out_of_memory
 
 
@@ -34,14 +37,19 @@ def parts_of_model(
 ) -> list[TransformersPart]:
     """This rank's parts of a whole PreTrainedModel, one a stage: its own layers and weights, not copies.
 
-    Without a topology, the model in one part.
+    Without a topology, the model in one part. Without a pattern it is derived and proven (`cut_proof`); one that is
+    named is taken as it is.
 
-    Errors: ConfigError for a model that is neither a causal one of a known pattern nor a T5, or that cannot be cut so.
+    Errors: ConfigError for a model that is neither causal nor a T5, or that cannot be cut so.
     """
     head, embedding = (
         getattr(end(), "weight", None) for end in (model.get_output_embeddings, model.get_input_embeddings)
     )
-    cut = _cut_of(model.config, pattern, tied=head is embedding)
+    cut: ModelCut
+    if _has_pairs(model.config, pattern):
+        cut = T5Cut(head is embedding)
+    else:
+        cut = CausalCut(pattern or proven_cut(type(model), model.config, [_attention_of(model)]).pattern)
     cut.check(model)
     places = places_of(topology or Topology(), cut.num_layers(model.config), pp_rank)
     return [cut_out(cut, model, place) for place in places]
@@ -70,7 +78,7 @@ def parts_of_folder(
         for part in parts:
             part.model.config.tie_word_embeddings = cut.tied  # which transformers says of every T5, and saves
         return parts
-    parts = _built(whole, config, topology, pp_rank, _cut_of(config, pattern), load)
+    parts = _built(whole, config, topology, pp_rank, _causal_cut(whole, config, pattern, options), load)
     for model in (part.model for part in parts):
         head, embedding = (
             getattr(end(), "weight", None) for end in (model.get_output_embeddings, model.get_input_embeddings)
@@ -133,7 +141,7 @@ def parts_of_config(
             f"a {config.model_type} that transformers computes begins with weights: give a folder that has them, or"
             " have megatron-core draw and compute it"
         )
-    return _built(whole, config, topology, pp_rank, _cut_of(config, pattern), draw, seed=seed)
+    return _built(whole, config, topology, pp_rank, _causal_cut(whole, config, pattern, options), draw, seed=seed)
 
 
 def _has_pairs(config: Any, pattern: LayerPattern | None) -> bool:
@@ -144,9 +152,13 @@ def _has_pairs(config: Any, pattern: LayerPattern | None) -> bool:
     return False
 
 
-def _cut_of(config: Any, pattern: LayerPattern | None, *, tied: bool = False) -> ModelCut:
-    """Errors: ConfigError for a family that nobody knows to cut."""
-    return T5Cut(tied) if _has_pairs(config, pattern) else CausalCut(pattern or pattern_of(config.model_type))
+def _causal_cut(whole: Any, config: Any, pattern: LayerPattern | None, options: Mapping[str, Any]) -> CausalCut:
+    """By the pattern that is named, else by the one that is proven for the attention that parts will have."""
+    return CausalCut(pattern or proven_cut(whole, config, [options.get("attn_implementation")]).pattern)
+
+
+def _attention_of(model: Any) -> str:
+    return str(model.config.get_text_config()._attn_implementation)
 
 
 def _is_tied(load: Callable[[Any], Any], whole: Any) -> bool:
@@ -163,12 +175,18 @@ def _is_tied(load: Callable[[Any], Any], whole: Any) -> bool:
 
 def _class_of(config: Any, pattern: LayerPattern | None) -> Any:
     """The class of the whole model. Errors: ConfigError."""
-    mapping: Mapping[Any, Any] = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if _has_pairs(config, pattern):
-        mapping = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if not _has_pairs(config, pattern):
+        return causal_class(config)
+    mapping: Mapping[Any, Any] = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     if type(config) not in mapping:
-        raise ConfigError(f"transformers has no causal model for a {type(config).__name__}: give the config of one")
+        raise ConfigError(f"transformers has no model for a {type(config).__name__}: give the config of one")
     return mapping[type(config)]
+
+
+def proven_cut_of_folder(folder: str | Path, pattern: LayerPattern | None = None) -> ProvenCut:
+    """How the model in a folder, or described by a config.json, is cut. Errors: ConfigError."""
+    config = read_transformers_config(folder)
+    return proven_cut(_class_of(config, pattern), config, pattern=pattern)
 
 
 def _built(
@@ -233,18 +251,3 @@ def _key_draws(model: Any, seed: int) -> None:
     for module in names:  # a model within the model draws for itself
         if isinstance(module, PreTrainedModel):
             module._init_weights = keyed(module._init_weights)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Without what transformers says of weights that other stages have, and of its progress with a part."""
-    logging: Any = transformers.logging
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()

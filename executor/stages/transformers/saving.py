@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
-from dynapipe_ext.executor.stages.transformers.parts import quietly
+from dynapipe_ext.executor.stages.transformers.quiet import quietly
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"

@@ -1,0 +1,87 @@
+"""The modules of a model of transformers, without memory: built on torch's meta device.
+
+torch and transformers are loaded when a function is called, so that whoever imports this needs neither.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.errors import ConfigError, in_one_line
+
+
+def meta_model(whole: Any, config: Any) -> Any:
+    """The whole model without memory. Errors: ConfigError where the configuration does not make one."""
+    try:
+        with importlib.import_module("torch").device("meta"):
+            return whole._from_config(copy.deepcopy(config))
+    except Exception as error:
+        raise ConfigError(f"config.json makes no {whole.__name__} ({in_one_line(error)}): correct it") from error
+
+
+def layer_list(model: Any) -> tuple[str, Any]:
+    """The list of decoder layers, by its name and itself: of the lists with as many modules as the configuration says,
+    and within no other, the one with most weights. Errors: ConfigError where no list has that many."""
+    num_layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = {name: module for name, module in model.named_modules() if type(module).__name__ == "ModuleList"}
+    outer = {name: one for name, one in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
+    fitting = {name: one for name, one in outer.items() if len(one) == num_layers}
+    if not fitting:
+        named = ", ".join(f"{name} of {len(one)}" for name, one in outer.items()) or "none"
+        raise ConfigError(
+            f"{type(model).__name__} has no list of {num_layers} layers that run one after the other (its lists:"
+            f" {named}): name it by --layer-pattern FILE"
+        )
+    return max(fitting.items(), key=lambda pair: num_weights(pair[1]))
+
+
+def num_weights(module: Any) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def causal_class(config: Any) -> Any:
+    """The class of the causal model that a configuration describes, be it the text half of one that reads images too.
+
+    Errors: ConfigError.
+    """
+    transformers = importlib.import_module("transformers")
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise ConfigError(f"transformers has no causal model for a {type(config).__name__}: give the config of one")
+
+
+def read_transformers_config(folder: str | Path) -> Any:
+    """Transformers' own configuration of a model's folder or config.json. Errors: ConfigError."""
+    transformers = importlib.import_module("transformers")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ConfigError(
+            f"transformers {transformers.__version__} makes no configuration of {folder} ({in_one_line(error)}): give"
+            " a model that it knows"
+        ) from error
+
+
+def linear_layers(folder: str | Path) -> Iterator[tuple[str, int, int, float]]:
+    """The linear layers within the decoder layers of a model: name within the layer, inputs, outputs, and in which
+    part of the layers it is, for layers may be unlike. Errors: ConfigError."""
+    config = read_transformers_config(folder)
+    _, layers = layer_list(meta_model(causal_class(config), config))
+    linear = importlib.import_module("torch").nn.Linear
+    counts: dict[tuple[str, int, int], int] = {}
+    for layer in layers:
+        for name, module in layer.named_modules():
+            if isinstance(module, linear):
+                size = module.in_features, module.out_features
+            elif type(module).__name__ == "Conv1D":  # GPT-2's, with its weight transposed
+                size = tuple(module.weight.shape)
+            else:
+                continue
+            counts[(name, *size)] = counts.get((name, *size), 0) + 1
+    for (name, num_inputs, num_outputs), count in counts.items():
+        yield name, num_inputs, num_outputs, count / len(layers)

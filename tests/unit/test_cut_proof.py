@@ -1,0 +1,183 @@
+"""Models of families that no list names are cut by what their modules and one forward show, and that is proven."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.stages.transformers.cut_proof import proven_cut
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder
+from dynapipe_ext.executor.stages.transformers.saving import save_parts
+from dynapipe_ext.executor.stages.transformers.twin import built_twin, twin_config
+from dynapipe_ext.launch.job.model_cut import layout_line, with_cut
+from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut, read_pattern
+from dynapipe_ext.models.module_tree import causal_class
+from dynapipe_ext.settings.train_config import TrainConfig
+from tests.support.checkpoints import differences, tensors_in
+from tests.support.tiny_models import SIZES, one_by_one, tiny_model
+from tests.support.tiny_steps import SAMPLES, assert_same, learned, plans_of
+
+_NO_HEAD_DIM = {name: size for name, size in SIZES.items() if name != "head_dim"}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+FAMILIES: dict[str, Any] = {
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_NO_HEAD_DIM | {"num_key_value_heads": 2}),
+    "olmo2": lambda: transformers.Olmo2Config(**_NO_HEAD_DIM),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **_EXPERTS),
+    "falcon_mamba": lambda: transformers.FalconMambaConfig(
+        vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=4, pad_token_id=0
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
+    ),
+    "gemma3": lambda: transformers.Gemma3Config(
+        text_config=SIZES | {"sliding_window": 5, "query_pre_attn_scalar": 8},
+        vision_config=_VISION, mm_tokens_per_image=4, image_token_index=5, boi_token_index=6, eoi_token_index=7,
+    ),
+}  # fmt: skip
+
+
+def cut_of(config: Any, **options: Any) -> ProvenCut:
+    return proven_cut(causal_class(config), config, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_of_any_family_learn_what_the_whole_model_learns(family: str) -> None:
+    config = FAMILIES[family]()
+    model = tiny_model(config)
+    loss, gradients = one_by_one(model, SAMPLES)
+    packs = not cut_of(config, attentions=["sdpa"]).packed_fault
+    assert packs == (family not in ("falcon_mamba", "gpt_oss"))
+    topology = Topology(pp=4)
+    losses, learned_gradients = learned(
+        model, topology, plans_of(topology, "packed" if packs else "padded", split=False)
+    )
+    assert losses == pytest.approx([loss] * 4, rel=1e-5)
+    assert_same(learned_gradients, gradients)
+
+
+def test_a_configuration_of_any_size_is_proven_in_a_small_model_with_all_kinds_of_its_layers() -> None:
+    config = transformers.DeepseekV3Config()  # 671 billion weights
+    whole = causal_class(config)
+    twin = built_twin(whole, twin_config(whole, config))
+    assert {type(layer.mlp).__name__ for layer in twin.model.layers} == {"DeepseekV3MLP", "DeepseekV3MoE"}
+    assert sum(weight.numel() for weight in twin.parameters()) < 30e6
+    assert cut_of(config).pattern.last == ("model.norm", "lm_head")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: transformers.Gemma3nTextConfig(
+                **SIZES, num_kv_shared_layers=2, vocab_size_per_layer_input=61, hidden_size_per_layer_input=4,
+                laurel_rank=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=5,
+            ),
+            "Gemma3nForCausalLM cannot be cut into stages",
+        ),
+        (lambda: transformers.BertConfig(**_NO_HEAD_DIM), "BertLMHeadModel ties weights other than"),
+        (
+            lambda: transformers.BartConfig(
+                vocab_size=61, d_model=16, encoder_layers=1, decoder_layers=3, encoder_ffn_dim=16, decoder_ffn_dim=16,
+                encoder_attention_heads=2, decoder_attention_heads=2,
+            ),
+            "has no list of 1 layers that run one after the other .its lists: model.decoder.layers of 3",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused_by_name(make: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        cut_of(make())
+
+
+def test_a_pattern_that_is_named_is_proven_like_a_derived_one() -> None:
+    config = FAMILIES["olmo2"]()
+    own = cut_of(config).pattern
+    assert cut_of(config, pattern=replace(own, packs=False)) == cut_of(config)
+    for wrong, says in (
+        (replace(own, last=("lm_head",)), r"several stages would need \(model.norm.weight\)"),
+        (replace(own, layers="model.blocks"), "has no module 'model.blocks'"),
+        (replace(own, returns_tuple=True), "returns Tensor: give its LayerPattern returns_tuple=False"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            cut_of(config, pattern=wrong)
+
+
+def test_a_pattern_is_read_from_toml_and_json(tmp_path: Path) -> None:
+    toml, other = tmp_path / "pattern.toml", tmp_path / "pattern.json"
+    toml.write_text('layers = "model.layers"\nfirst = ["model.embed_tokens"]\nlast = ["model.norm", "lm_head"]\n')
+    other.write_text('{"layers": "model.layers", "first": ["model.embed_tokens"], "last": ["model.norm", "lm_head"]}')
+    wanted = LayerPattern(layers="model.layers", first=("model.embed_tokens",), last=("model.norm", "lm_head"))
+    assert read_pattern(toml) == read_pattern(other) == wanted
+    for text, says in (
+        ('layer = "model.layers"', "unknown .'layer'.*did you mean .?layers"),
+        ('layers = "model.layers"', "lacks first, last: name the modules"),
+        ('layers = "a"\nfirst = "b"\nlast = []', "first is 'b' but must be a list"),
+        ("layers = 3\nfirst = []\nlast = []", "layers is 3 but must be of type str"),
+        ('layers = "a"\nfirst = []\nlast = []\npacks = true', "packs is proven when a run starts"),
+        ("layers =", "cannot be read as a layer pattern"),
+    ):
+        toml.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            read_pattern(toml)
+
+
+def test_rows_are_padded_where_packing_is_not_exact_unless_packed_ones_are_asked_for() -> None:
+    pattern = LayerPattern(layers="a", first=(), last=())
+    cut = ProvenCut(pattern=pattern, packed_fault="states go on")
+    settled = with_cut(TrainConfig(), cut, layout_is_named=False)
+    assert settled.plan.layout == "padded"
+    assert "rows are padded: packing is not exact" in layout_line(settled)
+    for options, changes, says in (
+        ({"layout_is_named": True}, {}, "layout is packed, but .* not exact in .*states go on.*--layout padded"),
+        ({"layout_is_named": False, "compare": True}, {}, "--compare packs rows, but .* leave --compare out"),
+        ({"layout_is_named": False}, {"rule": "packed-balanced"}, "rule packed-balanced packs rows"),
+        ({"layout_is_named": False}, {"pieces": "auto"}, "pieces of a sample need dynapipe_documents"),
+    ):
+        config = TrainConfig()
+        config = replace(config, plan=replace(config.plan, **changes))
+        with pytest.raises(ConfigError, match=says):
+            with_cut(config, cut, **options)
+    packs = ProvenCut(pattern=pattern, attention="sdpa")
+    assert with_cut(TrainConfig(), packs, layout_is_named=False).plan.layout == "packed"
+    assert ProvenCut.from_json(cut.to_json()) == cut
+
+
+def test_a_tower_of_images_stays_bit_for_bit_in_what_its_trained_text_is_saved_with(tmp_path: Path) -> None:
+    config = FAMILIES["gemma3"]()
+    torch.manual_seed(0)
+    causal_class(config)(config).save_pretrained(tmp_path / "model")
+    topology = Topology(pp=2)
+    parts = [part for rank in range(2) for part in parts_of_folder(tmp_path / "model", topology, rank)]
+    assert parts[0].pattern
+    assert parts[0].pattern.idle == ("model.vision_tower", "model.multi_modal_projector")
+    trained = {name for part in parts for name, weight in part.model.named_parameters() if weight.requires_grad}
+    assert not any("vision" in name or "projector" in name for name in trained)
+    assert not any("vision" in name for name, _ in parts[1].model.named_parameters())
+    with torch.no_grad():
+        for part in parts:
+            for name, weight in part.model.named_parameters():
+                if weight.requires_grad:
+                    weight.copy_(torch.cos(weight) + len(name))
+    save_parts(parts, tmp_path / "saved")
+    before, after = tensors_in(tmp_path / "model"), tensors_in(tmp_path / "saved")
+    changed = differences(before, after)
+    assert before.keys() == after.keys()
+    assert changed
+    assert not [name for name in changed if "vision" in name or "projector" in name]
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
+    tokens = torch.arange(8, 20)[None]
+    batch: dict[str, Any] = {"model_inputs": {}}
+    with torch.no_grad():
+        x = parts[1](parts[0](tokens, batch=batch), batch=batch)
+        torch.testing.assert_close(whole(input_ids=tokens, use_cache=False).logits, x)
