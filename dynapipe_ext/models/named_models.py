@@ -537,3 +537,39 @@ def rotary_settings(config: Any) -> list[dict[str, Any]]:
     """The rotary settings of a transformers configuration: one, or one for each kind of layers."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return [rope] if "rope_type" in rope or "rope_theta" in rope else [r for r in rope.values() if isinstance(r, dict)]
+
+
+def changing_lengths(config: Any, *, longest: int | None, row: int | None) -> dict[str, int]:
+    """Lengths in positions at which a transformers model changes its arithmetic, by the setting's name: of those that
+    documents of `longest` or rows of `row` positions (None: of any length) can exceed."""
+    config = config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    limits: dict[str, int] = {}
+    window = getattr(config, "sliding_window", None)
+    if window and (not kinds or any("sliding" in kind for kind in kinds)):
+        limits["sliding_window"] = int(window)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk and (not kinds or "chunked_attention" in kinds):
+        limits["attention_chunk_size"] = int(chunk)
+    for rope in rotary_settings(config):
+        if rope.get("rope_type") in ("dynamic", "longrope"):  # their frequencies follow the longest document of a row
+            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            limits["original_max_position_embeddings"] = int(original)
+    limits = {name: value for name, value in limits.items() if longest is None or longest > value}
+    scale = getattr(config, "floor_scale", None)
+    if getattr(config, "attn_temperature_tuning", False) and scale and (row is None or row > scale):
+        limits["floor_scale"] = int(scale)  # counts positions of the row, not of documents
+    return limits
+
+
+def shorten(config: Any, limit: str, length: int) -> None:
+    """Put one of `changing_lengths` of a configuration of text at so many positions."""
+    if limit != "original_max_position_embeddings":
+        setattr(config, limit, length)
+        return
+    for rope in rotary_settings(config):
+        rope["original_max_position_embeddings"] = length
+    if any(rope.get("rope_type") == "dynamic" for rope in rotary_settings(config)):
+        config.max_position_embeddings = length
+    if getattr(config, "original_max_position_embeddings", None):
+        config.original_max_position_embeddings = length

@@ -26,6 +26,7 @@ RIM = {
         "dynapipe_ext/batching/packing/*.py",  # tensors of transformers models; packing is numpy
         "dynapipe_ext/batch/*_attention.py",
         "dynapipe_ext/megatron.py",
+        "dynapipe_ext/models/module_tree.py",  # models without memory, on its meta device
         "dynapipe_ext/peak_memory.py",
         "executor/stages/accumulator.py",
         "executor/stages/collectives.py",
@@ -83,6 +84,7 @@ RIM = {
         "dynapipe_ext/data/preprocessing/transformers_encoder.py",  # tokenizers that only it can load
         "dynapipe_ext/batch/document_attention.py",  # registers an attention that keeps documents apart
         "dynapipe_ext/batching/packing/check.py",  # builds a small twin of the user's model
+        "dynapipe_ext/models/module_tree.py",  # the modules of any of its models
         "executor/stages/transformers/*.py",
     ),
     "peft": ("executor/stages/transformers/adapters.py",),

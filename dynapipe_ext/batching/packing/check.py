@@ -15,7 +15,7 @@ from typing import Any
 from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION
 from dynapipe_ext.batching.packing.collator import PackingCollator
 from dynapipe_ext.errors import ConfigError, ExecutionError
-from dynapipe_ext.models.named_models import rotary_settings
+from dynapipe_ext.models.named_models import changing_lengths, shorten
 
 _SHORT = 4  # positions of the twin's windows, chunks and rotary lengths
 _TWIN_DOCUMENTS = (3, 13, 5, 6)  # short ones before and behind one that crosses every limit, at no multiple of it
@@ -38,7 +38,7 @@ def check_packing(
     vocabulary = int(model.config.get_text_config().vocab_size)
     error = _difference(model, collator, _documents((5, 8), vocabulary))
     _refuse(model, collator, error, tolerance, "")
-    for limit, value in _limits(model, collator, longest).items():
+    for limit, value in changing_lengths(model.config, longest=longest, row=collator.max_tokens).items():
         twin = _twin(model, limit, _attention_of(model))
         plain = twin
         if _attention_of(model) == DOCUMENT_ATTENTION:  # it knows no rows without borders: held against another kernel
@@ -109,30 +109,6 @@ def _difference(
     return furthest / max(largest, 1e-30)
 
 
-def _limits(model: Any, collator: PackingCollator, longest: int | None) -> dict[str, int]:
-    """Lengths in positions at which the model changes its arithmetic, of those that documents or rows can exceed."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
-    limits: dict[str, int] = {}
-    window = getattr(config, "sliding_window", None)
-    if window and (not kinds or any("sliding" in kind for kind in kinds)):
-        limits["sliding_window"] = int(window)
-    chunk = getattr(config, "attention_chunk_size", None)
-    if chunk and (not kinds or "chunked_attention" in kinds):
-        limits["attention_chunk_size"] = int(chunk)
-    for rope in rotary_settings(config):
-        if rope.get("rope_type") in ("dynamic", "longrope"):  # their frequencies follow the longest document of a row
-            original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            limits["original_max_position_embeddings"] = int(original)
-    limits = {name: value for name, value in limits.items() if longest is None or longest > value}
-    scale = getattr(config, "floor_scale", None)
-    if getattr(config, "attn_temperature_tuning", False) and scale:  # counts positions of the row, not of documents
-        row = collator.max_tokens
-        if row is None or row > scale:
-            limits["floor_scale"] = int(scale)
-    return limits
-
-
 def _twin(model: Any, limit: str, attention: str) -> Any:
     """A small model of the same kind whose `limit` is `_SHORT` positions. Errors: ConfigError where there is none."""
     import torch
@@ -181,14 +157,5 @@ def _twin_config(config: Any, limit: str) -> Any:
     for name in ("intermediate_size", "intermediate_size_mlp"):
         if getattr(twin, name, None):
             setattr(twin, name, 64)
-    match limit:
-        case "sliding_window" | "attention_chunk_size" | "floor_scale":
-            setattr(twin, limit, _SHORT)
-        case _:
-            for rope in rotary_settings(twin):
-                rope["original_max_position_embeddings"] = _SHORT
-            if any(rope.get("rope_type") == "dynamic" for rope in rotary_settings(twin)):
-                twin.max_position_embeddings = _SHORT
-            if getattr(twin, "original_max_position_embeddings", None):
-                twin.original_max_position_embeddings = _SHORT
+    shorten(twin, limit, _SHORT)
     return twin

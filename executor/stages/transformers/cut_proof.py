@@ -4,14 +4,15 @@ It is run on a small model of the same class and settings (`twin`), on CPU, befo
 
 - of the cut: with every layer on a stage of its own, logits and all gradients are those of one stage, bit for bit;
 - of padded rows: logits of samples padded behind to one length are those of each alone;
-- of packed rows: so are those of documents in one row (`check_packing`), at every length that changes what the family
-  computes.
+- of packed rows: so are those of documents in one row, at every length that changes what the family computes, as
+  `check_packing` has it (windows, chunks: they are shortened, and documents cross them).
 
 It does not prove kernels of other devices, nor sizes: those are the same code.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,8 +23,6 @@ import torch
 from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION, register_document_attention
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.batching.packing.check import check_packing
-from dynapipe_ext.batching.packing.collator import PackingCollator
 from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.stages.transformers.causal import FLASH_ATTENTION, CausalCut, CausalPart, refuse_headless
 from dynapipe_ext.executor.stages.transformers.derived import derived_pattern
@@ -32,9 +31,11 @@ from dynapipe_ext.executor.stages.transformers.part import cut_out
 from dynapipe_ext.executor.stages.transformers.quiet import quietly
 from dynapipe_ext.executor.stages.transformers.twin import built_twin, token_ids, twin_config
 from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut
-from dynapipe_ext.models.named_models import rotary_settings
+from dynapipe_ext.models.named_models import changing_lengths, rotary_settings, shorten
 
 _LENGTHS = (5, 8)
+_SHORT = 4  # positions of the twin's windows, chunks and rotary lengths
+_ACROSS_LIMITS = (3, 13, 5, 6)  # short documents before and behind one that crosses them, at no multiple of _SHORT
 _TOLERANCE = 1e-4  # of the largest logit, in float32
 
 
@@ -155,25 +156,29 @@ def _with_packing(plain: Any, config: Any, pattern: LayerPattern, attentions: Se
 
 def _prove_packing(plain: Any, config: Any, pattern: LayerPattern, attention: str | None) -> None:
     """Errors: ExecutionError, ConfigError where documents of a row see one another, or the model runs no such rows."""
-    twin, name = plain, type(plain).__name__
+    name = type(plain).__name__
     try:
-        if attention:
-            twin = built_twin(type(plain), config, attention)
-        difference = _difference(twin, pattern, plain, "packed")
+        twin = built_twin(type(plain), config, attention) if attention else plain
+        _refuse_packing(name, _difference(twin, pattern, plain, "packed"))
+        _prove_stages(twin, pattern, layout="packed")
+        for limit, value in changing_lengths(config, longest=_longest(config), row=None).items():
+            short = copy.deepcopy(config)
+            shorten(short.get_text_config(), limit, _SHORT)
+            plain = built_twin(type(plain), short)
+            twin = built_twin(type(plain), short, attention) if attention else plain
+            difference = _difference(twin, pattern, plain, "packed", _ACROSS_LIMITS)
+            _refuse_packing(name, difference, f" where documents exceed its {limit} of {value}")
     except DynaPipeError:
         raise
     except Exception as error:
         raise ExecutionError(f"{name} cannot run packed rows ({in_one_line(error)})") from error
+
+
+def _refuse_packing(name: str, difference: float, where: str = "") -> None:
     if not difference <= _TOLERANCE:
         raise ExecutionError(
-            f"packed logits of {name} differ from those of single documents by {difference:.2g} of the largest"
+            f"packed logits of {name} differ from those of single documents by {difference:.2g} of the largest{where}"
         )
-    _prove_stages(twin, pattern, layout="packed")
-    check_packing(
-        twin,
-        PackingCollator(attention="cu_seqlens" if attention == DOCUMENT_ATTENTION else "positions"),
-        longest=_longest(config),
-    )
 
 
 def _longest(config: Any) -> int | None:
@@ -217,10 +222,12 @@ def _run(parts: Sequence[CausalPart], micro_batch: MicroBatch) -> dict[str, torc
     return results
 
 
-def _difference(twin: Any, pattern: LayerPattern, plain: Any, layout: Layout) -> float:
+def _difference(
+    twin: Any, pattern: LayerPattern, plain: Any, layout: Layout, lengths: Sequence[int] = _LENGTHS
+) -> float:
     """Of logits in rows of that layout, by a part, against those of single documents by `plain`, as anybody runs them;
     relative to the largest."""
-    micro_batch = MicroBatch(_samples(_LENGTHS), layout)
+    micro_batch = MicroBatch(_samples(lengths), layout)
     (part,) = _parts(twin, pattern, Topology())
     twin.eval()
     plain.eval()
@@ -228,13 +235,13 @@ def _difference(twin: Any, pattern: LayerPattern, plain: Any, layout: Layout) ->
         with torch.no_grad():
             logits = part(_tokens(twin, micro_batch), batch={"model_inputs": part.model_inputs(micro_batch)})
             rows = (
-                logits[0].split(_LENGTHS)
+                logits[0].split(list(lengths))
                 if layout == "packed"
-                else [x[:n] for x, n in zip(logits, _LENGTHS, strict=True)]
+                else [x[:n] for x, n in zip(logits, lengths, strict=True)]
             )
             alone = [
                 plain(input_ids=token_ids(plain, length, seed=seed), use_cache=False).logits[0]
-                for seed, length in enumerate(_LENGTHS)
+                for seed, length in enumerate(lengths)
             ]
     finally:
         twin.train()
