@@ -12,7 +12,7 @@ from rich.table import Table
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.models.counted import CountedModel
-from dynapipe_ext.models.named_models import LAYER_PATTERNS, config_file, raw_config, read_model
+from dynapipe_ext.models.named_models import config_file, raw_config, read_model
 from dynapipe_ext.tools.account.flops import Account, flops_account
 from dynapipe_ext.tools.console import say_loading
 
@@ -71,12 +71,10 @@ def counted_notes(counted: CountedModel, why: str) -> list[str]:
     lines = [f"counted by the modules that transformers builds, since no plan here knows the model ({why})."]
     if counted.uncounted:
         lines.append(f"Not in these FLOPs: {'; '.join(counted.uncounted)}.")
-    if counted.model_type in LAYER_PATTERNS:
-        lines.append("dynapipe train --backend transformers trains it, over pipeline stages and replicas, with tp 1.")
-    else:
-        lines.append(
-            f"dynapipe train knows no stages of model_type {counted.model_type} by name, and has no tp above 1 for it."
-        )
+    lines.append(
+        "dynapipe train --backend transformers trains it, over pipeline stages and replicas, with tp 1, where it can"
+        " prove its cut into stages."
+    )
     return lines
 
 

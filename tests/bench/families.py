@@ -32,7 +32,6 @@ from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of
 from dynapipe_ext.models.architecture import ENCODER_DECODER_FAMILIES
-from dynapipe_ext.models.named_models import ENCODER_DECODERS
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.integration.test_fine_tuning import (
     BATCH,

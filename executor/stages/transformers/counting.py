@@ -11,7 +11,7 @@ import transformers
 from transformers.pytorch_utils import Conv1D
 
 from dynapipe_ext.errors import ConfigError, in_one_line, short
-from dynapipe_ext.executor.stages.transformers.parts import quietly
+from dynapipe_ext.executor.stages.transformers.quiet import quietly
 from dynapipe_ext.models.counted import CountedAttention, CountedModel
 
 _CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
