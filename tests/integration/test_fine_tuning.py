@@ -219,7 +219,8 @@ def test_the_model_may_be_left_in_another_form_in_the_place_of_an_old_one(
     config = config.with_values(checkpoint={"output": str(link), "save_format": form})
     place.mkdir(parents=True)
     (place / "notes").write_text("old")
-    assert write_trained_model(config, run, overwrite=True) == STEPS
+    (line,) = write_trained_model(config, run, overwrite=True)
+    assert line == f"the model after step {STEPS} is in {link} ({form})"
     assert [path.name for path in place.parent.iterdir()] == ["out"]
     assert link.is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "link"}
@@ -236,7 +237,7 @@ def test_a_model_whose_place_was_taken_meanwhile_is_whole_beside_it(trained: Pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").touch()
     with pytest.raises(DataError, match=r"out cannot be put in place .*: the model is whole in .*\.out\.written"):
-        write_trained_model(config, run, overwrite=False)
+        list(write_trained_model(config, run, overwrite=False))
     assert (tmp_path / "out" / "notes").exists()
     assert tensors_in(tmp_path / ".out.written")
 
