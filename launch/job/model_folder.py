@@ -11,6 +11,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.errors import ConfigError, install_advice
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
+from dynapipe_ext.launch.job.model_cut import needs_cut
 from dynapipe_ext.launch.processes.env import visible_devices
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config, refuse_adapters
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 def refuse_unsupported(config: TrainConfig) -> None:
     """Errors: ConfigError for settings that only models of megatron-core have, or that a DeepSpeed engine has not, and
     for adapters of what peft does not adapt."""
+    if config.model.layer_pattern and not needs_cut(config):
+        raise ConfigError(
+            f"[model] layer_pattern is {config.model.layer_pattern}, which names modules of a decoder that transformers"
+            f" computes, but {config.model.architecture or 'a model of own sizes'} is none: leave it out, or give"
+            " --backend transformers and such a model"
+        )
     if config.model.uses_transformers and config.model.num_decoder_layers:
         _refuse_beside_pairs(config)
     if config.lora.enabled:

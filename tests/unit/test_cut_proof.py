@@ -17,8 +17,10 @@ from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.executor.stages.transformers.twin import built_twin, twin_config
 from dynapipe_ext.launch.job.model_cut import layout_line, with_cut
+from dynapipe_ext.launch.job.model_folder import refuse_unsupported
 from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut, read_pattern
 from dynapipe_ext.models.module_tree import causal_class
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.checkpoints import differences, tensors_in
 from tests.support.tiny_models import SIZES, one_by_one, tiny_model
@@ -64,6 +66,14 @@ def test_stages_of_any_family_learn_what_the_whole_model_learns(family: str) -> 
     )
     assert losses == pytest.approx([loss] * 4, rel=1e-5)
     assert_same(learned_gradients, gradients)
+
+
+def test_a_small_model_keeps_the_widths_of_latent_attention() -> None:
+    config = transformers.LongcatFlashConfig(n_routed_experts=8)  # as published but for its 512 experts
+    whole = causal_class(config)
+    twin = built_twin(whole, twin_config(whole, config))
+    assert twin.config.hidden_size < config.hidden_size
+    assert (twin.config.head_dim, twin.config.qk_rope_head_dim) == (config.head_dim, config.qk_rope_head_dim)
 
 
 def test_a_configuration_of_any_size_is_proven_in_a_small_model_with_all_kinds_of_its_layers() -> None:
@@ -130,6 +140,17 @@ def test_a_pattern_is_read_from_toml_and_json(tmp_path: Path) -> None:
         toml.write_text(text)
         with pytest.raises(ConfigError, match=says):
             read_pattern(toml)
+
+
+def test_a_pattern_is_refused_where_transformers_computes_no_decoder() -> None:
+    sizes = preset("llama-3.2-1b")
+    for model in ({}, {"architecture": "m", "described": sizes}, {"architecture": "m", "described": preset("t5-3b")}):
+        config = TrainConfig()
+        config = replace(config, model=replace(config.model, layer_pattern="p.toml", **model))
+        with pytest.raises(ConfigError, match=r"layer_pattern is p\.toml, which names modules of a decoder"):
+            refuse_unsupported(config)
+    computed = replace(config.model, described=sizes, backend="transformers")
+    refuse_unsupported(replace(config, model=computed).with_values(topology={"tp": 1}))
 
 
 def test_rows_are_padded_where_packing_is_not_exact_unless_packed_ones_are_asked_for() -> None:

@@ -165,7 +165,7 @@ def _few_heads(part: Any, head_dim: int = 1 << 30) -> None:
     part.num_attention_heads = min(heads, 4)
     own = getattr(part, "head_dim", None)
     head_dim = min(own or hidden // heads, head_dim)
-    if own:
+    if own and not getattr(part, "qk_rope_head_dim", None):  # in latent attention that is another width
         part.head_dim = head_dim
     part.hidden_size = part.num_attention_heads * head_dim
     if getattr(part, "mamba_n_heads", None) and getattr(part, "mamba_expand", None):
