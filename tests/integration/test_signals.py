@@ -172,6 +172,7 @@ sys.exit(cli.main(["job"]))
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child executes at once
         pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it, as nohup does
         os.execv(sys.executable, [sys.executable, "-c", code])
     while len(list(tmp_path.glob("there-*"))) < 2:
         time.sleep(0.01)

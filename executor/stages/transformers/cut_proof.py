@@ -13,6 +13,7 @@ It does not prove kernels of other devices, nor sizes: those are the same code.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -33,6 +34,7 @@ from dynapipe_ext.executor.stages.transformers.twin import built_twin, token_ids
 from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut
 from dynapipe_ext.models.named_models import changing_lengths, rotary_settings, shorten
 
+_ONE_AT_A_TIME = threading.Lock()
 _LENGTHS = (5, 8)
 _SHORT = 4  # positions of the twin's windows, chunks and rotary lengths
 _ACROSS_LIMITS = (3, 13, 5, 6)  # short documents before and behind one that crosses them, at no multiple of _SHORT
@@ -63,7 +65,8 @@ def proven_cut(
     Errors: ConfigError naming what differs where the model is cut or its rows padded.
     """
     tried = tuple(DOCUMENT_ATTENTION if name in FLASH_ATTENTION else name for name in attentions)
-    return _proven(_Subject(whole, config.to_json_string(use_diff=False), config), tried, pattern)
+    with _ONE_AT_A_TIME:  # ranks may be threads, and torch has one generator for all of them
+        return _proven(_Subject(whole, config.to_json_string(use_diff=False), config), tried, pattern)
 
 
 @lru_cache(maxsize=64)

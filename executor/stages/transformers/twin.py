@@ -67,6 +67,8 @@ def token_ids(model: Any, length: int, *, seed: int) -> torch.Tensor:
 
 def _small_configs(whole: Any, config: Any) -> Iterator[Any]:
     """Configurations of twins, the smallest first that keep what the family computes."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = None  # of the model that was built by it: such kernels may need more than ids
     model = meta_model(whole, config)
     if num_weights(model) <= _SMALL:
         small = copy.deepcopy(config)
