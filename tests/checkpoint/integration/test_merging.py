@@ -153,6 +153,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"alora_invocation_tokens": [1, 2]}, "asks for alora_invocation_tokens"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the base"),
         ({"lora_alpha": "many"}, "lora_alpha of .* is 'many'"),
+        ({"r": 99}, "says that .* has rank 99, but its A has 4 rows"),
         ({"use_dora": True}, "has no magnitude where use_dora is True"),
     ],
 )

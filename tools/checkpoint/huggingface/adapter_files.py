@@ -173,12 +173,23 @@ def _beside(
 
 def _scale(module: str, rank: int, raw: Mapping[str, Any], file: Path) -> float:
     """alpha over the rank, or over its root (rsLoRA, Kalajdzievski 2023). Errors: ConfigError."""
-    patterns = raw.get("alpha_pattern") or {}
-    key = next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
-    alpha = raw.get("lora_alpha") if key is None else patterns[key]
+    said = _of_module(module, "r", "rank_pattern", raw)
+    if said != rank:
+        raise ConfigError(
+            f"{file.parent / ADAPTER_CONFIG} says that {module} has rank {short(said)}, but its A has {rank} rows: give"
+            " the adapter_config.json that was saved with these weights"
+        )
+    alpha = _of_module(module, "lora_alpha", "alpha_pattern", raw)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ConfigError(f"{file.parent / ADAPTER_CONFIG}: lora_alpha of {module} is {short(alpha)}: give a number")
     return alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+
+
+def _of_module(module: str, name: str, patterns: str, raw: Mapping[str, Any]) -> Any:
+    """The value of a module: that of the first pattern that ends its name, else that of all."""
+    values = raw.get(patterns) or {}
+    key = next((key for key in values if re.match(rf"(.*\.)?({key})$", module)), None)
+    return raw.get(name) if key is None else values[key]
 
 
 def _refuse_unknown(raw: Mapping[str, Any], where: Path) -> None:
