@@ -75,6 +75,8 @@ class RunDirectory:
         self.path, self._is_new = _made(Path(named)) if named else _made_by_time(now or datetime.now())
         try:
             self._lock = FileLock(self.path / _LOCK, f"the run directory {self.path}")
+            for part in self.path.glob(".*.part"):  # half written by a run that was killed; no other uses the directory
+                part.unlink(missing_ok=True)
             self._before = _identity(self.path / EVENTS_FILE)
             if not (overwrite or resume) and any((self.path / name).exists() for name in _HOLDS_A_RUN):
                 self._lock.close()

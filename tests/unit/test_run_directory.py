@@ -144,3 +144,13 @@ def test_a_resumed_run_is_where_its_directory_is_now_and_keeps_its_name_where_it
     assert (place("runs/a", "runs/copy"), place("", "away/a")) == ("runs/copy", "away/a")
     os.chdir("away/a")
     assert place("runs/a", ".") == str(tmp_path / "away/a")
+
+
+def test_what_a_killed_run_left_half_written_is_gone_once_its_directory_is_used_again() -> None:
+    Path("mine").mkdir()
+    left, own = Path("mine/.trace.html.123.part"), Path("mine/notes.part")
+    left.touch()
+    own.touch()
+    with RunDirectory("mine", resume=True):
+        assert not left.exists()
+        assert own.exists()
