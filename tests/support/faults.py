@@ -85,11 +85,13 @@ class _Sites:
         self._reached[site] += 1
         if self._records:
             self._record(site)
-        while self._next < len(self._faults) and (self._folder / f"hit-{self._next}").exists():
-            self._next += 1
-        if self._next == len(self._faults):
+        number = self._next  # several threads come here
+        while number < len(self._faults) and (self._folder / f"hit-{number}").exists():
+            number += 1
+        self._next = number
+        if number == len(self._faults):
             return
-        fault = self._faults[self._next]
+        fault = self._faults[number]
         if (fault.rank, fault.site) == (self.rank, site) and self._reached[site] >= fault.count:
             self._do(fault)
 
