@@ -322,6 +322,7 @@ def test_items_of_an_array_do_not_depend_on_how_it_is_read(data):
         ("d.json", b"[]", "is empty"),
         ("d.csv", b"text,n\na,1,2\n", "row 1: it has 3 values for the 2 columns 'text', 'n'"),
         ("d.csv", b'text,n\na,1\n"b,2\n', "row 2: not read as a table"),
+        ("d.csv", b"text,n\ra,1\r", "row 1: not read as a table .*: end lines by LF, not by CR alone"),
         ("d.csv", b"text,text\na,1\n", "its first row must name each column once, but is 'text', 'text'"),
         ("d.csv", b"text,\na,1\n", "its first row must name each column once"),
         ("d.csv", b"text,n\n", "has no rows below the names of its columns"),

@@ -90,7 +90,8 @@ def table_rows(file: Path, raw: IO[bytes], pieces: PieceReader, delimiter: str) 
         except StopIteration:
             break
         except csv.Error as error:
-            raise DataError(f"{file}, row {number + 1}: not read as a table ({error}): check its quotes") from None
+            move = "end lines by LF, not by CR alone" if "new-line" in str(error) else "check its quotes"
+            raise DataError(f"{file}, row {number + 1}: not read as a table ({error}): {move}") from None
         if not row:
             continue
         if names is None:
