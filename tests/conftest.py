@@ -39,7 +39,10 @@ FOLDERS = {
     "launch": "dynapipe_ext.launch",
 }
 
-hypothesis.settings.register_profile("suite", deadline=None)  # nothing is asserted of wall time
+# The same examples each time, so that a suite fails by a change alone; `--hypothesis-profile explore` draws others.
+# Nothing is asserted of wall time.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 RunRanks = Callable[..., list[Any]]

@@ -17,6 +17,12 @@ from dynapipe_ext.launch.rank import rank_program
 SECRET = "of the launcher of this job"
 
 
+@pytest.fixture(autouse=True)
+def _keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank names its process; here that is the one of the tests."""
+    monkeypatch.setattr(rank_program, "set_process_title", lambda _: None)
+
+
 @pytest.mark.parametrize(
     ("secret", "on_one_machine", "words"),
     [

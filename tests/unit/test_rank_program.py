@@ -25,6 +25,12 @@ from tests.support.checkpoints import saved, tiny
 from tests.support.limits import LIMIT_S
 
 
+@pytest.fixture(autouse=True)
+def _keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank names its process; here that is the one of the tests."""
+    monkeypatch.setattr(rank_program, "set_process_title", lambda _: None)
+
+
 def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
     place = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
     for name, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | more).items():
