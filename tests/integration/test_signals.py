@@ -228,6 +228,27 @@ os._exit(7)
         assert process.wait(LIMIT_S) == 7
 
 
+def test_a_log_on_a_full_disk_is_lost_and_a_reader_that_rests_is_waited_for() -> None:
+    code = """
+import os, sys
+from dynapipe_ext.launch.processes.terminal import outlive_readers
+outlive_readers()
+print("words", flush=True)
+os.set_blocking(2, False)
+for _ in range(100):
+    print("words" * 2000, file=sys.stderr)
+os._exit(7)
+"""
+    with open("/dev/full", "w") as full:
+        arguments = [sys.executable, "-c", code]
+        with subprocess.Popen(arguments, stdout=full, stderr=subprocess.PIPE) as process:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)  # the pipe is full
+            assert process.stderr is not None
+            assert process.stderr.read() == (b"words" * 2000 + b"\n") * 100
+            assert process.wait(LIMIT_S) == 7
+
+
 def _pressing(folder: Path, status: int, *, times: int = 1) -> Callable[[RankEnv], int]:
     """What ranks do of which the first presses Ctrl-C so many `times`: once all are there, then each time that it is
     asked to save. After the last time they save and end with `status`."""
