@@ -28,7 +28,7 @@ MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """How long the run is, and what it writes. `epochs` above 0 counts passes over the data and replaces `steps`. The
-    figures of all ranks are gathered every `log_every` steps. trace.html draws the last `traced_steps`. An empty
+    figures of all ranks are gathered every `log_every` steps. The run's page draws the last `traced_steps`. An empty
     `run_dir` means a new directory under runs/, named by the time. `wandb` is the name of a project of Weights &
     Biases."""
 

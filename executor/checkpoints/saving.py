@@ -128,7 +128,7 @@ class PeriodicCheckpoints:
     Saves are due by `settings`; rank 0 has what `unasked` ones need, and decides on those. Where settings keep the best
     checkpoint, a save is also due for a validation loss below all before, and below `least_validation_loss`, that of
     the checkpoints which a resumed run already has. `state(done, progress)` describes the run after a step; `progress`
-    begins at that of a resumed run.
+    begins at that of a resumed run. `saved(done, seconds)` is told of each save, for which training waited so long.
     `num_samples(done)` counts the samples of the step's batch. Once a signal has asked any rank to end, all ranks save
     and raise SystemExit with 128 and the signal's number.
     """
@@ -145,12 +145,13 @@ class PeriodicCheckpoints:
         progress: RunProgress,
         least_validation_loss: float = math.inf,
         unasked: UnaskedSaves | None = None,
+        saved: Callable[[StepDone, float], object] = lambda done, seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._saver, self._settings, self._state, self._request = saver, settings, state, request
         self._num_steps, self._num_samples, self._progress, self._clock = num_steps, num_samples, progress, clock
         self._saved_s, self._save_took_s, self._unasked = clock(), 0.0, unasked
-        self._least_loss = least_validation_loss
+        self._least_loss, self._saved = least_validation_loss, saved
 
     def step_done(self, done: StepDone) -> None:
         self._progress = self._progress.and_step(done.loss, self._num_samples(done))
@@ -166,6 +167,7 @@ class PeriodicCheckpoints:
             self._saver.save(self._state(done, self._progress))
             self._saved_s = self._clock()
             self._save_took_s = self._saved_s - start_s
+            self._saved(done, self._save_took_s)
         if is_last or vote.end_signal is not None:
             self._saver.advance(wait=True)
         if vote.end_signal is not None:

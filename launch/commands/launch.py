@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import get_args
 
-from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.job import requested
@@ -67,6 +67,7 @@ from dynapipe_ext.launch.processes.restarts import RestartedJob, RestartLimits, 
 from dynapipe_ext.launch.processes.terminal import outlive_readers
 from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.account.run_events import EVENTS_FILE, note
 
 _EPILOG = """examples:
   dynapipe launch --config mine.toml
@@ -256,7 +257,11 @@ def _restarted(args: argparse.Namespace, job: LaunchedJob, run_dir: Path, start:
         return hosts_away(shlex.split(args.ssh), hosts, _host_of(endpoint), int(endpoint.rpartition(":")[2]))
 
     def start_or_again(hosts: tuple[Host, ...]) -> NodeEnd:
-        return start(hosts, next(num_starts) > 0)
+        end = start(hosts, next(num_starts) > 0)
+        if end.may_restart and (run_dir / EVENTS_FILE).exists():
+            with suppress(DataError):  # a full disk is no reason not to restart
+                note(run_dir, "fault", None, end.cause or f"ranks failed (exit status {end.status})")
+        return end
 
     return RestartedJob(start=start_or_again, newest=newest, is_done=has_all_steps, away=away)
 

@@ -1,6 +1,6 @@
 """One directory a run: claimed at its start, filled once it trains, gone again where it never did.
 
-runs/2026-11-22T01-30-00/   config.toml costs.json data events.jsonl report.json loss.png trace.html …
+runs/2026-11-22T01-30-00/   config.toml costs.json data events.jsonl report.json index.html …
 runs/latest                 a link to the newest that has begun
 runs/tokenized/HASH/        tokens, by what they were made from: runs share them
 """
@@ -18,7 +18,7 @@ from dynapipe_ext.executor.checkpoints.disk_room import AUTO_SAVE_S, lacks_room
 from dynapipe_ext.launch.processes.scratch import FileLock, is_held
 from dynapipe_ext.settings.tables import CheckpointSettings
 from dynapipe_ext.tools.account.report import RunReport
-from dynapipe_ext.tools.account.run_events import EVENTS_FILE
+from dynapipe_ext.tools.account.run_events import EVENTS_FILE, HISTORY_FILE
 from dynapipe_ext.tools.console import counted
 
 CHECKPOINTS = "checkpoints"
@@ -30,10 +30,12 @@ _LEFT_BY_A_RUN = (
     "config.toml",
     "costs.json",
     "data",
+    HISTORY_FILE,
+    "index.html",
     "loss.png",
     "tensorboard",
     "trace.chrome.json",
-    "trace.html",
+    "trace.html",  # of older versions
     "trace.json",
 )
 

@@ -53,10 +53,12 @@ from dynapipe_ext.launch.run.outcome import (
     spans_to_bytes,
     write_outcome,
 )
+from dynapipe_ext.launch.run.page import LivePage
 from dynapipe_ext.launch.run.trained_model import keep_model_files, write_trained_model
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import StoreInfo
+from dynapipe_ext.tools.account.run_series import RunSoFar
 from dynapipe_ext.tools.console import say_loading
 
 if TYPE_CHECKING:  # they import torch, one of them Megatron
@@ -254,25 +256,26 @@ def _run(context: RankContext) -> list[Spans]:
     from dynapipe_ext.launch.rank.variant_run import gather_bytes
 
     job = context.job
-    chosen, traced = variants(job.config, compare=job.compare), TracedSpans()
+    chosen = variants(job.config, compare=job.compare)
     first_step = 0 if job.resumed is None else read_manifest(job.resumed).run.step
-    if context.rank == 0:
-        _fill_run_directory(context, chosen, first_step)
+    so_far = _fill_run_directory(context, chosen, first_step) if context.rank == 0 else None
+    kept = _Kept(TracedSpans(), LivePage(job.run_dir, so_far), first_step)
     for turn in turns(len(chosen), context.device.type):
         with ExitStack() as listening:
             running = [
-                listening.enter_context(closing(_steps(context, chosen, index, turn, traced, first_step, listening)))
+                listening.enter_context(closing(_steps(context, chosen, index, turn, listening, kept)))
                 for index in turn
             ]
             for _ in zip_longest(*running):  # a step of each in turn
                 pass
         with named_collectives("end of the steps"):
             dist.barrier()
-    gathered = gather_bytes(spans_to_bytes(traced.spans), "traced actions of all ranks", context.device)
+    gathered = gather_bytes(spans_to_bytes(kept.traced.spans), "traced actions of all ranks", context.device)
     return [spans_from_bytes(data) for data in gathered]
 
 
-def _fill_run_directory(context: RankContext, chosen: Sequence[Variant], first_step: int) -> None:
+def _fill_run_directory(context: RankContext, chosen: Sequence[Variant], first_step: int) -> RunSoFar | None:
+    """What a run that goes on has done before; None of a new one."""
     from dynapipe_ext.executor.device import device_bytes, device_name
 
     job, device = context.job, context.device
@@ -287,8 +290,17 @@ def _fill_run_directory(context: RankContext, chosen: Sequence[Variant], first_s
     if job.resumed is None:
         begin_run(job, facts, chosen)
         keep_model_files(job.config, job.run_dir)
-    else:
-        resume_run(job, facts, first_step)
+        return None
+    return resume_run(job, facts, first_step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What stays of the steps of all variants, which go on after `first_step` steps."""
+
+    traced: TracedSpans
+    page: LivePage
+    first_step: int
 
 
 def _steps(
@@ -296,19 +308,18 @@ def _steps(
     chosen: Sequence[Variant],
     index: int,
     turn: Sequence[int],
-    traced: TracedSpans,
-    first_step: int,
     listening: ExitStack,
+    kept: _Kept,
 ) -> Generator[StepDone, None, None]:
     """The steps of a variant that is run beside others of its turn, with those who listen until all have ended."""
     from dynapipe_ext.launch.rank.variant_run import run_variant
 
-    config, run_dir = context.job.config, context.job.run_dir
-    listeners: list[Listener] = [] if index else [traced]
+    config = context.job.config
+    listeners: list[Listener] = [] if index else [kept.traced]
     if context.rank == 0:
-        listeners += written(config, run_dir, chosen[index], index)
+        listeners += written(config, kept.page, chosen[index], index)
         if index == turn[0]:
-            listeners.append(shown(config, [chosen[i].name for i in turn if i], first_step))
+            listeners.append(shown(config, [chosen[i].name for i in turn if i], kept.first_step))
     for listener in listeners:
         listening.callback(listener.close)
     namespace = f"{context.store.namespace}/{index}"

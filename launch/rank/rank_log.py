@@ -19,6 +19,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Recorder
 from dynapipe_ext.launch.job.configured import Variant
 from dynapipe_ext.launch.processes.env import RankEnv
+from dynapipe_ext.launch.run.page import LivePage, PageListener
 from dynapipe_ext.settings.tables import DebugSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span
@@ -111,9 +112,11 @@ def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
         log.say("ended well")
 
 
-def written(config: TrainConfig, run_dir: Path, variant: Variant, index: int) -> list[Listener]:
-    """Those that keep a variant's steps, the run's own one being `index` 0."""
-    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name)]
+def written(config: TrainConfig, page: LivePage, variant: Variant, index: int) -> list[Listener]:
+    """Those that keep a variant's steps in the run's directory, the run's own one being `index` 0."""
+    run_dir = page.run_dir
+    events = EventsFile(run_dir / EVENTS_FILE, variant.name)
+    listeners: list[Listener] = [events, PageListener(page, variant.name)]
     if config.run.wandb and not index:
         listeners.append(WandbRun(config.run.wandb, run_dir, config.to_json()))
     if config.run.tensorboard:

@@ -52,6 +52,8 @@ from dynapipe_ext.launch.rank.references import ReferencePass
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.account.run_events import note
+from dynapipe_ext.tools.console import seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +301,9 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
             validation_loss=done.evaluation.loss if done.evaluation else None,
         )
 
+    def noted(done: StepDone, took_s: float) -> None:
+        note(job.run_dir, "save", done.number, f"a checkpoint; training waited {seconds(took_s)} for it")
+
     num_moments, unasked = config.deepspeed.num_moments, None
     num_bytes = bytes_of_checkpoint(_num_trained(context, built), config.model.dtype, num_moments)
     if context.rank == 0:
@@ -314,6 +319,7 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
         progress=progress,
         least_validation_loss=least_loss,
         unasked=unasked,
+        saved=noted if context.rank == 0 else lambda done, took_s: None,
     )
 
 

@@ -42,6 +42,7 @@ from dynapipe_ext.launch.job.run_directory import (
 from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.processes.env import launcher, under_torchrun
+from dynapipe_ext.launch.run.page import write_page
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import held_bytes
@@ -59,17 +60,18 @@ from dynapipe_ext.tools.account.report import (
 from dynapipe_ext.tools.account.run_events import (
     EVENTS_FILE,
     VariantLabel,
-    curves,
+    note,
     read_events,
     report_of,
     resume_events,
     start_events,
-    validation_points,
 )
+from dynapipe_ext.tools.account.run_series import RunSoFar
 from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.files import toml_of, write_atomic
-from dynapipe_ext.tools.show.loss_curve import write_loss_png
-from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
+from dynapipe_ext.tools.show.loss_curve import curves, validation_points, write_loss_png
+from dynapipe_ext.tools.show.run_page import PAGE_FILE
+from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file
 
 Spans = Mapping[int, Sequence[Span]]  # by the step's number from 0; seconds from the first start on any rank
 
@@ -112,18 +114,22 @@ def begin_run(job: SettledJob, facts: RunFacts, chosen: Sequence[Variant]) -> No
     _link_data(run_dir, job.data)
     labels = [VariantLabel(one.name, one.config.plan.layout, one.config.plan.schedule) for one in chosen]
     start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)
+    note(run_dir, "begun", 0, f"{counted(facts.topology.world_size, 'rank')}, {facts.device}")
     point_latest_at(run_dir)
 
 
-def resume_run(job: SettledJob, facts: RunFacts, step: int) -> None:
-    """Make a directory one of a run that goes on after `step` steps: what came later is run again."""
+def resume_run(job: SettledJob, facts: RunFacts, step: int) -> RunSoFar:
+    """Make a directory one of a run that goes on after `step` steps: what came later is run again. Returns the run as
+    it then stands."""
     run_dir, config = job.run_dir, job.config
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
     if (run_dir / "data").is_symlink() or not (run_dir / "data").exists():  # else a copy that holds the data itself
         _link_data(run_dir, job.data)  # it may have been moved
     forget_fitted(run_dir, step)
-    resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
+    events = resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
+    note(run_dir, "resumed", step, f"{counted(facts.topology.world_size, 'rank')}, {facts.device}")
     point_latest_at(run_dir)
+    return RunSoFar.of(events)
 
 
 def _link_data(run_dir: Path, data: RunData) -> None:
@@ -141,23 +147,27 @@ def write_outcome(job: SettledJob, costs: RunCosts, spans: Sequence[Spans]) -> N
     simulated = {
         done.step: _simulated(config, costs.at(done.step), data.train.lengths, done, shared_cores) for done in traced
     }
-    _write_traces(run_dir, config.plan, facts.topology, spans, simulated, shared_cores)
+    record = _write_traces(run_dir, config.plan, facts.topology, spans, simulated, shared_cores)
     _write_curve(run_dir, report)
+    note(run_dir, "ended", len(steps), "all steps are done")
+    write_page(run_dir, RunSoFar.of(events), record=record)
     report.write(run_dir / "report.json")  # the last: by it a run has ended
     console = Console()
     console.print(summary_table(report))
     if report.compare:
         console.print(compare_table(report))
-    console.print(f"report.json, loss.png and trace.html are in {run_dir}", highlight=False)
+    console.print(f"the page of the run: {run_dir / PAGE_FILE}", markup=False, highlight=False, soft_wrap=True)
 
 
 def write_unfinished(run_dir: Path, reason: str, command: str) -> None:
-    """Write report and curve of what ran before a run ended early, and say what of it is saved. `command` goes on with
-    a run."""
+    """Write report, curve and page of what ran before a run ended early, and say what of it is saved. `command` goes
+    on with a run."""
     events = read_events(run_dir / EVENTS_FILE)
     report = report_of(events, unfinished=reason)
     report.write(run_dir / "report.json")
     _write_curve(run_dir, report)
+    note(run_dir, "ended", report.result.first_step + report.steps, f"early: {reason}")
+    write_page(run_dir, RunSoFar.of(events), unfinished=reason)
     done = f"{report.steps} of {counted(events.num_steps, 'step')} ran: what is known of them is in {run_dir}"
     saved = _saved_line(run_dir, "" if report.compare else command)
     Console(stderr=True, highlight=False).print(f"{done}\n{saved}", markup=False, soft_wrap=True)
@@ -231,7 +241,7 @@ def _write_traces(
     spans: Sequence[Spans],
     simulated: Mapping[int, Trace],
     shared_cores: int | None,
-) -> None:
+) -> TraceRecord:
     measured = tuple(
         merge((Trace(tuple(rank.get(step, ()))) for rank in spans), f"step {step + 1}").with_pieces_of(planned)
         for step, planned in simulated.items()
@@ -245,21 +255,13 @@ def _write_traces(
         measured=measured,
         simulated=tuple(simulated.values()),
         title=f"Pipeline timeline, TP{topology.tp} x PP{topology.pp} x DP{topology.dp}",
-        subtitle=f"{plan.layout} layout, {plan.schedule} schedule; measured above simulated",
+        subtitle=f"{plan.layout} layout, {plan.schedule} schedule; simulated above measured",
         notes=notes,
         rank_names=names,
     )
     write_trace_file(run_dir / "trace.json", record)
-    write_trace_html(
-        run_dir / "trace.html",
-        measured=record.measured,
-        simulated=record.simulated,
-        title=record.title,
-        subtitle=record.subtitle,
-        notes=notes,
-        rank_names=names,
-    )
     write_chrome_trace(run_dir / "trace.chrome.json", [*record.measured, *record.simulated])
+    return record
 
 
 def page_notes(world_size: int, shared_cores: int | None, *, fill_waits: bool) -> tuple[str, ...]:

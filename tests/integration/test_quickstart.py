@@ -132,7 +132,7 @@ def test_a_fresh_clone_trains_eight_ranks_with_one_command(first_run: Path) -> N
     assert report["topology"] == {"tp": 2, "pp": 2, "dp": 2}
     assert report["losses"][-1] < report["losses"][0]
     assert (first_run / "runs/x/loss.png").exists()
-    assert (first_run / "runs/x/trace.html").exists()
+    assert (first_run / "runs/x/index.html").exists()
 
 
 @pytest.mark.slow

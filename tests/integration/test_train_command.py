@@ -21,7 +21,7 @@ from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
-from dynapipe_ext.tools.account.run_events import read_events
+from dynapipe_ext.tools.account.run_events import read_events, read_history
 from dynapipe_ext.tools.show.timeline import read_trace_file
 from tests.support.given_costs import write_costs
 from tests.support.limits import LIMIT_S
@@ -147,8 +147,17 @@ def test_eight_ranks_leave_a_whole_report_a_curve_and_a_page(preloaded: Preloade
     assert re.match(r"\d+\.\d+", report["store"]["version"])
 
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    page = (run_dir / "trace.html").read_text()
+    page = (run_dir / "index.html").read_text()
     assert "dp1 pp1 tp1" in page
+    for words in (
+        "did 2 of 2 steps, on 8 ranks (TP2 × PP2 × DP2)",
+        "Gradient norm",
+        "Slowest actions",
+        ">events.jsonl<",
+    ):
+        assert words in page
+    assert page.count("<svg") == 8
+    assert [one.kind for one in read_history(run_dir)] == ["begun", "save", "ended"]
     assert not re.search(r"""(?:src|href)\s*=\s*["']?\s*(?:https?:)?//""", page)
     assert not re.search(r"@import|url\(\s*[\"']?https?:|fetch\(", page)
     spans = [event for event in _chrome(run_dir) if event.get("ph") == "X"]

@@ -20,13 +20,12 @@ from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
 from dynapipe_ext.tools.account.run_events import (
     EventsFile,
     VariantLabel,
-    curves,
     read_events,
     report_of,
     resume_events,
     start_events,
-    validation_points,
 )
+from dynapipe_ext.tools.show.loss_curve import curves, validation_points
 from dynapipe_ext.tools.step_listeners import TensorBoardFile, scalars
 from tests.support.steps import a_step
 

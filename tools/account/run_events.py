@@ -2,6 +2,8 @@
 
 The first line has the run's facts and its variants (`--compare` runs several). So a run that was interrupted has left
 everything that its report needs. Step numbers for people count from 1.
+
+history.jsonl has a line for what happened around the steps: begun, a save, resumed, a fault, ended.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from dynapipe_ext.errors import DataError, writing_move
 from dynapipe_ext.executor.events import AllRanks, DriftingShape, StepDone, furthest_off
@@ -33,10 +36,12 @@ from dynapipe_ext.tools.account.report import (
     work_from,
 )
 from dynapipe_ext.tools.files import Fields, parse_json, write_atomic, writing_in
-from dynapipe_ext.tools.show.loss_curve import CurvePoint
 
 FORMAT = "dynapipe-events/1"
 EVENTS_FILE = "events.jsonl"
+HISTORY_FILE = "history.jsonl"
+_MOST_HAPPENINGS = 500  # that are read, the latest
+HappeningKind = Literal["begun", "save", "resumed", "fault", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +76,10 @@ def _line(variant: str, done: StepDone) -> str:
     return json.dumps({"variant": variant, **step_json(done)}, allow_nan=False) + "\n"
 
 
-def resume_events(path: Path, step: int, facts: RunFacts, *, num_steps: int) -> None:
-    """Keep the first `step` steps of a run that resumes there and goes on to `num_steps`. `facts` are the new ones,
-    since a run may resume with another topology. The file is replaced whole or not at all. Errors: DataError."""
+def resume_events(path: Path, step: int, facts: RunFacts, *, num_steps: int) -> RunEvents:
+    """Keep the first `step` steps of a run that resumes there and goes on to `num_steps`; what the file then has.
+    `facts` are the new ones, since a run may resume with another topology. The file is replaced whole or not at all.
+    Errors: DataError."""
     events = read_events(path)
     if len(events.variants) > 1:
         raise DataError(
@@ -86,8 +92,10 @@ def resume_events(path: Path, step: int, facts: RunFacts, *, num_steps: int) -> 
             f"{path} ends after step {num_steps_held} but the checkpoint is of step {step}, so losses are lost: put the"
             " whole file back, or remove the checkpoints behind its end and resume from an earlier one"
         )
-    lines = [_line(label.name, done) for label, steps in events.variants for done in steps if done.step < step]
+    kept = tuple((label, tuple(done for done in steps if done.step < step)) for label, steps in events.variants)
+    lines = [_line(label.name, done) for label, steps in kept for done in steps]
     write_atomic(path, _header(facts, labels, num_steps) + "".join(lines))
+    return RunEvents(facts=facts, num_steps=num_steps, variants=kept)
 
 
 class EventsFile:
@@ -109,6 +117,43 @@ class EventsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """What happened to a run after so many `steps` (None: unknown), in words; `date` is ISO 8601."""
+
+    date: str
+    kind: HappeningKind
+    steps: int | None
+    text: str
+
+
+def note(run_dir: Path, kind: HappeningKind, steps: int | None, text: str) -> None:
+    """Add a line to a run's history, now. Errors: DataError where it cannot be written."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    path = run_dir / HISTORY_FILE
+    with writing_in(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(Happening(now, kind, steps, text))) + "\n")
+
+
+def read_history(run_dir: Path) -> tuple[Happening, ...]:
+    """The latest of what a run's history holds, in order. Lines that a kill has cut, and those of other versions, are
+    left out; so is a file that is absent."""
+    try:
+        lines = (run_dir / HISTORY_FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    happenings = []
+    for line in lines[-_MOST_HAPPENINGS:]:
+        with suppress(DataError):
+            fields = Fields(parse_json(line, HISTORY_FILE, "a run's history"), HISTORY_FILE)
+            kind = fields.one("kind", str)
+            if kind in get_args(HappeningKind):
+                steps = None if fields.raw("steps") is None else fields.one("steps", int)
+                words = fields.one("date", str), fields.one("text", str)
+                happenings.append(Happening(words[0], cast(HappeningKind, kind), steps, words[1]))
+    return tuple(happenings)
 
 
 def read_events(path: Path) -> RunEvents:
@@ -149,26 +194,6 @@ def report_of(events: RunEvents, *, unfinished: str | None) -> RunReport:
     """The report of the steps that have run."""
     ours, *others = (_result(label, steps) for label, steps in events.variants)
     return RunReport(facts=events.facts, result=ours, compare=tuple(others) or None, unfinished=unfinished)
-
-
-def curves(report: RunReport) -> dict[str, list[CurvePoint]]:
-    """The loss curves of a report, by name."""
-    return {
-        result.name: [
-            (number, tokens, loss)
-            for number, (tokens, loss) in enumerate(
-                zip(accumulate(result.real_tokens_per_step), result.losses, strict=True), result.first_step + 1
-            )
-        ]
-        for result in (report.result, *(report.compare or ()))
-    }
-
-
-def validation_points(report: RunReport) -> list[CurvePoint]:
-    """The validation losses of the job itself, as points for its loss curve."""
-    result = report.result
-    tokens = list(accumulate(result.real_tokens_per_step))
-    return [(done.number, tokens[done.step - result.first_step], done.loss) for done in result.evaluations]
 
 
 def _result(label: VariantLabel, steps: Sequence[StepDone]) -> RunResult:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, DataError, install_advice
+from dynapipe_ext.tools.account.report import RunReport
 
 CurvePoint = tuple[int, int, float]  # step, real tokens seen up to and including it, loss
 
@@ -15,6 +17,26 @@ CurvePoint = tuple[int, int, float]  # step, real tokens seen up to and includin
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.5, 1.3)), (0, (6, 1.5, 1.5, 1.5)))
 _INK, _GRID = "#2b3440", "#e4e8ed"
+
+
+def curves(report: RunReport) -> dict[str, list[CurvePoint]]:
+    """The loss curves of a report, by name."""
+    return {
+        result.name: [
+            (number, tokens, loss)
+            for number, (tokens, loss) in enumerate(
+                zip(accumulate(result.real_tokens_per_step), result.losses, strict=True), result.first_step + 1
+            )
+        ]
+        for result in (report.result, *(report.compare or ()))
+    }
+
+
+def validation_points(report: RunReport) -> list[CurvePoint]:
+    """The validation losses of the job itself, as points for its loss curve."""
+    result = report.result
+    tokens = list(accumulate(result.real_tokens_per_step))
+    return [(done.number, tokens[done.step - result.first_step], done.loss) for done in result.evaluations]
 
 
 def smooth(losses: Sequence[float], window: int) -> list[float]:

@@ -1,6 +1,6 @@
 """The timeline of a run as one self-contained HTML page, as Chrome JSON, and as a small file from which to redraw it.
 
-A page shows one step at a time: its measured spans above the simulated ones, on one time axis. Bubble ratios count
+A page shows one step at a time: its simulated spans above the measured ones, on one time axis. Bubble ratios count
 waits as idle time, since a rank that waits for a peer does no work.
 """
 
@@ -150,33 +150,49 @@ def write_trace_html(
     notes: Sequence[str] = (),
     rank_names: Mapping[int, str],
 ) -> None:
-    """Write one page that needs no network: the timeline of every rank, measured above simulated.
+    """Write one page that needs no network: the timeline of every rank, simulated above measured.
 
     `rank_names` ("dp0 pp1 tp0") group the rows by replica and order them by pipeline rank. Ranks without a name show
     their number. Errors: DataError for spans with times that are not finite, or that end before they start.
     """
+    record = TraceRecord(measured=tuple(measured), simulated=tuple(simulated), rank_names=rank_names)
+    heading = f'<h1>{html.escape(title)}</h1><p class="subtitle">{html.escape(subtitle)}</p>'
+    body = f'<header class="heading">{heading}</header>\n{notes_html(notes)}\n{timeline_html(record)}'
+    write_atomic(path, page_html(title, body))
+
+
+def page_html(title: str, body: str, *, styles: Sequence[str] = (), head: str = "") -> str:
+    """A whole page around a body, with no part outside of it; `styles` are further files of this package's pages."""
+    style = "".join(map(_page_part, ("page.css", *styles)))
+    return _filled("page.html", {"TITLE": html.escape(title), "STYLE": style, "HEAD": head, "BODY": body})
+
+
+def notes_html(notes: Sequence[str]) -> str:
+    """A box with what readers must know; empty without any."""
+    shown_notes = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    return f'<aside class="notes" role="note">{shown_notes}</aside>' if notes else ""
+
+
+def timeline_html(record: TraceRecord) -> str:
+    """The part of a page that draws the steps of a record, with all that it needs; once a page. Errors: DataError, as
+    of `write_trace_html`."""
+    names = record.rank_names
     steps = [
         {
             "name": name,
-            "measured": _pane(ours, rank_names) if ours else None,
-            "simulated": _pane(theirs, rank_names) if theirs else None,
+            "measured": _pane(ours, names) if ours else None,
+            "simulated": _pane(theirs, names) if theirs else None,
         }
-        for name, ours, theirs in pair_steps(measured, simulated)
+        for name, ours, theirs in pair_steps(record.measured, record.simulated)
     ]
-    data = {"steps": steps, "rank_names": {str(rank): name for rank, name in sorted(rank_names.items())}}
-    shown_notes = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    parts = {
-        "TITLE": html.escape(title),
-        "SUBTITLE": html.escape(subtitle),
-        "NOTES": f'<aside class="notes" role="note">{shown_notes}</aside>' if notes else "",
-        "STYLE": _page_part("page.css"),
-        "VIEW": _page_part("view.js"),
-        "DRAW": _page_part("draw.js"),
-        "INPUT": _page_part("input.js"),
-        "DATA": script_json(data),
-    }
-    page = re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _page_part("page.html"))
-    write_atomic(path, page)
+    data = {"steps": steps, "rank_names": {str(rank): name for rank, name in sorted(names.items())}}
+    scripts = {"VIEW": _page_part("view.js"), "DRAW": _page_part("draw.js"), "INPUT": _page_part("input.js")}
+    return _filled("timeline.html", {**scripts, "DATA": script_json(data)})
+
+
+def _filled(template: str, parts: Mapping[str, str]) -> str:
+    """What a template has in double braces, replaced once: marks in what is filled in stay."""
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _page_part(template))
 
 
 def script_json(value: Any) -> str:

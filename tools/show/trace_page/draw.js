@@ -343,7 +343,7 @@ function showStep(index) {
   state.extent = [0, Math.max(1, ...filled.map((pane) => pane.last)) * 1.005];
   [state.from, state.to] = state.extent;
   colours = palette(Math.max(1, ...filled.map((pane) => pane.numChunks)));
-  panes = [...document.querySelectorAll(".pane")].map((section, k) => buildPane(section, data[k]));
+  panes = ["measured", "simulated"].map((name, k) => buildPane(document.querySelector(`.pane[data-pane=${name}]`), data[k]));
   byId("step").value = String(index);
   byId("previous").disabled = index <= 0;
   byId("next").disabled = index >= record.steps.length - 1;

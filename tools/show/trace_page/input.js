@@ -199,7 +199,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   buildLegend();
   draw();
 });
-new ResizeObserver(resize).observe(document.querySelector("main"));
+new ResizeObserver(resize).observe(byId("panes"));
 addEventListener("hashchange", openAddress);
 addEventListener("scroll", redraw, { passive: true });
 addEventListener("resize", resize);
