@@ -117,7 +117,7 @@ class PlacementSearch:
             bubble_ratio=bubbles / max(1, len(self.batches)),
         )
 
-    def _busiest_ns(self, topology: Topology) -> tuple[int, tuple[int, ...]]:
+    def _busiest_ns(self, topology: Topology) -> tuple[int, tuple[float, ...]]:
         """Work of the busiest rank with every sample of the first batch by itself: what moving layers changes first."""
         samples, planner = self.batches[0] if self.batches else (), self.planner_over(topology)
         alone = [MicroBatch((sample,), planner.layout, pad_multiple=planner.pad_multiple) for sample in samples]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
@@ -60,11 +60,74 @@ class Coordinates:
 
 
 @dataclass(frozen=True, slots=True)
+class StageLayers:
+    """Layers of one stage, counted from 0: those whose attention it computes, and those whose MLP.
+
+    They are the same where the stage is cut between layers. A cut inside a layer, between attention and MLP, leaves the
+    attention to the stage before it and the MLP to the one behind it. What crosses is the same hidden states.
+    """
+
+    attention: range
+    mlp: range
+
+    @property
+    def whole(self) -> range:
+        """The layers of which the stage has both halves."""
+        return range(self.attention.start, max(self.attention.start, self.mlp.stop))
+
+    @property
+    def held(self) -> range:
+        """The layers of which the stage has a half or both."""
+        return range(self.mlp.start if self.mlp else self.attention.start, self.attention.stop)
+
+    @property
+    def attention_half(self) -> range:
+        """The layer of which the stage has the attention alone; empty if there is none."""
+        return range(max(self.mlp.stop, self.attention.start), self.attention.stop)
+
+    @property
+    def mlp_half(self) -> range:
+        """The layer of which the stage has the MLP alone; empty if there is none."""
+        return range(self.mlp.start, min(self.attention.start, self.mlp.stop))
+
+
+def layers_of_cut(layers_per_stage: Sequence[float]) -> tuple[StageLayers, ...]:
+    """The layers of every stage, whose numbers of layers are whole or end in .5.
+
+    >>> for stage in layers_of_cut((1.5, 1, 0.5)):
+    ...     print(stage.attention, stage.mlp, list(stage.whole))
+    range(0, 2) range(0, 1) [0]
+    range(2, 3) range(1, 2) []
+    range(3, 3) range(2, 3) []
+    """
+    ends = [int(2 * end) for end in accumulate(layers_per_stage, initial=0)]  # in halves: attention, MLP, attention, …
+    return tuple(
+        StageLayers(range((begin + 1) // 2, (end + 1) // 2), range(begin // 2, end // 2))
+        for begin, end in pairwise(ends)
+    )
+
+
+def refuse_half_layers(layers_per_stage: Sequence[float], who: str) -> tuple[int, ...]:
+    """The numbers of layers of stages that are cut between layers. Errors: ConfigError for a cut inside a layer.
+
+    >>> refuse_half_layers((3, 5), "this model")
+    (3, 5)
+    """
+    if any(count != int(count) for count in layers_per_stage):
+        raise ConfigError(
+            f"layers_per_stage {tuple(layers_per_stage)} cuts a layer between attention and MLP, which {who} cannot be:"
+            " give whole numbers"
+        )
+    return tuple(map(int, layers_per_stage))
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Degrees of parallelism, the stages and their placement on pipeline ranks.
 
     Ranks are laid out in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent ranks.
-    `layers_per_stage` may be uneven; `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank s).
+    `layers_per_stage` may be uneven, and half layers: 8.5 ends or begins between attention and MLP. Whole numbers are
+    int, others float. `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank s).
 
     >>> Topology(tp=2, pp=2, dp=2).coordinates(5)
     Coordinates(tp_rank=1, pp_rank=1, dp_rank=0)
@@ -73,7 +136,7 @@ class Topology:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    layers_per_stage: tuple[int, ...] = ()
+    layers_per_stage: tuple[float, ...] = ()
     placement: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,8 +152,7 @@ class Topology:
             raise ConfigError(
                 f"layers_per_stage has {len(self.layers_per_stage)} entries for {self.num_stages} stages: give one each"
             )
-        if any(n < 0 for n in self.layers_per_stage):
-            raise ConfigError(f"layers_per_stage {self.layers_per_stage} has a negative count")
+        object.__setattr__(self, "layers_per_stage", counts_of_layers(self.layers_per_stage))
 
     @property
     def world_size(self) -> int:
@@ -141,6 +203,15 @@ class Topology:
     def rank(self, *, tp_rank: int, pp_rank: int, dp_rank: int) -> int:
         return tp_rank + self.tp * (dp_rank + self.dp * pp_rank)
 
+    @property
+    def has_half_layers(self) -> bool:
+        return any(isinstance(count, float) for count in self.layers_per_stage)
+
+    @property
+    def stage_layers(self) -> tuple[StageLayers, ...]:
+        """The layers of every stage, where `layers_per_stage` says them."""
+        return layers_of_cut(self.layers_per_stage)
+
     def with_layers(self, num_layers: int) -> Topology:
         """The same topology with `layers_per_stage` filled in evenly: layer i of T lies on stage i * S // T.
 
@@ -160,6 +231,17 @@ class Topology:
         first = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]  # layers of a stage and after
         layers = tuple(end - begin for begin, end in pairwise(first))
         return Topology(tp=self.tp, pp=self.pp, dp=self.dp, layers_per_stage=layers, placement=self.placement)
+
+
+def counts_of_layers(counts: Sequence[float]) -> tuple[float, ...]:
+    """Whole numbers as int, halves as float. Errors: ConfigError for any other number."""
+    for count in counts:
+        if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < math.inf or count * 2 % 1:
+            raise ConfigError(
+                f"layers_per_stage {short(tuple(counts))} has {short(count)}: give numbers of layers of at least 0, in"
+                " halves, like 8 or 8.5"
+            )
+    return tuple(int(count) if count == int(count) else float(count) for count in counts)
 
 
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import csv
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Recompute
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.costs.layers import COLUMNS, KINDS, LayerKind
+from dynapipe_ext.costs.layers import COLUMNS, HALVES, KINDS, LayerKind
 from dynapipe_ext.errors import ConfigError, DataError
 
+_HEAD_SIZE = 128
+Grids = Mapping[tuple[Recompute, LayerKind], Grid]
 A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
 
 
@@ -33,6 +40,18 @@ def read_rows(path: Path, tp: int) -> list[dict[str, str]]:
     return chosen
 
 
+def read_layers(
+    directory: Path, model: str, tp: int, hidden_size: int
+) -> tuple[Mapping[tuple[Recompute, LayerKind], Grid], Mapping[str, float]]:
+    """Grids and parameter bytes of a model's layers, as they were measured, and of halves by their share."""
+    grids, parameter_bytes = read_grids(directory, model, tp), read_parameter_bytes(directory, model, tp)
+    if any(kind == "decoder" for _, kind in grids):  # layers of pairs stay whole
+        return grids, parameter_bytes
+    # Of 12 h^2 weights 4 are attention's.
+    sizes = {"attention": parameter_bytes["encoder"] / 3, "mlp": parameter_bytes["encoder"] * 2 / 3}
+    return grids | grids_of_halves(grids, hidden_size), parameter_bytes | sizes
+
+
 def read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, LayerKind], Grid]:
     """The grids of a model, by recomputation and kind of layer."""
     points: dict[tuple[Recompute, LayerKind], dict[str, dict[tuple[int, ...], float]]] = {}
@@ -53,3 +72,26 @@ def read_parameter_bytes(directory: Path, model: str, tp: int) -> dict[str, floa
     for row in read_rows(directory / f"{model}_parameters_mb.csv", tp):
         largest[row["layer"]] = max(largest.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
     return largest
+
+
+def grids_of_halves(grids: Grids, hidden_size: int) -> dict[tuple[Recompute, LayerKind], Grid]:
+    """Attention and MLP of decoder-only layers that were measured whole, by their FLOPs and bytes.
+
+    Of h wide layers over rows of L positions, attention takes 8 h^2 + 4 h L FLOPs of 24 h^2 + 4 h L. Of n heads it
+    stores 11 h + 5 n L of 34 h + 5 n L bytes and its norm 2 h more (Korthikanti et al. 2022, sec. 4.1), without scores
+    (5 n L) under selective recomputation; recomputed in full, each half stores what the layer does, its input.
+    """
+    halves: dict[tuple[Recompute, LayerKind], Grid] = {}
+    for (recompute, kind), grid in grids.items():
+        if kind != "encoder":
+            continue
+        length = np.array([point[1] for point in itertools.product(*grid.axes)])
+        work = (8 * hidden_size + 4 * length) / (24 * hidden_size + 4 * length)
+        scores = 5 * length / _HEAD_SIZE if recompute == "none" else 0 * length
+        stored = (13 + scores) / (34 + scores)
+        for name in HALVES:
+            of_work, of_bytes = (work, stored) if name == "attention" else (1 - work, 1 - stored)
+            of_bytes = np.ones_like(stored) if recompute == "full" else of_bytes
+            shares = np.stack([of_bytes if column.endswith("_mb") else of_work for column in grid.columns])
+            halves[recompute, name] = replace(grid, values=shares * grid.values)
+    return halves

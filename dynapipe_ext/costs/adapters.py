@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import Topology, ZeroStage
+from dynapipe_ext.batch.topology import Topology, ZeroStage, refuse_half_layers
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.states import ADAM_MOMENTS, BYTES_PER_PARAMETER, StateRecipe, parameters_per_stage, state_bytes
@@ -71,4 +71,5 @@ def _trained_shares(lora: LoraSettings, architecture: Architecture, topology: To
 
 
 def _layers(architecture: Architecture, topology: Topology) -> IntArray:
-    return np.array(topology.with_layers(architecture.num_layers).layers_per_stage, np.int64)
+    counts = topology.with_layers(architecture.num_layers).layers_per_stage
+    return np.array(refuse_half_layers(counts, "a model with adapters"), np.int64)

@@ -16,10 +16,13 @@ from dynapipe_ext.batch.topology import (
     ActivationFormat,
     Offload,
     ReplicaCollectives,
+    StageLayers,
     Topology,
     ZeroStage,
+    refuse_half_layers,
 )
 from dynapipe_ext.costs.floor import GrowingTimes
+from dynapipe_ext.costs.layers import LayerPart, parts_of_stages
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     IntArray,
@@ -46,7 +49,7 @@ from dynapipe_ext.costs.states import (
 )
 from dynapipe_ext.costs.tokens import carried_start, count_positions, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError, check_integer
-from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
+from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,9 @@ class AnalyticCosts:
     (full), core attention (selective) or all of the stage. W of a split backward is one forward's worth of matrix
     products, or nothing where layers or stages are recomputed: what that brings back is not kept until W. Tensor
     parallelism divides everything.
+
+    A stage may hold half a layer: its attention, with the norm before it and its residual sum, or its MLP with those.
+    Either half takes its own FLOPs, half of `layer_overhead_ns`, and keeps its own activations.
 
     Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for any width of values: norm inputs, matrix inputs,
     q, k, v, the scores unless `flash`, masks under `dropout`; the last stage adds the final norm, the head's input and
@@ -168,13 +174,18 @@ class AnalyticCosts:
         )
 
     @property
-    def layers_per_stage(self) -> tuple[int, ...]:
-        return self.topology.with_layers(self.architecture.num_layers).layers_per_stage
+    def _layers(self) -> tuple[StageLayers, ...]:
+        return self.topology.with_layers(self.architecture.num_layers).stage_layers
 
     @property
     def stage_layers(self) -> IntArray:
-        """(encoder or decoder-only, decoder) layers of every stage, shape (S, 2)."""
-        return np.array([(num_layers, 0) for num_layers in self.layers_per_stage], np.int64)
+        """(encoder or decoder-only, decoder) layers of every stage, shape (S, 2). Errors: ConfigError for half ones."""
+        counts = self.topology.with_layers(self.architecture.num_layers).layers_per_stage
+        return np.array([(count, 0) for count in refuse_half_layers(counts, "an estimate")], np.int64)
+
+    def _attentions(self) -> IntArray:
+        """Layers of every stage whose attention it computes, shape (S, 1)."""
+        return np.array([len(stage.attention) for stage in self._layers], np.int64)[:, None]
 
     def over(self, topology: Topology | None) -> tuple[AnalyticCosts, Topology]:
         """The same model, rates and factors over another topology, layers filled in."""
@@ -226,7 +237,7 @@ class AnalyticCosts:
         """
         if not self.facts.prices_pieces:
             refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
-        a, values, layers = self.architecture, self.activation_bytes_per_value, self.stage_layers[:, :1]
+        a, values, layers = self.architecture, self.activation_bytes_per_value, self._attentions()
         a_position = 2 * a.kv_size_on(self.topology.tp)  # values a layer
         positions = CarriedPositions.of(micro_batches)
         recompute = np.array([m.layer_recompute for m in micro_batches], dtype=np.str_)
@@ -267,25 +278,28 @@ class AnalyticCosts:
         recompute, is_sliced = kinds_of_layers(recompute)
         is_sliced = self.sliced_head.of(is_sliced, tokens)
         full, selective = recompute == "full", recompute == "selective"
-        layers = np.array(self.layers_per_stage, np.int64)[:, None]
+        stage_layers, attentions = self._layers, self._attentions()
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
 
         attention_flops = (1 if self.flash else 2) * (a.query_size + a.attended_size) * squares // tp
         matmul = head = is_last * (2 * a.vocab_size * a.hidden_size // tp * tokens)
-        again = layers * np.where(full | selective, attention_flops, 0) + is_sliced * head
+        again = attentions * np.where(full | selective, attention_flops, 0) + is_sliced * head
         stored, working = np.zeros((2, self.num_stages, len(tokens)), np.int64)
         values = self.activation_bytes_per_value
-        for kind, counts in kinds_of_stages(a, self.layers_per_stage):
-            count, routed = np.array(counts, np.int64)[:, None], self._routed(kind, tokens)
-            flops = self._layer_flops(kind, tokens, routed)
-            matmul = matmul + count * flops
-            again = again + count * np.where(full, flops, 0)
-            whole, least, less = (self._layer_bytes(kind, tokens, squares, k) for k in ("none", "full", "selective"))
-            layer = np.where(full, least, np.where(selective, less, whole))
-            widest = values * max(kind.fc1_size // tp, a.hidden_size) * routed
-            stored = stored + count * layer
-            working = np.maximum(working, np.where(count > 0, whole - layer + widest, 0))
-        forward = matmul + layers * attention_flops
+        for part, layers in parts_of_stages(stage_layers):
+            for kind, counts in kinds_of_ranges(a, layers):
+                count, routed = np.array(counts, np.int64)[:, None], self._routed(kind, tokens)
+                flops = self._layer_flops(kind, tokens, routed, part)
+                matmul = matmul + count * flops
+                again = again + count * np.where(full, flops, 0)
+                whole, least, less = (
+                    self._layer_bytes(kind, tokens, squares, k, part) for k in ("none", "full", "selective")
+                )
+                layer = np.where(full, least, np.where(selective, less, whole))
+                stored = stored + count * layer
+                running = whole - layer + values * self._widest(kind, tokens, routed, part)
+                working = np.maximum(working, np.where(count > 0, running, 0))
+        forward = matmul + attentions * attention_flops
         logits = tokens * (a.vocab_size // tp)
         logits_bytes = np.where(is_sliced, self.sliced_head.kept_bytes(tokens), 4 * logits)
         head_bytes = 2 * self._split(values * a.hidden_size * tokens) + logits_bytes
@@ -296,7 +310,8 @@ class AnalyticCosts:
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
         sent = self._split(values * a.hidden_size * tokens) * np.ones((self.num_stages - 1, 1), np.int64)
         links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
-        overhead_ns = self.overhead_ns + layers * self.layer_overhead_ns
+        halves = attentions + np.array([len(stage.mlp) for stage in stage_layers], np.int64)[:, None]
+        overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
         return MicroBatchCosts(
             forward_ns=overhead_ns + self._ns(forward),
             backward_ns=overhead_ns + self._ns(2 * forward + again),
@@ -309,12 +324,20 @@ class AnalyticCosts:
             static_bytes=self.static_bytes(),
         ).keeping_inputs(recompute == "stage")
 
-    def _layer_flops(self, kind: Architecture, tokens: IntArray, routed: IntArray) -> IntArray:
-        """Of the matrix products of one layer."""
+    def _layer_flops(self, kind: Architecture, tokens: IntArray, routed: IntArray, part: LayerPart) -> IntArray:
+        """Of the matrix products of one layer, or of a half of it."""
         tp, gates = self.topology.tp, kind.num_experts + int(kind.shared_expert_gate)
-        flops = 2 * (kind.attention_parameters // tp * tokens + kind.mlp_parameters // tp * routed)
-        flops = flops + 2 * kind.shared_parameters // tp * tokens
-        return flops + self._split(2 * kind.hidden_size * gates * tokens)  # the router
+        attention = 2 * (kind.attention_parameters // tp * tokens)
+        mlp = 2 * (kind.mlp_parameters // tp * routed) + 2 * kind.shared_parameters // tp * tokens
+        mlp = mlp + self._split(2 * kind.hidden_size * gates * tokens)  # the router
+        return (part != "mlp") * attention + (part != "attention") * mlp
+
+    def _widest(self, kind: Architecture, tokens: IntArray, routed: IntArray, part: LayerPart) -> IntArray:
+        """Values of the widest activation of one layer, or of a half of it."""
+        tp, h = self.topology.tp, kind.hidden_size
+        if part == "attention":
+            return max((kind.query_size + 2 * kind.kv_size) // tp, h) * tokens
+        return max(kind.fc1_size // tp, h) * routed
 
     def _routed(self, a: Architecture, tokens: IntArray) -> IntArray:
         """Rows that the MLPs of a layer compute: each token once, or as often as experts take it."""
@@ -336,17 +359,19 @@ class AnalyticCosts:
         share: IntArray = -(-num_bytes // self.topology.tp)
         return share
 
-    def _layer_bytes(self, a: Architecture, tokens: IntArray, squares: IntArray, recompute: Recompute) -> IntArray:
-        """Activations that one layer keeps for its backward."""
+    def _layer_bytes(
+        self, a: Architecture, tokens: IntArray, squares: IntArray, recompute: Recompute, part: LayerPart
+    ) -> IntArray:
+        """Activations that one layer, or a half of it, keeps for its backward; if recomputed, either half its input."""
         tp, values = self.topology.tp, self.activation_bytes_per_value
-        h = a.hidden_size
+        h, of_attention, of_mlp = a.hidden_size, part != "mlp", part != "attention"
         if recompute == "full":
             return self._split(values * h * tokens)
-        inputs = {"pre": 4, "post": 4, "both": 6}[a.norm_placement]  # of norms, qkv, fc1
-        copied = inputs * values * h + (2 * h if self.dropout else 0)  # masks of one byte
-        if a.shared_expert_gate:  # its output and the gated one's factor
+        inputs = {"pre": 2, "post": 2, "both": 3}[a.norm_placement]  # of either half: norms, qkv or fc1
+        copied = (of_attention + of_mlp) * (inputs * values * h + (h if self.dropout else 0))  # masks of one byte
+        if a.shared_expert_gate and of_mlp:  # its output and the gated one's factor
             copied += values * (h + 1)
-        if a.latent:
+        if a.latent and of_attention:
             copied += values * a.latent.kept_values
         keys = a.kv_size_on(tp)
         # Of ranks that share a key head, values are a part of all rows of qkv, which each of them has gathered.
@@ -354,15 +379,16 @@ class AnalyticCosts:
         attention = values * ((a.query_size + a.attended_size) // tp + keys + with_values) * tokens
         if a.qk_norm:  # the inputs of these norms
             attention = attention + values * (a.query_size // tp + keys) * tokens
-        routed = self._routed(a, tokens)
+        attention, routed = of_attention * attention, of_mlp * self._routed(a, tokens)
         mlp = values * (a.fc1_size + a.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
-        mlp = mlp + values * 3 * a.shared_ffn_hidden_size * tokens // tp
+        mlp = mlp + of_mlp * (values * 3 * a.shared_ffn_hidden_size * tokens // tp)
         kept_bytes = self._split(copied * tokens) + attention + mlp
-        if a.num_experts:
+        if a.num_experts and of_mlp:
             kept_bytes = kept_bytes + values * h * routed + self._split(4 * a.num_experts * tokens)
         if self.split_backward:
-            kept_bytes = np.maximum(kept_bytes, 2 * values * h * (tokens + routed) + attention + mlp)
-        if recompute == "selective":
+            put_off = 2 * values * h * (of_attention * tokens + routed)
+            kept_bytes = np.maximum(kept_bytes, put_off + attention + mlp)
+        if recompute == "selective" or not of_attention:
             return kept_bytes
         if self.flash:  # the log-sum-exp of every head and position, fp32
             return kept_bytes + 4 * a.num_heads // tp * tokens

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import StageLayers, layers_of_cut, refuse_half_layers
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
 
-LayerKind = Literal["encoder", "decoder", "postprocess"]
-KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
+LayerKind = Literal["encoder", "decoder", "postprocess", "attention", "mlp"]
+KINDS: tuple[LayerKind, ...] = ("encoder", "decoder", "postprocess")
+HALVES: tuple[LayerKind, ...] = ("attention", "mlp")  # of an encoder layer
+LayerPart = Literal["layer", "attention", "mlp"]
 COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 bytes; peak is while the layer runs
 WEIGHT = "weight_ms"  # a column that not every measurement has
 
@@ -72,12 +75,25 @@ def _by_point(grid: Grid) -> FloatArray:
     return np.ascontiguousarray(grid.values[_columns(grid)].T)
 
 
+def parts_of_stages(stages: Sequence[StageLayers]) -> Iterator[tuple[LayerPart, list[range]]]:
+    """What stages are made of, the layers of every stage: whole ones, then attention alone and MLPs alone, if any."""
+    yield "layer", [stage.whole for stage in stages]
+    if any(map(len, halves := [stage.attention_half for stage in stages])):
+        yield "attention", halves
+    if any(map(len, halves := [stage.mlp_half for stage in stages])):
+        yield "mlp", halves
+
+
 @lru_cache(maxsize=64)
 def layers_of_stages(
-    num_layers: int, total_layers: int, num_stages: int, layers_per_stage: tuple[int, ...]
+    num_layers: int, total_layers: int, num_stages: int, layers_per_stage: tuple[float, ...]
 ) -> list[tuple[int, int]]:
-    """(encoder, decoder) layers of every stage. Without `layers_per_stage`, layer i of T is on stage i S // T."""
-    stage_of = [s for s, n in enumerate(layers_per_stage) for _ in range(n)]
+    """(encoder, decoder) layers of every stage, whole ones: halves do not count. Without `layers_per_stage`, layer i of
+    T is on stage i S // T. Errors: ConfigError for half layers of a model with a decoder side."""
+    if num_layers == total_layers and layers_per_stage:
+        return [(len(stage.whole), 0) for stage in layers_of_cut(layers_per_stage)]
+    whole = refuse_half_layers(layers_per_stage, "a model with a decoder side")
+    stage_of = [s for s, n in enumerate(whole) for _ in range(n)]
     stage_of = stage_of or [i * num_stages // total_layers for i in range(total_layers)]
     counts = [[0, 0] for _ in range(num_stages)]
     for layer, stage in enumerate(stage_of):
@@ -110,6 +126,26 @@ def weight_as_backward(grid: Grid) -> Grid:
     return Grid(("forward_ms", "backward_ms"), grid.axes, np.stack([row, row]), grid.known)
 
 
+def values_with_halves(
+    total: FloatArray, grids: Sequence[Grid | None], halves: Sequence[tuple[int, int]], shapes: FloatArray
+) -> FloatArray:
+    """Forward, backward and W in ms, MB stored and MB while something runs, (5, stages, M): `total` of whole layers and
+    the head, and on top attentions and MLPs alone, `halves` of every stage, by their `grids`.
+
+    A half that runs needs its own working memory beside all that the stage stores.
+    """
+    counts = np.array(halves, np.float64).T[:, :, None]
+    times, stored, working = total[:3].copy(), total[3].copy(), total[4] - total[3]
+    for count, grid in zip(counts, grids, strict=True):
+        if grid is not None:
+            values = dict(zip(grid.columns, grid.at(list(shapes[:2]))[0], strict=True))
+            forward, backward, held, peak = (values[name] for name in COLUMNS)
+            times += count * np.stack([forward, backward, values.get(WEIGHT, 0 * forward)])[:, None]
+            stored += count * held
+            working = np.maximum(working, count * (peak - held))
+    return np.concatenate([times, [stored, stored + working]])
+
+
 def equivalent_shape(m: MicroBatch, grid: Grid | None) -> tuple[float, float, float]:
     """(rows, encoder_len, decoder_len), not always whole.
 
@@ -137,12 +173,16 @@ def equivalent_shape(m: MicroBatch, grid: Grid | None) -> tuple[float, float, fl
     return rows, encoder / rows, decoder / rows
 
 
-def parameters_by_stage(layers: Sequence[tuple[int, int]], parameters: Mapping[str, float]) -> FloatArray:
-    """Of every stage its layers; of the "embedding" one copy on the first stage and one where the decoder begins; where
+def parameters_by_stage(
+    layers: Sequence[tuple[int, int]], parameters: Mapping[str, float], halves: Sequence[tuple[int, int]] = ()
+) -> FloatArray:
+    """Of every stage its layers, and of `halves` its attentions and MLPs alone; of the "embedding" one copy on the
+    first stage and one where the decoder begins; where
     known, the "head" on the last stage and, unless an embedding is there, the "tied_head"; the "encoder_norm" where
     the encoder ends; and "position_biases" once for each side that it has layers of.
     """
-    end, last = encoder_end_stage(layers), len(layers) - 1
+    halves = halves or [(0, 0)] * len(layers)
+    end, last = encoder_end_stage(with_halves(layers, halves)), len(layers) - 1
     embeddings = {0, first_decoder_stage(layers) or 0}
     total = [
         num_encoder * parameters["encoder"]
@@ -154,7 +194,19 @@ def parameters_by_stage(layers: Sequence[tuple[int, int]], parameters: Mapping[s
         + parameters.get("position_biases", 0.0) * ((num_encoder > 0) + (num_decoder > 0))
         for stage, (num_encoder, num_decoder) in enumerate(layers)
     ]
+    for stage, counts in enumerate(halves):
+        total[stage] += sum(count * parameters[part] for part, count in zip(HALVES, counts, strict=True) if count)
     return np.array(total)
+
+
+def with_halves(layers: Sequence[tuple[int, int]], halves: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(encoder, decoder) layers of which every stage holds any part.
+
+    >>> with_halves([(2, 0), (0, 0)], [(1, 0), (0, 1)])
+    [(3, 0), (1, 0)]
+    """
+    pairs = zip(layers, halves, strict=True)
+    return [(encoder + attention + mlp, decoder) for (encoder, decoder), (attention, mlp) in pairs]
 
 
 def once_by_stage(layers: Sequence[tuple[int, int]], once: Mapping[LayerKind, float]) -> FloatArray:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.batch.topology import Offload, Topology
+from dynapipe_ext.batch.topology import Offload, Topology, refuse_half_layers
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, state_bytes
@@ -81,6 +81,7 @@ def stage_parameters(
     the unpadded vocabulary, the sum is the published number of parameters.
     """
     a, tp = architecture, topology.tp
+    refuse_half_layers(topology.layers_per_stage, "a count of every tensor")
     layers = stage_layers(a, topology)
     last, first_decoder = len(layers) - 1, first_decoder_stage(layers) or 0
     sides = ("encoder", "decoder") if a.num_decoder_layers else ("", "")

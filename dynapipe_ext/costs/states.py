@@ -14,7 +14,7 @@ import numpy as np
 from dynapipe_ext.batch.topology import OFFLOADS, ZERO_STAGES, Offload, Topology
 from dynapipe_ext.costs.grid import IntArray
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.architecture import Architecture, kinds_of_stages
+from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
 
 StateRecipe = Literal["megatron", "mixed", "fp32", "deepspeed"]
 RECIPES: tuple[StateRecipe, ...] = get_args(StateRecipe)
@@ -138,24 +138,35 @@ def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topolo
     return topology.with_layers(a.num_layers)
 
 
-def layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
-    """Parameters on one rank of one layer of a model of equal ones: those of every replica, and those of experts."""
-    h = a.hidden_size
-    norms = a.norm_parameters
-    norms += sum(a.qk_norm_sizes) // (tp if a.qk_norm_whole else 1)
-    biases = int(a.qkv_bias) * (a.query_size + 2 * a.kv_size) // tp + int(a.attention_output_bias) * h
-    attention = a.attention_parameters // tp + biases
+def attention_parameters(a: Architecture, tp: int) -> int:
+    """Parameters on one rank of a layer's attention, with its half of the norms."""
+    qk_norms = sum(a.qk_norm_sizes) // (tp if a.qk_norm_whole else 1)
+    biases = int(a.qkv_bias) * (a.query_size + 2 * a.kv_size) // tp + int(a.attention_output_bias) * a.hidden_size
+    return a.norm_parameters // 2 + qk_norms + a.attention_parameters // tp + biases
+
+
+def mlp_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
+    """Parameters on one rank of a layer's MLP, with its half of the norms: those of every replica, and experts'."""
+    h, norms = a.hidden_size, a.norm_parameters // 2
     mlp = a.mlp_parameters // tp + int(a.mlp_bias) * (a.fc1_size // tp + h)
     if not a.num_experts:
-        return norms + attention + mlp, 0
+        return norms + mlp, 0
     shared = a.shared_parameters // tp + h * int(a.shared_expert_gate)
-    return norms + attention + h * a.num_experts + shared, a.num_experts // ep * mlp
+    return norms + h * a.num_experts + shared, a.num_experts // ep * mlp
+
+
+def layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
+    """Parameters on one rank of one layer of a model of equal ones: those of every replica, and those of experts."""
+    common, experts = mlp_parameters(a, tp, ep)
+    return attention_parameters(a, tp) + common, experts
 
 
 def largest_layers(a: Architecture, topology: Topology, ep: int) -> IntArray:
-    """Shape (stages,): parameters of a stage's largest layer on one rank that are divided over replicas."""
+    """Shape (stages,): parameters of a stage's largest layer on one rank that are divided over replicas. Half a layer
+    counts as a layer."""
     stages: IntArray = np.zeros(topology.num_stages, np.int64)
-    for kind, counts in kinds_of_stages(a, topology.with_layers(a.num_layers).layers_per_stage):
+    held = [stage.held for stage in topology.with_layers(a.num_layers).stage_layers]
+    for kind, counts in kinds_of_ranges(a, held):
         common, experts = layer_parameters(kind, topology.tp, ep)
         unit = common + (experts if topology.dp > ep else 0)
         stages = np.maximum(stages, np.where(np.array(counts) > 0, unit, 0))
@@ -167,8 +178,10 @@ def replica_and_expert_parameters(a: Architecture, topology: Topology, ep: int) 
     topology = checked_topology(a, topology, ep)
     h, embedding = a.hidden_size, a.vocab_size * a.hidden_size // topology.tp
     stages: IntArray = np.zeros((2, topology.num_stages), np.int64)
-    for kind, counts in kinds_of_stages(a, topology.layers_per_stage):
-        stages += np.outer(layer_parameters(kind, topology.tp, ep), counts)
+    for kind, counts in kinds_of_ranges(a, [stage.attention for stage in topology.stage_layers]):
+        stages[0] += attention_parameters(kind, topology.tp) * np.array(counts)
+    for kind, counts in kinds_of_ranges(a, [stage.mlp for stage in topology.stage_layers]):
+        stages += np.outer(mlp_parameters(kind, topology.tp, ep), counts)
     stages[0, 0] += embedding + (a.max_seq_len * h if a.position == "learned" else 0)
     stages[0, -1] += h * (2 if a.norm == "layernorm" else 1)
     if not a.tied_embeddings or topology.num_stages > 1:

@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute
-from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology
-from dynapipe_ext.costs.a100 import hidden_size_of, read_grids, read_parameter_bytes
+from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
+from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
 from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, least_from_on
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
     COLUMNS,
+    HALVES,
     KINDS,
     WEIGHT,
     LayerKind,
@@ -29,7 +30,9 @@ from dynapipe_ext.costs.layers import (
     once_by_stage,
     parameters_by_stage,
     stage_values,
+    values_with_halves,
     weight_as_backward,
+    with_halves,
 )
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import (
@@ -62,6 +65,8 @@ class CostTable:
     decoder-only model has encoder layers only; an encoder-decoder has `num_layers` of each, encoder first, or
     `num_decoder_layers` of the decoder's where that is not 0. With a column "weight_ms" in the grids of layers, W of a
     split backward is as measured, else `split_w` of the backward.
+
+    Grids and parameter bytes of "attention" and "mlp", of an encoder layer, price stages that are cut between the two.
 
     `packed_bytes`: stored bytes of packed rows over those of the padded shape, by recomputation (else 1). `once_bytes`:
     for each encoder position, what the stage where the encoder ends stores beside its layers ("encoder"), and what
@@ -124,6 +129,8 @@ class CostTable:
                 f"layers_per_stage {layers_per_stage} sums to {sum(layers_per_stage)} but the model has"
                 f" {self.total_layers} layers"
             )
+        if self.topology.has_half_layers:
+            self._refuse_unpriced_halves()
         if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
             raise ConfigError(
                 f"pieces were measured under recompute {', '.join(self.pieces.by_recompute)} but shapes under"
@@ -131,6 +138,16 @@ class CostTable:
             )
         if missing := sorted({"encoder", "embedding", *(["decoder"] * self.has_decoder)} - self.parameter_bytes.keys()):
             raise ConfigError(f"the cost table has no parameter sizes of {missing}")
+
+    def _refuse_unpriced_halves(self) -> None:
+        counts = self.topology.layers_per_stage
+        if self.has_decoder:
+            refuse_half_layers(counts, "a model with a decoder side")
+        if not ({kind for _, kind in self.grids} & self.parameter_bytes.keys()).issuperset(HALVES):
+            raise ConfigError(
+                f"layers_per_stage {counts} cuts a layer between attention and MLP, but the cost table has whole layers"
+                " alone: give whole numbers, or a table with grids of both halves"
+            )
 
     @property
     def num_stages(self) -> int:
@@ -173,6 +190,17 @@ class CostTable:
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
         return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, self.topology.layers_per_stage)
+
+    def stage_halves(self) -> list[tuple[int, int]]:
+        """(attentions, MLPs) that are alone on every stage, the other half of their layer being on another one."""
+        if not self.topology.has_half_layers:
+            return [(0, 0)] * self.num_stages
+        return [(len(stage.attention_half), len(stage.mlp_half)) for stage in self.topology.stage_layers]
+
+    def stage_attentions(self) -> list[int]:
+        """Encoder layers of every stage whose attention it computes."""
+        pairs = zip(self.stage_layers(), self.stage_halves(), strict=True)
+        return [num_layers + attention for (num_layers, _), (attention, _) in pairs]
 
     def over(self, topology: Topology | None) -> tuple[CostTable, Topology]:
         """The same measurements over other stages; the tensor-parallel degree is part of what was measured."""
@@ -217,7 +245,7 @@ class CostTable:
             costs = costs.holding(np.array(more))
         if self.pieces is None or all(m.attention != "carried" for m in micro_batches):
             return costs
-        layers = np.array([num_layers for num_layers, _ in self.stage_layers()], np.int64)
+        layers = np.array(self.stage_attentions(), np.int64)
         return self.pieces.added(costs, micro_batches, layers, self.value_bytes)
 
     def evaluate_shapes(
@@ -245,6 +273,10 @@ class CostTable:
         if self.has_weights:
             as_backward = [grid and weight_as_backward(grid) for grid in grids]
             weight = stage_values(as_backward, layout, shapes, **options)[0][1]
+        if self.topology.has_half_layers:
+            total = np.stack([forward, backward, weight, stored, running])
+            halves = [self.grids.get((recompute, kind)) for kind in HALVES]
+            forward, backward, weight, stored, running = values_with_halves(total, halves, self.stage_halves(), shapes)
         head = grids[-1]
         if head and HEAD_PEAK in head.columns:
             at, _ = head.at(list(shapes[[0, 2] if self.has_decoder else [0, 1]]))
@@ -252,7 +284,8 @@ class CostTable:
             stages = slice(None) if on_every else slice(-1, None)
             running[stages] = np.maximum(running[stages], while_head[stages])
         if self.once_bytes:
-            once = once_by_stage(layout, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
+            held = with_halves(layout, self.stage_halves())
+            once = once_by_stage(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
             stored, running = stored + once, running + once
         return np.stack([forward, backward, weight, stored, running]), in_table
 
@@ -311,7 +344,7 @@ class CostTable:
         (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1.
         """
         here, sharded = self.state_parts
-        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes)
+        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves())
         return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
 
     def _refusal(self, m: MicroBatch, shape: FloatArray) -> str:
@@ -423,12 +456,15 @@ class CostTable:
     ) -> CostTable:
         """The table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp.
 
+        Attention and MLP were not measured apart: they have their parts of a layer by their FLOPs (`grids_of_halves`).
         Their peaks are those of forwards: working bytes count in F alone, as in their own planner.
         """
+        hidden_size = hidden_size or hidden_size_of(model)
+        grids, parameter_bytes = read_layers(Path(directory), model, topology.tp, hidden_size)
         return cls(
-            grids=read_grids(Path(directory), model, topology.tp),
-            parameter_bytes=read_parameter_bytes(Path(directory), model, topology.tp),
-            hidden_size=hidden_size or hidden_size_of(model),
+            grids=grids,
+            parameter_bytes=parameter_bytes,
+            hidden_size=hidden_size,
             num_layers=num_layers,
             topology=topology,
             lm_head=lm_head,
@@ -500,7 +536,7 @@ def table_points(
 def _attended_ns(table: CostTable, stage_ranks: tuple[int, ...]) -> tuple[float, ...] | None:
     if table.pieces is None:
         return None
-    layers = [num_layers for num_layers, _ in table.stage_layers()]
+    layers = table.stage_attentions()
     own = [sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))]
     return tuple(count * table.pieces.least_attended_ns for count in own)
 
@@ -523,15 +559,18 @@ def _running_bytes(
     """Per stage, what it holds while the last of its encoder layers runs, and the last of its decoder layers."""
     layer: dict[LayerKind, list[FloatArray]] = {}
     sides: dict[LayerKind, Sequence[FloatArray]] = {"encoder": shapes[:2], "decoder": shapes}
+    sides |= dict.fromkeys(HALVES, shapes[:2])
     for kind, side in sides.items():
         if grid := table.grids.get((recompute, kind)):
             values = 1e6 * grid.at(list(side))[0]
             layer[kind] = [values[grid.columns.index(name)] for name in COLUMNS[2:]]
     stages = []
-    for num_encoder, num_decoder in table.stage_layers():
-        parts = []
+    for (num_encoder, num_decoder), halves in zip(table.stage_layers(), table.stage_halves(), strict=True):
+        alone = [kind for kind, count in zip(HALVES, halves, strict=True) if count]
+        held = sum((layer[kind][0] for kind in alone), 0 * shapes[0])
+        parts = [num_encoder * layer["encoder"][0] + held - layer[kind][0] + layer[kind][1] for kind in alone]
         if num_encoder:
-            parts.append((num_encoder - 1) * layer["encoder"][0] + layer["encoder"][1])
+            parts.append((num_encoder - 1) * layer["encoder"][0] + layer["encoder"][1] + held)
         if num_decoder:
             before = num_encoder * layer["encoder"][0] + (num_decoder - 1) * layer["decoder"][0]
             parts.append(before + layer["decoder"][1])

@@ -551,6 +551,11 @@ def kinds_of_stages(
     """Each kind of layer, with the number of such layers on every stage."""
     ends = list(accumulate(layers_per_stage))
     stages = [range(end - count, end) for end, count in zip(ends, layers_per_stage, strict=True)]
+    return kinds_of_ranges(architecture, stages)
+
+
+def kinds_of_ranges(architecture: Architecture, stages: Sequence[range]) -> list[tuple[Architecture, tuple[int, ...]]]:
+    """Each kind of layer, with the number of such layers among those of every stage."""
     return [
         (kind, tuple(max(0, min(stage.stop, layers.stop) - max(stage.start, layers.start)) for stage in stages))
         for kind, layers in layer_kinds(architecture)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynapipe_ext.batch.micro_batches import Pieces
-from dynapipe_ext.batch.topology import Topology, check_placed, own_placement, placement_of
+from dynapipe_ext.batch.topology import Topology, check_placed, counts_of_layers, own_placement, placement_of
 from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.named_models import carried_fault
@@ -32,6 +32,10 @@ def check_optimizer(optimizer: OptimizerSettings, where: str) -> None:
 
 def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> None:
     """Refuse stages that cannot lie on ranks so, or not under the schedule. Errors: ConfigError."""
+    try:
+        counts_of_layers(topology.layers_per_stage)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: [topology] {error}") from error
     placement: PlacementChoice = topology.placement or own_placement(plan.schedule)
     if placement == "auto":
         at = f"{where}: [topology] placement is 'auto'"

@@ -26,6 +26,22 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def layer_counts(text: str) -> tuple[float, ...]:
+    """Numbers of layers with commas, whole or in halves.
+
+    >>> layer_counts("8.5,8, 8.5,7")
+    (8.5, 8, 8.5, 7)
+    """
+    parts = [part.strip().removesuffix(".0") for part in text.split(",")]
+    wholes = [part.removesuffix(".5") for part in parts]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in wholes):
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers of layers, whole or in halves, like 8.5,7.5")
+    counts = tuple(float(part) if "." in part else int(part) for part in parts)
+    if not all(counts):
+        raise argparse.ArgumentTypeError(f"{text!r} has a stage without layers: give each at least 0.5, like 8.5,7.5")
+    return counts
+
+
 def number_or_word(text: str) -> float | str:
     """
     >>> number_or_word("2.5"), number_or_word("auto")

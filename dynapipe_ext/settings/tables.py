@@ -13,7 +13,7 @@ from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.models.named_models import Backend
 from dynapipe_ext.settings.declared import setting, with_default
 from dynapipe_ext.settings.deepspeed_keys import moments_of
-from dynapipe_ext.settings.flag_values import betas, dtype, number_or_word, numbers
+from dynapipe_ext.settings.flag_values import betas, dtype, layer_counts, number_or_word
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 PlacementChoice = Literal[PlacementName, "auto"]
@@ -57,10 +57,14 @@ class TopologySettings:
     stages_per_rank: int = setting(
         0, "--stages-per-rank", "under interleaved, v (default: 2)", at_least=0, at_most=1 << 10
     )
-    layers_per_stage: tuple[int, ...] = setting(
-        (), "--layers-per-stage", "of each stage (default: even)", "N,N,…", parse=numbers
+    layers_per_stage: tuple[float, ...] = setting(
+        (), "--layers-per-stage", "of each stage, like 8.5,8,7.5 (default: even)", "N,N,…", parse=layer_counts
     )
     sequence_parallel: bool = setting(False, "--sequence-parallel", "over the tp ranks")
+
+    def __post_init__(self) -> None:
+        wholes = tuple(int(count) if count == count // 1 else count for count in self.layers_per_stage)
+        object.__setattr__(self, "layers_per_stage", wholes)  # as they are written elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

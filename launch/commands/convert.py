@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dynapipe_ext.batch.topology import refuse_half_layers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags
@@ -178,7 +179,7 @@ def _options(args: argparse.Namespace) -> WriterOptions:
     for flag in ("tp", "pp", "vocab_divisible_by", "ep", "vpp"):
         if (number := getattr(args, flag)) is not None and number < 1:
             raise ConfigError(f"--{flag.replace('_', '-')} is {number} but must be at least 1")
-    stages = args.layers_per_stage or ()
+    stages = refuse_half_layers(args.layers_per_stage or (), "a checkpoint with a file a stage")
     if stages and args.pp and len(stages) != args.pp:
         raise ConfigError(
             f"--layers-per-stage has {len(stages)} stages but --pp is {args.pp}: give one number of layers a stage"

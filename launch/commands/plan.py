@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_arguments(parser)
     for name, what in (("tp", "tensor parallel ranks"), ("pp", "pipeline ranks"), ("dp", "data parallel replicas")):
         add_flag(parser, f"topology.{name}", f"{what} (default: 1; with --config the file's)")
-    add_flags(parser, "topology.placement", "topology.stages_per_rank", "plan.layout", "plan.schedule")
+    add_flags(parser, "topology.placement", "topology.stages_per_rank", "topology.layers_per_stage")
+    add_flags(parser, "plan.layout", "plan.schedule")
     add_flag(parser, "plan.pad_multiple", "rows are rounded up to it (default: 8; CSV: 1)")
     add_flags(parser, "plan.effort")
     add_flag(parser, "run.seed", "of the data order and the search (default: 0)")
@@ -288,6 +289,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or the defaults, with the flags on top."""
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
     tables = settings_of_flags(args, {}, of_file=bool(args.config))
-    if config.topology.layers_per_stage and args.pp not in (None, config.topology.pp):
+    named = args.layers_per_stage is not None
+    if config.topology.layers_per_stage and not named and args.pp not in (None, config.topology.pp):
         tables["topology"]["layers_per_stage"] = ()
     return config.with_values(**tables)

@@ -29,6 +29,7 @@ from dynapipe_ext.batch.topology import (
     Topology,
     own_placement,
     placement_of,
+    refuse_half_layers,
 )
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
@@ -114,6 +115,10 @@ def topology_of(config: TrainConfig) -> Topology:
     """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
     t, m = config.topology, config.model
     topology = placed_stages(config).with_layers(m.total_layers)
+    if m.uses_transformers:
+        refuse_half_layers(topology.layers_per_stage, "a model of transformers")
+    if m.total_layers > m.num_layers:
+        refuse_half_layers(topology.layers_per_stage, "a model with a decoder side")
     refuse_undivided(m, t.tp)
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:
         raise ConfigError(

@@ -103,9 +103,9 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
                 saver.advance()
                 if saves and step + 1 == SAVED:
                     saver.save(state_of(step + 1, case, losses))
-        layers = topology.with_layers(case.model.shape.num_layers).layers_per_stage
+        layers = topology.with_layers(case.model.shape.num_layers).stage_layers
         weights = {
-            global_name(name, sum(layers[:stage])): p.detach().clone()
+            global_name(name, layers[stage].held.start): p.detach().clone()
             for stage, chunk in zip(topology.stages_of(me.pp_rank), chunks, strict=True)
             for name, p in chunk.module.named_parameters()
         }
@@ -118,7 +118,8 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
 
 
 PLAIN, SHARDED = Case(ALL), Case(ALL, model=Model(tied=False), distributed_optimizer=True)
-FOLDED = Case(V, schedule="adaptive", distributed_optimizer=True)
+HALVES = (0.5, 1.5, 1, 1)  # cuts between attention and MLP
+FOLDED = Case(replace(V, layers_per_stage=HALVES), schedule="adaptive", distributed_optimizer=True)
 DROPPING = Case(Topology(tp=2), "packed", Model(modern=False), dropout=0.1)
 BITS = [PLAIN, SHARDED, FOLDED, DROPPING]
 OTHERS = [  # who goes on, and who saved
@@ -126,6 +127,7 @@ OTHERS = [  # who goes on, and who saved
     (replace(SHARDED, topology=Topology(), distributed_optimizer=False), SHARDED),
     (Case(Topology(pp=4), "packed", Model(tied=False), schedule="adaptive"), SHARDED),
     (Case(Topology(tp=2, pp=2, layers_per_stage=(1, 3)), sequence_parallel=True), PLAIN),
+    (Case(Topology(pp=2, layers_per_stage=(2.5, 1.5))), PLAIN),
     (Case(Topology(dp=2), distributed_optimizer=True), PLAIN),
     (Case(V, model=Model(tied=False), schedule="adaptive"), SHARDED),
     (replace(SHARDED, topology=INTERLEAVED, schedule="adaptive"), SHARDED),
@@ -244,6 +246,8 @@ def test_megatron_and_conversion_read_what_was_saved(root, loaded, tmp_path):
     assert torch.equal(
         published["model.layers.3.mlp.down_proj.weight"], truth["decoder.layers.3.mlp.linear_fc2.weight"]
     )
+    convert(prepare_conversion(root / str(FOLDED), tmp_path / "halves", "hf", WriterOptions(), verify=True))
+    assert load_file(tmp_path / "halves" / "model.safetensors").keys() == published.keys()
     state = recognise(place)[0].open(place).state
     assert state is not None
     assert (state.iteration, state.optimizer_step, state.consumed_samples) == (SAVED, SAVED, SAVED * NUM_SAMPLES)

@@ -23,6 +23,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages import chunk_runner
+from dynapipe_ext.executor.stages.megatron.model import global_names
 from dynapipe_ext.executor.stages.megatron.stage import (
     MegatronGradients,
     MegatronStage,
@@ -70,6 +71,13 @@ LAGS = {
     Case(TP2, "packed", GPT2, sequence_parallel=True): (2,),
     Case(TP2PP2, model=GPT2, sequence_parallel=True, recompute="full"): (2,),
 }
+# Stages that begin or end between attention and MLP, each with the same in one process or cut between layers.
+HALVES = {
+    Case(Topology(pp=2, layers_per_stage=(2.5, 1.5)), "packed", UNTIED): Case(Topology(), "packed", UNTIED),
+    Case(replace(V, layers_per_stage=(0.5, 1, 1.5, 1)), model=GPT2, recompute="full", schedule="adaptive"): Case(
+        V, model=GPT2, recompute="full", schedule="adaptive"
+    ),
+}
 ZB_H1 = Case(Topology(pp=4), "packed", MAIN_JOB, schedule="zb-h1")
 SCHEDULES = [  # that split backwards
     Case(Topology(pp=4), model=MAIN_JOB, schedule="adaptive-split"),
@@ -83,6 +91,7 @@ SPLIT = [  # each with the same unsplit
 ]
 ONE_CHUNK = [
     *dict.fromkeys(case for pair in SPLIT for case in pair),
+    *(case for pair in HALVES.items() for case in pair if len(case.topology.stage_ranks) <= case.topology.pp),
     Case(Topology(), "packed", loss_norm="samples"),
     Case(Topology(pp=2), schedule="adaptive"),
     Case(TP2, sequence_parallel=True, weights_lag=0),
@@ -106,6 +115,14 @@ CHUNKS = [
     Case(TP2V, "packed", sequence_parallel=True, recompute="selective", schedule="zb-v"),
     Case(replace(TP2V, dp=2), model=GPT2, recompute="full", schedule="adaptive", loss_norm="samples"),
     Case(V, "packed", recompute="head+stage", schedule="adaptive"),
+    Case(
+        replace(TP2V, layers_per_stage=(1.5, 0.5, 0.5, 1.5)),
+        "packed",
+        sequence_parallel=True,
+        recompute="selective",
+        schedule="zb-v",
+    ),
+    *(case for pair in HALVES.items() for case in pair if case.topology.placement),
 ]
 CASES = [*ONE_CHUNK, *CHUNKS]
 DROPPED = Case(TP2PP2, "packed", GPT2, dropout=0.2)
@@ -114,6 +131,7 @@ ALIKE = [  # whose dropout is the same
     replace(DROPPED, topology=Topology(tp=2, dp=2)),
     replace(DROPPED, topology=TP2V, schedule="zb-v"),
     replace(DROPPED, topology=TP2V, schedule="zb-v", recompute="full"),
+    replace(DROPPED, topology=replace(TP2PP2, layers_per_stage=(1.5, 2.5))),
 ]
 CALLED = Case(INTERLEAVED, schedule="interleaved-1f1b")
 
@@ -205,7 +223,7 @@ def planned(case: Case, expected: list[Step]):
                 forwards = executor.execute(forwards_of(plan), batches) if case in CHUNKS else None
                 spans.clear()
                 loss = executor.execute(plan, batches)
-                gradients = copied({f"{i}.{n}": g for i, ddp in enumerate(ddps) for n, g in main_grads(ddp).items()})
+                gradients = copied({f"{i}.{n}": g for i, ddp in enumerate(ddps) for n, g in gradients_of(ddp)})
                 # Under a distributed optimizer sums are reduce-scattered: the buffer holds only this rank's shard.
                 whole = expected and not case.distributed_optimizer
                 error = error_on(case, env, ddps, expected[step]) if whole else 0.0
@@ -215,6 +233,11 @@ def planned(case: Case, expected: list[Step]):
         return found
 
     return main
+
+
+def gradients_of(ddp: Any) -> Iterator[tuple[str, Any]]:
+    """By their names in the whole model."""
+    return global_names(ddp.module, main_grads(ddp).items())
 
 
 def error_on(case: Case, env, ddps: list[Any], expected: Step) -> float:
@@ -330,6 +353,21 @@ def test_split_backwards_train_to_the_bits_of_whole_ones_and_hold_memory_until_w
                 assert max(one.held_bytes) == max(other.held_bytes)
             elif case.weights_lag:
                 assert max(one.held_bytes) > max(other.held_bytes)
+
+
+@pytest.mark.parametrize("case", HALVES, ids=str)
+def test_cuts_between_attention_and_mlp_train_to_the_bits_of_whole_layers(case, ran):
+    """One process and a pipeline, and two pipelines: the same losses and gradients, under the names of whole layers."""
+
+    def whole(steps: list[Step]) -> dict[str, np.ndarray]:
+        return {name.partition(".")[2]: g for step in steps for name, g in step.gradients.items()}
+
+    cut, uncut = ([steps[0] for steps in ran[one]] for one in (case, HALVES[case]))  # norms sum ranks in other orders
+    assert {step.loss for step in cut} == {step.loss for step in uncut}
+    gradients, expected = whole(cut), whole(uncut)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert np.array_equal(gradients[name], gradient), name
 
 
 def test_zb_h1_puts_weight_gradients_off(ran):

@@ -289,11 +289,11 @@ def worst_error(
 
     `expected` has the whole gradients, tensors or arrays, by their names in the whole model.
     """
-    me, layers = topology.coordinates(rank), topology.with_layers(shape.num_layers).layers_per_stage
+    me, layers = topology.coordinates(rank), topology.with_layers(shape.num_layers).stage_layers
     worst = 0.0
     for stage, chunk in zip(topology.stages_of(me.pp_rank), chunks, strict=True):
         for local_name, parameter in chunk.named_parameters():
-            name = global_name(local_name, sum(layers[:stage]))
+            name = global_name(local_name, layers[stage].held.start)
             if name == "output_layer.weight" and shape.tied_embeddings:
                 name = "embedding.word_embeddings.weight"
             whole = torch.as_tensor(expected[name])

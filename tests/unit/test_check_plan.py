@@ -65,6 +65,10 @@ def given(folder: Path, model: str, **other: str) -> list[str]:
     return [word for pair in flags.items() for word in pair] + ["--extra", *EXTRA[model]]
 
 
+HALVES = ("--split-backward", "--layers-per-stage", "2.5,1.5")  # and half layers
+PLANNED = [("gpt_6.7b", HALVES), *itertools.product(("gpt_6.7b", "t5_11b"), ((), ("--split-backward",)))]
+
+
 def made(folder: Path, model: str, *more: str, dp: int = 2) -> Raw:
     """A plan by `dynapipe plan`, with the tables and the batch beside it."""
     measured_csv(folder, model)
@@ -85,8 +89,7 @@ def checked(folder: Path, raw: Raw, model: str, capsys: pytest.CaptureFixture[st
     return status, verdict
 
 
-@pytest.mark.parametrize("more", [(), ("--split-backward",)], ids=["whole", "split"])
-@pytest.mark.parametrize("model", ["gpt_6.7b", "t5_11b"])
+@pytest.mark.parametrize(("model", "more"), PLANNED, ids=str)
 def test_a_plan_is_found_to_be_what_it_claims(
     model: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,8 +104,7 @@ def test_a_plan_is_found_to_be_what_it_claims(
         assert figure["claimed"] == pytest.approx(figure["found"], rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize("more", [(), ("--split-backward",)], ids=["whole", "split"])
-@pytest.mark.parametrize("model", ["gpt_6.7b", "t5_11b"])
+@pytest.mark.parametrize(("model", "more"), PLANNED, ids=str)
 def test_the_check_agrees_with_an_independent_judge(
     model: str, more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,7 +53,7 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         steps = 7
         [topology]
         pp = 3
-        layers_per_stage = [1, 1, 2]
+        layers_per_stage = [1.5, 0.5, 2.0]
         [data]
         tokens_per_batch = 0
         batch_size = 12
@@ -62,10 +62,11 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         layout = "padded"
         """,
     )
-    assert (config.run.steps, config.topology.layers_per_stage, config.data.batch_size) == (7, (1, 1, 2), 12)
+    assert (config.run.steps, config.topology.layers_per_stage, config.data.batch_size) == (7, (1.5, 0.5, 2), 12)
     assert isinstance(config.plan.memory_limit_gb, float)
     assert config.run == replace(TrainConfig().run, steps=7)
     assert TrainConfig.from_json(config.to_json()) == config
+    assert json.dumps(config.topology.layers_per_stage) == "[1.5, 0.5, 2]"  # whole numbers as ever
 
 
 @pytest.mark.parametrize(
@@ -79,8 +80,9 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ("[run]\nsteps = 1.5", r"\[run\] steps is 1\.5 but must be of type int"),
         ("[model]\ndropout = true", r"\[model\] dropout is True but must be of type float"),
         ("[job]\nstrict = 1", r"\[job\] strict is 1 but must be of type bool"),
-        ('[topology]\nlayers_per_stage = ["2"]', r"layers_per_stage is \['2'\] but must be a list of integers"),
-        ("[topology]\nlayers_per_stage = 2", r"layers_per_stage is 2 but must be a list of integers"),
+        ('[topology]\nlayers_per_stage = ["2"]', r"layers_per_stage is \['2'\] but must be a list of numbers"),
+        ("[topology]\nlayers_per_stage = [1.75, 2.25]", r"layers_per_stage \(1.75, 2.25\) has 1.75: .* in halves"),
+        ("[topology]\nlayers_per_stage = 2", r"layers_per_stage is 2 but must be a list of numbers"),
         ('[topology]\nplacement = "w"', r"placement is 'w': choose from .*auto"),
         ("[topology]\nstages_per_rank = 2", r"placement linear has 1 stage a rank, not 2"),
         ('[topology]\nplacement = "v"\nstages_per_rank = 3', r"placement v of 3 stages .*an even number"),
@@ -223,6 +225,7 @@ def test_flags_replace_single_settings_and_are_checked() -> None:
         (["--batch-size", "8"], {"data": {"batch_size": 8, "tokens_per_batch": 0}}),
         (["--tokens-per-batch", "99"], {"data": {"tokens_per_batch": 99}}),
         (["--layers-per-stage", "1, 3"], {"topology": {"layers_per_stage": (1, 3)}}),
+        (["--layers-per-stage", "1.5,2.5"], {"topology": {"layers_per_stage": (1.5, 2.5)}}),
         (["--placement", "v", "--stages-per-rank", "4"], {"topology": {"placement": "v", "stages_per_rank": 4}}),
         (["--split-backward", "--fill-waits"], {"plan": {"split_backward": True, "fill_waits": True}}),
         (["--truncate", "--strict"], {"data": {"truncate": True}, "job": {"strict": True}}),

@@ -70,6 +70,13 @@ def test_a_plan_in_json_reads_back_as_what_was_written() -> None:
     assert micro_batches == [replica["micro_batches"] for replica in data["replicas"]]
 
 
+def test_half_layers_are_written_as_halves_and_read_back() -> None:
+    topology = Topology(pp=2, layers_per_stage=(2.5, 1.5))
+    data = json.loads(json.dumps(plan_json(step_plan([one_f_one_b(2, 2)]), topology)))
+    assert data["topology"]["layers_per_stage"] == [2.5, 1.5]
+    assert read_plan_json(data)[0] == topology
+
+
 def test_replicas_are_read_in_the_order_of_their_dp_rank() -> None:
     data = plan_of_two_replicas()
     data["replicas"].reverse()

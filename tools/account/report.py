@@ -222,7 +222,7 @@ class RunFacts:
                 tp=topology.one("tp", int),
                 pp=topology.one("pp", int),
                 dp=topology.one("dp", int),
-                layers_per_stage=fields.many("layers_per_stage", int),
+                layers_per_stage=fields.many("layers_per_stage", float),
                 placement=fields.many("placement", int),
             ),
             device=fields.one("device", str),

@@ -101,7 +101,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
     placements = sorted({replica.placement for replica in read})
     if len(placements) > 1:
         raise ConfigError(f"{path}: the replicas place stages differently, {short(placements)}: plan them as one step")
-    layers = shape.many("layers_per_stage", int) if "layers_per_stage" in data["topology"] else ()
+    layers = shape.many("layers_per_stage", float) if "layers_per_stage" in data["topology"] else ()
     placement = () if placements[0] == tuple(range(pp)) else placements[0]
     return PlanFile(
         topology=Topology(tp, pp, dp, layers, placement),

@@ -29,6 +29,7 @@ from dynapipe_ext.batch.packed_attention import (
     attend_by_kernel,
     kernel_for,
 )
+from dynapipe_ext.batch.topology import StageLayers
 from dynapipe_ext.executor.stages.carried_keys import AttentionKernel, CarriedPiece
 from dynapipe_ext.executor.stages.megatron.rotation import rotary_frequencies, turned_by
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
@@ -381,12 +382,24 @@ class WindowAttention(CoreAttention):
         return torch.cat(blocks, dim=2)
 
 
-def gpt_layers(architecture: Architecture, config: Any, layers: range) -> list[Any]:
-    """Megatron's specs of some layers of a decoder-only model, counted from 0."""
+def gpt_layers(architecture: Architecture, config: Any, layers: StageLayers) -> list[Any]:
+    """Megatron's specs of a stage's layers of a decoder-only model."""
     a = architecture
-    makes = [(kind, a.has_window(i)) for kind, run in layer_kinds(a) for i in run if i in layers]
-    specs = {make: _gpt_layer(make[0], config, make[1]) for make in set(makes)}
-    return [specs[make] for make in makes]
+    makes = [(i, (kind, a.has_window(i))) for kind, run in layer_kinds(a) for i in run if i in layers.held]
+    specs = {make: _gpt_layer(make[0], config, make[1]) for _, make in makes}
+    return [_half_layer(specs[make], layers, i) for i, make in makes]
+
+
+def _half_layer(layer: Any, layers: StageLayers, number: int) -> Any:
+    """The spec of a layer of which a stage may have a half alone: the hidden states pass through the other half."""
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    absent: dict[str, Any] = {}
+    if number not in layers.attention:
+        absent |= {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
+    if number not in layers.mlp:
+        absent |= {"pre_mlp_layernorm": IdentityOp, "mlp": IdentityOp, "mlp_bda": IdentityFuncOp}
+    return replace(layer, submodules=replace(layer.submodules, **absent)) if absent else layer
 
 
 def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any:

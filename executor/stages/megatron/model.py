@@ -386,12 +386,10 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    layers = topology.with_layers(a.num_layers).layers_per_stage
-    first = sum(layers[:stage])
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            gpt_layers(a, config, range(first, first + layers[stage])), layer_norm=MarkedNorm
+            gpt_layers(a, config, topology.with_layers(a.num_layers).stage_layers[stage]), layer_norm=MarkedNorm
         ),
         vocab_size=a.padded_vocab_size(),
         max_sequence_length=a.max_seq_len,

@@ -276,12 +276,13 @@ def _head_is_embedding(model: Any) -> bool:
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc] # megatron has no types
     """Megatron's pipeline layout with stage s on rank `placement[s]`, of which it is the next virtual stage.
 
-    Megatron's own puts stage s on rank s mod pp. Layer numbers are global; ranks may hold unequal numbers of stages.
+    Megatron's own puts stage s on rank s mod pp. Layer numbers are global; ranks may hold unequal numbers of stages. A
+    layer that is cut between attention and MLP is one of both stages.
     """
 
     def __init__(self, topology: Topology, num_layers: int) -> None:
-        layers = topology.with_layers(num_layers).layers_per_stage
-        stages = [[LayerType.decoder] * count for count in layers]
+        layers = topology.with_layers(num_layers).stage_layers
+        stages = [[LayerType.decoder] * len(stage.held) for stage in layers]
         stages[0].insert(0, LayerType.embedding)
         stages[-1].append(LayerType.loss)
         self._topology, self._layers = topology, layers
@@ -291,15 +292,16 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc] # megatro
         self.layout = [[list(stages[stage]) for stage in topology.stages_of(rank)] for rank in range(topology.pp)]
         for held in self.layout:  # Megatron reads as many virtual stages of every rank
             held += [[]] * (self.virtual_pipeline_model_parallel_size - len(held))
-        self.flatten_layout = [layer for stage in stages for layer in stage]
+        # Of a layer on two stages, Megatron counts the half with the attention.
+        self.flatten_layout = [LayerType.embedding, *[LayerType.decoder] * num_layers, LayerType.loss]
 
     def get_layer_offset(
         self, layer_type: Any = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
     ) -> int:
-        """Decoder layers before a virtual stage of a rank (default: this one)."""
+        """Decoder layers before the first that a virtual stage of a rank (default: this one) has a half of."""
         assert layer_type == LayerType.decoder
         rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
-        return sum(self._layers[: self._topology.stages_of(rank)[vp_stage or 0]])
+        return self._layers[self._topology.stages_of(rank)[vp_stage or 0]].held.start
 
 
 def virtual_stage(topology: Topology, stage: int, config: Any) -> int | None:
@@ -445,13 +447,16 @@ class MegatronStage:
         dist.all_reduce(loss)
 
     def _key_dropout(self) -> None:
-        """Before each layer, seed by what it works on: masks depend neither on schedule, placement nor replica."""
+        """Before each layer and its MLP, seed by what it works on: masks depend neither on schedule, placement nor
+        replica, nor on whether a layer is cut between the two."""
         for chunk, layers in zip(self._chunks, self._layers, strict=True):
             model = unwrapped(chunk)
             encoder = set(getattr(getattr(model, "encoder", None), "layers", ()))
             keyed = [("encoder " * (x in encoder) + f"layer {x.layer_number - 1}", x) for x in layers]
             for name, module in keyed:
                 module.register_forward_pre_hook(lambda _module, _inputs, name=name: self._seed(name))
+                norm = module.pre_mlp_layernorm
+                norm.register_forward_pre_hook(lambda _module, _inputs, name=name: self._seed(f"{name} mlp"))
             if hasattr(model, "embedding"):  # of an encoder-decoder it says which side it reads just now
                 model.embedding.register_forward_pre_hook(
                     lambda module, _inputs: self._seed(f"{getattr(module, 'side', '')} embedding".strip())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import Topology, refuse_half_layers
 from dynapipe_ext.errors import ConfigError, ExecutionError
 
 
@@ -47,7 +47,8 @@ def places_of(topology: Topology, num_layers: int, pp_rank: int) -> list[PartPla
     counts = topology.with_layers(num_layers).layers_per_stage
     if min(counts) < 1:
         raise ConfigError(f"layers_per_stage is {counts} but each stage of a transformers model needs a layer or more")
-    return [PartPlace(stage, counts) for stage in topology.stages_of(pp_rank)]
+    whole = refuse_half_layers(counts, "a model of transformers")
+    return [PartPlace(stage, whole) for stage in topology.stages_of(pp_rank)]
 
 
 _STATES = ("hidden_states", "x", "input", "inputs_embeds")  # what layers call them

@@ -1,0 +1,135 @@
+"""Stages that begin or end between attention and MLP: what they cost, hold and refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, sample_lengths
+from dynapipe_ext.batch.topology import Topology, layers_of_cut
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.memory import stage_parameters
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.costs.states import parameters_per_stage
+from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.architecture import Architecture, LatentAttention
+from dynapipe_ext.models.named_models import preset
+from tests.unit.test_costs_table import gpt, t5
+
+DENSE = Architecture.gpt(
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=96,
+    gated_mlp=True,
+    vocab_size=512,
+    max_seq_len=128,
+    tied_embeddings=False,
+)
+EXPERTS = replace(DENSE, num_experts=4, top_k=2, num_dense_layers=1, dense_ffn_hidden_size=160)
+LATENT = replace(DENSE, num_query_groups=4, head_dim=24, latent=LatentAttention(0, 16, 16, 8, 16), position="rope")
+CUTS = ((2.5, 1.5), (0.5, 3.5), (3, 1))
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective")  # recomputed in full, either half keeps an input
+
+
+def micro_batches(recompute: Recompute = "none") -> list[MicroBatch]:
+    samples = sample_lengths([9, 31, 64, 100])
+    packed = MicroBatch(samples[:3], "packed", recompute)
+    return [MicroBatch(samples[:2], "padded", recompute), MicroBatch(samples[2:], "padded", recompute), packed]
+
+
+def of_cut(costs: CostModel, cut: tuple[float, ...], recompute: Recompute = "none") -> MicroBatchCosts:
+    placed, _ = costs.over(replace(Topology(pp=2, dp=2), layers_per_stage=cut))
+    return placed.evaluate(micro_batches(recompute))
+
+
+def test_two_ranges_of_layers_say_what_a_stage_holds() -> None:
+    """Every half of every layer lies on one stage, whatever the cut."""
+    for cut in ((1.5, 0, 0.5, 0.5, 1.5), (0.5, 0.5, 3), (4,), (3.5, 0.5)):
+        stages = layers_of_cut(cut)
+        for name in ("attention", "mlp"):
+            assert [layer for stage in stages for layer in getattr(stage, name)] == list(range(4))
+        for stage, count in zip(stages, cut, strict=True):
+            alone = [*stage.attention_half, *stage.mlp_half]
+            assert len(stage.whole) + len(alone) / 2 == count
+            assert sorted([*stage.whole, *alone]) == list(stage.held)
+
+
+@pytest.mark.parametrize("architecture", [DENSE, EXPERTS, LATENT], ids=["dense", "experts", "latent"])
+@pytest.mark.parametrize("recompute", RECOMPUTES)
+def test_counted_halves_of_a_layer_are_the_layer(architecture: Architecture, recompute: Recompute) -> None:
+    """Times, stored bytes and states of all stages together are the same under any cut; each stage's are its own."""
+    options: dict[str, Any] = {"flops_per_s": 1e9, "layer_overhead_ns": 1_000, "dropout": True, "flash": False}
+    costs = AnalyticCosts(architecture, Topology(pp=2, dp=2, layers_per_stage=(2, 2)), **options)
+    whole = of_cut(costs, (2, 2), recompute)
+    for cut in CUTS:
+        priced = of_cut(costs, cut, recompute)
+        for name in ("forward_ns", "backward_ns", "weight_ns"):  # each stage rounds its own
+            one, other = getattr(priced, name).sum(axis=0), getattr(whole, name).sum(axis=0)
+            assert np.abs(one - other).max() <= 2, name
+        assert (priced.stored_bytes.sum(axis=0) == whole.stored_bytes.sum(axis=0)).all()
+        assert priced.static_bytes.sum() == whole.static_bytes.sum()
+    assert (of_cut(costs, (2.5, 1.5)).forward_ns[0] > whole.forward_ns[0]).all()
+    assert (of_cut(costs, (2.5, 1.5)).forward_ns[0] < of_cut(costs, (3, 1)).forward_ns[0]).all()
+
+
+def test_a_half_counts_its_own_products_parameters_and_activations() -> None:
+    """Of h wide layers: 4 h^2 weights and 4 h L FLOPs a token in attention, the rest in the MLP (by hand, without a
+    head, a norm's weights beside both)."""
+    a = replace(preset("llama-2-7b"), num_layers=4, hidden_size=64, num_heads=4, num_query_groups=4, head_dim=16)
+    a = replace(a, ffn_hidden_size=96, vocab_size=8)
+    h, f = a.hidden_size, a.ffn_hidden_size
+    costs = AnalyticCosts(a, Topology(pp=2, layers_per_stage=(0.5, 3.5)), flops_per_s=1e9, overhead_ns=0, flash=False)
+    (attention, _), tokens, length = parameters_per_stage(a, costs.topology), 2 * 32, 32
+    assert attention == 4 * h * h + h + 8 * h
+    priced = costs.evaluate_shapes([2], [32])
+    assert priced.forward_ns[0, 0] == 8 * h * h * tokens + 4 * h * tokens * length
+    assert priced.stored_bytes[0, 0] == 2 * tokens * (2 * h + 4 * h) + 2 * 4 * tokens * length  # 4 heads' scores
+    costs, _ = costs.over(Topology(pp=4, layers_per_stage=(1, 0.5, 0.5, 2)))
+    mlp = costs.evaluate_shapes([2], [32])
+    assert mlp.forward_ns[2, 0] == 2 * 3 * h * f * tokens
+    assert mlp.stored_bytes[2, 0] == 2 * tokens * (2 * h + 3 * f)
+    assert parameters_per_stage(a, costs.topology)[2] == 3 * h * f + h
+    full = costs.evaluate_shapes([2], [32], 0, "full").stored_bytes[:, 0]
+    assert full[0] == full[1] == full[2] == 2 * tokens * h  # a layer, an attention, an MLP: an input each
+
+
+def test_measured_layers_are_shared_out_by_their_flops_and_bytes(tmp_path: Path) -> None:
+    """At grid points: attention takes (8 h + 4 L) / (24 h + 4 L) of a layer; what it stores is of Korthikanti et al."""
+    table = gpt(tmp_path)
+    h, length = table.hidden_size, 64
+    shape = ([2], [length], [0])
+
+    def priced(cut: tuple[float, ...], recompute: Recompute = "none") -> MicroBatchCosts:
+        return table.over(Topology(tp=2, pp=4, dp=2, layers_per_stage=cut))[0].evaluate_shapes(*shape, recompute)
+
+    layer, halves = priced((1, 1, 1, 4)), priced((1, 0.5, 0.5, 5))
+    work = (8 * h + 4 * length) / (24 * h + 4 * length)
+    stored = (13 + 5 * length / 128) / (34 + 5 * length / 128)
+    for name, share in (("forward_ns", work), ("backward_ns", work), ("stored_bytes", stored)):
+        one, two = getattr(layer, name)[1, 0], getattr(halves, name)[1:3, 0]
+        assert two == pytest.approx([share * one, (1 - share) * one], abs=1)
+    assert halves.static_bytes[1:3] == pytest.approx([layer.static_bytes[1] / 3, layer.static_bytes[1] * 2 / 3])
+    full = priced((1, 0.5, 0.5, 5), "full").stored_bytes[:3, 0]
+    assert full[0] == full[1] == full[2]
+    again = CostTable.from_json(table.to_json())
+    assert (again.over(Topology(tp=2, pp=2, dp=2, layers_per_stage=(3.5, 3.5)))[0].static_bytes() > 0).all()
+
+
+def test_who_cannot_be_cut_inside_a_layer_says_so(tmp_path: Path) -> None:
+    halves = Topology(tp=2, pp=4, layers_per_stage=(3.5, 3.5, 3.5, 3.5))
+    pairs = t5(tmp_path)
+    with pytest.raises(ConfigError, match="cuts a layer between attention and MLP, which a model with a decoder side"):
+        pairs.over(Topology(tp=2, pp=4, dp=2, layers_per_stage=(0.5, 0.5, 1, pairs.total_layers - 2)))
+    table = gpt(tmp_path)
+    unmeasured = {key: grid for key, grid in table.grids.items() if key[1] not in ("attention", "mlp")}
+    with pytest.raises(ConfigError, match="the cost table has whole layers alone"):
+        replace(table, grids=unmeasured).over(Topology(tp=2, pp=2, layers_per_stage=(3.5, 3.5)))
+    with pytest.raises(ConfigError, match="which a count of every tensor cannot be: give whole numbers"):
+        stage_parameters(replace(preset("llama-2-7b"), num_layers=14), halves)
