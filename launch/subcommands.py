@@ -56,6 +56,7 @@ SUBCOMMANDS = (
         "convert a checkpoint between Hugging Face, Megatron, DeepSpeed and Meta",
     ),
     Subcommand("profile", "dynapipe_ext.launch.commands.profile_model", "measure a model here and write a cost table"),
+    Subcommand("compare", "dynapipe_ext.launch.commands.compare", "say how two runs differ, and draw both"),
     Subcommand("flops", "dynapipe_ext.launch.commands.flops", "count FLOPs, MFU and HFU of a run, a log or a step"),
     Subcommand("collect-memory", "dynapipe_ext.launch.commands.collect_memory", "measure peaks of inference batches"),
     Subcommand(

@@ -105,6 +105,9 @@ TESTED_COMMANDS = {
     "torchrun $TORCHRUN_ARGUMENTS -m dynapipe_ext.megatron pretrain_gpt.py $ARGUMENTS [--dynapipe-…]": (
         "tests/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
     ),
+    "dynapipe compare runs/packed runs/padded --html both.html": (
+        "tests/unit/test_compare_command.py::test_runs_of_other_settings_and_lengths_are_told_apart"
+    ),
     "dynapipe flops runs/latest": AS_IT_STANDS,
     "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": AS_IT_STANDS,
     "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": AS_IT_STANDS,

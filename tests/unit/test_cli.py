@@ -183,6 +183,7 @@ FAILING = {  # a mistake for each subcommand that has --json, beyond what its pa
     "preprocess": ["--input", "nothere.jsonl", "--output", "out"],
     "convert": ["nothere", "there", "--to", "hf"],
     "profile": ["--model", "nothere", "--out", "costs.json"],
+    "compare": ["nothere", "nothere"],
     "flops": ["nothere"],
     "collect-memory": ["--model", "nothere", "--out", "r.jsonl"],
     "train-memory-model": ["nothere.jsonl", "--out", "model.json"],

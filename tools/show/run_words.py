@@ -23,6 +23,7 @@ SettingTables = Mapping[str, Mapping[str, Any]]  # tables of config.toml
 
 _CREDENTIALS = re.compile(r"://[^/\s@]*@")
 _SECRET_NAMES = re.compile(r"password|passwd|secret|api_?key|token$", re.IGNORECASE)
+_EQUAL = "the same"
 _SAME = 0.005  # figures within half a percent are called equal
 _HELD_BACK, _LATE, _LARGE = 0.7, 1.3, 1.5
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
@@ -65,7 +66,7 @@ def ratio_text(ratio: float, more: str = "more", less: str = "less") -> str:
     ('25.1 % more', '10.0 % less', 'the same')
     """
     if abs(ratio - 1) < _SAME:
-        return "the same"
+        return _EQUAL
     return f"{percent(abs(ratio - 1))} {more if ratio > 1 else less}"
 
 
@@ -314,11 +315,13 @@ def difference_sentences(one: NamedRun, other: NamedRun) -> Iterator[str]:
         yield f"{one.name} has {counted(a.last.number, 'step')}, {other.name} {b.last.number:,}."
     yield from _loss_difference(one, other)
     for what, here, there, more, less in (
+        ("real tokens a step", a.real_tokens / a.num_steps, b.real_tokens / b.num_steps, "more", "fewer"),
         ("tokens a second", a.real_tokens_per_s, b.real_tokens_per_s, "more", "fewer"),
         ("CPU time a token", a.cpu_s_per_token, b.cpu_s_per_token, "more", "less"),
     ):
         if here and there:
-            yield f"{other.name} has {ratio_text(there / here, more, less)} {what}.".replace("the same", "as much", 1)
+            ratio = ratio_text(there / here, more, less)
+            yield f"Both have the same {what}." if ratio == _EQUAL else f"{other.name} has {ratio} {what}."
     yield from _share_differences(one, other)
 
 
