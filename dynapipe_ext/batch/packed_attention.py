@@ -78,7 +78,7 @@ KERNELS = (
 class DocumentRule:
     """What a position sees of its document: those before it (`is_causal`), the last `window` of them and, without
     causality, as many behind. `softcap` above 0 caps scores, `dropout` is of their shares. `is_deterministic`:
-    gradients have the same bits in every run."""
+    gradients have the same bits in every run; `has_sinks`: scores of no position, which no kernel here takes."""
 
     scale: float | None = None
     is_causal: bool = True
@@ -86,6 +86,7 @@ class DocumentRule:
     softcap: float = 0.0
     dropout: float = 0.0
     is_deterministic: bool = False
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def _loaded(kernel: VarlenKernel) -> Callable[..., Any] | None:
 
 def kernel_for(q_THD: torch.Tensor, rule: DocumentRule) -> VarlenKernel | None:
     """The best installed kernel for these tensors; None where torch is called instead, once a document."""
-    if not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
+    if rule.has_sinks or not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
         return None
     major = torch.cuda.get_device_capability(q_THD.device)[0]
     for kernel in KERNELS:

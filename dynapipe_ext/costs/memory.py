@@ -19,7 +19,8 @@ from dynapipe_ext.models.tensors import GroupKind, tensor_groups
 # Tensor parallel ranks divide these. Each has a copy of the rest: norms, routers, positions, biases of summed outputs.
 _SHARDED: tuple[GroupKind, ...] = (
     "embedding", "head", "attention_in", "attention_in_bias", "attention_out", "cross_q", "cross_kv", "cross_out",
-    "mlp_in", "mlp_in_bias", "mlp_out", "shared_in", "shared_out",
+    "mlp_in", "mlp_in_bias", "mlp_out", "shared_in", "shared_out", "sinks", "experts_in", "experts_in_bias",
+    "experts_out",
     "q_proj", "q_down", "q_up", "kv_down", "kv_up",
 )  # fmt: skip
 
@@ -53,7 +54,7 @@ def _sizes(architecture: Architecture) -> dict[tuple[str, int, GroupKind, bool],
             continue
         outside = group.layer < 0 or group.kind == "relative_bias"
         kind = -1 if outside else first_layers.index(group.layer)
-        totals[group.side, kind, group.kind, group.expert >= 0] += group.size
+        totals[group.side, kind, group.kind, group.is_of_experts] += group.size
     return dict(totals)
 
 

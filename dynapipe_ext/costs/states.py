@@ -142,7 +142,8 @@ def attention_parameters(a: Architecture, tp: int) -> int:
     """Parameters on one rank of a layer's attention, with its half of the norms."""
     qk_norms = sum(a.qk_norm_sizes) // (tp if a.qk_norm_whole else 1)
     biases = int(a.qkv_bias) * (a.query_size + 2 * a.kv_size) // tp + int(a.attention_output_bias) * a.hidden_size
-    return a.norm_parameters // 2 + qk_norms + a.attention_parameters // tp + biases
+    sinks = int(a.attention_sinks) * a.num_heads // tp
+    return a.norm_parameters // 2 + qk_norms + a.attention_parameters // tp + biases + sinks
 
 
 def mlp_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
@@ -152,7 +153,8 @@ def mlp_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
     if not a.num_experts:
         return norms + mlp, 0
     shared = a.shared_parameters // tp + h * int(a.shared_expert_gate)
-    return norms + h * a.num_experts + shared, a.num_experts // ep * mlp
+    router = a.num_experts * (h + int(a.mlp_bias))
+    return norms + router + shared, a.num_experts // ep * mlp
 
 
 def layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:

@@ -10,29 +10,7 @@ from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from dynapipe_ext.errors import ConfigError, short
-
-
-@dataclass(frozen=True, slots=True)
-class Yarn:
-    """YaRN (Peng et al. 2023). Frequencies that turn less than `beta_slow` times in the trained length are divided by
-    `factor`. Those that turn more than `beta_fast` times stay. Between the two limits both are blended.
-    """
-
-    factor: float
-    original_max_seq_len: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    kind: Literal["yarn"] = "yarn"
-
-    @property
-    def concentration(self) -> float:
-        """What multiplies turned queries and keys where attention is plain (sec. 3.4, with DeepSeek's two factors)."""
-        if self.factor <= 1:
-            return 1.0
-        of_all, of_turned = (0.1 * scale * math.log(self.factor) + 1 for scale in (self.mscale_all_dim, self.mscale))
-        return of_turned / of_all
+from dynapipe_ext.models.rope_scaling import LongRope, RopeScaling, Yarn
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +44,13 @@ class LatentAttention:
 PublishedFamily = Literal[
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
     "deepseek_v2", "deepseek_v3", "gpt2", "t5", "mt5", "smollm3", "granite", "olmoe", "olmo3", "gemma", "starcoder2",
-    "glm", "glm4", "glm4_moe", "nemotron", "internlm2", "kimi_k2",
+    "glm", "glm4", "glm4_moe", "nemotron", "internlm2", "kimi_k2", "gpt_oss",
 ]  # fmt: skip
 # "gpt": Megatron's GPT in custom sizes, which has no published name. "transformers": a model that this package
 # computes; only its sizes are known here.
 Family = PublishedFamily | Literal["gpt", "transformers"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]  # relu2: the square of relu
+# relu2: the square of relu; quick_gelu: x sigmoid(1.702 x)
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "quick_gelu"]
 Position = Literal["rope", "learned", "relative"]
 Norm = Literal["rmsnorm", "layernorm"]
 RouterScore = Literal["softmax", "sigmoid"]  # turns a router's logits into probabilities
@@ -92,37 +71,13 @@ _LATER = (
     "shared_expert_gate", "full_attention_every", "local_rope_theta", "query_pre_attn_scalar", "attention_softcap",
     "logit_softcap", "scaled_embedding", "latent", "num_dense_layers", "dense_ffn_hidden_size", "router_score",
     "router_bias", "router_num_groups", "router_group_topk", "router_scale", "rotary_dim", "rotary_interleaved",
-    "no_rope_every", "embedding_scale", "residual_scale", "score_scale", "logit_divisor",
+    "no_rope_every", "attention_sinks", "gate_clamp", "up_offset", "embedding_scale", "residual_scale", "score_scale",
+    "logit_divisor",
 )  # fmt: skip
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
     "max_seq_len",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained length: "linear", Llama 3.1's "llama3", or "dynamic",
-    which leaves rows up to the trained length as they are (NTK)."""
-
-    kind: Literal["linear", "llama3", "dynamic"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class LongRope:
-    """LongRoPE (Ding et al. 2024): frequencies are divided by `short_factors` in rows up to the trained length, else by
-    `long_factors`; turned queries and keys are multiplied by `attention_factor`."""
-
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
-    factor: float
-    attention_factor: float
-    original_max_seq_len: int
-    kind: Literal["longrope"] = "longrope"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +99,11 @@ class Architecture:
     attention is multi-head latent attention, and `head_dim` is the width of a query. A position sees
     `sliding_window` positions, except in every `full_attention_every`-th layer; layers with a window use
     `local_rope_theta` unless it is 0. Scores are divided by sqrt(`query_pre_attn_scalar`) (0: `head_dim`). Where a cap
-    is not 0, scores or logits pass through cap x tanh(x / cap).
+    is not 0, scores or logits pass through cap x tanh(x / cap). With `attention_sinks` each head has a learned score
+    that takes its share beside those of positions, and gives nothing.
+
+    MLPs: `activation` of the gate multiplies the up values and `up_offset`; where `gate_clamp` is not 0, the gate is at
+    most that, and up values are between it and its negative. `mlp_bias` of experts is their routers', too.
 
     Rotation: the first `rotary_dim` values of a head turn (0: all), each with the one half of them further, or with its
     neighbour (`rotary_interleaved`). Every `no_rope_every`-th layer turns nothing (0: all layers turn).
@@ -193,6 +152,9 @@ class Architecture:
     rotary_dim: int = 0
     rotary_interleaved: bool = False
     no_rope_every: int = 0
+    attention_sinks: bool = False
+    gate_clamp: float = 0.0
+    up_offset: float = 0.0
     query_pre_attn_scalar: int = 0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -327,7 +289,10 @@ class Architecture:
 
     def to_json(self) -> dict[str, Any]:
         defaults = {field.name: field.default for field in fields(self)}
-        return {name: value for name, value in asdict(self).items() if name not in _LATER or value != defaults[name]}
+        values = asdict(self)
+        if (values["rope_scaling"] or {}).get("truncate"):
+            del values["rope_scaling"]["truncate"]
+        return {name: value for name, value in values.items() if name not in _LATER or value != defaults[name]}
 
     def __post_init__(self) -> None:
         if self.family not in (*FAMILIES, "gpt", "transformers"):
@@ -472,6 +437,8 @@ class Architecture:
                 f"{self.family} has attention windows (sliding_window {self.sliding_window}), which do not go on"
                 " from piece to piece: plan whole samples"
             )
+        if self.attention_sinks:
+            return f"{self.family} has attention sinks, which pieces would each count: plan whole samples"
         if self.latent:
             return (
                 f"{self.family} has latent attention, whose pieces would get wrong rotary positions: plan whole samples"

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.models.architecture import MOST, Activation, LongRope, RopeScaling, Yarn
+from dynapipe_ext.models.architecture import MOST, Activation
+from dynapipe_ext.models.rope_scaling import LongRope, RopeScaling, Yarn
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -149,7 +150,6 @@ def _longrope(inner: ConfigFields, max_seq_len: int, trained_len: int) -> LongRo
 
 
 def _yarn(inner: ConfigFields, max_seq_len: int) -> Yarn:
-    inner.refuse("truncate", True)
     original = inner.integer("original_max_position_embeddings", max_seq_len)
     mscale, all_dim = (float(inner.raw.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
     if all_dim and not mscale:
@@ -161,6 +161,7 @@ def _yarn(inner: ConfigFields, max_seq_len: int) -> Yarn:
         beta_slow=inner.number("beta_slow", 1.0),
         mscale=mscale if all_dim else 1.0,  # mscale counts only beside mscale_all_dim
         mscale_all_dim=all_dim,
+        truncate=inner.flag("truncate", True),
     )
     if inner.raw.get("attention_factor") is not None:
         given = inner.number("attention_factor")
@@ -192,6 +193,8 @@ def rope_config(scaling: RopeScaling | Yarn | LongRope | None, theta: float) -> 
                 "beta_fast": scaling.beta_fast,
                 "beta_slow": scaling.beta_slow,
             }
+            if not scaling.truncate:
+                rope["truncate"] = False
             if (scaling.mscale, scaling.mscale_all_dim) != (1.0, 0.0):
                 rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
         case LongRope():

@@ -7,7 +7,7 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture, LatentAttention
-from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields
+from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields, rope_fields
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps says
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -24,6 +24,7 @@ def deepseek_values(
 ) -> dict[str, Any]:
     """Latent attention, experts and their router. Errors: ConfigError for what no layer of Megatron computes."""
     fields.refuse("num_key_value_heads", values["num_heads"])
+    rope_fields(fields).refuse("truncate", True)
     latent = LatentAttention(
         q_rank=fields.count("q_lora_rank", q_rank),
         kv_rank=fields.integer("kv_lora_rank", 512),
@@ -126,6 +127,15 @@ def router_fault(a: Architecture) -> str:
         f"{a.family} scores a group of experts by its best {best}, megatron-core by its best num_experts_per_tok"
         f" {a.top_k} // topk_group {a.router_group_topk} = {a.top_k // a.router_group_topk}: it chooses others"
     )
+
+
+def gpt_oss_values(fields: ConfigFields, values: Values) -> dict[str, Any]:
+    """Nothing. Errors: ConfigError without frequencies, for which transformers takes some kind of YaRN."""
+    if not fields.raw.get("rope_parameters") and not fields.raw.get("rope_scaling"):
+        raise ConfigError(
+            f"{fields.where}: rope_parameters are missing: give them, or rope_type default for plain ones"
+        )
+    return {}
 
 
 def gemma_values(

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.models.architecture import FAMILIES, Architecture, LongRope
+from dynapipe_ext.models.architecture import FAMILIES, Architecture
 from dynapipe_ext.models.config_fields import ConfigFields, read_rope, rope_config, rope_fields
-from dynapipe_ext.models.families import FORMS, PublishedForm, published_form
+from dynapipe_ext.models.families import FORMS, published_form
 from dynapipe_ext.models.family_configs import FULL, WINDOWED, rope_of_type, windows_by_layer
+from dynapipe_ext.models.forms import PublishedForm
+from dynapipe_ext.models.rope_scaling import LongRope
 
 # Families that resemble supported ones, and why they are refused.
 _REFUSED = {
     "gemma3": "it has a vision tower; give its text_config, of model_type gemma3_text, and the weights of that",
-    "gpt_oss": "its attention sinks and clamped gates have no equal in the layers here",
     "llama4": "it has a vision tower",
     "llama4_text": "its chunks of attention and its scaled queries have no equal in the layers here",
     "olmo": "its norms have no weights",

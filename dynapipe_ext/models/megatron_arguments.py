@@ -13,17 +13,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.models.architecture import (
-    MOST,
-    Activation,
-    Architecture,
-    Family,
-    LatentAttention,
-    Position,
-    RopeScaling,
-    Yarn,
-)
+from dynapipe_ext.models.architecture import MOST, Activation, Architecture, Family, LatentAttention, Position
 from dynapipe_ext.models.huggingface import read_config, write_config
+from dynapipe_ext.models.rope_scaling import RopeScaling, Yarn
 
 FOLLOWED = frozenset(
     """

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dynapipe_ext.models.architecture import Architecture, LatentAttention, layer_kinds
-from dynapipe_ext.models.families import TensorNames, published_form
+from dynapipe_ext.models.families import published_form
+from dynapipe_ext.models.forms import TensorNames
 
 _NamedShapes = list[tuple[str, tuple[int, ...]]]
 ModelSide = Literal["", "encoder", "decoder"]
@@ -21,7 +22,8 @@ GroupKind = Literal[
     "attention_norm", "attention_in", "attention_in_bias", "attention_out", "attention_out_bias", "q_norm", "k_norm",
     "attention_post_norm", "cross_norm", "cross_q", "cross_kv", "cross_out",
     "mlp_norm", "mlp_in", "mlp_in_bias", "mlp_out", "mlp_out_bias", "mlp_post_norm",
-    "router", "router_bias", "shared_in", "shared_out", "shared_gate",
+    "router", "router_bias", "router_offset", "shared_in", "shared_out", "shared_gate", "sinks",
+    "experts_in", "experts_in_bias", "experts_out", "experts_out_bias",
     "q_proj", "q_down", "q_latent_norm", "q_up", "kv_down", "kv_latent_norm", "kv_up",
 ]  # fmt: skip
 
@@ -63,6 +65,11 @@ class TensorGroup:
     @property
     def size(self) -> int:
         return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it holds what experts compute with, of one or of all."""
+        return self.expert >= 0 or self.kind.startswith("experts_")
 
     @property
     def is_buffer(self) -> bool:
@@ -144,6 +151,8 @@ def _attention(a: Architecture, names: TensorNames, i: int) -> Iterator[TensorGr
         of_q, of_k = a.qk_norm_sizes
         yield _group("q_norm", (f"{layer}.{names.q_norm}.weight", (of_q,)), layer=i)
         yield _group("k_norm", (f"{layer}.{names.k_norm}.weight", (of_k,)), layer=i)
+    if a.attention_sinks:
+        yield _group("sinks", (f"{layer}.{names.sinks}", (a.num_heads,)), layer=i)
     weights, biases = _projection(a, [f"{layer}.{names.attention_out}"], (a.hidden_size,), a.query_size)
     yield _group("attention_out", *weights, layer=i)
     if a.attention_output_bias:
@@ -186,7 +195,11 @@ def _mixture(a: Architecture, names: TensorNames, i: int) -> Iterator[TensorGrou
     yield _group("router", (f"{router}.weight", (a.num_experts, h)), layer=i)
     if a.router_bias:
         yield _group("router_bias", (f"{router}.e_score_correction_bias", (a.num_experts,)), layer=i)
-    for e in range(a.num_experts):
+    if a.mlp_bias:
+        yield _group("router_offset", (f"{router}.bias", (a.num_experts,)), layer=i)
+    if names.joined_experts:
+        yield from _joined_experts(a, names, i)
+    for e in range(a.num_experts if not names.joined_experts else 0):
         inputs = [(f"{layer}.{module.format(e=e)}.weight", (f, h)) for module in names.expert_in]
         yield _group("mlp_in", *inputs, layer=i, expert=e)
         yield _group("mlp_out", (f"{layer}.{names.expert_out.format(e=e)}.weight", (h, f)), layer=i, expert=e)
@@ -195,6 +208,17 @@ def _mixture(a: Architecture, names: TensorNames, i: int) -> Iterator[TensorGrou
         yield _group("shared_out", (f"{shared}.down_proj.weight", (h, s)), layer=i)
     if a.shared_expert_gate:
         yield _group("shared_gate", (f"{shared}_gate.weight", (1, h)), layer=i)
+
+
+def _joined_experts(a: Architecture, names: TensorNames, i: int) -> Iterator[TensorGroup]:
+    n, h, f, layer = a.num_experts, a.hidden_size, a.ffn_hidden_size, names.layer.format(i=i)
+    (inputs,), output = names.expert_in, names.expert_out
+    yield _group("experts_in", (f"{layer}.{inputs}", (n, h, a.fc1_size)), layer=i)
+    if a.mlp_bias:
+        yield _group("experts_in_bias", (f"{layer}.{inputs}_bias", (n, a.fc1_size)), layer=i)
+    yield _group("experts_out", (f"{layer}.{output}", (n, f, h)), layer=i)
+    if a.mlp_bias:
+        yield _group("experts_out_bias", (f"{layer}.{output}_bias", (n, h)), layer=i)
 
 
 def _t5(a: Architecture) -> Iterator[TensorGroup]:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.architecture import Architecture, LatentAttention, Yarn
+from dynapipe_ext.models.architecture import Architecture, LatentAttention
 from dynapipe_ext.models.family_configs import LATENT_NORM_EPS, router_fault
 from dynapipe_ext.models.megatron_arguments import DTYPE_FLAGS, LLAMA3_SCALING, NORM_NAMES, POSITION_NAMES
+from dynapipe_ext.models.rope_scaling import Yarn
 
 _VALUES = (
     "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_experts",
@@ -132,6 +133,8 @@ def unsayable(architecture: Architecture) -> tuple[str, ...]:
         lost_properties.append("rotation of a part of each head, of neighbours, or not in every layer")
     if (a.embedding_scale, a.residual_scale, a.score_scale, a.logit_divisor) != (1, 1, 0, 1):
         lost_properties.append("scales of embeddings, residuals, scores or logits")
+    if a.attention_sinks or a.gate_clamp or a.up_offset:
+        lost_properties.append("attention sinks, clamped gates and their offset (--enable-gpt-oss is not written here)")
     if a.zero_centered_norm and not a.scaled_embedding:
         lost_properties.append("norms' weights as their distance from 1")
     if (a.num_dense_layers or a.router_score != "softmax") and not a.latent:

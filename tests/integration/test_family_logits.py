@@ -64,6 +64,7 @@ SPREAD = {
         "smollm3",
         "granite-bias",
         "glm4-moe-groups",
+        "gpt-oss",
     ),
     (Topology(1, 4, 1), False): ("llama-tied", "gpt2", "phi3", "gemma2"),
     (Topology(2, 1, 2), False): ("t5", "t5-v1.1"),
@@ -84,6 +85,7 @@ SPREAD = {
         "glm4",
         "glm4-moe",
         "nemotron",
+        "gpt-oss",
     ),
 }
 

@@ -79,6 +79,7 @@ def loss_of(model: Any, dataset: TokenDataset) -> float:
         ("gemma3_text", ["--tp", "2", "--pp", "1"]),
         ("qwen2_moe", None),
         ("deepseek_v3", None),
+        ("gpt_oss", ["--tp", "1", "--pp", "2"]),
     ],
 )
 def test_the_first_loss_is_that_of_transformers(
@@ -89,7 +90,7 @@ def test_the_first_loss_is_that_of_transformers(
     # A large epsilon shows in the loss; a default in its place would not.
     shared = {"num_key_value_heads": 1} if family == "gemma3_text" else {}  # one key head for two ranks, as in 3 1B
     model = tiny(family, vocab_size=VOCABULARY, rms_norm_eps=0.03, **shared)
-    has_experts = family in ("qwen2_moe", "deepseek_v3")
+    has_experts = family in ("qwen2_moe", "deepseek_v3", "gpt_oss")
     folder = saved(model, tmp_path / "model")
     weights = folder
     if converted:
@@ -107,8 +108,8 @@ def test_the_first_loss_is_that_of_transformers(
     dataset = TokenDataset.open(tmp_path / "run" / "data")
     assert len(np.unique(dataset.lengths[:, 0])) > 5
     assert report_of(tmp_path / "run")["losses"] == pytest.approx([loss_of(model, dataset)], abs=1e-5)
-    if family in ("qwen2_moe", "deepseek_v3", "gemma3_text"):
-        # Experts, dense layers before them, and key heads learn whatever ranks share them.
+    if has_experts or family == "gemma3_text":
+        # Experts, dense layers before them, sinks, and key heads learn whatever ranks share them.
         several = [*flags[:-1], str(tmp_path / "several"), "--steps", "3", "--batch-size", "10"]
         preloaded.train("--config", str(settings), *several, "--save-every", "3")
         alone = [*several[: several.index("--run-dir")], "--run-dir", str(tmp_path / "alone"), *several[-4:]]

@@ -119,6 +119,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt-oss-plain": ("gpt_oss", {"attention_bias": False, "tie_word_embeddings": True, "num_experts_per_tok": 3}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     "t5-few-buckets": (
         "t5",

@@ -15,10 +15,11 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.job.configured import topology_of
-from dynapipe_ext.models.architecture import Architecture, RopeScaling, layer_kinds
+from dynapipe_ext.models.architecture import Architecture, layer_kinds
 from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.models.megatron_arguments import read_arguments
 from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.models.rope_scaling import RopeScaling, Yarn
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.models.written_arguments import command_line, unsayable, write_arguments
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -31,6 +32,7 @@ _SMALL = {
 _DEEPSEEK = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_experts_per_tok": 8}
 _YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
 _FACTORS = {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+_PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 _MSCALES = {"mscale": 1.3, "mscale_all_dim": 0.7}
 
 
@@ -54,6 +56,9 @@ _MSCALES = {"mscale": 1.3, "mscale_all_dim": 0.7}
         ("glm", {"head_dim": 6}, "rotary_dim is 3 but must be even"),
         ("llama", {"rope_scaling": _YARN | {"attention_factor": 1.2}}, "attention_factor is 1.2: only 1.36"),
         ("llama4_text", {}, "model_type is 'llama4_text': its chunks of attention"),
+        ("gpt_oss", {"swiglu_alpha": 1.5} | _PLAIN, "swiglu_alpha is 1.5: only 1.702 is supported"),
+        ("gpt_oss", {}, "rope_parameters are missing"),
+        ("deepseek_v3", {"rope_scaling": _YARN | {"truncate": False}}, "truncate is False: only True"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "exactly every n-th layer"),
         ("gemma3_text", {"layer_types": ["sliding_attention"]}, "layer_types is .* must be 2 of sliding_attention"),
@@ -177,6 +182,23 @@ def test_kimi_k2_is_a_deepseek_v3_under_its_own_name() -> None:
     assert kimi == replace(v3, family="kimi_k2")
     assert tensor_groups(kimi) == tensor_groups(v3)
     assert write_config(kimi) == write_config(v3) | {"model_type": "kimi_k2"}
+
+
+def test_a_gpt_oss_is_read_as_it_is_published() -> None:
+    """With the names that OpenAI's config.json has besides, and weights in MXFP4."""
+    rope = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    rope |= {"original_max_position_embeddings": 4096}
+    own = {"rope_scaling": rope, "experts_per_token": 4, "num_local_experts": 32, "rope_theta": 150_000}
+    own |= {"hidden_act": "silu", "swiglu_limit": 7.0, "quantization_config": {"quant_method": "mxfp4"}}
+    oss = read_config({"model_type": "gpt_oss", "num_experts_per_tok": 4, "attention_bias": True} | _SMALL | own)
+    assert oss.rope_scaling == Yarn(32.0, 4096, truncate=False)
+    assert (oss.sliding_window, oss.full_attention_every, oss.gate_clamp, oss.up_offset) == (128, 2, 7.0, 1.0)
+    assert read_config(write_config(oss)) == oss
+    assert Architecture.from_json(json.loads(json.dumps(oss.to_json()))) == oss
+    v3 = read_config({"model_type": "deepseek_v3"} | _SMALL | _DEEPSEEK | {"rope_scaling": _YARN})
+    assert "truncate" not in v3.to_json()["rope_scaling"]  # as files had it before
+    assert "attention sinks" in replace(oss, sliding_window=0, full_attention_every=0).pieces_fault
+    assert "attention sinks, clamped gates" in "; ".join(unsayable(oss))
 
 
 def test_an_internlm2_has_biases_unless_it_says_otherwise() -> None:

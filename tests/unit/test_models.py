@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.architecture import FAMILIES, Architecture, LatentAttention, RopeScaling
+from dynapipe_ext.models.architecture import FAMILIES, Architecture, LatentAttention
 from dynapipe_ext.models.families import FORMS
 from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.models.megatron_arguments import FOLLOWED, LEFT_AS_IT_IS, is_harmless, read_arguments
+from dynapipe_ext.models.rope_scaling import RopeScaling
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
 from dynapipe_ext.models.written_arguments import command_line, unsayable, write_arguments
 from tests.support.megatron_lm import MEGATRON_LM
@@ -79,6 +80,18 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _SMALL | _EXPERTS | {"num_key_value_heads": 2, "head_dim": 32, "use_qk_norm": True, "num_mtp_layers": 0},
     ),
     "nemotron": ("nemotron", _SMALL | {"mlp_bias": True}),
+    "gpt-oss": (
+        "gpt_oss",
+        _SMALL
+        | {"num_hidden_layers": 3, "num_local_experts": 4, "swiglu_limit": 5.0}
+        | {"rope_parameters": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "rope_theta": 1.5e5}},
+    ),
+    "gpt-oss, plain": (
+        "gpt_oss",
+        _SMALL
+        | {"head_dim": 32, "num_local_experts": 3, "num_experts_per_tok": 2, "attention_bias": False}
+        | {"layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 131}),
     "t5": ("t5", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131}),
     "t5 of many languages": ("mt5", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4,
@@ -107,11 +120,12 @@ def _published_parameters(model: Any, family: str) -> dict[str, tuple[int, ...]]
         shape = tuple(parameter.shape)
         gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         moe = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
-        if name.endswith("experts.gate_up_proj"):
+        joined = family in ("gpt_oss", "llama4_text")  # in files, too
+        if name.endswith("experts.gate_up_proj") and not joined:
             for e in range(shape[0]):
                 found[moe.replace("gate_up_proj", f"{e}.{gate}.weight")] = (shape[1] // 2, shape[2])
                 found[moe.replace("gate_up_proj", f"{e}.{up}.weight")] = (shape[1] // 2, shape[2])
-        elif name.endswith("experts.down_proj"):
+        elif name.endswith("experts.down_proj") and not joined:
             for e in range(shape[0]):
                 found[moe.replace("down_proj", f"{e}.{down}.weight")] = shape[1:]
         else:
@@ -236,7 +250,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         Architecture(family="t5", **sizes)
 
 
-_LOST = ("t5", "olmo", "gemma", "smollm3", "granite", "glm", "nemotron")
+_LOST = ("t5", "olmo", "gemma", "smollm3", "granite", "glm", "nemotron", "gpt-oss")
 
 
 @pytest.mark.parametrize("case", [case for case in _CASES if not case.startswith(_LOST)])

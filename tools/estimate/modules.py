@@ -88,7 +88,9 @@ def _module(group: TensorGroup) -> ModuleName:
             return "head"
         case "mlp_norm" | "mlp_in" | "mlp_in_bias" | "mlp_out" | "mlp_out_bias" | "mlp_post_norm":
             return "MLP"
-        case "router" | "router_bias" | "shared_in" | "shared_out" | "shared_gate":
+        case "router" | "router_bias" | "router_offset" | "shared_in" | "shared_out" | "shared_gate":
+            return "MLP"
+        case "experts_in" | "experts_in_bias" | "experts_out" | "experts_out_bias":
             return "MLP"
         case _:
             return "attention"
@@ -96,14 +98,14 @@ def _module(group: TensorGroup) -> ModuleName:
 
 def _forward_flops(a: Architecture, group: TensorGroup, positions: Positions) -> int:
     """FLOPs of the group's matrix products. Lookups and additions count nothing (see `models.flops`)."""
-    if group.kind in ("embedding", "position", "relative_bias"):
+    if group.kind in ("embedding", "position") or group.kind.endswith("_bias"):
         return 0
     products = 2 * sum(tensor.size for tensor in group.tensors if len(tensor.shape) > 1)
     if group.kind == "head":
         return products * _head_positions(a, positions)
     sees_encoder = group.side != "decoder" or group.kind == "cross_kv"
     products *= positions.encoder if sees_encoder else positions.decoder
-    return products if group.expert < 0 else products * a.top_k // a.num_experts
+    return products if not group.is_of_experts else products * a.top_k // a.num_experts
 
 
 def _head_positions(a: Architecture, positions: Positions) -> int:

@@ -31,6 +31,7 @@ from dynapipe_ext.batch.packed_attention import (
 )
 from dynapipe_ext.batch.topology import StageLayers
 from dynapipe_ext.executor.stages.carried_keys import AttentionKernel, CarriedPiece
+from dynapipe_ext.executor.stages.megatron.attention_variants import capped, with_sinks
 from dynapipe_ext.executor.stages.megatron.rotation import rotary_frequencies, turned_by
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
 from dynapipe_ext.models.family_configs import LATENT_NORM_EPS
@@ -424,7 +425,9 @@ def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = WindowAttention if has_window else CoreAttention
     if a.attention_softcap:
-        attention.core_attention = _capped(attention.core_attention, a.attention_softcap)
+        attention.core_attention = capped(attention.core_attention, a.attention_softcap)
+    if a.attention_sinks:
+        attention.core_attention = with_sinks(attention.core_attention)
     if has_window and a.local_rope_theta:
         local = replace(a, rope_theta=a.local_rope_theta, rope_scaling=None)
         spec = layer.submodules.self_attention
@@ -437,6 +440,9 @@ def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any
     if a.attention_output_bias != config.add_bias_linear:
         attention.linear_proj = _with_bias(attention.linear_proj, a.attention_output_bias)
     mlp = layer.submodules.mlp.submodules
+    if a.num_experts and a.mlp_bias:
+        expert = mlp.experts.submodules
+        expert.linear_fc2 = _with_shared_bias(expert.linear_fc2)
     if a.norm_placement != "pre":
         attention.linear_proj, mlp.linear_fc2 = _before_norm(attention.linear_proj), _before_norm(mlp.linear_fc2)
     if a.residual_scale != 1:
@@ -463,17 +469,19 @@ def _with_bias(linear: type, bias: bool) -> type:
     return Linear
 
 
-def _capped(attention: type[CoreAttention], cap: float) -> type:
-    """A class of core attention with capped scores, which no kernel of flash-attn is asked for."""
+def _with_shared_bias(linear: type) -> type:
+    """A class of experts' row-parallel linear layers, each rank of which gives its part of the bias.
 
-    class Capped(attention):  # type: ignore[misc, valid-type]
-        softcap = cap
+    Megatron's experts add it on every rank before the ranks' outputs are summed, so it refuses biases there; and in
+    place, which autograd refuses for what one rank's sum gives.
+    """
 
-        def __init__(self, *arguments: Any, **keywords: Any) -> None:
-            super().__init__(*arguments, **keywords)
-            self.backend = "sdpa"
+    class Linear(linear):  # type: ignore[misc]
+        def forward(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            output, bias = super().forward(*arguments)
+            return output.clone(), bias / self.config.expert_tensor_parallel_size
 
-    return Capped
+    return Linear
 
 
 def _times(linear: type, scale: float) -> type:

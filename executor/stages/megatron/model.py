@@ -134,12 +134,17 @@ def _squared_relu(x: torch.Tensor) -> torch.Tensor:
     return torch.square(F.relu(x))
 
 
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu2": _squared_relu,
+    "quick_gelu": _quick_gelu,
 }
 
 
@@ -219,9 +224,11 @@ def transformer_config(
         ffn_hidden_size=a.dense_ffn_hidden_size or a.ffn_hidden_size,
         gated_linear_unit=a.gated_mlp,
         activation_func=_ACTIVATIONS[a.activation],
+        activation_func_clamp_value=a.gate_clamp or None,
+        glu_linear_offset=a.up_offset,
         normalization="RMSNorm" if a.norm == "rmsnorm" else "LayerNorm",
         layernorm_epsilon=a.norm_eps,
-        add_bias_linear=a.mlp_bias,
+        add_bias_linear=a.mlp_bias and not a.num_experts,
         add_qkv_bias=a.qkv_bias,
         qk_layernorm=a.qk_norm and not a.qk_norm_whole,  # it would sum the divided weights' gradients over ranks
         softmax_scale=_softmax_scale(a),
@@ -230,6 +237,7 @@ def transformer_config(
         rotary_interleaved=a.rotary_interleaved,
         no_rope_freq=[int(not a.turns(layer)) for layer in range(num_layers)] if a.no_rope_every else None,
     )
+    config.add_bias_linear = a.mlp_bias  # not before: Megatron refuses experts' biases, whose ranks share one here
     if not a.latent:
         concentrate(config, a)
     return config

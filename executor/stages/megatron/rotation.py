@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.models.architecture import Architecture, LongRope, Yarn
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.rope_scaling import LongRope, Yarn
 
 YARN_FACTOR = "yarn_rotary_scaling_factor"  # an attribute of TransformerConfig that makes attention concentrate
 
@@ -57,15 +58,17 @@ def concentrate(config: Any, architecture: Architecture) -> None:
 
 
 def _yarn_frequencies(yarn: Yarn, theta: float, exponents: torch.Tensor) -> torch.Tensor:
-    """Blended between the whole numbers of dimensions that turn `beta_fast` and `beta_slow` times (Peng et al. 2023,
+    """Blended between the (whole) numbers of dimensions that turn `beta_fast` and `beta_slow` times (Peng et al. 2023,
     sec. 3.2)."""
     width = 2 * len(exponents)
 
     def dimension_of(turns: float) -> float:
         return width * math.log(yarn.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension_of(yarn.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(yarn.beta_slow)), width - 1)
+    low, high = dimension_of(yarn.beta_fast), dimension_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
     ramp = (torch.arange(width // 2).float() - low) / (high - low if high != low else 0.001)
     kept = 1 - torch.clamp(ramp, 0, 1)
     powers = theta**exponents

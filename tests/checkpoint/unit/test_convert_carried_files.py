@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.models.architecture import Architecture, RopeScaling
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config, write_config
+from dynapipe_ext.models.rope_scaling import RopeScaling
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files, left_behind, settle_config
 
 LLAMA = Architecture(

@@ -24,7 +24,7 @@ _OUTSIDE = (
     "decoder.final_layernorm",
 )  # fmt: skip
 _INSIDE = (
-    "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
+    "input_layernorm", "self_attention.core_attention", "self_attention.linear_proj", "self_attention.linear_qkv",
     "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
     "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
     "self_attention.k_layernorm", "self_attention.kv_layernorm", "pre_cross_attn_layernorm",

@@ -1,12 +1,13 @@
 """Megatron-core's weights of a model by name and shape, and the exact re-layout of Hugging Face's into them and back.
 
 Names are those of megatron-core's GPTModel and T5Model in their local layer specs, layers counted over the whole model.
-Three layouts differ from Hugging Face's:
+Four layouts differ from Hugging Face's:
 
     linear_qkv   rows by query group: the group's queries, its key, its value; next group (GPT-2's and Phi-3's one
                  tensor, too: there [q; k; v])
     linear_kv    rows by head: key, value; next head (cross-attention of T5)
     linear_fc1   [gate; up] of a gated MLP; tensor parallel ranks cut each of both (`tp_parts` 2)
+    experts      each by itself, (outputs, inputs); GPT-OSS has (experts, inputs, outputs), gate and up in turns
 
 GPT-2's projections are kept as (inputs, outputs) there and as (outputs, inputs) here. Rotary embeddings rotate halves
 in both, so no rows are permuted for them. Experts are those of `SequentialMLP`; `transformer_engine_name` has those
@@ -57,6 +58,12 @@ _IN_LAYER: Mapping[GroupKind, tuple[str, int | None]] = {
     "shared_out": ("mlp.shared_experts.linear_fc2", 1),
     "router_bias": ("mlp.router", None),
     "shared_gate": ("mlp.shared_experts", None),
+    "router_offset": ("mlp.router", None),
+    "sinks": ("self_attention.core_attention", 0),
+    "experts_in": ("linear_fc1.weight", 0),
+    "experts_in_bias": ("linear_fc1.bias", 0),
+    "experts_out": ("linear_fc2.weight", 1),
+    "experts_out_bias": ("linear_fc2.bias", None),
     "q_proj": ("self_attention.linear_q_proj", 0),
     "q_down": ("self_attention.linear_q_down_proj", 0),
     "q_latent_norm": ("self_attention.q_layernorm", None),
@@ -65,7 +72,9 @@ _IN_LAYER: Mapping[GroupKind, tuple[str, int | None]] = {
     "kv_latent_norm": ("self_attention.kv_layernorm", None),
     "kv_up": ("self_attention.linear_kv_up_proj", 0),
 }
-_PARTS: Mapping[GroupKind, str] = {"shared_gate": "gate_weight", "router_bias": "expert_bias"}
+_PARTS: Mapping[GroupKind, str] = {
+    "shared_gate": "gate_weight", "router_bias": "expert_bias", "router_offset": "bias", "sinks": "softmax_offset",
+}  # fmt: skip
 _NORMS = ("attention_norm", "attention_post_norm", "cross_norm", "mlp_norm", "mlp_post_norm", "final_norm")
 _TRANSPOSED = ("attention_in", "attention_out", "mlp_in", "mlp_out")  # of GPT-2
 
@@ -132,6 +141,11 @@ def _tensors(a: Architecture, group: TensorGroup) -> Iterator[MegatronTensor]:
 
 def _layer_tensors(a: Architecture, group: TensorGroup, layer: str) -> Iterator[MegatronTensor]:
     module, tp_dim = _IN_LAYER[group.kind]
+    if _is_joined(group):
+        shape, halves = group.tensors[0].shape[:0:-1], 2 if a.gated_mlp and group.kind.startswith("experts_in") else 1
+        for expert in range(a.num_experts):
+            yield MegatronTensor(f"{layer}.mlp.experts.local_experts.{expert}.{module}", shape, tp_dim, halves)
+        return
     if group.expert >= 0:
         module = module.replace("mlp.", f"mlp.experts.local_experts.{group.expert}.")
     if _is_norm(group):
@@ -184,6 +198,11 @@ def to_megatron(architecture: Architecture, group: TensorGroup, tensors: GroupTe
     if _is_norm(group):
         parts = [_taken(tensors, tensor.name, tensor.shape) for tensor in group.tensors]
         return dict(zip((t.name for t in wanted), _with_added(wanted, parts), strict=True))
+    if _is_joined(group):
+        joined = _taken(tensors, group.tensors[0].name, group.tensors[0].shape)
+        cut = _is_in_turns(architecture, group)
+        by_expert = (_in_turns(values.t(), 2) if cut else values.t() for values in joined)
+        return {own.name: values.contiguous() for own, values in zip(wanted, by_expert, strict=True)}
     (tensor,) = wanted
     repeats, rows = _rows(architecture, group)
     if len(group.tensors) == 1 and repeats == 1:
@@ -234,6 +253,10 @@ def from_megatron(architecture: Architecture, group: TensorGroup, tensors: Group
                     " one cannot be written as one without changing what it computes"
                 )
         return {info.name: value for info, value in zip(group.tensors, values, strict=False)}
+    if _is_joined(group):
+        if _is_in_turns(architecture, group):
+            values = [_in_turns(value, value.shape[0] // 2) for value in values]
+        return {group.tensors[0].name: torch.stack([value.t() for value in values])}
     repeats, rows = _rows(architecture, group)
     whole = values[0].reshape(repeats, sum(rows), *wanted[0].shape[1:])
     pieces = [piece.reshape(-1, *wanted[0].shape[1:]) for piece in torch.split(whole, list(rows), dim=1)]
@@ -259,6 +282,21 @@ def transformer_engine_name(architecture: Architecture, name: str) -> str:
 def _is_norm(group: TensorGroup) -> bool:
     """Weight, and bias, of a norm: each stays a tensor of its own."""
     return group.kind in _NORMS
+
+
+def _is_joined(group: TensorGroup) -> bool:
+    """Whether it is one tensor of all experts, (experts, inputs, outputs); Megatron has one of each."""
+    return group.kind.startswith("experts_")
+
+
+def _is_in_turns(a: Architecture, group: TensorGroup) -> bool:
+    """Whether gate and up take turns among the outputs of joined experts."""
+    return published_form(a).names.joined_experts == "neighbours" and group.kind.startswith("experts_in")
+
+
+def _in_turns(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Every `count`-th row, from the first one on, then from the second; halves become turns by half of the rows."""
+    return rows.reshape(-1, count, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 def _with_added(wanted: tuple[MegatronTensor, ...], parts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 
 from dynapipe_ext.errors import ConfigError, DataError, short
-from dynapipe_ext.models.architecture import Architecture, RopeScaling
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.rope_scaling import RopeScaling
 from dynapipe_ext.models.tensors import TensorGroup, TensorInfo, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.safetensors_file import read_header
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults
