@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From a fresh checkout to a trained model: sets up .venv, then runs `dynapipe train` with the arguments given here.
+# From a fresh checkout to a trained model: sets up .venv, then runs `dynapipe quickstart` with the arguments given here.
 #
-#   bash launch/quickstart.sh                     the default run: 8 ranks on this machine
+#   bash launch/quickstart.sh                     8 ranks on this machine, or as many as its GPUs suffice for
 #   bash launch/quickstart.sh --steps 5 --help    any argument of `dynapipe train`
 set -euo pipefail
 
@@ -10,5 +10,5 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 source "$root/launch/setup.sh"
 
 dynapipe_setup "$root" train
-echo "dynapipe: starting dynapipe train $*" >&2
-exec "$root/.venv/bin/dynapipe" train "$@"
+echo "dynapipe: starting dynapipe quickstart $*" >&2
+exec "$root/.venv/bin/dynapipe" quickstart "$@"

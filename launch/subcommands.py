@@ -34,7 +34,15 @@ SUBCOMMANDS = (
         "estimate", "dynapipe_ext.launch.commands.estimate", "say what a model needs on a cluster, and how to train it"
     ),
     Subcommand("train", "dynapipe_ext.launch.commands.train", "train a model on ranks of this machine, with a report"),
+    Subcommand(
+        "quickstart",
+        "dynapipe_ext.launch.commands.quickstart",
+        "train a small model here, and compare packed rows and ours",
+    ),
     Subcommand("launch", "dynapipe_ext.launch.commands.launch", "train on one machine or many, with restarts"),
+    Subcommand(
+        "demo", "dynapipe_ext.launch.commands.demo", "compare packed rows and ours on sleeping ranks, with a picture"
+    ),
     Subcommand("plan", "dynapipe_ext.launch.commands.plan", "show the plan of a lengths file without training"),
     Subcommand(
         "check-plan", "dynapipe_ext.launch.commands.check_plan", "prove a plan's file, its bounds and its peaks"
@@ -88,6 +96,7 @@ _EXTRAS = {
 }
 
 _EPILOG = """examples:
+  dynapipe demo
   dynapipe doctor
   dynapipe train --steps 20
   dynapipe train --data my.jsonl --tp 2 --pp 2 --dp 2 --layout packed

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import secrets
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from rich.console import Console
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.free_memory import Room
+from dynapipe_ext.executor.free_memory import Room, sizes_of_devices
 from dynapipe_ext.launch.job.model_cut import configured_cut
 from dynapipe_ext.launch.job.requested import add_arguments, requested_job
 from dynapipe_ext.launch.job.room import Place
@@ -28,14 +30,44 @@ from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, num_cores,
 from dynapipe_ext.launch.processes.terminal import outlive_readers
 from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
 from dynapipe_ext.launch.run.claim import claimed
+from dynapipe_ext.launch.setting_flags import DEGREES
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.console import say_loading
+from dynapipe_ext.tools.console import counted, say_loading
 
 __all__ = ["add_arguments", "run"]
 
+_DEGREES_ON = {1: (1, 1, 1), 2: (1, 2, 1), 4: (1, 2, 2)}  # tp, pp, dp by the number of accelerators
+
 
 def run(args: argparse.Namespace) -> int:
+    take_devices(args)
+    trained(args)
+    return 0
+
+
+def take_devices(args: argparse.Namespace) -> None:
+    """Have ranks that nobody has counted be as many as the accelerators here suffice for, where they are fewer than the
+    usual 8, and say so."""
+    if args.config or args.model or args.resume or any(getattr(args, name) is not None for name in DEGREES):
+        return
+    num_devices = len(sizes_of_devices(visible_devices()))
+    degrees = _DEGREES_ON.get(1 << (num_devices.bit_length() - 1) if num_devices else 0)
+    if degrees is None:
+        return
+    args.tp, args.pp, args.dp = degrees
+    if args.pp == 1 and args.placement is None:
+        args.placement = "linear"
+    num_ranks = counted(math.prod(degrees), "rank")
+    print(
+        f"{counted(num_devices, 'GPU')} here: {num_ranks} (TP{args.tp} x PP{args.pp} x DP{args.dp}) instead of 8; "
+        "CUDA_VISIBLE_DEVICES= has all 8 run on the CPU",
+        file=sys.stderr,
+    )
+
+
+def trained(args: argparse.Namespace) -> Path:
+    """Train as the flags say. The run's directory."""
     limit_threads()  # before anything loads torch, which measures with as many as it starts with
     request = requested_job(args, _place(), secret=secrets.token_hex(32))  # which the ranks inherit
     console = Console(stderr=True, highlight=False)
@@ -46,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         outlive_readers()
         limits = {"save_s": config.checkpoint.grace_s, "stopped_s": config.job.timeout_s}
         run_local(partial(_rank, job), job.topology.world_size, **limits)
-    return 0
+    return job.run_dir
 
 
 def _place() -> Place:

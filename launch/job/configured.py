@@ -86,10 +86,10 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
     }
     if placed_stages(config).num_stages > config.topology.pp:
         plans["packing, document attention, balanced, interleaved 1F1B"] = {**documents, "schedule": "interleaved-1f1b"}
-    return [ours, *(Variant(name, _usual(config, **plan)) for name, plan in plans.items())]
+    return [ours, *(Variant(name, usual_way(config, **plan)) for name, plan in plans.items())]
 
 
-def _usual(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: Any) -> TrainConfig:
+def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: Any) -> TrainConfig:
     """The same job planned otherwise, on the placement of its schedule; where that is the job's, layers stay."""
     topology = config.topology
     if config.placement != own_placement(schedule):

@@ -30,6 +30,7 @@ _LEFT_BY_A_RUN = (
     "config.toml",
     "costs.json",
     "data",
+    "emulated.html",
     HISTORY_FILE,
     "index.html",
     "loss.png",

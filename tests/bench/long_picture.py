@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from long import SHARED, Case, floor_s, lengths, planned
-from plan_drawing import LEFT, RIGHT, WIDTH, FillOf, Pane, drawn
 
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.schedules.actions import Kind
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.tools.show.plan_drawing import LEFT, RIGHT, WIDTH, FillOf, Pane, drawn
 
 PICTURE = Path(__file__).resolve().parents[2] / ".github" / "pieces.svg"
 CASE = Case("llama-2-7b", 8, 4, 2, "tail", 10**6)
@@ -32,7 +32,7 @@ def picture(plans: Mapping[str, StepPlan], samples: Sequence[SampleLength], leas
     panes = {
         name: Pane(
             head=f"{name}: {plan.makespan_s:.1f} s, {plan.makespan_s / least_s:.2f} × the bound",
-            plan=plan,
+            replicas=plan.traces,
             fill_of=_fill_of(plan, samples),
         )
         for name, plan in plans.items()

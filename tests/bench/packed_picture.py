@@ -10,38 +10,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from bound import batch_bound_s
 from contenders import TOPOLOGY, best_plan, cost_model, read_batches, topology_for
-from plan_drawing import LEFT, RIGHT, WIDTH, Pane, drawn
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
-from dynapipe_ext.schedules.actions import Kind
 from dynapipe_ext.schedules.step_plan import StepPlan, free_batch_ns
+from dynapipe_ext.tools.show.plan_drawing import Pane, drawn, legend_of_kinds
 
 PICTURE = Path(__file__).resolve().parents[2] / ".github" / "packed.svg"
 COLUMNS = {"Packed rows, 1F1B": "packing", "Variable micro-batches": "ours, placed, split"}
-FILLS = {
-    Kind.FORWARD: ("#5b9bdb", "forward"),
-    Kind.BACKWARD: ("#ec9a4c", "backward"),
-    Kind.BACKWARD_INPUT: ("#3fae9c", "input gradient"),
-    Kind.BACKWARD_WEIGHT: ("#a583d9", "weight gradient"),
-}
 
 
 def says(name: str, plan: StepPlan) -> str:
     count = sum(len(replica.micro_batches) for replica in plan.batch.replicas)
     return f"{name}: {plan.makespan_s:.2f} s, {count} micro-batches, {100 * plan.bubble_ratio:.0f} % idle"
-
-
-def _legend() -> Iterator[str]:
-    x = LEFT
-    for fill, name in FILLS.values():
-        yield f'<rect x="{x}" y="8" width="20" height="11" fill="{fill}"/><text x="{x + 25}" y="18">{name}</text>'
-        x += 50 + 7 * len(name)
-    yield f'<text x="{WIDTH - RIGHT}" y="18" class="name">a row is a rank; the same samples in both</text>'
 
 
 def main() -> int:
@@ -57,10 +41,10 @@ def main() -> int:
         topology = topology_for(column, costs, batches)
         over = cost_model(args.costs, topology)[0]
         plan = best_plan(column, over, batches[0].lengths, topology=topology)[0]
-        panes[name] = Pane(head=says(name, plan), plan=plan, fill_of=lambda _, action: FILLS[action.kind][0])
+        panes[name] = Pane(head=says(name, plan), replicas=plan.traces)
         free_ns = free_batch_ns(plan, over, sample_lengths(batches[0].lengths))
         least_s = min(least_s, free_ns / 1e9) if free_ns else least_s
-    args.out.write_text(drawn(panes, _legend(), least_s=least_s, tick_s=0.5), encoding="utf-8")
+    args.out.write_text(drawn(panes, legend_of_kinds(), least_s=least_s, tick_s=0.5), encoding="utf-8")
     print(args.out)
     return 0
 

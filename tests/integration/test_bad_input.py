@@ -224,9 +224,9 @@ def test_a_token_budget_below_the_longest_sample_names_the_sample(refused: Refus
 
 
 @contextmanager
-def running(preloaded: Preloaded | None, tiny: Path) -> Iterator[Job]:
+def running(preloaded: Preloaded | None, tiny: Path, command: str = "train") -> Iterator[Job]:
     """An endless job in its second step."""
-    with started(preloaded, train(tiny, "--steps", "1000000")) as job:
+    with started(preloaded, [command, *train(tiny, "--steps", "1000000")[1:]]) as job:
         read_until(job, "step 2 ")
         yield job
 
@@ -276,9 +276,15 @@ def test_a_killed_rank_ends_the_job_with_its_number(preloaded: Preloaded, tiny: 
     assert left_by(tiny)["unfinished"].startswith(f"rank {rank} was killed by signal 9 (SIGKILL)")
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["launcher alone", "whole group"])
-def test_ctrl_c_saves_ends_everything_and_leaves_what_ran(preloaded: Preloaded, tiny: Path, whole_group: bool) -> None:
-    with running(preloaded if whole_group else None, tiny) as job:
+@pytest.mark.parametrize(
+    ("whole_group", "command"),
+    [(False, "train"), (True, "train"), (True, "quickstart")],
+    ids=["launcher alone", "whole group", "quickstart"],
+)
+def test_ctrl_c_saves_ends_everything_and_leaves_what_ran(
+    preloaded: Preloaded, tiny: Path, whole_group: bool, command: str
+) -> None:
+    with running(preloaded if whole_group else None, tiny, command) as job:
         assert len(processes(job.pid)) == 1 + 2 + 1 + 1  # launcher, ranks, planner, server
         if whole_group:
             os.killpg(job.pid, signal.SIGINT)
@@ -297,6 +303,8 @@ def test_ctrl_c_saves_ends_everything_and_leaves_what_ran(preloaded: Preloaded, 
     assert read_manifest(newest).run.step == report["steps"]
     run_dir = tiny.parent / "run"
     assert f"\nsaved: {newest}; to go on: dynapipe train --resume {run_dir}\n" in text
+    assert "emulated" not in text
+    assert not (run_dir / "emulated.html").exists()
 
 
 def test_ctrl_c_twice_ends_a_save_that_nobody_waits_for(preloaded: Preloaded, tiny: Path) -> None:

@@ -25,7 +25,7 @@ Every key of the settings file and every flag, made of their declarations by
 `python -m tests.support.configuration_page`.
 
 - A run reads TOML: `dynapipe train --config mine.toml`, one table a concern.
-- `launch/configs/quickstart.toml` spells out all of it.
+- `launch/configs/quickstart.toml` spells out all of it, and what differs there from the defaults.
 - A key that is left out keeps its default. A flag overrides its key. Unknown names are refused, with what may be meant.
 - A degree (tp, pp, dp) that has no flag is 1 as soon as another has one.
 - `--steps` replaces epochs, `--batch-size` the tokens of a batch, `--placement` the stages of a rank.
@@ -103,7 +103,7 @@ def _commands() -> Iterator[str]:
         yield ""
         yield f"{next(one.summary for one in SUBCOMMANDS if one.name == name)}."
         yield ""
-        if name in ("train", "launch"):
+        if name in ("train", "quickstart", "launch"):
             yield "Takes the flags of all keys above."
             yield ""
         elif of_keys:

@@ -395,5 +395,5 @@ def test_train_limits_threads_before_anything_may_load_torch(monkeypatch: pytest
     monkeypatch.setattr(train, "limit_threads", lambda: order.append("threads"))
     monkeypatch.setattr(train, "requested_job", asked)
     with pytest.raises(AskedError):
-        train.run(types.SimpleNamespace())  # type: ignore[arg-type]
+        train.trained(types.SimpleNamespace())  # type: ignore[arg-type]
     assert order == ["threads", "request"]

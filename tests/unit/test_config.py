@@ -26,8 +26,16 @@ def from_toml(tmp_path: Path, text: str) -> TrainConfig:
     return TrainConfig.read(path)
 
 
-def test_the_quickstart_file_is_the_default_run(root: Path) -> None:
-    assert TrainConfig.read(root / QUICKSTART) == TrainConfig()
+def test_the_quickstart_file_is_the_default_run_but_for_what_shows_a_pipeline(root: Path) -> None:
+    """Its lines that differ say what the default is."""
+    assert TrainConfig.read(root / QUICKSTART) == TrainConfig().with_values(
+        run={"steps": 12},
+        topology={"tp": 1, "pp": 4, "placement": "v"},
+        model={"num_layers": 8},
+        plan={"max_tokens": 1024, "split_backward": True},
+    )
+    text = (root / QUICKSTART).read_text()
+    assert len(re.findall(r"\(default: .*\)|\(the default\)", text)) == 7
 
 
 def test_a_byte_order_mark_is_no_setting(tmp_path: Path) -> None:

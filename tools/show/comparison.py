@@ -1,0 +1,116 @@
+"""What several ways of training took for the same global batches on emulated ranks, in figures and in words."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynapipe_ext.batch.micro_batches import LengthArray, round_up
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.executor.proven_step import ProvenStep
+from dynapipe_ext.timeline import Trace
+from dynapipe_ext.tools.console import counted, figure, percent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedStep:
+    """A proven step, and what the pipeline ranks of each replica did of it, in seconds from the step's start."""
+
+    proven: ProvenStep
+    replicas: tuple[Trace, ...]
+
+    @property
+    def measured_s(self) -> float:
+        return max(span.end_s for trace in self.replicas for span in trace.spans)
+
+    @property
+    def idle_ratio(self) -> float:
+        """Idle time of all ranks over their number times the step."""
+        ranks = sum(len(trace.ranks) for trace in self.replicas)
+        return 1 - sum(trace.busy_s for trace in self.replicas) / (ranks * self.measured_s)
+
+    @property
+    def padding_ratio(self) -> float:
+        return 1 - self.proven.step_plan.batch.padding_efficiency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way of training by its name, with a step for each global batch; `detail` says how it plans."""
+
+    name: str
+    detail: str
+    steps: tuple[EmulatedStep, ...]
+
+    @property
+    def measured_s(self) -> float:
+        return statistics.fmean(step.measured_s for step in self.steps)
+
+    @property
+    def predicted_s(self) -> float:
+        return statistics.fmean(step.proven.step_plan.makespan_s for step in self.steps)
+
+    @property
+    def idle_ratio(self) -> float:
+        return statistics.fmean(step.idle_ratio for step in self.steps)
+
+    @property
+    def padding_ratio(self) -> float:
+        return statistics.fmean(step.padding_ratio for step in self.steps)
+
+    @property
+    def micro_batches(self) -> str:
+        """Of each replica, in the first step."""
+        replicas = self.steps[0].proven.step_plan.batch.replicas
+        return " + ".join(str(len(replica.micro_batches)) for replica in replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The same global batches in several ways, ours last. `samples` and `costs` say where both are from; ranks slept
+    `scale` times as long as the costs count. `batches` are the lengths, `pad_multiple` what rows are rounded up to."""
+
+    ways: tuple[Way, ...]
+    topology: Topology
+    batches: tuple[LengthArray, ...]
+    pad_multiple: int
+    samples: str
+    costs: str
+    scale: float
+
+    @property
+    def padded_ratio(self) -> float:
+        """Padding where every sample is as long as the longest of its global batch."""
+        return statistics.fmean(_padded_ratio(batch, self.pad_multiple) for batch in self.batches)
+
+    @property
+    def result(self) -> str:
+        """One sentence with the seconds of each way."""
+        times = ", ".join(f"{way.name} {figure(way.measured_s, 3)} s" for way in self.ways)
+        padding = ", ".join(percent(way.padding_ratio) for way in self.ways)
+        return (
+            f"the same samples: {times} a step; padding {padding} ({percent(self.padded_ratio)} if all were padded to"
+            " the longest)"
+        )
+
+    @property
+    def how(self) -> str:
+        """What was measured, so that nobody takes it for training."""
+        ranks, t = self.topology.pp * self.topology.dp, self.topology
+        slower = "" if self.scale == 1 else f", {figure(self.scale, 2)} times as slowly"
+        shared = f"; TP{t.tp} ranks do alike, one stands for them" if t.tp > 1 else ""
+        return (
+            f"measured on {counted(ranks, 'emulated rank')} (PP{t.pp} x DP{t.dp}{shared}): they run the plans'"
+            f" instructions and sleep for the seconds that the model's costs count{slower}, the mean of"
+            f" {counted(len(self.batches), 'step')}; nothing is computed. Samples: {self.samples}. Costs: {self.costs}."
+        )
+
+    @property
+    def lines(self) -> Sequence[str]:
+        return (self.result, self.how)
+
+
+def _padded_ratio(batch: LengthArray, multiple: int) -> float:
+    tokens = batch[:, 0] + batch[:, 1]
+    return 1 - int(tokens.sum()) / (len(tokens) * round_up(int(tokens.max()), multiple))
