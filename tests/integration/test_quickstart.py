@@ -112,11 +112,12 @@ def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("elsewhere")
     done = quickstart(checkout, cwd, "--steps", "3", "--tokens-per-batch", "2048", "--run-dir", "runs/x")
     said = done.stdout + done.stderr
-    if "starting dynapipe train" not in said and any(words in said for words in NO_INDEX):
+    if "starting dynapipe quickstart" not in said and any(words in said for words in NO_INDEX):
         pytest.skip(f"no package index can be reached: {said.splitlines()[-1]}")
     assert done.returncode == 0, said
     assert "Traceback" not in said
     assert "dynapipe: installing dynapipe-ext[train]" in done.stderr
+    (cwd / "said").write_text(done.stdout)
     return cwd
 
 
@@ -129,10 +130,20 @@ def report_of(run_dir: Path) -> dict[str, Any]:
 def test_a_fresh_clone_trains_eight_ranks_with_one_command(first_run: Path) -> None:
     report = report_of(first_run / "runs/x")
     assert report["steps"] == len(report["losses"]) == 3
-    assert report["topology"] == {"tp": 2, "pp": 2, "dp": 2}
+    assert report["topology"] == {"tp": 1, "pp": 4, "dp": 2}
     assert report["losses"][-1] < report["losses"][0]
     assert (first_run / "runs/x/loss.png").exists()
     assert (first_run / "runs/x/index.html").exists()
+
+
+@pytest.mark.slow
+def test_the_first_commands_last_lines_compare_and_say_where_to_look(first_run: Path) -> None:
+    how, result, loss, page = (first_run / "said").read_text().splitlines()[-4:]
+    assert how.startswith("measured on 8 emulated ranks (PP4 x DP2): ")
+    assert re.match(r"the same samples: packed 1F1B \S+ s, interleaved \S+ s, ours \S+ s a step; padding ", result)
+    assert re.match(r"the real run: loss \S+ → \S+ in 3 steps; its curve: runs/x/loss.png, its page: ", loss)
+    assert page == "the comparison's page: runs/x/emulated.html"
+    assert result[1:] in (first_run / "runs/x/emulated.html").read_text()
 
 
 @pytest.mark.slow
@@ -141,7 +152,7 @@ def test_the_second_command_installs_nothing(checkout: Path, first_run: Path) ->
     assert len(before) == 4
     again = quickstart(checkout, first_run, "--help")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "usage: dynapipe train" in again.stdout
+    assert "usage: dynapipe quickstart" in again.stdout
     assert "installing" not in again.stderr
     assert "making .venv" not in again.stderr
     assert installed(checkout) == before
@@ -155,6 +166,7 @@ COMMANDS = {
     "dynapipe train --data my.jsonl --truncate": SHORT,
     "dynapipe train --config mine.toml": SHORT,
     "dynapipe flops runs/latest": (),
+    "dynapipe demo runs/latest": (),
     "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": (),
     "dynapipe train --data prepared": SHORT,
     "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": ("--plans", "1"),
@@ -163,6 +175,7 @@ SHOWN = {
     "doctor": "Redis server",
     "plan": "lower bound",
     "flops": "MFU",
+    "demo": "the same samples: packed 1F1B ",
     "preprocess": "200",
     "estimate": "68,976,648,192",
 }
@@ -178,7 +191,7 @@ def test_commands_of_the_readme_run_as_they_stand(
     lines = (json.dumps({"input": f"say {i} " * (1 + i % 60), "target": f"{i}"}) for i in range(200))
     (first_run / "my.jsonl").write_text("\n".join(lines))
     (first_run / "corpus.jsonl").write_text((first_run / "my.jsonl").read_text())
-    smaller = (checkout / "launch/configs/quickstart.toml").read_text().replace("num_layers = 4", "num_layers = 2")
+    smaller = (checkout / "launch/configs/quickstart.toml").read_text().replace("num_layers = 8", "num_layers = 4")
     (first_run / "mine.toml").write_text(smaller)
     program, *arguments = command.split()
     assert program == "dynapipe"

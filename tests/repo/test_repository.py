@@ -39,6 +39,7 @@ LEARNED = (
     "test_the_same_records_make_the_same_file_and_their_errors_are_printed"
 )
 LAUNCHED = "tests/integration/test_two_nodes.py::test_a_spare_replaces_a_lost_host_with_the_weights_of_a_clean_run"
+COMPARED = "tests/unit/test_emulated_comparison.py"
 AS_IT_STANDS = f"{README_TESTS}::test_commands_of_the_readme_run_as_they_stand"
 # Of other programs, or that differ from a tested one in nothing that is run.
 NOT_RUN = {
@@ -109,6 +110,8 @@ TESTED_COMMANDS = {
         "tests/unit/test_compare_command.py::test_runs_of_other_settings_and_lengths_are_told_apart"
     ),
     "dynapipe flops runs/latest": AS_IT_STANDS,
+    "dynapipe demo": f"{COMPARED}::test_the_demo_compares_without_a_run_and_writes_its_page",
+    "dynapipe demo runs/latest": AS_IT_STANDS,
     "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": AS_IT_STANDS,
     "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": AS_IT_STANDS,
     "dynapipe estimate --model config.json --nodes 1 --gpus-per-node 4 --gpu-memory-gb 80"

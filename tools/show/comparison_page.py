@@ -8,8 +8,8 @@ from pathlib import Path
 from dynapipe_ext.tools.console import figure, percent
 from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.show.comparison import Comparison, Way
-from dynapipe_ext.tools.show.run_page import PAGE_FILE
 from dynapipe_ext.tools.show.plan_drawing import Pane, drawn, legend_of_kinds
+from dynapipe_ext.tools.show.run_page import PAGE_FILE
 
 _TICKS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _PAGE = """<!doctype html>
