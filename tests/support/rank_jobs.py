@@ -16,13 +16,12 @@ from dynapipe_ext.executor.stages.megatron.model import destroy_parallel
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.processes.env import RankEnv
 from tests.support import rank_results
+from tests.support.limits import LIMIT_S
 
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-def in_turn(
-    jobs: Mapping[_Key, tuple[int, Callable[[RankEnv], Any]]], *, timeout_s: float = 120.0
-) -> dict[_Key, list[Any]]:
+def in_turn(jobs: Mapping[_Key, tuple[int, Callable[[RankEnv], Any]]]) -> dict[_Key, list[Any]]:
     """What every job returns on each of its ranks, of which it has so many; jobs of as many share their processes.
 
     A job meets by the env that it is given, and leaves its process group; a result is anything that pickles. Import
@@ -46,7 +45,7 @@ def in_turn(
                 rank_results.write(returned, place / str(env.rank))
                 return 0
 
-            run_local(main, size, timeout_s=timeout_s)
+            run_local(main, size, timeout_s=LIMIT_S)
             ranks = [rank_results.read(Path(scratch) / str(rank)) for rank in range(size)]
         found |= dict(zip(own, map(list, zip(*ranks, strict=True)), strict=True))
     return found
