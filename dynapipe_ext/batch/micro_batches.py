@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -19,6 +20,7 @@ LengthArray = npt.NDArray[np.int64]
 MOST_POSITIONS = 1 << 31  # of a sample's side
 _INTEGERS = (int, np.integer)
 _PAIR_COLUMNS = 4  # of a LengthArray
+_FIRST = attrgetter("first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +235,23 @@ class MicroBatch:
     attention: Attention = "document"
     pad_multiple: int = 1
     min_len: int = 0
-    encoder_len: int = field(init=False, repr=False, compare=False)  # of a row; it follows from the samples, but
+    documents: tuple[int, ...] = field(init=False, repr=False, compare=False)  # encoder positions, in row order
+    encoder_len: int = field(init=False, repr=False, compare=False)  # of a row; these follow from the samples, but
     decoder_len: int = field(init=False, repr=False, compare=False)  # planning asks ten times for what is found once
 
     def __post_init__(self) -> None:
-        decoder = [s.decoder for s in self.samples]
-        object.__setattr__(self, "encoder_len", self._row_len(self.documents))
+        samples = self.samples
+        documents = [s.encoder for s in samples]
+        if any(map(_FIRST, samples)):
+            documents = [length for s in samples for length in s.documents]
+        decoder = [s.decoder for s in samples]
+        object.__setattr__(self, "documents", tuple(documents))
+        object.__setattr__(self, "encoder_len", self._row_len(documents))
         object.__setattr__(self, "decoder_len", self._row_len(decoder) if any(decoder) else 0)
+
+    def recomputing(self, recompute: Recompute) -> MicroBatch:
+        """The same under another kind of recomputation; `dataclasses.replace` takes four times as long."""
+        return MicroBatch(self.samples, self.layout, recompute, self.attention, self.pad_multiple, self.min_len)
 
     @property
     def adds_weights_in_input_backward(self) -> bool:
@@ -257,15 +269,8 @@ class MicroBatch:
         return self.rows * (self.decoder_len or self.encoder_len)
 
     @property
-    def documents(self) -> list[int]:
-        """Encoder positions of every document, in row order."""
-        if any(s.first for s in self.samples):
-            return [length for s in self.samples for length in s.documents]
-        return [s.encoder for s in self.samples]
-
-    @property
     def rows(self) -> int:
-        return len(self.samples) + sum(s.first > 0 for s in self.samples) if self.layout == "padded" else 1
+        return len(self.documents) if self.layout == "padded" else 1
 
     @property
     def real_tokens(self) -> int:

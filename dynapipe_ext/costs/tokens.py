@@ -43,16 +43,18 @@ def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
     tokens = micro_batch.rows * (encoder + decoder)
     if micro_batch.layout == "padded" or micro_batch.attention == "row":
         return tokens, micro_batch.rows * sum(length**2 for length in sides)
-    lengths = [micro_batch.documents]
+    squares = _squares(micro_batch.documents, encoder)
     if decoder:
-        lengths.append([s.decoder for s in micro_batch.samples])
-    squares = sum(
-        sum(map(mul, documents, documents)) + (length - sum(documents)) ** 2
-        for documents, length in zip(lengths, sides, strict=False)
-    )
+        squares += _squares([s.decoder for s in micro_batch.samples], decoder)
     # A piece's end^2 - start^2 is that much more than its length squared.
     start = carried_start(micro_batch)
     return tokens, int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
+
+
+def _squares(documents: Sequence[int], row_len: int) -> int:
+    padding = row_len - sum(documents)
+    squares: int = sum(map(mul, documents, documents))
+    return squares + padding * padding
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from operator import attrgetter
 
 from dynapipe_ext.batch.micro_batches import Attention, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.model import CostModel, IntArray
@@ -17,8 +17,9 @@ from dynapipe_ext.splits.padded import bottleneck
 MicroBatchEvaluate = Callable[[Sequence[MicroBatch]], tuple[IntArray, IntArray]]
 
 _WORSE = 1.02  # numbers of rows are tried until these take so much more at least than others at most
-_FINALISTS = 8  # numbers of rows, about, whose packings the search begins with
-_FINE = 8  # numbers tried between the neighbours of the best one
+MOST_TRIES = (
+    8  # numbers of rows, about, between the neighbours of the best one, and as many that the search begins with
+)
 _MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take seconds and say the same
 
 
@@ -33,7 +34,7 @@ def micro_batch_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBa
 
 def in_row_order(documents: Sequence[SampleLength]) -> tuple[SampleLength, ...]:
     """As they stand in a row: by their index."""
-    return tuple(sorted(documents, key=lambda s: (s.index, s.start)))
+    return tuple(sorted(documents, key=attrgetter("index", "start")) if len(documents) > 1 else documents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,11 +121,19 @@ class RowPackings:
         return list(first)
 
     def finalists(
-        self, evaluate: MicroBatchEvaluate, *, pp: int, dp: int, max_bytes: int | None, equal_counts: bool
+        self,
+        evaluate: MicroBatchEvaluate,
+        *,
+        pp: int,
+        dp: int,
+        max_bytes: int | None,
+        equal_counts: bool,
+        tries: int = MOST_TRIES,
     ) -> list[tuple[MicroBatch, ...]]:
         """Packings of the few numbers of rows, up to one row a sample, that may take least time; see `_Value`.
 
-        Numbers that grow by half are tried as long as that may pay, then those about the best.
+        Numbers that grow by half (twofold, where there is one try) are tried as long as that may pay, then about
+        `tries` between the neighbours of the best. The packings are about `tries`, too.
 
         Rows above `max_bytes`, or that `evaluate` cannot price, rule a number out. There are never fewer rows than
         replicas; under `equal_counts` only multiples of `dp`. Errors: PlanError, naming a sample above the byte cap
@@ -146,17 +155,17 @@ class RowPackings:
                     if value.least_ns > _WORSE * min(one.most_ns for one in values.values()):
                         return
 
-        coarse = list(_counts(least, most, dp))
+        coarse = list(_counts(least, most, dp, 2 if tries > 1 else 1))
         judge(coarse)
         if not values:  # one row a sample always packs, but under equal_counts the last rows may have to be shared
             raise self._refusal(most, evaluate, max_bytes) or PlanError(
                 f"no multiple of {dp} replicas from {least} to {most} rows of {self.rule.room} positions holds these"
                 f" {len(self.samples)} samples: raise max_tokens, or let counts differ"
             )
-        judge(n for best in sorted({_least(values), _most(values)}) for n in _between(coarse, best, dp))
+        judge(n for best in sorted({_least(values), _most(values)}) for n in _between(coarse, best, dp, tries))
         ends = _least(values), _most(values)
         close = sorted({*ends, *(count for count in coarse if count in values and min(ends) < count < max(ends))})
-        chosen = [*close[:: -(-len(close) // _FINALISTS)], close[-1]]
+        chosen = [*close[:: -(-len(close) // tries)], close[-1]]
         packings = dict.fromkeys(self.numbering(count) for count in [_most(values), *chosen])
         return [rows for rows in packings if rows is not None]
 
@@ -185,21 +194,21 @@ class RowPackings:
         return None if max_bytes is None else _too_large(rows, num_bytes, max_bytes)
 
 
-def _counts(least: int, most: int, dp: int) -> Iterator[int]:
-    """Numbers of rows from `least` to `most`, in multiples of dp that grow by half; `most` comes last."""
+def _counts(least: int, most: int, dp: int, part: int) -> Iterator[int]:
+    """Numbers of rows from `least` to `most`, in multiples of dp that grow by one in so many; `most` comes last."""
     count = min(most, -(-least // dp) * dp)
     while count < most:
         yield count
-        count += max(dp, count // 2 // dp * dp)
+        count += max(dp, count // part // dp * dp)
     yield most
 
 
-def _between(tried: Sequence[int], best: int, dp: int) -> list[int]:
-    """Multiples of dp between the neighbours of the best number that was tried, evenly spread."""
+def _between(tried: Sequence[int], best: int, dp: int, most: int) -> list[int]:
+    """Multiples of dp between the neighbours of the best number that was tried, about `most`, evenly spread."""
     at = tried.index(best)
     low, high = tried[max(0, at - 1)], tried[min(len(tried) - 1, at + 1)]
     counts = range(-(-(low + 1) // dp) * dp, high, dp)
-    return [count for count in counts[:: -(-len(counts) // _FINE) or 1] if count not in tried]
+    return [count for count in counts[:: -(-len(counts) // most) or 1] if count not in tried]
 
 
 def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[int]:
@@ -293,15 +302,21 @@ def fill_lightest(
 def _pack_tight(samples: Sequence[SampleLength], num_rows: int, room: int) -> list[list[SampleLength]] | None:
     order = sorted(samples, key=lambda s: (-max(s.encoder, s.decoder), -s.tokens, s.index, s.start))
     rows: list[list[SampleLength]] = [[sample] for sample in order[:num_rows]]
-    free = np.array([(room - row[0].encoder, room - row[0].decoder) for row in rows], np.int64)
+    decoder_room = room if any(s.decoder for s in samples) else 0
+    free = [(room - row[0].encoder, decoder_room - row[0].decoder) for row in rows]
+    fullest = sorted((encoder + decoder, row) for row, (encoder, decoder) in enumerate(free))
     for sample in order[num_rows:]:
-        need = np.array([sample.encoder, sample.decoder])
-        fits = (free >= need).all(axis=1)
-        if not fits.any():
+        for at in range(bisect_left(fullest, (sample.tokens, 0)), len(fullest)):
+            row = fullest[at][1]
+            encoder, decoder = free[row]
+            if encoder >= sample.encoder and decoder >= sample.decoder:
+                break
+        else:
             return None
-        row = int(np.where(fits, free.sum(axis=1), 2 * room + 1).argmin())
         rows[row].append(sample)
-        free[row] -= need
+        free[row] = encoder - sample.encoder, decoder - sample.decoder
+        del fullest[at]
+        insort(fullest, (sum(free[row]), row))
     return rows
 
 

@@ -175,23 +175,23 @@ def _preemptive_ns(jobs: Sequence[Job]) -> int:
     >>> _preemptive_ns([(0, 2, 5), (1, 3, 9), (0, 1, 0)])
     13
     """
-    pending = sorted(jobs)
     ready: list[tuple[int, int]] = []  # (-tail, time left)
-    now, index, best = 0, 0, 0
-    while ready or index < len(pending):
-        if not ready:
-            now = max(now, pending[index][0])
-        while index < len(pending) and pending[index][0] <= now:
-            heapq.heappush(ready, (-pending[index][2], pending[index][1]))
-            index += 1
-        minus_tail, left = heapq.heappop(ready)
-        until = pending[index][0] if index < len(pending) else now + left
-        if until < now + left:
-            heapq.heappush(ready, (minus_tail, left - (until - now)))
-            now = until
-        else:
-            now += left
-            best = max(best, now - minus_tail)
+    now, best = 0, 0
+    for head, duration, tail in sorted(jobs):
+        while ready and now < head:
+            minus_tail, left = ready[0]
+            if now + left > head:
+                ready[0] = minus_tail, now + left - head
+                now = head
+            else:
+                heapq.heappop(ready)
+                now += left
+                best = max(best, now - minus_tail)
+        now = max(now, head)
+        heapq.heappush(ready, (-tail, duration))
+    for minus_tail, left in sorted(ready):
+        now += left
+        best = max(best, now - minus_tail)
     return best
 
 

@@ -378,7 +378,7 @@ def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int,
 
     Errors: PlanError if the costs do not match the schedule.
     """
-    counted = {kind for kind in Kind if kind.value in costs.working_in}
+    counted = tuple(kind for kind in Kind if kind.value in costs.working_in)  # an Enum's own hash is slow
     working = costs.working_bytes.tolist()
     peaks = []
     for rank, static, after in zip(

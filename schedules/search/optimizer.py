@@ -273,7 +273,7 @@ def search(
     stages = len(problem.stage_ranks)
     state_cuts = [Cut(*cut) if cut[0] >= 0 else None for cut in new_cuts]
     chosen = [
-        [[_decoded(code, stages, len(group)) for code in rank] for rank in replica]
+        [_decoded(codes, stages, len(group)) for codes in replica]
         for replica, group in zip(actions, groups, strict=False)
     ]
     return SearchState(state_cuts, groups, chosen_rules, makespans, chosen, problem.floor_ns(state_cuts))
@@ -285,10 +285,11 @@ def _rule_for_core(rule: DispatchRule) -> tuple[int, int, int, int]:
     return extra, rule.rhythm, rule.patience, most_pending
 
 
-def _decoded(code: int, stages: int, count: int) -> Chosen:
-    """An action of the native core, which writes it as one number: (action x stages + stage) x count + position."""
-    rest, position = divmod(code, count)
-    return Chosen(_ACTIONS[rest // stages], rest % stages, position)
+def _decoded(codes: Sequence[int], stages: int, count: int) -> list[Chosen]:
+    """A rank's actions, which the native core writes as numbers: (action x stages + stage) x count + position."""
+    rest, position = np.divmod(np.array(codes, np.int64), max(1, count))
+    action, stage = np.divmod(rest, stages)
+    return list(map(Chosen, map(_ACTIONS.__getitem__, action.tolist()), stage.tolist(), position.tolist()))
 
 
 _ACTIONS = (CostField.FORWARD, CostField.GRADIENT, CostField.WEIGHT)

@@ -20,7 +20,7 @@ from dynapipe_ext.schedules.search.optimizer import Start
 from dynapipe_ext.schedules.search.regrouping import exchanged
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
-from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
+from dynapipe_ext.splits.packing import MOST_TRIES, RowPackings, RowRule, micro_batch_evaluate
 from dynapipe_ext.splits.padded import (
     Caps,
     Cut,
@@ -42,6 +42,7 @@ Replicas = list[list[MicroBatch]]
 MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
+_MOVES_A_TRY = 1000  # of the effort, for each number of packed rows that is tried about the best
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
@@ -282,7 +283,12 @@ class Proposals:
 
         def fitted(kind: Recompute, room: int) -> tuple[int, list[tuple[MicroBatch, ...]]]:
             finalists = rows(kind, room).finalists(
-                evaluate, pp=self._depth, dp=dp, max_bytes=self.limit_bytes, equal_counts=self.rules.equal_counts
+                evaluate,
+                pp=self._depth,
+                dp=dp,
+                max_bytes=self.limit_bytes,
+                equal_counts=self.rules.equal_counts,
+                tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
             )
             time_ns, _ = evaluate(finalists[0])
             return int(time_ns.sum()) + dp * (self._depth - 1) * int(time_ns.max()), finalists
@@ -400,4 +406,4 @@ def _with_kind(micro_batches: Sequence[MicroBatch], kinds: Sequence[Recompute], 
 
 
 def _recomputing(micro_batch: MicroBatch, kind: Recompute) -> MicroBatch:
-    return micro_batch if micro_batch.recompute == kind else replace(micro_batch, recompute=kind)
+    return micro_batch if micro_batch.recompute == kind else micro_batch.recomputing(kind)
