@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
     from dynapipe_ext.models.architecture import Architecture
     from dynapipe_ext.schedules.planner import Planner
+    from dynapipe_ext.schedules.planning_call import plan_micro_batches
 
 _HOMES = {
     "ActivationFormat": "dynapipe_ext.batch.topology",
@@ -46,6 +47,7 @@ _HOMES = {
     "Topology": "dynapipe_ext.batch.topology",
     "TorchP2PTransport": "dynapipe_ext.executor.transport.torch_p2p",
     "TorchStage": "dynapipe_ext.executor.stages.torch_stage",
+    "plan_micro_batches": "dynapipe_ext.schedules.planning_call",
 }
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "Topology",
     "TorchP2PTransport",
     "TorchStage",
+    "plan_micro_batches",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

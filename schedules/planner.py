@@ -278,15 +278,40 @@ class Planner(PlanRules):
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name} is {short(value)} but must be an integer from 0 on: leave it out for 0")
         if not samples:
-            raise PlanError(f"step {step} has no samples to plan")
+            raise PlanError(f"step {step} has 0 samples but a plan needs at least 1: leave the step out")
         if self.equal_counts:
             check_enough(len(samples), self.topology.dp)
         plan = (
             self._best_leaving(reserve_bytes, samples, step, unreserved) if reserve_bytes else self._best(samples, step)
         )
+        return self._certified(plan, samples, like=unreserved)
+
+    def forwards_like(self, plan: StepPlan) -> StepPlan:
+        """Forwards alone of the very micro-batches of a training step, each on its replica, in an order of their own.
+
+        So a pass before the step (old or reference log probabilities) computes every position in the same row as the
+        step's forward does, and gives the same bits. `for_forwards` cuts anew, for evaluation.
+
+        Errors: PlanError for pieces of long samples, for heads in slices, and for micro-batches that do not fit so.
+        """
+        forwards = self.for_forwards()
+        for m in plan.batch.micro_batches:
+            if m.attention == "carried" or slices_head(m.recompute):
+                what = "carries a piece of a long sample" if m.attention == "carried" else "has its head in slices"
+                raise PlanError(
+                    f"a micro-batch of sample {m.samples[0].index} {what} (recompute {m.recompute!r}), which forwards"
+                    " alone do not: plan the step with pieces off and recompute none, selective or full"
+                )
+        replicas = [[m.recomputing("none") for m in replica.micro_batches] for replica in plan.batch.replicas]
+        made = forwards._predicted(*forwards._forwards_in_order(replicas), step=plan.batch.step)
+        whole = {s.index: s for m in plan.batch.micro_batches for s in m.samples}
+        return forwards._certified(made, list(whole.values()))
+
+    def _certified(self, plan: StepPlan, samples: list[SampleLength], like: StepPlan | None = None) -> StepPlan:
+        """The plan with the bounds of these samples."""
         check_cover(plan.batch, samples)
         limit = int(self.memory_limit_bytes)
-        certificate = certify(plan, self.costs, samples, memory_limit_bytes=limit, like=unreserved)
+        certificate = certify(plan, self.costs, samples, memory_limit_bytes=limit, like=like)
         predictions = tuple(
             replace(prediction, lower_bound_ns=bounds.best_ns)
             for prediction, bounds in zip(plan.predictions, certificate.replicas, strict=True)
@@ -440,8 +465,9 @@ class Planner(PlanRules):
         )
         index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(optimized.replicas)
-        if not self.forward_only:
-            return replicas, optimized.schedules, None
+        return self._forwards_in_order(replicas) if self.forward_only else (replicas, optimized.schedules, None)
+
+    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, in another order.
         effort = self.effort // (_PLACES * self.topology.dp)
         return forwards_in_order(replicas, self.costs, self.topology.stage_ranks, effort=effort)

@@ -28,7 +28,7 @@ def blocks(root):
     found = [
         code_blocks((root / ".github/docs" / page).read_text(), "python") for page in ("library.md", "batching.md")
     ]
-    assert [len(of_page) for of_page in found] == [5, 1]
+    assert [len(of_page) for of_page in found] == [6, 1]
     return [*found[0], *found[1]]
 
 
@@ -64,6 +64,13 @@ def test_the_planning_example_prints_a_plan_at_or_above_its_bound(blocks):
     numbers = [float(n) for n in re.findall(r"\d+\.\d+", run(blocks[0], {}))]
     assert 0 < numbers[1] <= numbers[0]
     assert 0 < numbers[2] <= 64
+
+
+def test_the_example_for_another_loop_prints_every_sample_once_and_shares_of_one_loss(blocks):
+    lines = run(blocks[5], {}).splitlines()
+    assert sorted(int(n) for line in lines for n in re.findall(r"\d+", line[1 : line.index(")")])) == list(range(8))
+    assert sum(float(line.split()[-4]) for line in lines) == pytest.approx(1, abs=0.005)
+    assert len([line for line in blocks[5].splitlines() if line.strip()]) <= 15
 
 
 def test_the_training_example_trains(blocks, tmp_path, monkeypatch):
@@ -127,7 +134,7 @@ def test_the_training_example_is_about_twenty_lines_and_the_stage_at_most_forty(
 
 
 def test_the_samplers_example_prints_batches_within_their_cap(blocks):
-    printed = [tuple(map(int, line.split())) for line in run(blocks[5], {}).splitlines()]
+    printed = [tuple(map(int, line.split())) for line in run(blocks[6], {}).splitlines()]
     assert printed
     assert all(count > 0 and tokens <= 2048 for count, tokens in printed)
 

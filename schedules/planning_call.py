@@ -1,0 +1,158 @@
+"""The planning call of any loop: from lengths to partitions over replicas, micro-batches and a plan.
+
+A pure function over `Planner`, for loops that keep their own data, model and schedule. It starts no process and imports
+no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, as_samples
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.model import PricesMicroBatches
+from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+
+_EFFORT = 500  # moves of the search: more than a tenth of a percent is seldom left to those of a Planner's default
+_NO_LIMIT_BYTES = 1 << 60
+_RATE: dict[str, Any] = {"flops_per_s": 350e12, "overhead_ns": 100_000, "layer_overhead_ns": 60_000}  # about an H100's
+
+SampleGroups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMicroBatches:
+    """What `plan_micro_batches` returns. Entry d of each tuple belongs to replica d; samples go by their indices.
+
+    `plan` has the same micro-batches as values (`plan.batch`), their order of actions on every pipeline rank, the
+    prediction and the bounds. `planner` made it.
+    """
+
+    plan: StepPlan
+    planner: Planner
+    indices: tuple[int, ...]  # of the samples, in the order of the lengths
+
+    @property
+    def micro_batches(self) -> tuple[SampleGroups, ...]:
+        """The samples of each micro-batch, in the order in which micro-batches enter the pipeline."""
+        return tuple(
+            tuple(tuple(s.index for s in m.samples) for m in replica.micro_batches)
+            for replica in self.plan.batch.replicas
+        )
+
+    @property
+    def partitions(self) -> SampleGroups:
+        """The samples of each replica, micro-batch after micro-batch; a sample in pieces stands where its first is."""
+        return tuple(tuple(dict.fromkeys(i for group in groups for i in group)) for groups in self.micro_batches)
+
+    @property
+    def local_micro_batches(self) -> tuple[SampleGroups, ...]:
+        """The micro-batches as positions in the replica's partition."""
+        places = [dict(zip(partition, count(), strict=False)) for partition in self.partitions]
+        return tuple(
+            tuple(tuple(place[i] for i in group) for group in groups)
+            for place, groups in zip(places, self.micro_batches, strict=True)
+        )
+
+    @property
+    def num_micro_batches(self) -> tuple[int, ...]:
+        return tuple(len(replica.micro_batches) for replica in self.plan.batch.replicas)
+
+    def forwards(self) -> StepPlan:
+        """The same micro-batches for a pass of forwards alone, in the order that suits it (`Planner.forwards_like`).
+
+        Old and reference log probabilities from it have the bits of the step's own forward, so the first ratio of new
+        to old ones is exactly 1.
+        """
+        return self.planner.forwards_like(self.plan)
+
+    def shares(self, counts: Sequence[int] | None = None) -> tuple[tuple[float, ...], ...]:
+        """The share of each micro-batch's own mean in the loss of the whole step, by replica; they add up to 1.
+
+        `counts` say what the loss is divided by, a number for each sample in the order of the lengths: None for its
+        target tokens (a mean over tokens), 1 for each (a mean over sequences), the tokens that a filter leaves, or a
+        group's weight. A micro-batch's own mean is that over the same counts; where these are 0, so is its share. The
+        sum of share x mean is then the loss, whatever the plan. A loop that averages over its micro-batches and over
+        replicas multiplies each share by their numbers, `num_micro_batches[d]` x `len(partitions)`.
+
+        Errors: ConfigError for counts that are no numbers from 0 on, one a sample, or all 0.
+        """
+        replicas = self.plan.batch.replicas
+        if counts is None:
+            groups = [[m.target_tokens for m in replica.micro_batches] for replica in replicas]
+        else:
+            by_index = self._by_index(counts)
+            groups = [[sum(by_index[i] for i in group) for group in groups] for groups in self.micro_batches]
+        whole = sum(map(sum, groups))
+        if not whole:
+            raise ConfigError("the counts of all samples are 0, which a loss cannot be divided by: leave the step out")
+        return tuple(tuple(own / whole for own in of_replica) for of_replica in groups)
+
+    def _by_index(self, counts: Sequence[int]) -> dict[int, int]:
+        if len(counts) != len(self.indices):
+            raise ConfigError(f"{len(counts)} counts for {len(self.indices)} samples: give one for each")
+        if any(m.attention == "carried" for m in self.plan.batch.micro_batches):
+            raise ConfigError("counts are of whole samples but the plan has pieces: plan with pieces off")
+        for index, number in zip(self.indices, counts, strict=True):
+            if not number >= 0:
+                raise ConfigError(f"the count of sample {index} is {short(number)}: give numbers from 0 on")
+        return dict(zip(self.indices, counts, strict=True))
+
+
+def plan_micro_batches(
+    lengths: Sequence[int] | Sequence[SampleLength] | LengthArray,
+    topology: Topology,
+    costs: PricesMicroBatches | Architecture | Mapping[str, Any],
+    *,
+    max_tokens: int = 0,
+    memory_limit_bytes: float | None = None,
+    **rules: Any,
+) -> PlannedMicroBatches:
+    """Micro-batches of one step over the replicas of `topology`: packed rows unless `layout` says "padded".
+
+    `costs` are a cost model, or describe the model: an `Architecture`, or the content of a config.json. A described
+    model is counted in 16 bits, with sequence parallelism and a distributed optimizer, at 350 TFLOP/s a device, 0.1 ms
+    an action and 0.06 ms a layer.
+    No micro-batch has more than `max_tokens` positions, and no rank more than `memory_limit_bytes`: give either or
+    both. The `rules` are those of `PlanRules`, with four defaults of its own: layout "packed", `pad_multiple` 1 (the
+    loop pads, and counts that in its lengths), recompute "none" (the one kind of the loop's model), `effort` 500.
+    With replica_counts "equal" every replica has as many micro-batches: where replicas meet inside these (experts or
+    ZeRO 2 and 3 over replicas), and in loops that ask for it. Else counts may differ, and of fewer samples than
+    replicas some get none.
+
+    Errors: PlanError for no samples, for a sample above a limit, by name, and for fewer samples than replicas of equal
+    counts; DataError for lengths that are none; ConfigError for settings.
+    """
+    if memory_limit_bytes is None and not max_tokens:
+        raise ConfigError(
+            "max_tokens is 0 and memory_limit_bytes is None, so nothing limits micro-batches: give the positions of"
+            " one, the bytes of a rank, or both"
+        )
+    planner = Planner(
+        topology,
+        _cost_model(costs, topology),
+        _NO_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes,
+        max_tokens=max_tokens,
+        **{"layout": "packed", "pad_multiple": 1, "recompute": "none", "effort": _EFFORT, **rules},
+    )
+    samples = as_samples(lengths)
+    return PlannedMicroBatches(planner.plan(samples), planner, tuple(s.index for s in samples))
+
+
+def _cost_model(costs: PricesMicroBatches | Architecture | Mapping[str, Any], topology: Topology) -> Any:
+    if isinstance(costs, Mapping):
+        from dynapipe_ext.models.huggingface import read_config
+
+        costs = read_config(costs, "costs")
+    if isinstance(costs, Architecture):
+        return AnalyticCosts(
+            costs.padded(topology.tp), topology, **_RATE, sequence_parallel=topology.tp > 1, distributed_optimizer=True
+        )
+    return costs
