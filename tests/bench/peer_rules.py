@@ -1,4 +1,4 @@
-"""Megatron's and verl's ways to make micro-batches, for comparison: the micro-batches of every replica."""
+"""Ways of other loops to make micro-batches, for comparison: Megatron's, verl's, slime's and NeMo-RL's."""
 
 from __future__ import annotations
 
@@ -93,3 +93,70 @@ def verl_rule(
         groups = [tuple(samples[share[k]] for k in part) for part in hill]
         replicas.append([MicroBatch(group, layout, recompute, pad_multiple=pad_multiple) for group in groups])
     return replicas + [[] for _ in range(dp - busy)]
+
+
+def slime_rule(
+    samples: Sequence[SampleLength],
+    *,
+    max_tokens: int,
+    dp: int,
+    pad_multiple: int = 1,
+    recompute: Recompute = "none",
+    longest_first: bool = False,
+) -> Replicas:
+    """slime's schedule of a step: samples in turn, each into the first row with room (there are releases that take the
+    longest first); the rows of most tokens are halved until the replicas can have equally many; then Karmarkar-Karp by
+    tokens, with equal counts. A sample above `max_tokens` has a row to itself, as there.
+    """
+    _check(samples)
+    rows = _first_fit(samples, max_tokens, longest_first)
+    _make_divisible(rows, dp)
+    shares = karmarkar_karp([sum(s.tokens for s in row) for row in rows], dp, equal_counts=True)
+    micro_batches = [MicroBatch(tuple(row), "packed", recompute, pad_multiple=pad_multiple) for row in rows]
+    return [[micro_batches[i] for i in share] for share in shares]
+
+
+def nemo_rl_rule(
+    samples: Sequence[SampleLength],
+    *,
+    max_tokens: int,
+    dp: int,
+    pad_multiple: int = 1,
+    recompute: Recompute = "none",
+    largest_first: bool = False,
+) -> Replicas:
+    """NeMo-RL's sequence packing: first fit decreasing into a multiple of `dp` rows, which go to the replicas in turn,
+    as they were made or those of most tokens first. Its padding of all rows of a pipeline to one length is left out.
+    """
+    _check(samples)
+    rows = _first_fit(samples, max_tokens, longest_first=True)
+    _make_divisible(rows, dp)
+    if largest_first:
+        rows.sort(key=lambda row: -sum(s.tokens for s in row))
+    micro_batches = [MicroBatch(tuple(row), "packed", recompute, pad_multiple=pad_multiple) for row in rows]
+    return [micro_batches[rank::dp] for rank in range(dp)]
+
+
+def _first_fit(samples: Sequence[SampleLength], room: int, longest_first: bool) -> list[list[SampleLength]]:
+    rows: list[list[SampleLength]] = []
+    filled: list[int] = []
+    for sample in sorted(samples, key=lambda s: -s.tokens) if longest_first else samples:
+        place = next((i for i, used in enumerate(filled) if used + sample.tokens <= room), len(rows))
+        if place == len(rows):
+            rows.append([])
+            filled.append(0)
+        rows[place].append(sample)
+        filled[place] += sample.tokens
+    return rows
+
+
+def _make_divisible(rows: list[list[SampleLength]], dp: int) -> None:
+    """Halve the row of most tokens, of those of several samples, until there is a multiple of `dp`."""
+    while len(rows) % dp:
+        several = [i for i, row in enumerate(rows) if len(row) > 1]
+        if not several:
+            raise PlanError(f"{len(rows)} rows of a sample each cannot be a multiple of {dp}: enlarge the batch")
+        i = max(several, key=lambda k: sum(s.tokens for s in rows[k]))
+        falling = sorted(rows[i], key=lambda s: -s.tokens)
+        rows[i] = falling[::2]
+        rows.append(falling[1::2])

@@ -1,0 +1,201 @@
+"""Batches of rollouts of reasoning models: our planning call beside verl's, slime's and NeMo-RL's rules under 1F1B.
+
+    python tests/bench/rollouts.py [--machine TEXT]
+
+Simulated on counted costs, PP4 x DP4: Llama 2 7B (TP8) and Llama 3 8B (TP4), bf16, sequence parallelism, flash
+attention, ZeRO 1, 350 TFLOP/s a device, 0.1 ms an action and 0.06 ms a layer, 72 GB of a device planned with.
+
+Lengths are lognormal, cut at a cap as generation is. "swe": 128 rollouts of mean 36k, cap 131,072. "20k" and "8k": 128
+and 512 rollouts, caps of 20,480 and 8,192, means of about 9k and 3k.
+
+The peers' rules are written from their sources (peer_rules.py), and flattered. Each has the best of caps of 1, 1.5, 2
+and 4 times the longest rollout, of its releases' variants, of recomputation none, selective and full, and of three
+orders a replica (its own, shortest first, longest first). None pads rows to one length, and replicas wait for each
+other at the end of a step alone. Ours are `plan_micro_batches` with recompute "auto": whole rollouts, and with pieces
+"auto". Floor: as in long.py, the larger of the work over all replicas and the longest rollout's own, without overheads.
+
+Planning: CPU milliseconds of the call, the least of five. Writes results/rollouts.json; exit status 1 where a bar is
+missed: pieces at most 1.05 (swe), 1.08 (20k) times the floor, never behind a peer, 50 ms for 512 rollouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contenders import provenance
+from long import LIMIT_BYTES, Case, floor_s
+from peer_rules import Replicas, nemo_rl_rule, slime_rule, verl_rule
+
+from dynapipe_ext import plan_micro_batches
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, SampleLength, sample_lengths
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.schedules.judge.simulate import last_end_ns, peak_bytes, simulate_ns
+from dynapipe_ext.schedules.tables.published import schedule_of_costs
+
+RESULT = Path(__file__).parent / "results" / "rollouts.json"
+FORMAT = "dynapipe-rollouts/1"
+MOST_OVER_FLOOR = {"swe": 1.05, "20k": 1.08}
+MOST_MS_OF_512 = 50.0
+CAPS = (1.0, 1.5, 2.0, 4.0)  # times the longest rollout
+DATA = {"swe": (36_000, 131_072, (128,)), "20k": (9_000, 20_480, (128, 512)), "8k": (3_000, 8_192, (128, 512))}
+RULES: dict[str, tuple[Callable[..., Replicas], ...]] = {
+    "verl": (verl_rule,),
+    "slime": (slime_rule, partial(slime_rule, longest_first=True)),
+    "nemo-rl": (nemo_rl_rule, partial(nemo_rl_rule, largest_first=True)),
+}
+
+
+def lengths(data: str, count: int) -> list[SampleLength]:
+    """Lognormal, of the mean before the cap that leaves the mean of `DATA` after it."""
+    mean, cap, _ = DATA[data]
+    drawn = np.random.default_rng(0).lognormal(0.0, 0.8, count)
+    low, high = 0.0, 10.0 * mean
+    for _ in range(60):
+        scale = (low + high) / 2
+        low, high = (scale, high) if np.clip(scale * drawn, 64, cap).mean() < mean else (low, scale)
+    return sample_lengths(np.clip(high * drawn, 64, cap).astype(np.int64))
+
+
+def peer_s(rules: tuple[Callable[..., Replicas], ...], samples: list[SampleLength], case: Case) -> float | None:
+    """The fastest step of any variant under 1F1B; None where none fits."""
+    found = []
+    longest = max(s.encoder for s in samples)
+    for rule in rules:
+        for cap in CAPS:
+            for kind in LAYER_RECOMPUTES:
+                replicas = rule(
+                    samples, max_tokens=int(cap * longest), dp=case.dp, pad_multiple=case.tp, recompute=kind
+                )
+                found.append(step_s(replicas, case.costs))
+    return min((seconds for seconds in found if seconds is not None), default=None)
+
+
+def step_s(replicas: Replicas, costs: AnalyticCosts) -> float | None:
+    """Each replica under 1F1B in the best of three orders; None where one does not fit."""
+    ends = []
+    for replica in replicas:
+        if not replica:
+            continue
+        work = costs.evaluate(replica).forward_ns.sum(axis=0).tolist()
+        own = list(range(len(replica)))
+        ascending = sorted(own, key=work.__getitem__)
+        fitting = []
+        for order in (own, ascending, ascending[::-1]):
+            priced = costs.evaluate([replica[i] for i in order])
+            try:
+                schedule = schedule_of_costs("1f1b", costs.topology.stage_ranks, LIMIT_BYTES, priced)
+            except PlanError:
+                continue
+            if max(peak_bytes(schedule, priced)) <= LIMIT_BYTES:
+                fitting.append(last_end_ns(simulate_ns(schedule, priced)))
+        if not fitting:
+            return None
+        ends.append(min(fitting))
+    return max(ends) / 1e9
+
+
+def ours(case: Case, samples: list[SampleLength], pieces: str) -> tuple[float | None, float]:
+    """The step of the planning call, and its CPU milliseconds."""
+    least_ms, costs = float("inf"), case.costs
+    try:
+        for _ in range(5):
+            begin = time.process_time()
+            planned = plan_micro_batches(
+                samples,
+                costs.topology,
+                costs,
+                memory_limit_bytes=LIMIT_BYTES,
+                recompute="auto",
+                pad_multiple=case.tp,
+                pieces=pieces,
+            )
+            least_ms = min(least_ms, 1000 * (time.process_time() - begin))
+    except PlanError:
+        return None, least_ms
+    return planned.plan.makespan_s, least_ms
+
+
+def call_ms(case: Case, samples: list[SampleLength]) -> float:
+    """CPU milliseconds as a loop calls: a cap on tokens, one kind of recomputation."""
+    least_ms, costs = float("inf"), case.costs
+    cap = max(s.encoder for s in samples)
+    for _ in range(5):
+        begin = time.process_time()
+        plan_micro_batches(samples, costs.topology, costs, max_tokens=cap)
+        least_ms = min(least_ms, 1000 * (time.process_time() - begin))
+    return least_ms
+
+
+def measured(case: Case, count: int) -> dict[str, Any]:
+    samples = lengths(case.data, count)
+    least_s = floor_s(case, samples)
+    peers = {name: peer_s(rules, samples, case) for name, rules in RULES.items()}
+    whole_s, whole_ms = ours(case, samples, "off")
+    pieces_s, pieces_ms = ours(case, samples, "auto")
+    over = {**peers, "whole": whole_s, "pieces": pieces_s}
+    row: dict[str, Any] = {
+        "model": case.model, "data": case.data, "rollouts": count,
+        "mean": float(np.mean([s.encoder for s in samples])), "longest": max(s.encoder for s in samples),
+        "floor_s": least_s,
+        "over_floor": {name: None if seconds is None else seconds / least_s for name, seconds in over.items()},
+        "whole_ms": whole_ms, "pieces_ms": pieces_ms, "call_ms": call_ms(case, samples),
+    }  # fmt: skip
+    return row | {"missed": missed(row)}
+
+
+def missed(row: Mapping[str, Any]) -> list[str]:
+    over, faults = row["over_floor"], []
+    if row["rollouts"] == 128 and over["pieces"] > MOST_OVER_FLOOR.get(row["data"], float("inf")):
+        faults.append("over_floor")
+    best_peer = min((over[name] for name in RULES if over[name]), default=float("inf"))
+    faults += [name for name in ("whole", "pieces") if (over[name] or 0) > best_peer]
+    if row["rollouts"] == 512 and row["call_ms"] > MOST_MS_OF_512:
+        faults.append("call_ms")
+    return faults
+
+
+def cases() -> Iterator[tuple[Case, int]]:
+    for model, tp in (("llama-2-7b", 8), ("llama-3-8b", 4)):
+        for data, (_, _, counts) in DATA.items():
+            for count in counts:
+                yield Case(model, tp, 4, 4, data, 0), count
+
+
+def text(result: Mapping[str, Any]) -> str:
+    names = [*RULES, "whole", "pieces"]
+    lines = [
+        f"Makespan over the floor, PP4 x DP4 ({result['machine']}, {result['date']}, commit {result['commit']})",
+        f"{'model':12}{'data':>5}{'n':>5}" + "".join(f"{name:>9}" for name in names) + f"{'ms':>7}{'ms, cap':>9}",
+    ]
+    for row in result["rows"]:
+        shown = [row["over_floor"][name] for name in names]
+        figures = "".join(f"{'-' if value is None else format(value, '.3f'):>9}" for value in shown)
+        line = (
+            f"{row['model']:12}{row['data']:>5}{row['rollouts']:5}{figures}{row['whole_ms']:7.0f}{row['call_ms']:9.0f}"
+        )
+        lines.append(line + ("   missed: " + ", ".join(row["missed"]) if row["missed"] else ""))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="")
+    args = parser.parse_args()
+    rows = [measured(case, count) for case, count in cases()]
+    result = {"format": FORMAT, **provenance(args.machine), "rows": rows}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(text(result))
+    return 1 if any(row["missed"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
