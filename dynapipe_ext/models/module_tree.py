@@ -51,7 +51,9 @@ def causal_class(config: Any) -> Any:
     transformers = importlib.import_module("transformers")
     for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
-            return mapping[type(config)]
+            whole = mapping[type(config)]
+            if whole.config_class is not config.sub_configs.get("text_config"):  # else it is the text's half alone
+                return whole
     raise ConfigError(f"transformers has no causal model for a {type(config).__name__}: give the config of one")
 
 

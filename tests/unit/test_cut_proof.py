@@ -42,6 +42,15 @@ FAMILIES: dict[str, Any] = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
     ),
+    "llama4": lambda: transformers.Llama4Config(
+        text_config=SIZES | {
+            "num_local_experts": 2, "intermediate_size_mlp": 24, "attn_temperature_tuning": False, "use_qk_norm": False,
+        },
+        vision_config=_VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    ),
+    "modernbert-decoder": lambda: transformers.ModernBertDecoderConfig(
+        **_NO_HEAD_DIM | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "local_attention": 8}
+    ),
     "gemma3": lambda: transformers.Gemma3Config(
         text_config=SIZES | {"sliding_window": 5, "query_pre_attn_scalar": 8},
         vision_config=_VISION, mm_tokens_per_image=4, image_token_index=5, boi_token_index=6, eoi_token_index=7,
@@ -74,6 +83,20 @@ def test_a_small_model_keeps_the_widths_of_latent_attention() -> None:
     twin = built_twin(whole, twin_config(whole, config))
     assert twin.config.hidden_size < config.hidden_size
     assert (twin.config.head_dim, twin.config.qk_rope_head_dim) == (config.head_dim, config.qk_rope_head_dim)
+
+
+def test_a_small_model_of_states_is_narrow() -> None:
+    config = transformers.Mamba2Config()  # 128 heads, each of whose steps plain torch computes for minutes
+    whole = causal_class(config)
+    twin = built_twin(whole, twin_config(whole, config))
+    assert {twin.config.hidden_size, twin.config.num_heads * twin.config.head_dim // twin.config.expand} == {64}
+
+
+def test_a_configuration_of_images_and_text_makes_the_whole_model() -> None:
+    """transformers names the text's half as the causal model of some: saved, the tower would be lost."""
+    for config in (transformers.Llama4Config(), transformers.Qwen3_5Config()):
+        whole = causal_class(config)
+        assert whole.config_class is type(config)
 
 
 def test_a_configuration_of_any_size_is_proven_in_a_small_model_with_all_kinds_of_its_layers() -> None:

@@ -196,8 +196,9 @@ def refuse_headless(model: Any) -> None:
 
 
 def has_tied_ends(model: Any) -> bool:
-    """Whether the head's weight is that of the embedding, in the whole model and so in its parts."""
-    return bool(model._tied_weights_keys and model.config.get_text_config().tie_word_embeddings)
+    """Whether the head's weight is that of the embedding, in the whole model and so in its parts: transformers ties by
+    the outermost configuration, which need not say what that of the text does, nor anything."""
+    return bool(model._tied_weights_keys and getattr(model.config, "tie_word_embeddings", False))
 
 
 def _too_long(config: Any, name: str, longest: int) -> str:

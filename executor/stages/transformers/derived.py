@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.stages.transformers.layers import key_of
 from dynapipe_ext.executor.stages.transformers.twin import token_ids
 from dynapipe_ext.models.layer_pattern import LayerPattern
 from dynapipe_ext.models.module_tree import layer_list
@@ -51,12 +52,13 @@ def derived_pattern(twin: Any) -> LayerPattern:
 
 
 def _modules_around(model: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The largest modules that neither hold the list of that path nor lie in it."""
+    """The largest modules that hold neither the list of that path nor the embedding, nor lie in the list."""
+    embedding = key_of(model, model.get_input_embeddings()).removesuffix(".weight")
 
     def below(prefix: str, module: Any) -> Iterator[tuple[str, Any]]:
         for name, child in module.named_children():
             full = f"{prefix}{name}"
-            if path.startswith(f"{full}."):
+            if any(inner.startswith(f"{full}.") for inner in (path, embedding)):
                 yield from below(f"{full}.", child)
             elif full != path:
                 yield full, child

@@ -58,13 +58,13 @@ _STATES_DIM = 3  # rows, length, width
 class AbsentModule(torch.nn.Module):
     """In the place of a module that another stage has: hidden states pass unchanged, ids look up nothing.
 
-    It keeps the plain attributes of that module, by which some models choose a layer's mask.
+    It keeps the plain attributes of that module and of its class, by which some models choose a layer's mask.
     """
 
     def __init__(self, like: torch.nn.Module, num_tupled: int = 0) -> None:
         """`num_tupled`: values of the tuple that it returns, the first the hidden states; 0: these alone."""
         super().__init__()
-        for name, value in vars(like).items():
+        for name, value in {**_of_class(type(like)), **vars(like)}.items():
             if not name.startswith("_") and isinstance(value, str | int | float | None):
                 setattr(self, name, value)
         self._num_tupled = num_tupled
@@ -78,6 +78,12 @@ class AbsentModule(torch.nn.Module):
         if x is None or not x.is_floating_point() or x.dim() < _STATES_DIM:  # ids, positions, a mask of rows
             return torch.zeros((), device=None if x is None else x.device)
         return x
+
+
+def _of_class(cls: type) -> dict[str, Any]:
+    """What a family's own class and its bases say, without torch's."""
+    own = [base for base in reversed(cls.__mro__) if issubclass(base, torch.nn.Module) and base is not torch.nn.Module]
+    return {name: value for base in own for name, value in vars(base).items()}
 
 
 class StageEntry(AbsentModule):

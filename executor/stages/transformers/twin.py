@@ -153,8 +153,13 @@ def _thin(part: Any) -> None:
 
 
 def _narrow(part: Any) -> None:
-    """Few heads of few values."""
+    """Few heads of few values, of attention or else of states."""
     _few_heads(part, _HEAD_DIM)
+    sizes = [getattr(part, name, None) for name in ("num_heads", "head_dim", "expand", "hidden_size", "state_size")]
+    if getattr(part, "num_attention_heads", None) is None and all(type(size) is int for size in sizes):  # Mamba 2
+        part.hidden_size, part.head_dim, part.n_groups = 4 * _HEAD_DIM, _HEAD_DIM, 1
+        part.num_heads = part.expand * part.hidden_size // _HEAD_DIM
+        part.state_size = min(part.state_size, _HEAD_DIM)
 
 
 def _few_heads(part: Any, head_dim: int = 1 << 30) -> None:
