@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -107,7 +106,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model(variant, topology, sp
     assert_same(found, gradients)
 
 
-@pytest.mark.parametrize(("variant", "recompute"), zip(VARIANTS, itertools.cycle(["head", "head+full"]), strict=False))
+@pytest.mark.parametrize(("variant", "recompute"), [("t5", "head"), ("t5-v1.1", "head+full")])
 def test_heads_in_slices_learn_the_same(variant, recompute, monkeypatch):
     monkeypatch.setattr(chunk_runner, "HEAD_SLICE", 5)
     model, place = t5(variant).train(), TOPOLOGIES["v"]
