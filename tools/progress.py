@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, format_bytes
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.tools.console import counted, percent
 
 Clock = Callable[[], float]
 _FIRST_LINE = 1 << 14  # pieces before the first line where the total is unknown
-_ALL_COLUMNS = 106  # of a terminal that holds all figures of a step
+_ALL_COLUMNS = 122  # of a terminal that holds all figures of a step
+_MOST_COLUMNS = 107  # of one that holds all but padding
 
 
 def format_eta(seconds: float | None) -> str:
@@ -136,7 +137,8 @@ class StepProgress(_Meter):
         """One more step is done. `norm` is that of the gradients before clipping, "-" where the step changed nothing.
         Of preferences, by how much rewards of chosen answers are higher, and the share of pairs where they are. The
         bubble is "-" where it was not measured. Padding is the share of padding among all tokens. Drift is how far
-        the measured makespan exceeds the predicted one. A terminal below _ALL_COLUMNS leaves out padding and bubble."""
+        the measured makespan exceeds the predicted one. Memory is the most bytes of a rank so
+        far. A terminal below _ALL_COLUMNS leaves out padding, one below _MOST_COLUMNS bubble and memory, too."""
         self._done += 1
         padding = 1 - done.real_tokens / max(1, done.padded_tokens)
         bubble = done.all_ranks.bubble_ratio if done.all_ranks else None
@@ -145,8 +147,12 @@ class StepProgress(_Meter):
         if (learned := done.preferences) is not None:
             figures += f"  margin {learned.margin:.3g}  right {percent(learned.accuracy)}"
         figures += f"  {done.real_tokens_per_s:,.0f} tok/s"
-        if not self._live or self._console.width >= _ALL_COLUMNS:
-            figures += f"  padding {percent(padding)}  bubble {percent(bubble)}"
+        width = _ALL_COLUMNS if not self._live else self._console.width
+        if width >= _MOST_COLUMNS:
+            peak_bytes = max(done.all_ranks.peak_bytes) if done.all_ranks else done.peak_bytes
+            figures += f"  bubble {percent(bubble)}  memory {format_bytes(peak_bytes)}"
+        if width >= _ALL_COLUMNS:
+            figures += f"  padding {percent(padding)}"
         if self._live:
             self._bar.update(self._task, completed=self._done, description=f"step {done.number}", figures=figures)
         if done.refused:

@@ -121,11 +121,11 @@ def test_a_pipe_gets_one_line_a_step_without_control_codes() -> None:
     progress.log("[a message] that is as it was")
     progress.close()
     first, second, third, fitted, message = lines(console)
-    figures = "loss 5.0000  lr 0.00015  norm 2.35  956 tok/s  padding 4.4 %  bubble 25.0 %"
+    figures = "loss 5.0000  lr 0.00015  norm 2.35  956 tok/s  bubble 25.0 %  memory 60 B  padding 4.4 %"
     assert first == f"step 1 (1/3)  {figures}  drift +33 %  ETA 0:00"
     assert "  norm -  " in second
-    assert second.endswith("padding 10.0 %  bubble -  drift +0 %  ETA 0:00")  # not -0 %
-    assert third.endswith("padding 0.0 %  bubble 0.0 %  drift +33 %  ETA 0:00")
+    assert second.endswith("bubble -  memory 60 B  padding 10.0 %  drift +0 %  ETA 0:00")  # not -0 %
+    assert third.endswith("bubble 0.0 %  memory 60 B  padding 0.0 %  drift +33 %  ETA 0:00")
     assert fitted == "after step 3: costs fitted anew: actions were 62.0 % off, the new ones 4.0 %"
     assert message == "[a message] that is as it was"
 
@@ -148,24 +148,35 @@ def test_every_k_th_step_and_the_last_have_a_line() -> None:
 
 
 def test_a_terminal_gets_a_bar_with_the_figures() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=150)
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
     progress = StepProgress(4, console=console)
     progress.step_done(step(9, 2.5, 0.5, 0.125))
     progress.log("a message")
     progress.close()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    figures = r"loss 2.5000  lr 0.001  norm 0.5  500 tok/s  padding 50.0 %  bubble 12.5 %"
+    figures = r"loss 2.5000  lr 0.001  norm 0.5  500 tok/s  bubble 12.5 %  memory 60 B  padding 50.0 %"
     assert re.search(rf"step 9 ━+\S* +\S*1/4 {figures} ETA", plain), plain
     assert "a message\n" in text.replace("\r", "")
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is given back
 
 
-@pytest.mark.parametrize(("width", "rest"), [(80, ""), (106, "  padding 4.3 %  bubble 11.2 %")])
-def test_all_figures_fit_in_106_columns_and_those_of_training_in_80(width: int, rest: str) -> None:
+@pytest.mark.parametrize(
+    ("width", "rest"),
+    [
+        (80, ""),
+        (107, "  bubble 11.2 %  memory 64.2 MB"),
+        (122, "  bubble 11.2 %  memory 64.2 MB  padding 4.3 %"),
+    ],
+)
+def test_all_figures_fit_in_122_columns_all_but_padding_in_107_and_those_of_training_in_80(
+    width: int, rest: str
+) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
     progress = StepProgress(9999, console=console, clock=lambda: 0.0)
     longest = replace(step(1000, 12.3456, 0.043, 0.112), step_s=0.05, learning_rate=1.25e-5, grad_norm=1.25e-3)
+    assert longest.all_ranks is not None
+    longest = replace(longest, all_ranks=replace(longest.all_ranks, peak_bytes=(64_250_000, 40)))
     progress.step_done(longest)
     progress.close()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
