@@ -42,6 +42,7 @@ from dynapipe_ext.launch.job.run_directory import (
 from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.processes.env import launcher, under_torchrun
+from dynapipe_ext.launch.run.next_moves import next_moves
 from dynapipe_ext.launch.run.page import write_page
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
@@ -71,6 +72,7 @@ from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.files import toml_of, write_atomic
 from dynapipe_ext.tools.show.loss_curve import curves, validation_points, write_loss_png
 from dynapipe_ext.tools.show.run_page import PAGE_FILE
+from dynapipe_ext.tools.show.run_words import next_moves_table
 from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file
 
 Spans = Mapping[int, Sequence[Span]]  # by the step's number from 0; seconds from the first start on any rank
@@ -150,12 +152,15 @@ def write_outcome(job: SettledJob, costs: RunCosts, spans: Sequence[Spans]) -> N
     record = _write_traces(run_dir, config.plan, facts.topology, spans, simulated, shared_cores)
     _write_curve(run_dir, report)
     note(run_dir, "ended", len(steps), "all steps are done")
-    write_page(run_dir, RunSoFar.of(events), record=record)
+    moves, num_tried = next_moves(job, costs.now, steps)
+    write_page(run_dir, RunSoFar.of(events), record=record, moves=moves if num_tried else None, num_tried=num_tried)
     report.write(run_dir / "report.json")  # the last: by it a run has ended
     console = Console()
     console.print(summary_table(report))
     if report.compare:
         console.print(compare_table(report))
+    if moves:
+        console.print(next_moves_table(moves, num_tried))
     console.print(f"the page of the run: {run_dir / PAGE_FILE}", markup=False, highlight=False, soft_wrap=True)
 
 

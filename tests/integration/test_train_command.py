@@ -153,6 +153,7 @@ def test_eight_ranks_leave_a_whole_report_a_curve_and_a_page(preloaded: Preloade
         "did 2 of 2 steps, on 8 ranks (TP2 × PP2 × DP2)",
         "Gradient norm",
         "Slowest actions",
+        "What to try next",
         ">events.jsonl<",
     ):
         assert words in page
