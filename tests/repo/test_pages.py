@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support import configuration_page, site
+from tests.support import configuration_page, families_page, site
 from tests.support.pages import (
     all_pages,
     anchors,
@@ -167,3 +167,8 @@ def test_every_message_that_the_page_of_errors_quotes_is_one_of_the_source(root:
 def test_the_example_of_the_readme_has_fifteen_lines_at_most(readme: str) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", readme, re.S)
     assert len(block.splitlines()) <= MOST_LIBRARY_LINES
+
+
+def test_the_table_of_families_is_that_of_their_declaration() -> None:
+    written = families_page.PAGE.read_text()
+    assert written == families_page.page(), "write it again: python -m tests.support.families_page"
