@@ -1,8 +1,8 @@
 """Where layers live: placements of stages on ranks, and layers on stages, tried on real batches before a run.
 
 A placement is fixed for a run. Each candidate is judged by the steps that the run would have. Layers then move between
-stages, one at a time, for as long as that shortens the steps. Of the possible moves only those are planned that leave
-the busiest rank the least work: no plan of the same micro-batches is shorter than that work.
+stages, one or half of one at a time, for as long as that shortens the steps. Of the possible moves only those are
+planned that leave the busiest rank the least work: no plan of the same micro-batches is shorter than that work.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ SampledBatches = Sequence[Sequence[SampleLength]]
 _SAMPLED = 3  # batches
 _TRIED = 6  # neighbours planned in a round of moves of layers, those with the least work on the busiest rank
 _ROUNDS = 4
+_HALF_ROUNDS = 8  # where halves move, too
 _TRIAL_EFFORT = 4  # a trial has one part in so many of the planner's effort
 
 
@@ -41,13 +42,15 @@ class PlacementTrial:
 @dataclass(frozen=True, slots=True)
 class PlacementSearch:
     """Tries topologies of one shape, that of `base`, on the same batches. `planner_over` gives the planner of a
-    topology, and `step_of` the step that it makes of a batch (or raises PlanError or VerificationError)."""
+    topology, and `step_of` the step that it makes of a batch (or raises PlanError or VerificationError). With `halves`
+    stages may begin and end between attention and MLP."""
 
     base: Topology
     planner_over: Callable[[Topology], Planner]
     step_of: Callable[[Planner, Sequence[SampleLength]], StepPlan]
     num_layers: int
     batches: SampledBatches
+    halves: bool = False
 
     def trials(self, names: Sequence[PlacementName], stages_per_rank: int | None = None) -> tuple[PlacementTrial, ...]:
         """The best trial of every placement, the best of all first, without placements that the model cannot fill.
@@ -84,8 +87,9 @@ class PlacementSearch:
     def _with_best_layers(self, even: Topology) -> Topology:
         best = self._trial(even, _TRIAL_EFFORT)
         seen = {even.layers_per_stage}
-        for _ in range(_ROUNDS):
-            fresh = [one for one in _neighbours(best.topology) if one.layers_per_stage not in seen]
+        for _ in range(_HALF_ROUNDS if self.halves else _ROUNDS):
+            near = _neighbours(best.topology, halves=self.halves)
+            fresh = [one for one in near if one.layers_per_stage not in seen]
             seen.update(one.layers_per_stage for one in fresh)
             fresh.sort(key=self._busiest_ns)
             tried = [self._trial(one, _TRIAL_EFFORT) for one in fresh[:_TRIED]]
@@ -129,16 +133,17 @@ class PlacementSearch:
         return max(by_rank), topology.layers_per_stage
 
 
-def _neighbours(topology: Topology) -> Iterator[Topology]:
-    """Topologies with one layer moved from a stage with more than one to another."""
+def _neighbours(topology: Topology, *, halves: bool) -> Iterator[Topology]:
+    """Topologies with one layer, or half of one, moved from a stage that keeps as much to another."""
     layers = topology.layers_per_stage
-    for giver, num_layers in enumerate(layers):
-        for taker in range(len(layers)):
-            if taker != giver and num_layers > 1:
-                moved = list(layers)
-                moved[giver] -= 1
-                moved[taker] += 1
-                yield replace(topology, layers_per_stage=tuple(moved))
+    for amount in (0.5, 1) if halves else (1,):
+        for giver, num_layers in enumerate(layers):
+            for taker in range(len(layers)):
+                if taker != giver and num_layers > amount:
+                    moved = list(layers)
+                    moved[giver] -= amount
+                    moved[taker] += amount
+                    yield replace(topology, layers_per_stage=tuple(moved))
 
 
 def sampled_batches(num_batches: int) -> tuple[int, ...]:

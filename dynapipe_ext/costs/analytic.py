@@ -157,6 +157,7 @@ class AnalyticCosts:
             total_layers=self.architecture.num_layers,
             replica_collectives=ReplicaCollectives.of_zero(self.zero_stage, ep=self.ep),
             activation_format=ActivationFormat(self.architecture.hidden_size, dtype, sequence_shards=shards),
+            prices_halves=True,
             prices_pieces=not self.capacity_factor and not self.architecture.sliding_window,
             offload=self.offload,
             slices_head=self.head_slice > 0,

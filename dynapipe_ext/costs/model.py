@@ -244,13 +244,15 @@ class ModelFacts:
     that stages are made of; None: stages are priced as they are. `replica_collectives`: what the priced training issues
     over replicas, `activation_format`: what its messages hold; None: unknown. `offload`: which states a rank leaves on
     the host. `sharded_state_bytes`: bytes of states, for each byte of parameters, that are divided over replicas.
-    `measured_sizes`: sizes of the model that was measured, by the names of `Architecture`.
+    `measured_sizes`: sizes of the model that was measured, by the names of `Architecture`. `prices_halves`:
+    stages may be cut between the attention and the MLP of a layer.
     """
 
     has_decoder: bool | None = None
     total_layers: int | None = None
     replica_collectives: ReplicaCollectives | None = None
     activation_format: ActivationFormat | None = None
+    prices_halves: bool = False
     prices_pieces: bool = False  # pieces of long samples (attention "carried")
     forwards_alone: bool = False  # no backward follows a forward
     offload: Offload = "none"

@@ -129,8 +129,9 @@ class CostTable:
                 f"layers_per_stage {layers_per_stage} sums to {sum(layers_per_stage)} but the model has"
                 f" {self.total_layers} layers"
             )
-        if self.topology.has_half_layers:
-            self._refuse_unpriced_halves()
+        if self.has_decoder or not self._prices_halves:
+            who = "a model with a decoder side" if self.has_decoder else "a cost table without grids of both halves"
+            refuse_half_layers(layers_per_stage, who)
         if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
             raise ConfigError(
                 f"pieces were measured under recompute {', '.join(self.pieces.by_recompute)} but shapes under"
@@ -139,15 +140,9 @@ class CostTable:
         if missing := sorted({"encoder", "embedding", *(["decoder"] * self.has_decoder)} - self.parameter_bytes.keys()):
             raise ConfigError(f"the cost table has no parameter sizes of {missing}")
 
-    def _refuse_unpriced_halves(self) -> None:
-        counts = self.topology.layers_per_stage
-        if self.has_decoder:
-            refuse_half_layers(counts, "a model with a decoder side")
-        if not ({kind for _, kind in self.grids} & self.parameter_bytes.keys()).issuperset(HALVES):
-            raise ConfigError(
-                f"layers_per_stage {counts} cuts a layer between attention and MLP, but the cost table has whole layers"
-                " alone: give whole numbers, or a table with grids of both halves"
-            )
+    @property
+    def _prices_halves(self) -> bool:
+        return {kind for _, kind in self.grids} & self.parameter_bytes.keys() >= {*HALVES}
 
     @property
     def num_stages(self) -> int:
@@ -164,6 +159,7 @@ class CostTable:
             has_decoder=self.has_decoder,
             total_layers=self.total_layers,
             activation_format=ActivationFormat(self.hidden_size, dtype, first_decoder_stage=first),
+            prices_halves=self._prices_halves,
             prices_pieces=self.pieces is not None,
             sharded_state_bytes=self.state_parts[1],
             measured_sizes=sizes | {"hidden_size": self.hidden_size, "dtype": dtype},

@@ -111,14 +111,19 @@ def placed_stages(config: TrainConfig) -> Topology:
     return Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement)
 
 
+def runs_half_layers(config: TrainConfig) -> bool:
+    """Whether the stages of this job may begin and end within a layer: those of decoders on megatron-core."""
+    m = config.model
+    return not (m.uses_transformers or m.num_decoder_layers or config.lora.enabled or config.deepspeed.config)
+
+
 def topology_of(config: TrainConfig) -> Topology:
     """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
     t, m = config.topology, config.model
     topology = placed_stages(config).with_layers(m.total_layers)
-    if m.uses_transformers:
-        refuse_half_layers(topology.layers_per_stage, "a model of transformers")
-    if m.total_layers > m.num_layers:
-        refuse_half_layers(topology.layers_per_stage, "a model with a decoder side")
+    if not runs_half_layers(config):
+        who = "a model of transformers" if m.uses_transformers else "a model with a decoder side, or with adapters,"
+        refuse_half_layers(topology.layers_per_stage, who)
     refuse_undivided(m, t.tp)
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:
         raise ConfigError(
@@ -469,11 +474,13 @@ def placement_trials(
     batches: SampledBatches,
     *,
     stages_per_rank: int,
+    halves: bool,
 ) -> tuple[PlacementTrial, ...]:
     """What every placement would give, proven, each with its best layers per stage, the best first; `stages_per_rank` 0
-    is each placement's own number. Errors: those of `PlacementSearch.trials` and, but for steps refused, `prove_step`.
+    is each placement's own number, and with `halves` layers may be cut between attention and MLP. Errors: those of
+    `PlacementSearch.trials` and, but for steps refused, `prove_step`.
     """
-    search = PlacementSearch(base, planner_over, _proven, num_layers, batches)
+    search = PlacementSearch(base, planner_over, _proven, num_layers, batches, halves)
     return search.trials(get_args(PlacementName), stages_per_rank or None)
 
 

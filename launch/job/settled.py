@@ -40,6 +40,7 @@ from dynapipe_ext.launch.job.configured import (
     layers_to_place,
     make_planner,
     placement_trials,
+    runs_half_layers,
     settled_steps,
     topology_of,
     trained_costs,
@@ -149,6 +150,7 @@ def placed_planning(
         layers_to_place(planning.costs),
         batches(),
         stages_per_rank=config.topology.stages_per_rank,
+        halves=planning.costs.facts.prices_halves and (runs_half_layers(config) or not planning.is_of_config),
     )
     return planning.over(trials[0].topology), trials
 

@@ -17,8 +17,12 @@ from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.job import settled
+from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.models.architecture import Architecture, LatentAttention
 from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.schedules.placements import PlacementTrial
+from dynapipe_ext.settings.train_config import TrainConfig
 from tests.unit.test_costs_table import gpt, t5
 
 DENSE = Architecture.gpt(
@@ -122,6 +126,39 @@ def test_measured_layers_are_shared_out_by_their_flops_and_bytes(tmp_path: Path)
     assert (again.over(Topology(tp=2, pp=2, dp=2, layers_per_stage=(3.5, 3.5)))[0].static_bytes() > 0).all()
 
 
+PAIRS = {"num_decoder_layers": 2, "num_layers": 2, "position": "relative", "norm": "rmsnorm", "bias": False}
+
+
+@pytest.mark.parametrize("values", [{"model": PAIRS}, {"lora": {"enabled": True}}], ids=["pairs", "adapters"])
+def test_jobs_whose_stages_cannot_be_cut_inside_a_layer_neither_try_nor_take_it(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search of `placement` "auto" is told so, and a cut by name is refused."""
+    tried: list[bool] = []
+
+    def trials(base: Topology, *_: Any, halves: bool, **__: Any) -> tuple[PlacementTrial, ...]:
+        tried.append(halves)
+        return (PlacementTrial(topology=base, makespan_s=1.0, peak_bytes=1, bubble_ratio=0.0),)
+
+    monkeypatch.setattr(settled, "placement_trials", trials)
+    for settings in (values, {}):
+        config = TrainConfig().with_values(topology={"tp": 1, "pp": 2, "placement": "auto"})
+        for table, changed in settings.items():
+            config = replace(config, **{table: replace(getattr(config, table), **changed)})
+        topology = Topology(pp=2, dp=2, layers_per_stage=(2, 2))
+        planning = settled.SettledPlanning(
+            config=config, costs=AnalyticCosts(DENSE, topology), topology=topology, num_cores=None, is_of_config=True
+        )
+        settled.placed_planning(planning, lambda: [])
+    assert tried == [False, True]
+    named = replace(config.topology, placement="linear", layers_per_stage=(2.5, 1.5))
+    assert topology_of(replace(config, topology=named)).has_half_layers
+    for table, changed in values.items():
+        config = replace(config, **{table: replace(getattr(config, table), **changed)})
+    with pytest.raises(ConfigError, match="cuts a layer between attention and MLP, which a model with a decoder side"):
+        topology_of(replace(config, topology=named))
+
+
 def test_who_cannot_be_cut_inside_a_layer_says_so(tmp_path: Path) -> None:
     halves = Topology(tp=2, pp=4, layers_per_stage=(3.5, 3.5, 3.5, 3.5))
     pairs = t5(tmp_path)
@@ -129,7 +166,7 @@ def test_who_cannot_be_cut_inside_a_layer_says_so(tmp_path: Path) -> None:
         pairs.over(Topology(tp=2, pp=4, dp=2, layers_per_stage=(0.5, 0.5, 1, pairs.total_layers - 2)))
     table = gpt(tmp_path)
     unmeasured = {key: grid for key, grid in table.grids.items() if key[1] not in ("attention", "mlp")}
-    with pytest.raises(ConfigError, match="the cost table has whole layers alone"):
+    with pytest.raises(ConfigError, match="which a cost table without grids of both halves cannot be"):
         replace(table, grids=unmeasured).over(Topology(tp=2, pp=2, layers_per_stage=(3.5, 3.5)))
     with pytest.raises(ConfigError, match="which a count of every tensor cannot be: give whole numbers"):
         stage_parameters(replace(preset("llama-2-7b"), num_layers=14), halves)

@@ -37,7 +37,7 @@ def planned(planner: Planner, samples: Sequence[SampleLength]) -> StepPlan:
     return planner.plan(samples)
 
 
-def search(limit_bytes: float = 60e9, architecture: Architecture = SHAPE) -> PlacementSearch:
+def search(limit_bytes: float = 60e9, architecture: Architecture = SHAPE, *, halves: bool = False) -> PlacementSearch:
     rng = np.random.default_rng(0)
     batches = [sample_lengths(rng.integers(20, 900, 16).tolist()) for _ in range(2)]
 
@@ -45,7 +45,7 @@ def search(limit_bytes: float = 60e9, architecture: Architecture = SHAPE) -> Pla
         costs = AnalyticCosts(architecture, topology, flops_per_s=1e12, overhead_ns=2000)
         return Planner(topology, costs, limit_bytes, effort=200)
 
-    return PlacementSearch(BASE, planner_over, planned, architecture.num_layers, batches)
+    return PlacementSearch(BASE, planner_over, planned, architecture.num_layers, batches, halves)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,15 @@ def test_the_stage_of_an_expensive_head_gets_fewer_layers_and_steps_get_shorter(
     tried = search()
     even = tried.planner_over(BASE.with_layers(NUM_LAYERS))
     assert linear.makespan_s < 0.97 * sum(even.plan(samples).makespan_s for samples in tried.batches)
+
+
+def test_half_layers_make_stages_more_even_where_they_may(trials: tuple[PlacementTrial, ...]) -> None:
+    whole = next(trial for trial in trials if trial.topology.placement_name == "linear")
+    (half,) = search(halves=True).trials(("linear",))
+    assert half.topology.has_half_layers
+    assert not any(trial.topology.has_half_layers for trial in trials)
+    assert sum(half.topology.layers_per_stage) == NUM_LAYERS
+    assert half.makespan_s < 0.99 * whole.makespan_s
 
 
 def test_placements_that_the_layers_cannot_fill_are_left_out_and_none_at_all_is_refused() -> None:
