@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, WriterOptions
     from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CARRIED_FOLDER, carried_files
     from dynapipe_ext.tools.checkpoint.huggingface.merging import merge_adapters
-    from dynapipe_ext.tools.checkpoint.megatron.export import export_hf_weights
+    from dynapipe_ext.tools.checkpoint.megatron.export import export_hf_weights, weight_buckets
+    from dynapipe_ext.tools.checkpoint.megatron.loading import load_hf_weights
     from dynapipe_ext.tools.checkpoint.megatron.names import megatron_weights
     from dynapipe_ext.tools.checkpoint.recognition import FORMATS, TARGETS, recognise
 
@@ -29,10 +30,12 @@ _HOMES = {
     "carried_files": "dynapipe_ext.tools.checkpoint.huggingface.carried_files",
     "convert": "dynapipe_ext.tools.checkpoint.converter",
     "export_hf_weights": "dynapipe_ext.tools.checkpoint.megatron.export",
+    "load_hf_weights": "dynapipe_ext.tools.checkpoint.megatron.loading",
     "merge_adapters": "dynapipe_ext.tools.checkpoint.huggingface.merging",
     "megatron_weights": "dynapipe_ext.tools.checkpoint.megatron.names",
     "prepare_conversion": "dynapipe_ext.tools.checkpoint.converter",
     "recognise": "dynapipe_ext.tools.checkpoint.recognition",
+    "weight_buckets": "dynapipe_ext.tools.checkpoint.megatron.export",
 }
 
 __all__ = [
@@ -44,10 +47,12 @@ __all__ = [
     "carried_files",
     "convert",
     "export_hf_weights",
+    "load_hf_weights",
     "megatron_weights",
     "merge_adapters",
     "prepare_conversion",
     "recognise",
+    "weight_buckets",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -18,7 +18,7 @@ from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.head import cap_logits, divide_logits, hide_padding
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers
 from dynapipe_ext.executor.stages.megatron.rotation import concentrate, rotary_frequencies
-from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, is_tied_by_megatron, virtual_stage
+from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, first_layers, is_tied_by_megatron, virtual_stage
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.family_configs import router_fault
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
@@ -40,10 +40,9 @@ def global_name(name: str, first_layer: int, first_encoder_layer: int = 0) -> st
 
 def global_names(model: Any, named: Iterable[tuple[str, Any]] | None = None) -> Iterator[tuple[str, Any]]:
     """A part's parameters, or what else is `named`, by their names in the whole model: layers number themselves."""
-    sides = (getattr(getattr(model, side, None), "layers", ()) for side in ("decoder", "encoder"))
-    first = [layers[0].layer_number - 1 if layers else 0 for layers in sides]
+    first = first_layers(model)
     own = model.named_parameters() if named is None else named
-    return ((global_name(name, *first), parameter) for name, parameter in own)
+    return ((global_name(name, first["decoder"], first["encoder"]), parameter) for name, parameter in own)
 
 
 def held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -476,6 +476,12 @@ def unwrapped(chunk: Any) -> Any:
     return chunk
 
 
+def first_layers(model: Any) -> dict[str, int]:
+    """The number in the whole model of a part's first layer, by side; 0 of a side without layers."""
+    sides = {side: getattr(getattr(model, side, None), "layers", ()) for side in ("decoder", "encoder")}
+    return {side: layers[0].layer_number - 1 if layers else 0 for side, layers in sides.items()}
+
+
 def _checked(chunks: Chunks) -> list[Any]:
     if isinstance(chunks, torch.nn.Module) or not chunks:
         raise ConfigError(

@@ -14,8 +14,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("local", "transformer_engine")
 
 _LAYER = re.compile(r"((?:en|de)coder)\.layers\.(\d+)\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc\d)\.(weight|bias)(\d+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 _OUTSIDE = (
@@ -36,11 +39,16 @@ _HAS_EXTRA_STATE = re.compile(r".*(linear_\w+|output_layer)\.(weight|bias)\d*$")
 StagePlace = tuple[int, int, int, int, int, int, str]
 
 
-def whole_name(name: str, first_layers: Mapping[str, int]) -> str:
-    """The name in the whole model under the local layer specs; `first_layers` of the stage by side.
+def whole_name(name: str, first_layers: Mapping[str, int], first_expert: int = 0) -> str:
+    """The name in the whole model under the local layer specs; `first_layers` of the stage by side, and the first of
+    the experts that its rank holds.
 
     >>> whole_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", {"decoder": 4})
     'decoder.layers.4.pre_mlp_layernorm.weight'
+    >>> whole_name("decoder.layers.0.mlp.experts.linear_fc2.weight1", {"decoder": 4}, first_expert=8)
+    'decoder.layers.4.mlp.experts.local_experts.9.linear_fc2.weight'
+    >>> whole_name("decoder.layers.3.self_attention.linear_kv_up_proj.layer_norm_weight", {})
+    'decoder.layers.3.self_attention.kv_layernorm.weight'
     """
     match = _LAYER.fullmatch(name)
     if match is None:
@@ -51,6 +59,8 @@ def whole_name(name: str, first_layers: Mapping[str, int]) -> str:
             rest = apart + rest.removeprefix(fused)
     if grouped := _GROUPED.fullmatch(rest):
         rest = f"mlp.experts.local_experts.{grouped[3]}.{grouped[1]}.{grouped[2]}"
+    if expert := _EXPERT.fullmatch(rest):
+        rest = f"mlp.experts.local_experts.{int(expert[1]) + first_expert}.{expert[2]}"
     return f"{side}.layers.{int(layer) + first_layers.get(side, 0)}.{rest}"
 
 

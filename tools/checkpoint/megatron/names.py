@@ -100,6 +100,11 @@ class MegatronTensor:
     is_added: bool = False
     is_buffer: bool = False
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is an expert's: expert parallel ranks hold others, and experts' own ranks cut it."""
+        return ".mlp.experts." in self.name
+
 
 def megatron_tensors(architecture: Architecture, group: TensorGroup) -> tuple[MegatronTensor, ...]:
     """What Megatron holds for a group of `tensor_groups(architecture)`. Over all groups: every weight of its model.
