@@ -169,6 +169,7 @@ def test_a_page_says_how_a_run_stands_and_shows_every_figure(tmp_path: Path) -> 
         "The fullest rank (1) held 60 B at most; predicted were 70 B, of a limit of 1.00 GB.",
         "Costs were fitted after step 6 (62.0 % off → 4.0 %).",
         "B of 4 x 512 on stage 1",
+        "Settings that are not defaults",
         "[run] steps 40 20",
         "fault rank 1 was killed",
         "8 save a checkpoint",

@@ -368,7 +368,7 @@ def _settings(settings: SettingTables) -> str:
     ]
     other = table_html(("setting", "default", "here"), changed) if changed else '<p class="quiet">All are defaults.</p>'
     return (
-        f"<h2>SettingTables that are not defaults</h2>{other}"
+        f"<h2>Settings that are not defaults</h2>{other}"
         f"<details><summary>All {len(every)} settings</summary>{table_html(('setting', 'value'), every)}</details>"
     )
 
