@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -181,6 +182,13 @@ def test_every_command_of_the_readme_and_its_guides_is_tested(root: Path) -> Non
     told = {command for command in told if len(command.split()) > 2 or command in TESTED_COMMANDS} - NOT_RUN
     assert told - TESTED_COMMANDS.keys() == set(), "add each to TESTED_COMMANDS with the test that runs it"
     assert TESTED_COMMANDS.keys() - told == set(), "no page has these"
+
+
+def test_one_version_is_declared_cited_and_described(root: Path) -> None:
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (root / ".github/CITATION.cff").read_text()
+    described = re.findall(r"^## (\d.*)$", (root / ".github/CHANGELOG.md").read_text(), re.MULTILINE)
+    assert described[0] == version
 
 
 def test_the_test_of_every_readme_command_exists(root: Path) -> None:

@@ -17,7 +17,16 @@ def wheel_names(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[st
     """Paths inside a wheel that was built from this checkout, without compiling again what set-up has compiled."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), "-Cwheel.cmake=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--outdir",
+        str(folder),
+        "-Cwheel.cmake=false",
+        "-Cwheel.py-api=py3",
+    ]
     if importlib.util.find_spec("scikit_build_core") is not None:
         command.append("--no-isolation")
     done = subprocess.run(
