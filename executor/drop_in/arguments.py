@@ -11,6 +11,7 @@ from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -30,6 +31,7 @@ class Wishes:
     pieces: Pieces | None = None
     data: str | Path | None = None
     store: str | StoreAddress | None = None  # no argument has it: its password would be seen by all
+    shape_of: ShapeOf | None = None
 
     def wish(self, args: Any, name: str) -> Any:
         wish = getattr(self, name)
@@ -47,6 +49,7 @@ class Wishes:
         return DropInSettings(
             costs=read_cost_file(costs) if isinstance(costs, str | Path) else costs,
             store=StoreAddress.parse(self.store) if isinstance(self.store, str) else self.store,
+            shape_of=self.shape_of,
             **wishes,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,13 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.entry_shapes import (
+    EntryShape,
+    in_any_order,
+    in_order_of_entry,
+    told_shapes,
+    with_adjusted_shapes,
+)
 from dynapipe_ext.executor.drop_in.forward_step import (
     Around,
     BatchIterator,
@@ -19,7 +27,14 @@ from dynapipe_ext.executor.drop_in.forward_step import (
     LoopStep,
     MicroBatchShapes,
 )
+from dynapipe_ext.executor.drop_in.given_micro_batches import (
+    GivenPlanner,
+    GivenShapes,
+    check_same_on_all_ranks,
+    given_plan,
+)
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients, check_sync
+from dynapipe_ext.executor.drop_in.groups import groups_of_call, ranks_in_groups
 from dynapipe_ext.executor.drop_in.megatron_lm import (
     check_collects,
     check_collects_planned,
@@ -35,14 +50,15 @@ from dynapipe_ext.executor.drop_in.planned_data import (
     batch_once,
     planned_steps_in,
 )
-from dynapipe_ext.executor.drop_in.refusals import check_call, check_config, check_planned_experts, check_shapes
+from dynapipe_ext.executor.drop_in.refusals import check_config, check_planned_experts
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
-from dynapipe_ext.executor.drop_in.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.megatron.stage import RecomputeSwitch, split_megatron_linears
+
+_MOST_PLANS = 64  # kept of a model: lengths may differ from step to step
 
 
 @dataclass(slots=True)
@@ -50,7 +66,8 @@ class _PlannedModel:
     """A model's pipeline and the plans that were made for it."""
 
     pipeline: MegatronPipeline
-    plans: dict[UniformShape, ExecutionPlan] = field(default_factory=dict)
+    groups: Any  # a ProcessGroupCollection
+    plans: dict[GivenShapes, ExecutionPlan] = field(default_factory=dict)  # the latest
     around: Around | None = None  # of planned data's micro-batches
 
 
@@ -63,6 +80,13 @@ class ForwardBackward:
     def __init__(self, settings: DropInSettings | None = None) -> None:
         self.settings = settings or DropInSettings()
         self._models: WeakKeyDictionary[Any, _PlannedModel] = WeakKeyDictionary()
+        self._asked: tuple[int | None, int | None] | None = None
+
+    def of_sizes(self, pp_size: int | None, vp_size: int | None) -> ForwardBackward:
+        """The same for a loop that names the sizes of its pipeline, as `get_forward_backward_func` takes them."""
+        named = copy.copy(self)
+        named._asked = (pp_size, vp_size)
+        return named
 
     def __call__(
         self,
@@ -82,10 +106,13 @@ class ForwardBackward:
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """Run the forwards and backwards of one step: on ranks of the last stage, what the loss functions reported.
+        """Run the forwards and backwards of one step: on ranks of the last stage, what the loss functions reported, in
+        the order in which micro-batches entered.
 
         With `PlannedSteps` as data iterator each call runs the next of its steps, and numbers and lengths of
-        micro-batches are the plan's; else they are those given, for rows of one length.
+        micro-batches are the plan's. Else there are `num_microbatches`, of one shape, or with
+        `config.variable_seq_lengths` each of its own, and in Megatron's order unless the settings ask for a V, split
+        backwards or a limit.
 
         Errors: ConfigError for what is not supported, PlanError where micro-batches do not fit the memory limit,
         ExecutionError for a neighbour that is late.
@@ -94,13 +121,10 @@ class ForwardBackward:
 
         chunks = list(model) if isinstance(model, Sequence) else [model]
         config = get_model_config(chunks[0])
-        check_call(
-            num_microbatches=num_microbatches,
-            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
-            p2p_communicator=p2p_communicator,
-            pg_collection=pg_collection,
-        )
-        planned_model = self._planned(chunks, config)
+        if num_microbatches < 1:
+            raise ConfigError(f"num_microbatches is {num_microbatches} but must be at least 1")
+        groups = groups_of_call(pg_collection, p2p_communicator)
+        planned_model = self._planned(chunks, config, groups)
         check_collects(planned_model.pipeline.topology, collect_non_loss_data)
         if not forward_only:
             check_sync(chunks, config)
@@ -119,18 +143,35 @@ class ForwardBackward:
         with _timed(config):
             if (planned := planned_steps_in(data_iterator)) is not None:
                 return self._run_planned(step, planned_model, *planned)
-            return self._run_uniform(step, planned_model, rows=micro_batch_size, seq_len=seq_length)
+            if len(chunks) == 1 and decoder_seq_length is not None:  # as Megatron's schedule, for stages that send
+                seq_length = decoder_seq_length
+            shape = (micro_batch_size, seq_length)
+            return self._run_given(step, planned_model, shape, adjust_tensor_shapes_fn)
 
-    def _run_uniform(self, step: LoopStep, model: _PlannedModel, *, rows: int, seq_len: int) -> list[Any]:
-        """A step of micro-batches of one shape."""
-        if model.pipeline.topology.pp > 1:
-            check_shapes(step.config)
-        shape = UniformShape(
-            num_micro_batches=step.num_micro_batches, rows=rows, seq_len=seq_len, forward_only=step.forward_only
-        )
-        plan = self._uniform_plan(model, shape, compare=not step.collect_non_loss_data)
+    def _run_given(
+        self, step: LoopStep, model: _PlannedModel, shape: EntryShape, adjust: Callable[..., Any] | None
+    ) -> list[Any]:
+        """A step of micro-batches that the loop has cut."""
+        topology = model.pipeline.topology
+        is_any_shape = topology.pp > 1 and bool(step.config.variable_seq_lengths)
+        if adjust is not None and (is_any_shape or topology.num_stages == 1 or topology.placement):
+            raise ConfigError(
+                "adjust_tensor_shapes_fn was given, which is for messages of one shape between ranks of one stage each:"
+                " leave it out, or variable_seq_lengths and virtual stages"
+            )
+        shapes = (shape,) * step.num_micro_batches
+        if is_any_shape:
+            shapes, step = told_shapes(step, model.pipeline, model.groups.pp, self.settings.shape_of)
+        given = GivenShapes(shapes=shapes, forward_only=step.forward_only, as_given=is_any_shape)
+        plan = self._given_plan(model, given, compare=not step.collect_non_loss_data)
+        if adjust is not None:
+            (spec,) = model.pipeline.activation_format.specs(plan.micro_batches[0])
+            plan = with_adjusted_shapes(plan, spec, adjust)
         empty: list[Batch] = [{} for _ in plan.micro_batches]
-        return _run(step, model.pipeline, plan, empty, lambda number, _: step.iterators[number])
+        if in_order_of_entry(plan):
+            return _run(step, model, plan, empty, lambda number, *_: step.iterators[number])
+        entries = in_any_order(step)
+        return _run(step, model, plan, empty, lambda number, micro_batch, _: entries[number](micro_batch))
 
     def _run_planned(self, step: LoopStep, model: _PlannedModel, steps: PlannedSteps, iterator: Any) -> list[Any]:
         """Errors: ConfigError for data that were planned for training where none is, or the other way round."""
@@ -150,41 +191,67 @@ class ForwardBackward:
         if model.pipeline.topology.dp > 1 and not any(model.pipeline.replica_collectives.of_micro_batches):
             step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
         micro_batches, plan = next(iterator)
-        reports = _run(
-            step, model.pipeline, plan, micro_batches, lambda _, batch: batch_once(batch), around=model.around
-        )
+        reports = _run(step, model, plan, micro_batches, lambda _, __, batch: batch_once(batch), around=model.around)
         if step.config.num_moe_experts and not step.forward_only and micro_batches:
             rescale_router_losses(step.num_micro_batches / len(micro_batches))
         if step.forward_only and getattr(args, "sft", False):
             return of_global_batch(reports)
         return reports
 
-    def _planned(self, chunks: list[Any], config: Any) -> _PlannedModel:
+    def _planned(self, chunks: list[Any], config: Any, groups: Any) -> _PlannedModel:
+        from megatron.core import parallel_state
+
+        pp_size, vp_size = self._asked or (None, parallel_state.get_virtual_pipeline_model_parallel_world_size())
+        if pp_size not in (None, groups.pp.size()):
+            raise ConfigError(
+                f"get_forward_backward_func was asked for pp_size {pp_size}, but the pipeline's process group has"
+                f" {groups.pp.size()} ranks: give that, or leave it out"
+            )
         if chunks[0] not in self._models:
             check_config(config, chunks)
             settings = self.settings
             if settings.split_backward:
                 split_megatron_linears()
             pipeline = megatron_pipeline(
-                chunks, config, costs=settings.costs, placement=settings.placement, timeout_s=settings.timeout_s
+                chunks,
+                config,
+                groups,
+                vp_size=vp_size,
+                costs=settings.costs,
+                placement=settings.placement,
+                timeout_s=settings.timeout_s,
             )
-            self._models[chunks[0]] = _PlannedModel(pipeline)
-        return self._models[chunks[0]]
+            self._models[chunks[0]] = _PlannedModel(pipeline, groups)
+        model = self._models[chunks[0]]
+        now, before = ranks_in_groups(groups), ranks_in_groups(model.groups)
+        if now != before:
+            raise ConfigError(
+                f"the process groups of this call hold ranks {now} but those of the model's first step {before}: give"
+                " the same in every call"
+            )
+        model.groups = groups
+        return model
 
-    def _uniform_plan(self, planned: _PlannedModel, shape: UniformShape, *, compare: bool) -> ExecutionPlan:
-        """`compare` unless one rank may call alone, as Megatron-LM's evaluation does to collect what is no loss."""
-        if shape not in planned.plans:
-            planned.plans[shape] = uniform_plan(
-                UniformPlanner(
-                    pipeline=planned.pipeline,
-                    shape=shape,
-                    split_backward=self.settings.split_backward,
-                    limit_bytes=self.settings.limit_bytes,
-                ),
-                compare=compare,
+    def _given_plan(self, model: _PlannedModel, given: GivenShapes, *, compare: bool) -> ExecutionPlan:
+        """`compare` unless one rank may call alone, as Megatron-LM's evaluation does to collect what is no loss. Shapes
+        of any kind come from one rank, so they are compared the first time alone."""
+        plans, settings = model.plans, self.settings
+        if given not in plans:
+            is_new_kind = all((given.as_given, given.forward_only) != (one.as_given, one.forward_only) for one in plans)
+            planner = GivenPlanner(
+                pipeline=model.pipeline,
+                given=given,
+                split_backward=settings.split_backward,
+                limit_bytes=settings.limit_bytes,
             )
-            _say(planned.plans[shape], shape)
-        return planned.plans[shape]
+            compare = compare and (is_new_kind or not given.as_given)
+            plan = given_plan(planner, model.groups.pp, compare=compare)
+            if is_new_kind or not given.as_given:
+                _say(plan, given)
+            while len(plans) >= _MOST_PLANS:
+                del plans[next(iter(plans))]
+            plans[given] = plan
+        return plans[given]
 
 
 @contextmanager
@@ -197,13 +264,12 @@ def _timed(config: Any) -> Iterator[None]:
         config.timers("forward-backward").stop()
 
 
-def _say(plan: ExecutionPlan, shape: UniformShape) -> None:
+def _say(plan: ExecutionPlan, given: GivenShapes) -> None:
     """On the first rank, once a shape: nobody should have to guess whose schedule runs."""
     if dist.get_rank() == 0:
-        what = "forwards" if shape.forward_only else "forwards and backwards"
+        what = "forwards" if given.forward_only else "forwards and backwards"
         print(
-            f"dynapipe: {what} of {shape.num_micro_batches} micro-batches of {shape.rows} x {shape.seq_len} tokens on"
-            f" {plan.num_stages} stages by a proven plan, predicted bubble"
+            f"dynapipe: {what} of {given} on {plan.num_stages} stages by a proven plan, predicted bubble"
             f" {max(0.0, plan.prediction.bubble_ratio):.1%}",
             flush=True,
         )
@@ -243,18 +309,16 @@ def _as_planned(chunks: Sequence[Any], pipeline: MegatronPipeline, layout: Layou
 
 def _run(
     step: LoopStep,
-    pipeline: MegatronPipeline,
+    model: _PlannedModel,
     plan: ExecutionPlan,
     micro_batches: Sequence[Batch],
     data: BatchIterator,
     *,
     around: Around = lambda *_: nullcontext(),
 ) -> list[Any]:
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_pipeline_model_parallel_group() if pipeline.in_v else None
+    pipeline = model.pipeline
     with StepGradients(
-        step.chunks, step.config, force_all_reduce=step.force_all_reduce, pipeline_group=group
+        step.chunks, step.config, model.groups, force_all_reduce=step.force_all_reduce, in_v=pipeline.in_v
     ) as gradients:
         stage = ForwardStepStage(step, gradients, data, around)
         PipelineExecutor(stage, pipeline.transport).execute(plan, micro_batches)

@@ -51,14 +51,16 @@ class LoopStep:
         return number == 0
 
 
-BatchIterator = Callable[[int, Batch], Any]  # (chunk number, a micro-batch's tensors) -> what is given to `next`
+# (chunk number, micro-batch, its tensors) -> what is given to `next`
+BatchIterator = Callable[[int, int, Batch], Any]
 Around = Callable[[MicroBatch, CarriedPiece | None], AbstractContextManager[None]]
 
 
 class ForwardStepStage:
     """Stage of a rank's model chunks; each micro-batch is one call of the loop's `forward_step_func` a chunk.
 
-    `data(chunk, batch)` gives the iterator that the call reads; it runs within `around(micro-batch, its piece)`.
+    `data(chunk, micro-batch, its tensors)` gives the iterator that the call reads; it runs within `around(micro-batch,
+    its piece)`.
     Losses are not divided: what Megatron divides by (token counts, numbers of micro-batches) is divided by Megatron.
     After the step `reports` has what its loss functions reported, in the order of the plan's micro-batches, on the rank
     of the last stage.
@@ -134,7 +136,7 @@ class ForwardStepStage:
         with self._around(self._plan.micro_batches[micro_batch], batch.get("carried")), as_built:
             output, num_tokens = forward_step(
                 step.forward_step_func,
-                self._data(number, own),
+                self._data(number, micro_batch, own),
                 step.chunks[number],
                 len(self._plan.micro_batches),
                 x,

@@ -29,12 +29,18 @@ class StepGradients(GradientAccumulator):
     """
 
     def __init__(
-        self, chunks: Sequence[Any], config: Any, *, force_all_reduce: bool = False, pipeline_group: Any = None
+        self,
+        chunks: Sequence[Any],
+        config: Any,
+        groups: Any,
+        *,
+        force_all_reduce: bool = False,
+        in_v: bool = False,
     ) -> None:
-        """With `pipeline_group` the last stage's count of tokens is told to all of its ranks; without one it is where
-        Megatron looks for it, on the last."""
-        self._chunks, self._config, self._force_all_reduce = chunks, config, force_all_reduce
-        self._pipeline_group = pipeline_group
+        """`groups` are the loop's ProcessGroupCollection. `in_v` the last stage's count of tokens is told to all ranks
+        of its pipeline; else it is where Megatron looks for it, on the last."""
+        self._chunks, self._config, self._groups = chunks, config, groups
+        self._force_all_reduce, self._in_v = force_all_reduce, in_v
         self._unsynchronised = ExitStack()
         self._num_tokens = torch.zeros((), dtype=torch.int, device=_device(chunks))
 
@@ -81,11 +87,12 @@ class StepGradients(GradientAccumulator):
         for chunk, start in zip(self._chunks, starts, strict=False):
             start(chunk.parameters())
         if self._config.finalize_model_grads_func is not None:
-            if self._pipeline_group is not None:
-                dist.all_reduce(self._num_tokens, group=self._pipeline_group)
+            if self._in_v:
+                dist.all_reduce(self._num_tokens, group=self._groups.pp)
             num_tokens = self._num_tokens if self._config.calculate_per_token_loss else None
-            others = {"force_all_reduce": True} if self._force_all_reduce else {}
-            self._config.finalize_model_grads_func(list(self._chunks), num_tokens, **others)
+            self._config.finalize_model_grads_func(
+                list(self._chunks), num_tokens, pg_collection=self._groups, force_all_reduce=self._force_all_reduce
+            )
 
 
 def _overlaps(chunk: Any) -> bool:

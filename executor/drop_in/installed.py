@@ -16,6 +16,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.drop_in.datasets import check_data_at_start, planned_iterators, real_flops
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
+from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
 from dynapipe_ext.executor.drop_in.megatron_lm import parsed_arguments, training_loop
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.drop_in.placement import as_interleaved, check_placement, placed
@@ -35,12 +36,14 @@ def installed(
     placement: MegatronPlacement | None = None,
     pieces: Pieces | None = None,
     store: str | StoreAddress | None = None,
+    shape_of: ShapeOf | None = None,
 ) -> Iterator[None]:
     """Within: Megatron's training loops run planned schedules; on exit all is as before.
 
     What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
     With a `store` (the address of a Redis-compatible one, with its password) a process of the first rank plans the next
-    steps of planned data while ranks train.
+    steps of planned data while ranks train. Under `variable_seq_lengths`, `shape_of` says the rows and length of what
+    the loop's data iterator yields; without, its `forward_step` is asked.
     Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
     """
     wishes = Wishes(
@@ -52,6 +55,7 @@ def installed(
         placement=placement,
         pieces=pieces,
         store=store,
+        shape_of=shape_of,
     )
     training = training_loop()  # before all names of what is replaced are looked for
     with ExitStack() as patches:
@@ -72,16 +76,17 @@ def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -
     def get_forward_backward_func(
         pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
     ) -> ForwardBackward:
-        arguments = {"pp_size": pp_size, "vp_size": vp_size, "schedule_pg_collection": schedule_pg_collection}
-        for name, value in arguments.items():
-            if value is not None:
-                raise ConfigError(
-                    f"get_forward_backward_func was asked for {name} {value}, but planned schedules run on the ranks"
-                    " of megatron.core.parallel_state: leave it out"
-                )
+        kind = type(schedule_pg_collection).__name__
+        if kind == "MultiModuleProcessGroupCollection":  # all that Megatron asks of it
+            raise ConfigError(
+                f"schedule_pg_collection is a {kind}, but modules on other ranks than their neighbours have no plan:"
+                " train them by Megatron's own schedule"
+            )
         if not made:
             made.append(make())
-        return made[0]
+        if pp_size is None and vp_size is None:
+            return made[0]
+        return made[0].of_sizes(pp_size, vp_size)
 
     schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     _replace_everywhere(patches, schedules.get_forward_backward_func, get_forward_backward_func)

@@ -61,18 +61,21 @@ class MegatronPipeline:
 def megatron_pipeline(
     chunks: Sequence[Any],
     config: Any,
+    groups: Any,
     *,
+    vp_size: int | None = None,
     costs: CostModel | None,
     placement: MegatronPlacement,
     timeout_s: float,
 ) -> MegatronPipeline:
-    """From Megatron's process groups and the model's configuration; `costs` stand in for counted ones.
+    """From the loop's process groups, a ProcessGroupCollection, and the model's configuration; `costs` stand in for
+    counted ones.
 
     A collective call. Errors: ConfigError for ranks in another order than tp-dp-pp, and for chunks that another
     placement has elsewhere.
     """
-    topology, coordinates = rank_topology(len(chunks), placement)
-    num_expert_ranks = expert_ranks() if config.num_moe_experts else topology.tp
+    topology, coordinates = rank_topology(groups, len(chunks), placement, vp_size=vp_size)
+    num_expert_ranks = expert_ranks(groups) if config.num_moe_experts else topology.tp
     ep = -(-num_expert_ranks // topology.tp)  # replicas whose ranks share experts
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     shards = topology.tp if config.sequence_parallel else 1
@@ -100,23 +103,24 @@ def megatron_pipeline(
     )
 
 
-def rank_topology(num_chunks: int, kind: MegatronPlacement = "interleaved") -> tuple[Topology, Coordinates]:
-    """Degrees of parallelism from Megatron's state, and where this rank is. Errors: ConfigError for another rank order
-    than tp-dp-pp, and for context parallelism."""
-    from megatron.core import parallel_state as state
+def rank_topology(
+    groups: Any, num_chunks: int, kind: MegatronPlacement = "interleaved", *, vp_size: int | None = None
+) -> tuple[Topology, Coordinates]:
+    """Degrees of parallelism from process groups, and where this rank is; `vp_size` stages a rank, None for one.
 
-    tp, pp = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
-    dp, cp = state.get_data_parallel_world_size(), state.get_context_parallel_world_size()
+    Errors: ConfigError for another rank order than tp-dp-pp, and for context parallelism.
+    """
+    tp, pp, cp, dp = (group.size() for group in (groups.tp, groups.pp, groups.cp, groups.dp_cp))
     if cp > 1:
         raise ConfigError(
             f"context_parallel_size is {cp}, but sequences that are cut over ranks are not supported: give 1, and more"
             " tensor parallel ranks with sequence parallelism"
         )
-    stages_a_rank = state.get_virtual_pipeline_model_parallel_world_size() or 1
+    stages_a_rank = vp_size or 1
     if stages_a_rank != num_chunks:
         raise ConfigError(
-            f"{num_chunks} model chunks were given where Megatron's state says {stages_a_rank} a rank: give the list"
-            " that get_model returned, with virtual_pipeline_model_parallel_size chunks"
+            f"{num_chunks} model chunks were given where Megatron's state or vp_size says {stages_a_rank} a rank: give"
+            " the list that get_model returned, with virtual_pipeline_model_parallel_size chunks"
         )
     placement = placement_of(kind, pp, stages_a_rank) if pp > 1 and stages_a_rank > 1 else ()
     if kind == "v" and stages_a_rank != 2:
@@ -125,11 +129,7 @@ def rank_topology(num_chunks: int, kind: MegatronPlacement = "interleaved") -> t
             " --pipeline-model-parallel-layout, on two ranks or more"
         )
     topology = Topology(tp=tp, pp=pp, dp=dp, placement=placement)
-    here = Coordinates(
-        tp_rank=state.get_tensor_model_parallel_rank(),
-        pp_rank=state.get_pipeline_model_parallel_rank(),
-        dp_rank=state.get_data_parallel_rank(),
-    )
+    here = Coordinates(tp_rank=groups.tp.rank(), pp_rank=groups.pp.rank(), dp_rank=groups.dp_cp.rank())
     if topology.world_size != dist.get_world_size() or topology.coordinates(dist.get_rank()) != here:
         raise ConfigError(
             f"rank {dist.get_rank()} of {dist.get_world_size()} is {here} of tp {tp} x pp {pp} x dp {dp}, which is not"
@@ -138,11 +138,13 @@ def rank_topology(num_chunks: int, kind: MegatronPlacement = "interleaved") -> t
     return topology, here
 
 
-def expert_ranks() -> int:
+def expert_ranks(groups: Any) -> int:
     """How many ranks a layer's experts lie on. Megatron counts them by themselves (--expert-tensor-parallel-size), over
     tensor parallel ranks and replicas alike."""
     from megatron.core import parallel_state as state
 
+    if hasattr(groups, "ep") and hasattr(groups, "expt_tp"):
+        return int(groups.ep.size() * groups.expt_tp.size())
     return int(state.get_expert_model_parallel_world_size() * state.get_expert_tensor_parallel_world_size())
 
 

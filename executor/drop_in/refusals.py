@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError
@@ -163,37 +163,8 @@ def check_config(config: Any, chunks: Sequence[Any]) -> None:
             raise ConfigError(f"the model is a {type(chunk).__name__}, sharded by FSDP: {_NO_FSDP}")
 
 
-def check_call(
-    *,
-    num_microbatches: int,
-    adjust_tensor_shapes_fn: Callable[..., Any] | None,
-    p2p_communicator: Any,
-    pg_collection: Any,
-) -> None:
-    """Refuse arguments of a forward-backward function that would otherwise have no effect. Errors: ConfigError."""
-    if num_microbatches < 1:
-        raise ConfigError(f"num_microbatches is {num_microbatches} but must be at least 1")
-    refused = {
-        "adjust_tensor_shapes_fn": (adjust_tensor_shapes_fn, "hidden states travel in the shapes of the plan"),
-        "p2p_communicator": (p2p_communicator, "transfers run over process groups of this package"),
-        "pg_collection": (pg_collection, "process groups are those of megatron.core.parallel_state"),
-    }
-    for name, (value, reason) in refused.items():
-        if value is not None:
-            raise ConfigError(f"{name} was given, but {reason}: leave it out")
-
-
 def _check(settings: Any, unsupported: dict[str, tuple[tuple[Any, ...], str]]) -> None:
     for name, (fine, move) in unsupported.items():
         value = getattr(settings, name, None)
         if value is not None and value not in fine:
             raise ConfigError(f"{name} is {value!r}, which planned schedules do not support: {move}")
-
-
-def check_shapes(config: Any) -> None:
-    """Of data that are not planned and cross stages. Errors: ConfigError where no plan can know their shapes."""
-    if getattr(config, "variable_seq_lengths", False):
-        raise ConfigError(
-            "variable_seq_lengths is True, but a plan must know the shapes of micro-batches beforehand: give planned"
-            " data (PlannedSteps, datasets_provider or --dynapipe-data), or leave it out for rows of one length"
-        )

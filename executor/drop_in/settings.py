@@ -8,6 +8,7 @@ from typing import get_args
 
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
@@ -24,13 +25,15 @@ class DropInSettings(PlanRules):
     `costs` are counted from the model where none are given. Without `memory_limit_gb` (1e9 bytes) steps of equal
     micro-batches hold no more than under Megatron's schedules, and planned data fill the device, as all steps do in a
     V. `placement` is that of the chunks of ranks with several. With a `store` a planner process makes the plans of
-    training, without one each rank makes them itself. No rank waits longer than `timeout_s` for another.
+    training, without one each rank makes them itself. Under `variable_seq_lengths` the first stage asks the loop's
+    `forward_step` for shapes, or `shape_of`. No rank waits longer than `timeout_s` for another.
     """
 
     costs: CostModel | None = None
     memory_limit_gb: float | None = None
     placement: MegatronPlacement = "interleaved"
     store: StoreAddress | None = None
+    shape_of: ShapeOf | None = None
     timeout_s: float = _TIMEOUT_S
 
     def __post_init__(self) -> None:

@@ -186,15 +186,11 @@ def refusals() -> list[str]:
         said.append(str(error.value))
 
     chunks, config = start(loop)
-    refused(adjust_tensor_shapes_fn=lambda *shapes: shapes)
-    refused(p2p_communicator=object())
     for name, value in {"overlap_moe_expert_parallel_comm": True, "cuda_graph_impl": "local"}.items():
         before = getattr(config, name)
         setattr(config, name, value)
         refused()
         setattr(config, name, before)
-    config.variable_seq_lengths = True
-    refused()
     chunks, config = start(replace(loop, overlap=True))
     config.no_sync_func = None
     refused()
@@ -287,9 +283,8 @@ def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(r
     assert set.intersection(*(set(unnoticed) for *_, unnoticed in ranks)) == {"none"}
     for _, refused, _ in ranks:
         assert [message.split()[0] for message in refused] == [
-            "adjust_tensor_shapes_fn", "p2p_communicator", "overlap_moe_expert_parallel_comm", "cuda_graph_impl",
-            "variable_seq_lengths", "overlap_grad_reduce", *["forward_step"] * 3, "window_size", "softmax_type", "a",
-            "collect_non_loss_data",
+            "overlap_moe_expert_parallel_comm", "cuda_graph_impl", "overlap_grad_reduce", *["forward_step"] * 3,
+            "window_size", "softmax_type", "a", "collect_non_loss_data",
         ]  # fmt: skip
 
 
@@ -373,10 +368,9 @@ def test_what_is_installed_stands_wherever_the_name_was_imported_and_is_undone()
         assert made.settings.store == StoreAddress("redis://127.0.0.1:1/0", "secret")
         assert "secret" not in repr(made.settings)
         assert get_forward_backward_func() is made
-        with pytest.raises(ConfigError, match="pp_size 2"):
-            get_forward_backward_func(pp_size=2)
-        with pytest.raises(ConfigError, match="schedule_pg_collection groups"):
-            get_forward_backward_func(schedule_pg_collection="groups")
+        assert get_forward_backward_func(pp_size=2, vp_size=None).settings is made.settings
+        with pytest.raises(ConfigError, match="schedule_pg_collection is a MultiModuleProcessGroupCollection"):
+            get_forward_backward_func(schedule_pg_collection=type("MultiModuleProcessGroupCollection", (), {})())
     assert get_forward_backward_func is schedules.get_forward_backward_func is before
 
 

@@ -25,11 +25,11 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.drop_in.datasets import PlannedDatasets, planned_iterators, real_flops
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward, _say_planned
+from dynapipe_ext.executor.drop_in.given_micro_batches import GivenPlanner, GivenShapes
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, batch_once, data_planner
 from dynapipe_ext.executor.drop_in.samples import Conversations, megatron_arrays, open_samples, split_source
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
-from dynapipe_ext.executor.drop_in.uniform import UniformPlanner, UniformShape
 from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.schedules.actions import Kind
@@ -338,8 +338,8 @@ def test_every_stage_takes_micro_batches_of_one_shape_in_the_order_of_the_data(
 ) -> None:
     placement = placement_of("interleaved", pp, chunks) if pp > 1 and chunks > 1 else ()
     topology = Topology(pp=pp, dp=3, placement=placement)
-    shape = UniformShape(num_micro_batches=count, rows=2, seq_len=8, forward_only=forward_only)
-    planner = UniformPlanner(pipeline=pipeline(topology), shape=shape, split_backward=split)
+    given = GivenShapes.alike(count, rows=2, seq_len=8, forward_only=forward_only)
+    planner = GivenPlanner(pipeline=pipeline(topology), given=given, split_backward=split)
     step_plan = planner.plan(planner.samples(), step=0)
     (schedule,) = step_plan.schedules
     for stage in range(topology.num_stages):

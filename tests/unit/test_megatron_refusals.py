@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -34,12 +34,10 @@ from dynapipe_ext.executor.drop_in.refusals import (
     UNSUPPORTED_CONFIG,
     UNSUPPORTED_DATA,
     check_arguments,
-    check_call,
     check_config,
     check_counted,
     check_planned_arguments,
     check_planned_experts,
-    check_shapes,
     num_dense_layers,
 )
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
@@ -138,7 +136,6 @@ def test_names_are_those_of_megatrons_configuration_and_its_defaults_pass() -> N
     assert CONFIG.keys() <= {one.name for one in fields(TransformerConfig)}
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     check_config(config, [])
-    check_shapes(config)
 
 
 def test_an_encoder_decoder_over_pipeline_ranks_is_refused_with_what_trains_it() -> None:
@@ -205,22 +202,6 @@ def test_chunks_that_cannot_follow_a_plan_are_refused() -> None:
     check_sync([Namespace()], Namespace(no_sync_func=None, grad_sync_func=None))
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"num_microbatches": 0}, "num_microbatches is 0"),
-        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn was given"),
-        ({"p2p_communicator": 1}, "p2p_communicator was given"),
-        ({"pg_collection": 1}, "pg_collection was given"),
-    ],
-)
-def test_arguments_of_a_call_that_would_have_no_effect_are_refused(changes: dict[str, Any], told: str) -> None:
-    fine = {"num_microbatches": 1, "adjust_tensor_shapes_fn": None, "p2p_communicator": None, "pg_collection": None}
-    check_call(**fine)
-    with pytest.raises(ConfigError, match=told):
-        check_call(**fine | changes)
-
-
 @pytest.mark.parametrize("limit", [0, -1, float("inf"), float("nan")])
 def test_a_limit_is_a_number_of_gigabytes(limit: float) -> None:
     with pytest.raises(ConfigError, match="memory_limit_gb is"):
@@ -232,46 +213,41 @@ def test_a_limit_is_a_number_of_gigabytes(limit: float) -> None:
         DropInSettings(schedule="1f1b")
 
 
+@dataclass(frozen=True)
+class Group:
+    """A process group of so many ranks, of which this is one."""
+
+    num_ranks: int
+    place: int = 0
+
+    def size(self) -> int:
+        return self.num_ranks
+
+    def rank(self) -> int:
+        return self.place
+
+
 @pytest.mark.parametrize(
-    ("state", "num_chunks", "told"),
+    ("groups", "chunks", "told"),
     [
-        ({"context_parallel_world_size": 2}, 1, "context_parallel_size is 2"),
-        ({}, 2, "2 model chunks were given where Megatron's state says 1"),
-        ({"virtual_pipeline_model_parallel_world_size": 2}, 1, "1 model chunks were given where Megatron's state says"),
-        ({"data_parallel_rank": 1, "pipeline_model_parallel_rank": 0}, 1, "rank 2 of 4 is .* not Megatron's default"),
-        ({"data_parallel_world_size": 1}, 1, "not Megatron's default order of ranks"),
+        ({"cp": Group(2)}, (1, None), "context_parallel_size is 2"),
+        ({}, (2, None), "2 model chunks were given where Megatron's state or vp_size says 1"),
+        ({}, (1, 2), "1 model chunks were given where Megatron's state or vp_size says 2"),
+        ({"dp_cp": Group(2, 1), "pp": Group(2, 0)}, (1, None), "rank 2 of 4 is .* not Megatron's default"),
+        ({"dp_cp": Group(1)}, (1, None), "not Megatron's default order of ranks"),
     ],
 )
 def test_ranks_that_lie_otherwise_are_refused(
-    monkeypatch: pytest.MonkeyPatch, state: dict[str, int | None], num_chunks: int, told: str
+    monkeypatch: pytest.MonkeyPatch, groups: dict[str, Group], chunks: tuple[int, int | None], told: str
 ) -> None:
-    megatron_cpu.install()
-    from megatron.core import parallel_state
-
-    found: dict[str, int | None] = {
-        "tensor_model_parallel_world_size": 1,
-        "pipeline_model_parallel_world_size": 2,
-        "data_parallel_world_size": 2,
-        "context_parallel_world_size": 1,
-        "virtual_pipeline_model_parallel_world_size": None,
-        "tensor_model_parallel_rank": 0,
-        "pipeline_model_parallel_rank": 1,
-        "data_parallel_rank": 0,
-    }
-
-    def stand(values: dict[str, int | None]) -> None:
-        for name, value in values.items():
-            monkeypatch.setattr(parallel_state, f"get_{name}", lambda value=value: value)
-
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    stand(found)
-    assert rank_topology(1)[0].dp == 2
+    found = {"tp": Group(1), "pp": Group(2, 1), "cp": Group(1), "dp_cp": Group(2, 0)}
+    assert rank_topology(Namespace(**found), 1)[0].dp == 2
     with pytest.raises(ConfigError, match="placement is v but each rank holds 1 of the model's stages: give two"):
-        rank_topology(1, "v")
-    stand(state)
+        rank_topology(Namespace(**found), 1, "v")
     with pytest.raises(ConfigError, match=told):
-        rank_topology(num_chunks)
+        rank_topology(Namespace(**found | groups), chunks[0], vp_size=chunks[1])
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,19 @@
-"""Plans for micro-batches of one shape: those that Megatron's own datasets and samplers make."""
+"""Plans for micro-batches that a loop has cut itself: of one shape, as Megatron's samplers make them, or of any."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, ReplicaPlan, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.executor.drop_in.groups import check_same_in_pipeline
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
@@ -28,26 +30,42 @@ _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UniformShape:
-    """`num_micro_batches` of `rows` samples of `seq_len` positions each, in every replica."""
+class GivenShapes:
+    """Rows and positions of every micro-batch of a replica, in order of entry. `as_given` keeps that order whatever the
+    plan; of one shape it is kept anyway."""
 
-    num_micro_batches: int
-    rows: int
-    seq_len: int
+    shapes: tuple[tuple[int, int], ...]
     forward_only: bool = False
+    as_given: bool = False
+
+    @classmethod
+    def alike(cls, count: int, *, rows: int, seq_len: int, forward_only: bool = False) -> GivenShapes:
+        return cls(shapes=((rows, seq_len),) * count, forward_only=forward_only)
+
+    @property
+    def are_alike(self) -> bool:
+        return len(set(self.shapes)) <= 1
+
+    def __str__(self) -> str:
+        count, (rows, seq_len) = len(self.shapes), self.shapes[0]
+        if self.are_alike:
+            return f"{count} micro-batches of {rows} x {seq_len} tokens"
+        most = max(rows * seq_len for rows, seq_len in self.shapes)
+        return f"{count} micro-batches of their own shapes, at most {most} tokens,"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UniformPlanner:
-    """StepPlanner of one replica whose micro-batches are given; all replicas run the same plan.
+class GivenPlanner:
+    """StepPlanner of one replica whose micro-batches are given; replicas with the same run the same plan.
 
-    Micro-batches are numbered in the order in which every stage runs their forwards, so that the k-th `next` of each
-    stage's data iterator is micro-batch k. Without `memory_limit_bytes` no rank holds more than under Megatron's own
-    schedule ((interleaved) 1F1B).
+    Of one shape, micro-batches are numbered in the order in which every stage runs their forwards, so that the k-th
+    `next` of each stage's data iterator is micro-batch k. Without `memory_limit_bytes` no rank holds more than under
+    Megatron's own schedule ((interleaved) 1F1B), which is taken as it is for shapes of any kind `as_given`, and where
+    replicas meet inside micro-batches: its order depends on no shape.
     """
 
     pipeline: MegatronPipeline
-    shape: UniformShape
+    given: GivenShapes
     split_backward: bool = False
     limit_bytes: int | None = None
     fill_waits: bool = field(default=False, init=False)
@@ -70,18 +88,18 @@ class UniformPlanner:
         return ReplicaCollectives()
 
     def samples(self) -> list[SampleLength]:
-        count = self.shape.num_micro_batches * self.shape.rows
-        return [SampleLength(i, self.shape.seq_len, 0, self.shape.seq_len) for i in range(count)]
+        lengths = [seq_len for rows, seq_len in self.given.shapes for _ in range(rows)]
+        return [SampleLength(i, length, 0, length) for i, length in enumerate(lengths)]
 
     def plan(self, samples: Any, *, step: int, reserve_bytes: int = 0, unreserved: StepPlan | None = None) -> StepPlan:
         """Errors: PlanError where the micro-batches do not fit `limit_bytes`."""
-        rows = self.shape.rows
-        recompute = "none" if self.shape.forward_only else self.pipeline.recompute or "none"
+        recompute = "none" if self.given.forward_only else self.pipeline.recompute or "none"
+        rows = iter(samples)
         micro_batches = tuple(
-            MicroBatch(tuple(samples[i : i + rows]), recompute=recompute) for i in range(0, len(samples), rows)
+            MicroBatch(tuple(islice(rows, count)), recompute=recompute) for count, _ in self.given.shapes
         )
         costs_of = self.pipeline.costs
-        model = adjusted(costs_of, ForwardsAlone()) if self.shape.forward_only else costs_of
+        model = adjusted(costs_of, ForwardsAlone()) if self.given.forward_only else costs_of
         costs = model.evaluate(micro_batches)
         schedule = self._scheduled(costs, reserve_bytes)
         trace = simulate(schedule, costs)
@@ -95,12 +113,14 @@ class UniformPlanner:
         return StepPlan(batch, (schedule,), (prediction,), (costs,))
 
     def to_json(self) -> Mapping[str, Any]:
-        raise NotImplementedError("each rank plans uniform micro-batches for itself")
+        raise NotImplementedError("each rank plans the micro-batches of its loop for itself")
 
     def _scheduled(self, costs: MicroBatchCosts, reserve_bytes: int) -> PipelineSchedule:
         stage_ranks = self.topology.stage_ranks
-        if self.shape.forward_only:
+        if self.given.forward_only:
             return forward_schedule(costs, stage_ranks)
+        if self._keeps_megatrons:
+            return self._of_megatron()
         limit = _NO_LIMIT
         if self.limit_bytes is not None:
             limit = self.limit_bytes - reserve_bytes
@@ -110,15 +130,30 @@ class UniformPlanner:
             limit = max(peak_bytes(self._of_megatron(), costs))
         else:
             return self._of_megatron()  # where bytes are unknown, its order is the one that is known to fit
-        return in_forward_order(
-            optimize(
-                costs, memory_limit_bytes=limit, split=self.split_backward, effort=_EFFORT, stage_ranks=stage_ranks
-            )
+        best = optimize(
+            costs, memory_limit_bytes=limit, split=self.split_backward, effort=_EFFORT, stage_ranks=stage_ranks
         )
+        return in_forward_order(best) if self.given.are_alike else best
+
+    @property
+    def _keeps_megatrons(self) -> bool:
+        """Errors: ConfigError for what it cannot have."""
+        if self.split_backward or self.pipeline.in_v or self.limit_bytes is not None:
+            if not self.given.are_alike and self._replicas_meet:
+                raise ConfigError(
+                    "experts lie over replicas, which then need one order of micro-batches, but theirs are of any"
+                    " shape: leave split_backward, placement v and memory_limit_gb out"
+                )
+            return False
+        return self.given.as_given or self._replicas_meet
+
+    @property
+    def _replicas_meet(self) -> bool:
+        return any(self.pipeline.replica_collectives.of_micro_batches)
 
     def _of_megatron(self) -> PipelineSchedule:
         pp = self.topology.pp
-        return interleaved_1f1b(pp, self.shape.num_micro_batches, self.topology.num_stages // pp)
+        return interleaved_1f1b(pp, len(self.given.shapes), self.topology.num_stages // pp)
 
 
 def in_forward_order(schedule: PipelineSchedule) -> PipelineSchedule:
@@ -129,14 +164,15 @@ def in_forward_order(schedule: PipelineSchedule) -> PipelineSchedule:
     return replace(schedule, ranks=ranks)
 
 
-def uniform_plan(planner: UniformPlanner, *, compare: bool = True) -> ExecutionPlan:
-    """This rank's proven plan. With `compare` a collective call: ranks compare what they planned.
+def given_plan(planner: GivenPlanner, group: Any, *, compare: bool = True) -> ExecutionPlan:
+    """This rank's proven plan. With `compare` a collective call of its pipeline's ranks, `group`, which compare what
+    they planned.
 
     Errors: PlanError, VerificationError; ExecutionError where ranks planned different steps.
     """
     proven = prove_step(planner, planner.samples(), step=0)
     if compare:
-        check_same_on_all_ranks(repr(proven.plans), planner.pipeline.device, what=f"step of {planner.shape}")
+        check_same_in_pipeline(repr(proven.plans), group, planner.pipeline.device, what=f"step of {planner.given}")
     here = planner.pipeline.coordinates
     plan, dp = proven.plans[0][here.pp_rank], planner.pipeline.topology.dp
     return replace(plan, dp_rank=here.dp_rank, num_micro_batches=plan.num_micro_batches * dp)

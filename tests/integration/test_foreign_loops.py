@@ -1,0 +1,291 @@
+"""Loops that are not Megatron-LM's call stock schedules and the drop-in alike, and find the same bits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.executor.stages import megatron_cpu
+
+megatron_cpu.install()
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+
+import dynapipe_ext.megatron as dynapipe  # noqa: E402
+from dynapipe_ext.errors import DynaPipeError  # noqa: E402
+from dynapipe_ext.executor.drop_in.clone import ENTRY_POINTS, STEP_KEYWORDS  # noqa: E402
+from tests.support.megatron_loops import (  # noqa: E402
+    LENGTH,
+    VOCAB,
+    Loop,
+    first_layer,
+    forward_step,
+    global_name,
+    start,
+)
+
+STEP = {"forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length", "micro_batch_size"}
+# What each loop names in its calls of the function, read from the sources of August 2026.
+CALLS = {
+    "Megatron-Bridge, training": STEP
+    | {"decoder_seq_length", "forward_only", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"},
+    "Megatron-Bridge, evaluation": STEP
+    | {"forward_only", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection"},
+    "Megatron-Bridge, what is no loss": STEP
+    | {"forward_only", "collect_non_loss_data", "p2p_communicator", "pg_collection"},
+    "verl": STEP | {"forward_only"},
+    "ms-swift": STEP | {"forward_only"},
+    "slime, log probabilities": STEP | {"forward_only"},
+    "slime, training": STEP | {"decoder_seq_length", "forward_only"},
+    "NeMo-RL": STEP | {"decoder_seq_length", "forward_only"},
+    "Megatron-LM": STEP
+    | {"decoder_seq_length", "forward_only", "first_val_step", "adjust_tensor_shapes_fn", "force_all_reduce"},
+}
+SHAPES = [(2, 13), (1, 5), (3, 8), (1, 16), (2, 7)]  # rows and positions of ready-cut micro-batches
+EVEN = [(2, LENGTH)] * 4
+
+
+def test_every_argument_of_every_loop_is_taken() -> None:
+    ours = inspect.signature(dynapipe.ForwardBackward.__call__)
+    for loop, names in CALLS.items():
+        assert names <= STEP_KEYWORDS, loop
+        ours.bind(None, **dict.fromkeys(names))
+    for name in ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving"):
+        stock = inspect.signature(getattr(schedules, f"forward_backward_{name}")).parameters
+        taken = {name: parameter.default for name, parameter in ours.parameters.items() if name != "self"}
+        assert {name: parameter.default for name, parameter in stock.items()} == taken
+    (getter,) = (entry for entry in ENTRY_POINTS if entry.name == "get_forward_backward_func")
+    with dynapipe.installed():
+        assert getter.parameters == {*inspect.signature(schedules.get_forward_backward_func).parameters}
+
+
+def batches(shapes: list[tuple[int, int]]) -> Iterator[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    for rows, length in shapes:
+        tokens = torch.randint(0, VOCAB, (rows, length + 1), generator=generator)
+        mask = (torch.rand(rows, length, generator=generator) < 0.7).float()
+        yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "loss_mask": mask}
+
+
+class Places:
+    """An iterator of slime's kind, without `next`: a place in data that are all there."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        self.data, self.place = list(batches(shapes)), 0
+
+    def get_next(self) -> Any:
+        self.place += 1
+        return self.data[self.place - 1]
+
+
+def step_of_places(data_iterator: Places, model: Any) -> Any:
+    return forward_step(iter([data_iterator.get_next()]), model)
+
+
+def step_that_takes_apart(data_iterator: Any, model: Any) -> Any:
+    """What it reads cannot be read again; and it draws random numbers."""
+    batch = next(data_iterator)
+    own = {name: batch.pop(name) for name in list(batch)}
+    own["tokens"].masked_fill_(torch.rand(own["tokens"].shape) < 0.2, 0)
+    return forward_step(iter([own]), model)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A loop's manner."""
+
+    shapes: list[tuple[int, int]]
+    seq_length: int = 1
+    with_groups: bool = False
+    step: Callable[..., Any] = forward_step
+    data: Callable[[list[tuple[int, int]]], Any] = batches
+    keywords: tuple[str, ...] = ()
+
+    @property
+    def any_shape(self) -> bool:
+        return len(set(self.shapes)) > 1
+
+
+MANNERS = {
+    "Megatron-Bridge": Foreign(EVEN, seq_length=LENGTH, with_groups=True, keywords=("decoder_seq_length",)),
+    "Megatron-Bridge, dynamic": Foreign(SHAPES, seq_length=LENGTH, with_groups=True),
+    "verl": Foreign(SHAPES),
+    "ms-swift": Foreign(SHAPES, seq_length=LENGTH, step=step_that_takes_apart),
+    "slime": Foreign(SHAPES, step=step_of_places, data=Places, keywords=("decoder_seq_length",)),
+    "NeMo-RL": Foreign(EVEN, seq_length=LENGTH, step=step_that_takes_apart, keywords=("decoder_seq_length",)),
+}
+
+
+def run(function: Any, manner: Foreign, chunks: list[Any], config: Any, **keywords: Any) -> tuple[Any, Any]:
+    """What a step reports, and its gradients by their names in the whole model."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    torch.manual_seed(3)
+    config.variable_seq_lengths = manner.any_shape
+    if manner.with_groups:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        keywords |= {"pg_collection": groups, "p2p_communicator": P2PCommunicator(pp_group=groups.pp, config=config)}
+    keywords |= dict.fromkeys(manner.keywords, manner.seq_length)
+    iterators = [manner.data(manner.shapes) for _ in chunks]
+    reports = function(
+        forward_step_func=manner.step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks,
+        num_microbatches=len(manner.shapes),
+        seq_length=manner.seq_length,
+        micro_batch_size=manner.shapes[0][0],
+        **keywords,
+    )
+    gradients = {
+        global_name(name, first_layer(chunk.module)): parameter.main_grad.clone()
+        for chunk in chunks
+        for name, parameter in chunk.module.named_parameters()
+    }
+    return [report["lm loss"].tolist() for report in reports], gradients
+
+
+def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    return one[0] == other[0] and all(torch.equal(one[1][name], gradient) for name, gradient in other[1].items())
+
+
+def run_manners(env: Any) -> tuple[dict[Any, bool], dict[str, Any], list[str]]:
+    dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
+    settings = dynapipe.DropInSettings
+    found: dict[Any, bool] = {}
+    losses: dict[str, Any] = {}
+    for place, loop in {"PP2": Loop(pp=2), "TP2 PP2": Loop(tp=2, pp=2)}.items():
+        chunks, config = start(loop)
+        ours = dynapipe.ForwardBackward()
+        for name, manner in MANNERS.items():
+            stock = run(get_forward_backward_func(pp_size=2, vp_size=None), manner, chunks, config)
+            mine = run(ours.of_sizes(2, None), manner, chunks, config)
+            forwards = run(ours, manner, chunks, config, forward_only=True)
+            found[place, name] = same(mine, stock) and forwards[0] == stock[0]
+        losses[place] = stock_verl = run(get_forward_backward_func(), MANNERS["verl"], chunks, config)
+        asked = settings(shape_of=lambda batch: tuple(batch["tokens"].shape))
+        found[place, "shapes by the caller"] = same(
+            run(dynapipe.ForwardBackward(asked), MANNERS["verl"], chunks, config), stock_verl
+        )
+        split = run(dynapipe.ForwardBackward(settings(split_backward=True)), MANNERS["verl"], chunks, config)
+        losses[f"{place}, split"] = split
+    refused = refusals(chunks, config)
+    found["messages"] = messages_a_step(chunks, config) == messages_a_step(chunks, config, 2) == 2
+    chunks, config = start(Loop(pp=2, chunks=2))
+    losses["VPP2"] = run(dynapipe.ForwardBackward().of_sizes(2, 2), MANNERS["verl"], chunks, config)
+    dist.destroy_process_group()
+    return found, losses, refused
+
+
+def messages_a_step(chunks: list[Any], config: Any, times: int = 1) -> int:
+    """Collectives of a pipeline's ranks in forwards of so many times the micro-batches: a size and the shapes."""
+    group, own = parallel_state.get_pipeline_model_parallel_group(), dynapipe.ForwardBackward()
+    manner = Foreign(SHAPES * times)
+    run(own, manner, chunks, config, forward_only=True)
+    before = group._get_sequence_number_for_group()
+    run(own, manner, chunks, config, forward_only=True)
+    return int(group._get_sequence_number_for_group() - before)
+
+
+def refusals(chunks: list[Any], config: Any) -> list[str]:
+    said = []
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    others = ProcessGroupCollection.use_mpu_process_groups()
+    others.pp = groups.dp_cp if groups.dp_cp.size() > 1 else groups.tp
+    communicator = P2PCommunicator(pp_group=groups.pp, config=config)
+
+    class Other(P2PCommunicator):
+        pass
+
+    given = [
+        {"pg_collection": groups},
+        {"p2p_communicator": communicator},
+        {"pg_collection": object()},
+        {"pg_collection": groups, "p2p_communicator": Other(pp_group=groups.pp, config=config)},
+        {"pg_collection": others, "p2p_communicator": communicator},
+    ]
+    for keywords in given:
+        with pytest.raises(DynaPipeError) as error:
+            run(dynapipe.ForwardBackward(), MANNERS["verl"], chunks, config, **keywords)
+        said.append(str(error.value))
+    ours = dynapipe.ForwardBackward()
+    for function, manner in (
+        (ours.of_sizes(4, None), MANNERS["verl"]),
+        (ours.of_sizes(2, 2), MANNERS["verl"]),
+        (ours, Foreign(SHAPES, step=lambda data_iterator, model: next(data_iterator))),
+        (dynapipe.ForwardBackward(dynapipe.DropInSettings(shape_of=lambda _: (1, 2, 3))), MANNERS["verl"]),
+    ):
+        with pytest.raises(DynaPipeError) as error:
+            run(function, manner, chunks, config)
+        said.append(str(error.value))
+    with pytest.raises(DynaPipeError) as error:
+        run(ours, MANNERS["verl"], chunks, config, adjust_tensor_shapes_fn=lambda *shapes: shapes)
+    return [*said, str(error.value)]
+
+
+TOLD = [
+    "pg_collection was given without p2p_communicator",
+    "p2p_communicator was given without pg_collection",
+    "pg_collection is a object without tp",
+    "p2p_communicator is a Other",
+    "p2p_communicator sends among ranks",
+    "get_forward_backward_func was asked for pp_size 4",
+    "1 model chunks were given where Megatron's state or vp_size says 2",
+    "forward_step does not call the first stage's model",
+    "shape_of says (1, 2, 3)",
+    "adjust_tensor_shapes_fn was given, which is for messages of one shape",
+]
+
+
+def test_a_foreign_loop_finds_the_bits_of_stock_schedules(run_ranks: Any) -> None:
+    ranks = run_ranks(4, run_manners)
+    for rank, (found, losses, refused) in enumerate(ranks):
+        assert all(found.values()), (rank, found)
+        assert [message[: len(told)] for message, told in zip(refused, TOLD, strict=True)] == TOLD
+        for place in ("PP2", "TP2 PP2"):
+            assert losses[f"{place}, split"][0] == losses[place][0]  # whatever the order, reports are in that of entry
+            for name, gradient in losses[place][1].items():
+                assert torch.allclose(losses[f"{place}, split"][1][name], gradient, rtol=1e-5, atol=1e-6), name
+        assert losses["VPP2"][0] == losses["PP2"][0]
+    assert len(ranks[3][1]["PP2"][0]) == len(SHAPES)
+
+
+def doubled_width(env: Any) -> bool:
+    """`adjust_tensor_shapes_fn` for a stage that sends more than hidden states, as distillation's does."""
+    dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
+    (chunk,), config = start(Loop(pp=2))
+    is_first = parallel_state.is_pipeline_first_stage()
+    model = chunk.module
+    wide = model.forward
+
+    def forward(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        output: torch.Tensor = wide(*arguments, **keywords)
+        return torch.cat([output, output.detach()], dim=-1) if is_first else output
+
+    model.forward = forward
+    if not is_first:
+        take = model.set_input_tensor
+        model.set_input_tensor = lambda given: take([one[..., : config.hidden_size] for one in given])
+
+    def adjust(received: Any, sent: Any) -> Any:
+        twice = [(*shape[:-1], 2 * shape[-1]) for shape in sent]
+        return (received, twice) if is_first else (twice, sent)
+
+    manner = MANNERS["NeMo-RL"]
+    both = [
+        run(function, manner, [chunk], config, adjust_tensor_shapes_fn=adjust)
+        for function in (get_forward_backward_func(), dynapipe.ForwardBackward())
+    ]
+    dist.destroy_process_group()
+    return same(*both)
+
+
+def test_messages_have_the_shapes_that_a_loop_adjusts(run_ranks: Any) -> None:
+    assert run_ranks(2, doubled_width) == [True, True]
