@@ -66,6 +66,8 @@ def cut_of(config: Any, **options: Any) -> ProvenCut:
 def test_stages_of_any_family_learn_what_the_whole_model_learns(family: str) -> None:
     config = FAMILIES[family]()
     model = tiny_model(config)
+    if family == "falcon_mamba":
+        model.double()  # rounding alone parts its gradients in float32 by more than 1e-5, on some processors
     loss, gradients = one_by_one(model, SAMPLES)
     packs = not cut_of(config, attentions=["sdpa"]).packed_fault
     assert packs == (family not in ("falcon_mamba", "gpt_oss"))
