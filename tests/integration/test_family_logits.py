@@ -378,7 +378,7 @@ def test_training_goes_on_with_the_losses_of_transformers(
     assert alone[name].losses[0] - alone[name].losses[-1] > 1e-2  # it learns
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("llama")])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("llama", "gpt-oss"))])
 def test_rotary_frequencies_are_those_of_transformers(name: str, models: dict[str, Published]) -> None:
     assert torch.equal(rotary_frequencies(models[name].architecture), models[name].model.model.rotary_emb.inv_freq)
 

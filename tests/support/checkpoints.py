@@ -175,11 +175,11 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "swiglu_limit": 0.2,
             "rope_parameters": {
                 "rope_type": "yarn",
-                "rope_theta": 1e4,
+                "rope_theta": 100.0,
                 "factor": 4.0,
-                "beta_fast": 8.0,
-                "truncate": False,
-                "original_max_position_embeddings": 16,
+                "beta_fast": 4.0,
+                "truncate": False,  # of 8 frequencies the limits are 2.8 and 5.2
+                "original_max_position_embeddings": 128,
             },
         },
     ),
