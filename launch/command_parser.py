@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
+from dynapipe_ext.settings.flag_values import layer_counts
 from dynapipe_ext.tools.files import ALONE, deliver_error
 
 _MOST_POSITIONS = 1 << 40  # of a sample
+_NUMBERS = re.compile(r"[0-9.,]+")
 _STATUSES = {
     0: "done",
     1: "a defect of dynapipe, after its traceback",
@@ -36,12 +39,23 @@ class CommandParser(argparse.ArgumentParser):
             for word in words[: words.index("--") if "--" in words else None]:
                 if word.startswith("--") and word not in self._option_string_actions:
                     self.error(f"unknown {word}{did_you_mean(word, self._option_string_actions)}")
-        parsed, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(self._with_lists_joined(self._line_words), namespace)
         if unknown:
             self.error(f"unknown {' '.join(unknown)}")
         if self._subparsers is None:
             parsed.words = self._line_words
         return parsed, unknown
+
+    def _with_lists_joined(self, words: Sequence[str]) -> list[str]:
+        """The words, numbers in a row behind a flag that takes several as one of them: `8.5 8` is `8.5,8`."""
+        joined: list[str] = []
+        for word in words:
+            action = self._option_string_actions.get(joined[-2]) if len(joined) > 1 else None
+            if action and action.type is layer_counts and all(map(_NUMBERS.fullmatch, (joined[-1], word))):
+                joined[-1] += f",{word}"
+            else:
+                joined.append(word)
+        return joined
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

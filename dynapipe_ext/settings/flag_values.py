@@ -14,20 +14,8 @@ def dtype(text: str) -> str:
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(text, text)
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers of at least 1 with commas.
-
-    >>> numbers("9,8, 8,7")
-    (9, 8, 8, 7)
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers of at least 1, like 3,5")
-    return tuple(map(int, parts))
-
-
 def layer_counts(text: str) -> tuple[float, ...]:
-    """Numbers of layers with commas, whole or in halves.
+    """Numbers of layers with commas, whole or in halves. On a command line spaces do as well.
 
     >>> layer_counts("8.5,8, 8.5,7")
     (8.5, 8, 8.5, 7)

@@ -115,6 +115,13 @@ def test_a_missing_module_of_our_own_is_a_defect(define: Define) -> None:
         cli.main(["trial"])
 
 
+@pytest.mark.parametrize("words", [["8.5,8,7.5"], ["8.5", "8", "7.5"], ["8.5,8", "7.5", "--steps", "3"]])
+def test_numbers_of_layers_are_joined_by_commas_or_by_spaces(words: list[str]) -> None:
+    parser = CommandParser(prog="dynapipe train")
+    importlib.import_module("dynapipe_ext.launch.commands.train").add_arguments(parser)
+    assert parser.parse_args(["--layers-per-stage", *words]).layers_per_stage == (8.5, 8, 7.5)
+
+
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["doctor", "--nonsense"]])
 def test_a_wrong_argument_is_status_2_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
