@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,15 @@ class Grid:
 
     `axes`: ascending coordinates, one array an axis; `values`: shape (num_columns, points in row-major order);
     `known`: shape (points,), False where nothing was measured (the values there are 0 and must not be used).
+    `share_of_bytes`: of the columns in MB, for a part of what was measured: (a, b, c, d) is (a + b L) / (c + d L) of
+    them, L being the shape's own coordinate on the second axis; between points a share is no straight line.
     """
 
     columns: tuple[str, ...]
     axes: tuple[FloatArray, ...]
     values: FloatArray
     known: BoolArray
+    share_of_bytes: tuple[float, float, float, float] | None = None
 
     @classmethod
     def from_points(cls, columns: Mapping[str, Mapping[GridPoint, float]]) -> Grid:
@@ -77,12 +80,17 @@ class Grid:
                 flat, weight = flat * len(axis) + index, weight * share
             in_table &= self.known[flat] | (weight == 0)
             total += weight * self.values[:, flat]
+        if self.share_of_bytes:
+            a, b, c, d = self.share_of_bytes
+            length = coordinates[1]
+            total[[name.endswith("_mb") for name in self.columns]] *= (a + b * length) / (c + d * length)
         return total, in_table
 
     def to_json(self) -> dict[str, Any]:
         """Axes and, per column, the values in row-major order with null where nothing was measured."""
         return {
             "axes": [[int(x) for x in axis] for axis in self.axes],
+            **({"share_of_bytes": list(self.share_of_bytes)} if self.share_of_bytes else {}),
             "columns": {
                 name: [float(v) if ok else None for v, ok in zip(row, self.known, strict=True)]
                 for name, row in zip(self.columns, self.values, strict=True)
@@ -106,7 +114,14 @@ class Grid:
         grid = cls.from_points(columns)
         if [list(axis) for axis in grid.axes] != axes:
             raise DataError(f"a coordinate of grid axes {axes} has no measured point: leave it out")
-        return grid
+        if "share_of_bytes" not in raw:
+            return grid
+        a, b, c, d = map(float, raw["share_of_bytes"])
+        if len(axes) < 2 or min(a, b, d) < 0 or c <= 0 or a > c or b > d:
+            raise DataError(
+                f"share_of_bytes {[a, b, c, d]} must be a share, (a + b L) / (c + d L), of rows and lengths"
+            )
+        return replace(grid, share_of_bytes=(a, b, c, d))
 
 
 def flat_shapes(*sizes: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], ...]:

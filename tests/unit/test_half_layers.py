@@ -104,10 +104,13 @@ def test_a_half_counts_its_own_products_parameters_and_activations() -> None:
     assert full[0] == full[1] == full[2] == 2 * tokens * h  # a layer, an attention, an MLP: an input each
 
 
-def test_measured_layers_are_shared_out_by_their_flops_and_bytes(tmp_path: Path) -> None:
-    """At grid points: attention takes (8 h + 4 L) / (24 h + 4 L) of a layer; what it stores is of Korthikanti et al."""
+@pytest.mark.parametrize("length", [64, 71, 100])
+def test_measured_layers_are_shared_out_by_their_flops_and_bytes(length: int, tmp_path: Path) -> None:
+    """Attention takes (8 h + 4 L) / (24 h + 4 L) of a layer; what it stores is of Korthikanti et al. Between grid
+    points, too, bytes are to the byte, since a plan may fill the memory; times are interpolated."""
     table = gpt(tmp_path)
-    h, length = table.hidden_size, 64
+    table = CostTable.from_json(table.to_json())
+    h = table.hidden_size
     shape = ([2], [length], [0])
 
     def priced(cut: tuple[float, ...], recompute: Recompute = "none") -> MicroBatchCosts:
@@ -118,12 +121,13 @@ def test_measured_layers_are_shared_out_by_their_flops_and_bytes(tmp_path: Path)
     stored = (13 + 5 * length / 128) / (34 + 5 * length / 128)
     for name, share in (("forward_ns", work), ("backward_ns", work), ("stored_bytes", stored)):
         one, two = getattr(layer, name)[1, 0], getattr(halves, name)[1:3, 0]
-        assert two == pytest.approx([share * one, (1 - share) * one], abs=1)
+        assert two.sum() == pytest.approx(one, abs=2)
+        if name == "stored_bytes" or length == 64:
+            assert two == pytest.approx([share * one, (1 - share) * one], abs=1)
     assert halves.static_bytes[1:3] == pytest.approx([layer.static_bytes[1] / 3, layer.static_bytes[1] * 2 / 3])
     full = priced((1, 0.5, 0.5, 5), "full").stored_bytes[:3, 0]
     assert full[0] == full[1] == full[2]
-    again = CostTable.from_json(table.to_json())
-    assert (again.over(Topology(tp=2, pp=2, dp=2, layers_per_stage=(3.5, 3.5)))[0].static_bytes() > 0).all()
+    assert (table.over(Topology(tp=2, pp=2, dp=2, layers_per_stage=(3.5, 3.5)))[0].static_bytes() > 0).all()
 
 
 PAIRS = {"num_decoder_layers": 2, "num_layers": 2, "position": "relative", "norm": "rmsnorm", "bias": False}
