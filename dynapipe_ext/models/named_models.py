@@ -85,6 +85,17 @@ _GLM_MOE = {**_GLM, "model_type": "glm4_moe", "rope_theta": 1e6, "num_experts_pe
 _GEMMA = {"model_type": "gemma", "head_dim": 256, "vocab_size": 256_000, "max_position_embeddings": 8192}
 _OLMO3_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 _KIMI_YARN = {"rope_type": "yarn", "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "vocab_size": 201_088,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 150_000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+}
 _MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32_768}
 _MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
 
@@ -268,6 +279,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         first_k_dense_replace=3,
         routed_scaling_factor=2.5,
     ),
+    "gpt-oss-20b": _llama(24, 2880, 64, 8, 2880, **_GPT_OSS, num_local_experts=32),
+    "gpt-oss-120b": _llama(36, 2880, 64, 8, 2880, **_GPT_OSS, num_local_experts=128),
     "nemotron-4-340b": _llama(96, 18_432, 96, 8, 73_728, model_type="nemotron", vocab_size=256_000),
     "internlm2-7b": _llama(
         32,

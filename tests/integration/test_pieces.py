@@ -29,6 +29,7 @@ from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.drop_in.forward_step import ForwardStepStage, LoopStep, MicroBatchShapes
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients
+from dynapipe_ext.executor.drop_in.groups import groups_of_call
 from dynapipe_ext.executor.drop_in.samples import megatron_arrays
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
@@ -238,8 +239,8 @@ def error_in_a_loop(plan: ExecutionPlan, ddps: list[Any], transport: Any, whole:
         forward_step_func=forward_step, chunks=ddps, iterators=[None], config=model.config, num_micro_batches=1
     )
     shapes = MicroBatchShapes(ddps, None, CPU, "packed")
-    with StepGradients(ddps, model.config) as gradients:
-        stage = ForwardStepStage(loop, gradients, lambda _, batch: iter([batch]), shapes.of)
+    with StepGradients(ddps, model.config, groups_of_call(None, None)) as gradients:
+        stage = ForwardStepStage(loop, gradients, lambda _, __, batch: iter([batch]), shapes.of)
         arrays = [megatron_arrays(m, [SAMPLES[s.index] for s in m.samples]) for m in plan.micro_batches]
         batches = [{name: torch.from_numpy(array) for name, array in each.items()} for each in arrays]
         PipelineExecutor(stage, transport).execute(plan, batches)

@@ -162,7 +162,7 @@ def test_the_second_command_installs_nothing(checkout: Path, first_run: Path) ->
 COMMANDS = {
     "dynapipe doctor": (),
     "dynapipe plan --lengths lengths.npy --pp 4 --dp 2": (),
-    "dynapipe train --split-backward": (*SHORT, "--costs", "runs/x/costs.json"),  # of the same model: none is measured
+    "dynapipe train --split-backward": SHORT,
     "dynapipe train --data my.jsonl --truncate": SHORT,
     "dynapipe train --config mine.toml": SHORT,
     "dynapipe flops runs/latest": (),
