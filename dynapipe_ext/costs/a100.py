@@ -12,7 +12,7 @@ import numpy as np
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Recompute
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.costs.layers import COLUMNS, KINDS, LayerKind
+from dynapipe_ext.costs.layers import COLUMNS, HALVES, KINDS, LayerKind
 from dynapipe_ext.errors import ConfigError, DataError
 
 _HEAD_SIZE = 128
@@ -88,7 +88,8 @@ def grids_of_halves(grids: Grids, hidden_size: int) -> dict[tuple[Recompute, Lay
         length = np.array([point[1] for point in itertools.product(*grid.axes)])
         attention = (8 * hidden_size + 4 * length) / (24 * hidden_size + 4 * length)
         scores = 5 / _HEAD_SIZE if recompute == "none" else 0.0
-        for name, work, stored in (("attention", attention, (13.0, scores)), ("mlp", 1 - attention, (21.0, 0.0))):
+        of_halves = (attention, (13.0, scores)), (1 - attention, (21.0, 0.0))
+        for name, (work, stored) in zip(HALVES, of_halves, strict=True):
             shares = np.stack([work if column.endswith("_ms") else np.ones_like(work) for column in grid.columns])
             of_bytes = None if recompute == "full" else (*stored, 34.0, scores)
             halves[recompute, name] = replace(grid, values=shares * grid.values, share_of_bytes=of_bytes)

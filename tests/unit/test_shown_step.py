@@ -211,7 +211,8 @@ def test_equal_counts_are_held_against_free_ones_that_ranks_would_run(
 
 def test_placements_are_judged_by_steps_that_ranks_would_run(tight: tuple[Path, TrainConfig, AnalyticCosts]) -> None:
     _, config, costs = tight
-    auto = config.with_values(topology={"placement": "auto"}, plan={"effort": 20})
+    limit_gb = 0.7 * config.plan.memory_limit_gb  # less than is tight: `auto` chooses stages that need less
+    auto = config.with_values(topology={"placement": "auto"}, plan={"effort": 20, "memory_limit_gb": limit_gb})
     planning = SettledPlanning(config=auto, costs=costs, topology=job.topology_of(auto))
     planning, trials = placed_planning(planning, partial(batches_to_place, auto, LENGTHS))
     settled, placed = planning.config, planning.costs
