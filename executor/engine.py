@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import assert_never
 
 from dynapipe_ext.errors import ConfigError, ExecutionError
@@ -31,6 +32,8 @@ from dynapipe_ext.executor.instructions import (
 )
 from dynapipe_ext.executor.protocols import Batch, Pending, Recorder, Stage, Tensors, Transport
 from dynapipe_ext.timeline import Span
+
+_Act = Callable[[Computation, Tensors], Tensors]
 
 
 class PipelineExecutor:
@@ -85,10 +88,11 @@ class PipelineExecutor:
 
     def _run(self, plan: ExecutionPlan, micro_batches: Sequence[Batch]) -> None:
         stage, transport, last = self._stage, self._transport, plan.num_stages - 1
+        act = self._compute if self._recorder is None and self._ranges is None else partial(self._seen, plan)
         buffers: dict[Buffer, Tensors] = {}
         sends: dict[Buffer, Pending] = {}
         receives: dict[Buffer, Pending] = {}
-        weights = _WeightQueue(plan, stage.ordered_stages() if self._arrived is not None else ())
+        weights = _WeightQueue(plan, stage.ordered_stages()) if self._arrived is not None else None
         for instruction in plan.instructions:
             try:
                 match instruction:
@@ -96,28 +100,31 @@ class PipelineExecutor:
                         stage.load(micro_batch, micro_batches[micro_batch])
                     case Forward(s, m):
                         inputs = buffers.pop(Buffer("activation", s - 1, m)) if s > 0 else ()
-                        outputs = self._act(plan, instruction, inputs)
+                        outputs = act(instruction, inputs)
                         del inputs
                         if s < last:
                             buffers[Buffer("activation", s, m)] = outputs
                     case Backward(s, m) | BackwardInput(s, m):
                         output_grads = buffers.pop(Buffer("gradient", s + 1, m)) if s < last else ()
-                        input_grads = self._act(plan, instruction, output_grads)
+                        input_grads = act(instruction, output_grads)
                         del output_grads
                         if s > 0:
                             buffers[Buffer("gradient", s, m)] = input_grads
-                        weights.ready.add((s, m))
+                        if weights is not None:
+                            weights.ready.add((s, m))
                     case BackwardWeight():
-                        if weights.take_in_turn():
-                            self._act(plan, instruction)
+                        if weights is None or weights.take_in_turn():
+                            act(instruction, ())
                     case Send(buffer):
                         sends[buffer] = transport.send(instruction, buffers.pop(buffer))
                     case Recv(buffer):
                         receives[buffer] = transport.recv(instruction)
                     case WaitSend(buffer):
-                        self._wait(plan, sends.pop(buffer), weights)
+                        self._fill(plan, sends[buffer], weights, act)
+                        sends.pop(buffer).wait()
                     case WaitRecv(buffer):
-                        buffers[buffer] = self._wait(plan, receives.pop(buffer), weights)
+                        self._fill(plan, receives[buffer], weights, act)
+                        buffers[buffer] = receives.pop(buffer).wait()
                     case _:
                         assert_never(instruction)
             except Exception as error:
@@ -129,23 +136,19 @@ class PipelineExecutor:
                 f"step {plan.step}: the plan left buffers behind: {left[:5]}; verify plans before running"
             )
 
-    def _wait(self, plan: ExecutionPlan, pending: Pending, weights: _WeightQueue) -> Tensors:
-        """What a transfer brings; until it has ended, weight gradients run if they may."""
-        while self._arrived is not None and not self._arrived(pending):
-            weight = weights.take_early()
-            if weight is None:
-                break
+    def _fill(self, plan: ExecutionPlan, pending: Pending, weights: _WeightQueue | None, act: _Act) -> None:
+        """Until a transfer has ended, weight gradients run if they may."""
+        if self._arrived is None or weights is None:
+            return
+        while not self._arrived(pending) and (weight := weights.take_early()) is not None:
             try:
-                self._act(plan, weight)
+                act(weight, ())
             except Exception as error:
                 error.add_note(self._place(plan, weight))
                 raise
-        return pending.wait()
 
-    def _act(self, plan: ExecutionPlan, action: Computation, tensors: Tensors = ()) -> Tensors:
+    def _seen(self, plan: ExecutionPlan, action: Computation, tensors: Tensors) -> Tensors:
         """What the stage makes of `tensors`, seen by the recorder and within a range."""
-        if self._recorder is None and self._ranges is None:
-            return self._compute(action, tensors)
         label = str(action)
         with nullcontext() if self._ranges is None else self._ranges(label):
             if self._recorder is None:

@@ -36,8 +36,7 @@ from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 Payload = Literal["activation", "gradient"]
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
+class Buffer(NamedTuple):
     """The output of a stage for one micro-batch: an activation for stage + 1, or a gradient for stage - 1."""
 
     payload: Payload

@@ -298,6 +298,9 @@ class _Live:
     num_bytes: int
 
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
 class ChunkRunner:
     """`num_chunks` model chunks, one a stage of this rank.
 
@@ -345,7 +348,8 @@ class ChunkRunner:
                 f"step {plan.step} has backwards, but torch.inference_mode() was on where weights were made or the step"
                 " is executed: leave it, or plan forwards alone (planner.for_forwards())"
             )
-        self._plan = plan
+        self._plan, self._first_stage, self._last_stage = plan, plan.stages[0], plan.num_stages - 1
+        self._head_slices = self._planned_slices() if self._last_stage in plan.stages else {}
         self._losses: dict[int, torch.Tensor] = {}
         self._figures: dict[int, torch.Tensor] = {}  # of LossOfPairs
         self._batches: dict[int, Batch] = {}
@@ -353,7 +357,7 @@ class ChunkRunner:
         self._put_off: dict[tuple[int, int], DeferredWork] = {}
         has_pieces = any(micro_batch.attention == "carried" for micro_batch in plan.micro_batches)
         self._carried = CarriedKeys(plan) if has_pieces else None
-        if self._deferred is None and any(isinstance(one, BackwardInput) for one in plan.instructions):
+        if self._deferred is None and BackwardInput in map(type, plan.instructions):
             self._deferred = self._made_splittable()
         if not plan.forward_only:
             self._gradients.begin(plan)
@@ -372,18 +376,18 @@ class ChunkRunner:
         stage, its backward calls again.
         """
         plan = self._plan
-        is_last, learns = stage == plan.num_stages - 1, not plan.forward_only
+        is_last, learns = stage == self._last_stage, not plan.forward_only
         comes_again = learns and plan.micro_batches[micro_batch].layer_recompute == "stage"
         own_inputs = tuple(x.detach().requires_grad_(learns) for x in inputs)
         run = partial(self._outputs, stage, micro_batch, own_inputs, call)
         replay = self._replay(self._device) if comes_again else nullcontext
         carried = self._carried
-        stored = StoredBytes(self._weights, carried.storages if carried else set())
+        stored = StoredBytes(self._weights, carried.storages if carried else set()) if self.measure_bytes else None
         with (
-            carried.forward(stage, micro_batch) if carried else nullcontext() as piece,
+            carried.forward(stage, micro_batch) if carried else _NOTHING as piece,
             named_collectives(f"step {plan.step}, {stage}F{micro_batch}"),
             torch.set_grad_enabled(learns and not comes_again),
-            stored.counting() if self.measure_bytes else nullcontext(),
+            stored.counting() if stored else _NOTHING,
         ):
             outputs = run(piece)
         if is_last:
@@ -391,7 +395,7 @@ class ChunkRunner:
         if comes_again:
             self._live[stage, micro_batch] = _Live(own_inputs, partial(_replayed, replay, run), _num_bytes(own_inputs))
         elif learns:
-            num_bytes = stored.num_bytes if self.measure_bytes else _num_bytes((*own_inputs, *outputs))
+            num_bytes = stored.num_bytes if stored else _num_bytes((*own_inputs, *outputs))
             self._live[stage, micro_batch] = _Live(own_inputs, outputs, num_bytes)
         elif stage == plan.stages[-1]:
             del self._batches[micro_batch]
@@ -401,10 +405,13 @@ class ChunkRunner:
         self, stage: int, micro_batch: int, inputs: Outputs, call: Callable[..., Any], piece: CarriedPiece | None
     ) -> Outputs:
         """Errors: ConfigError for what cannot be learned from, where gradients are enabled."""
-        batch, is_last = self._batches[micro_batch], stage == self._plan.num_stages - 1
-        slices = self._head_slices(micro_batch) if is_last else None
-        own = {"carried": piece, HEAD_SLICE_KEY: slices}
-        output = call({**batch, **{name: value for name, value in own.items() if value is not None}}, *inputs)
+        batch, is_last = dict(self._batches[micro_batch]), stage == self._last_stage
+        slices: HeadSlices | None = None
+        if piece is not None:
+            batch["carried"] = piece
+        if is_last and (is_planned := self._head_slices.get(micro_batch)) is not None:
+            slices = batch[HEAD_SLICE_KEY] = HeadSlices(is_planned=is_planned)
+        output = call(batch, *inputs)
         if is_last:
             self._check_slices(micro_batch, slices)
             if isinstance(output, LossOfPairs):
@@ -424,13 +431,12 @@ class ChunkRunner:
             )
         return outputs
 
-    def _head_slices(self, micro_batch: int) -> HeadSlices | None:
-        """Where sums are exact the head of every plan is in slices, so that no plan's choice is in the bits."""
-        planned = self._plan.micro_batches[micro_batch]
-        is_planned = slices_head(planned.recompute)
-        if planned.head_positions <= HEAD_SLICE or not (self._gradients.by_use or is_planned):
-            return None
-        return HeadSlices(is_planned=is_planned)
+    def _planned_slices(self) -> dict[int, bool]:
+        """Of micro-batches whose head is in slices, whether the plan relies on it: where sums are exact the head of
+        every plan is, so that no plan's choice is in the bits."""
+        numbered = enumerate(self._plan.micro_batches)
+        asked = {number: slices_head(m.recompute) for number, m in numbered if m.head_positions > HEAD_SLICE}
+        return asked if self._gradients.by_use else {number: True for number, is_asked in asked.items() if is_asked}
 
     def _check_slices(self, micro_batch: int, slices: HeadSlices | None) -> None:
         """Errors: ConfigError where the plan relies on slices that nobody made."""
@@ -446,7 +452,7 @@ class ChunkRunner:
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         plan = self._plan
         with (
-            self._carried.backward(stage, micro_batch) if self._carried else nullcontext() as piece,
+            self._carried.backward(stage, micro_batch) if self._carried else _NOTHING as piece,
             named_collectives(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
         ):
             live = self._live.pop((stage, micro_batch))
@@ -457,7 +463,7 @@ class ChunkRunner:
                     [outputs[i] for i in ends], [output_grads[i] for i in ends] if output_grads else None
                 )
         self._gradients.add()
-        if stage == plan.stages[0]:
+        if stage == self._first_stage:
             del self._batches[micro_batch]
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs)
 

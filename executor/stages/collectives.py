@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
+from types import TracebackType
 from typing import Any
 
 from dynapipe_ext.errors import ExecutionError
@@ -13,19 +13,27 @@ from dynapipe_ext.errors import ExecutionError
 _SIGNS = ("timed out", "timeout", "connection closed", "connection reset", "gloo", "nccl", "broken pipe", "socket")
 
 
-@contextmanager
-def named_collectives(what: str) -> Iterator[None]:
-    """Turn a backend's error within into an ExecutionError that says what this rank was doing."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(sign in str(error).lower() for sign in _SIGNS):
-            raise
+class _NamedCollectives(ContextDecorator):
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in _SIGNS):
+            return
         reason = str(error).splitlines()[0]
         raise ExecutionError(
-            f"{what}: another rank that takes part in it is late or gone ({reason}):"
+            f"{self._what}: another rank that takes part in it is late or gone ({reason}):"
             " look at the first message of the other ranks"
         ) from error
+
+
+def named_collectives(what: str) -> _NamedCollectives:
+    """Within, or over a function: a backend's error becomes an ExecutionError that says what this rank was doing."""
+    return _NamedCollectives(what)
 
 
 def send_json(value: Any, source: int, group: Any, device: Any) -> Any:

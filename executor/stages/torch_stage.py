@@ -108,7 +108,7 @@ class TorchStage:
         if not self._restarts_attention:
             _refuse_documents(plan)
         self._runner.start_step(plan)
-        self._plan = plan
+        self._plan, self._calls_of = plan, dict(zip(plan.stages, self._calls, strict=True))
 
     def load(self, micro_batch: int, batch: Batch) -> None:
         """Errors: DataError for tokens of other rows than planned."""
@@ -152,7 +152,7 @@ class TorchStage:
             if "tokens" not in batch:
                 raise DataError(f'stage 0 reads batch["tokens"], but the collate function gave {sorted(batch)}')
             inputs = (batch["tokens"],)
-        output = self._calls[self._plan.stages.index(stage)](*inputs, batch)
+        output = self._calls_of[stage](*inputs, batch)
         if stage != self._plan.num_stages - 1:
             return output
         loss = self._loss(output, batch)
@@ -161,12 +161,15 @@ class TorchStage:
         return loss
 
 
+_DECODER_ROWS = frozenset(("decoder_tokens", "labels", "loss_weights"))  # else the encoder's where there is no decoder
+_ROWS_BY_SIDE = _DECODER_ROWS | {"tokens", "encoder_tokens", "position_ids"}
+
+
 def check_rows(batch: Batch, planned: MicroBatch, name: str, names: Collection[str]) -> None:
     """Errors: DataError where one of `names` begins with other dimensions than (rows, length) as planned."""
-    lengths = dict.fromkeys(("tokens", "encoder_tokens", "position_ids"), planned.encoder_len)
-    lengths |= dict.fromkeys(("decoder_tokens", "labels", "loss_weights"), planned.decoder_len or planned.encoder_len)
-    for key in lengths.keys() & names:
-        shape, tensor = (planned.rows, lengths[key]), batch[key]
+    for key in _ROWS_BY_SIDE & set(names):
+        of_decoder = key in _DECODER_ROWS and planned.decoder_len
+        shape, tensor = (planned.rows, planned.decoder_len if of_decoder else planned.encoder_len), batch[key]
         if isinstance(tensor, torch.Tensor) and tensor.shape[:2] != shape:
             raise DataError(
                 f"{key} of {name} has shape {tuple(tensor.shape)}, not {shape} as planned: give collate functions that"

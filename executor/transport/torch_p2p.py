@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import Coordinates, TensorSpec, Topology
 from dynapipe_ext.errors import ExecutionError, check_timeout
-from dynapipe_ext.executor.instructions import Buffer, Recv, Send
+from dynapipe_ext.executor.instructions import Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors, Transport
 
 Groups = dict[tuple[int, int], Any]  # (peer pp_rank, communicator) -> process group
@@ -62,17 +63,50 @@ def empty_tensors(specs: tuple[TensorSpec, ...], device: torch.device) -> tuple[
 
 def check_tensors(instruction: Send, tensors: Tensors) -> None:
     """Refuse to send what the plan does not announce: the receiver has already posted that shape."""
-    specs = tuple(TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
-    if specs != instruction.specs:
-        raise ExecutionError(
-            f"the {instruction.buffer} has {[(s.shape, s.dtype) for s in specs]} but the plan says"
-            f" {[(s.shape, s.dtype) for s in instruction.specs]}:"
-            " check hidden size, dtype and order of the ActivationFormat"
+    if len(tensors) == len(instruction.specs) and all(map(_has_spec, tensors, instruction.specs)):
+        return
+    shapes = [(tuple(t.shape), _dtype_name(t.dtype)) for t in tensors]
+    raise ExecutionError(
+        f"the {instruction.buffer} has {shapes} but the plan says"
+        f" {[(spec.shape, spec.dtype) for spec in instruction.specs]}: check hidden size, dtype and order of the"
+        " ActivationFormat"
+    )
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _has_spec(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+    return tensor.shape == spec.shape and _dtype_name(tensor.dtype) == spec.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """What a rank waits for, and how long at most; words are made where it fails alone."""
+
+    me: Coordinates
+    verb: Literal["take", "send"]
+    instruction: Send | Recv
+    limit: timedelta | None
+
+    def failed(self, error: RuntimeError) -> ExecutionError:
+        """What gloo and NCCL raise for time limits and for peers that are gone, at the start of a transfer, too."""
+        me, to = self.me, self.instruction
+        limit = "" if self.limit is None else f", limit {self.limit.total_seconds():g} s"
+        return ExecutionError(
+            f"pipeline rank {me.pp_rank} of replica {me.dp_rank} waited for rank {to.peer} to {self.verb} the"
+            f" {to.buffer}{limit}: {str(error).splitlines()[0]}"
         )
 
 
+_TAG = 0  # none: what is sent in one order arrives in it
+
+
 class TorchP2PTransport:
-    """isend and irecv on a group a direction. `rank` is the global rank; waits raise after `timeout_s`.
+    """Asynchronous sends and receives on a group a direction, past torch's isend and irecv, which look the group and
+    its ranks up each time. `rank` is the global rank; waits raise after `timeout_s`.
 
     On CUDA a wait is one of the stream alone, which the host runs ahead of, and the time limit is that of the group,
     whose watchdog ends the process: asked to wait with a limit, NCCL would hold up the host until the transfer is done.
@@ -82,71 +116,65 @@ class TorchP2PTransport:
         self, topology: Topology, rank: int, groups: Groups, *, device: torch.device, timeout_s: float = 120.0
     ) -> None:
         check_timeout(timeout_s)
-        self._topology = topology
-        self._me = topology.coordinates(rank)
-        self._groups = groups
+        self._me = me = topology.coordinates(rank)
+        self._routes = {
+            (peer, channel): (
+                group,
+                dist.get_group_rank(group, topology.rank(tp_rank=me.tp_rank, pp_rank=peer, dp_rank=me.dp_rank)),
+            )
+            for (peer, channel), group in groups.items()
+        }
         self._device = device
-        self._limit_s = None if device.type == "cuda" else timeout_s
+        self._limit = None if device.type == "cuda" else timedelta(seconds=timeout_s)
 
     def send(self, instruction: Send, tensors: Tensors) -> Pending:
         check_tensors(instruction, tensors)
         sent = tuple(tensor.detach().contiguous() for tensor in tensors)
         group, peer = self._route(instruction)
-        who = self._who("to take", instruction.buffer, instruction.peer)
-        with _failures_named(who, self._limit_s):
-            works = [dist.isend(tensor, dst=peer, group=group) for tensor in sent]
-        return _TorchPending(works, sent, (), who, self._limit_s)
+        transfer = _Transfer(self._me, "take", instruction, self._limit)
+        try:
+            works = [group.send([tensor], peer, _TAG) for tensor in sent]
+        except RuntimeError as error:
+            raise transfer.failed(error) from error
+        return _TorchPending(works, sent, (), transfer)
 
     def recv(self, instruction: Recv) -> Pending:
         tensors = empty_tensors(instruction.specs, self._device)
         group, peer = self._route(instruction)
-        who = self._who("to send", instruction.buffer, instruction.peer)
-        with _failures_named(who, self._limit_s):
-            works = [dist.irecv(tensor, src=peer, group=group) for tensor in tensors]
-        return _TorchPending(works, (), tensors, who, self._limit_s)
+        transfer = _Transfer(self._me, "send", instruction, self._limit)
+        try:
+            works = [group.recv([tensor], peer, _TAG) for tensor in tensors]
+        except RuntimeError as error:
+            raise transfer.failed(error) from error
+        return _TorchPending(works, (), tensors, transfer)
 
     def close(self) -> None: ...
 
     def _route(self, instruction: Send | Recv) -> tuple[Any, int]:
-        me = self._me
-        peer = self._topology.rank(tp_rank=me.tp_rank, pp_rank=instruction.peer, dp_rank=me.dp_rank)
-        group = self._groups.get((instruction.peer, instruction.channel))
-        if group is None:
+        route = self._routes.get((instruction.peer, instruction.channel))
+        if route is None:
             raise ExecutionError(
-                f"pipeline rank {me.pp_rank} has no communicator {instruction.channel} with rank {instruction.peer}:"
-                " the plan was made for another placement of stages"
+                f"pipeline rank {self._me.pp_rank} has no communicator {instruction.channel} with rank"
+                f" {instruction.peer}: the plan was made for another placement of stages"
             )
-        return group, peer
-
-    def _who(self, verb: str, buffer: Buffer, peer: int) -> str:
-        me = self._me
-        return f"pipeline rank {me.pp_rank} of replica {me.dp_rank} waited for rank {peer} {verb} the {buffer}"
-
-
-@contextmanager
-def _failures_named(who: str, limit_s: float | None) -> Iterator[None]:
-    """What gloo and NCCL raise for time limits and for peers that are gone, at the start of a transfer, too, becomes an
-    ExecutionError that says who waited for what."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        limit = "" if limit_s is None else f", limit {limit_s:g} s"
-        raise ExecutionError(f"{who}{limit}: {reason}") from error
+        return route
 
 
 class _TorchPending:
-    def __init__(self, works: list[Any], kept: Tensors, tensors: Tensors, who: str, limit_s: float | None) -> None:
-        self._works, self._kept, self._tensors, self._who, self._limit_s = works, kept, tensors, who, limit_s
+    def __init__(self, works: list[Any], kept: Tensors, tensors: Tensors, transfer: _Transfer) -> None:
+        self._works, self._kept, self._tensors, self._transfer = works, kept, tensors, transfer
 
     def is_completed(self) -> bool:
         """Whether every part has ended, without waiting; gloo's do not know it before somebody waits."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Tensors:
-        with _failures_named(self._who, self._limit_s):
+        limit = self._transfer.limit
+        try:
             for work in self._works:
-                work.wait() if self._limit_s is None else work.wait(timedelta(seconds=self._limit_s))
+                work.wait() if limit is None else work.wait(limit)
+        except RuntimeError as error:
+            raise self._transfer.failed(error) from error
         self._kept = ()
         return self._tensors
 

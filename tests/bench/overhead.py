@@ -5,6 +5,9 @@
 instructions: PP4 in one process over the inline transport, with a stage that does nothing; microseconds of CPU each.
 store: 8 ranks (TP2 x PP2 x DP2) take the plans of steps of 65,000 tokens: signing, putting, getting, checking, decoding
 and the server's own CPU time, as a share of the ranks' time in a step of one second.
+actions: 64 micro-batches of one shape through a linear layer a stage, by `TorchStage` and the executor and by
+torch.distributed.pipelining's own schedules, a step of each in turn in the same gloo processes; microseconds that the
+thread of a rank computes for each F or B (and its process, with gloo's threads), mean of ranks, median of 15 steps.
 growth: a tiny model trains on 8 ranks (TP2 x PP2 x DP2) with batches of many shapes; memory of ranks and planner, and
 what the store uses, after 200 steps and on. What a rank has to itself also grows as it writes to pages that it shared
 with the process it was forked from; what is resident does not grow by these.
@@ -16,6 +19,7 @@ first 2,000 collectives fill the ring of torch's flight recorder, 1 KB each (not
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import gc
 import json
@@ -35,21 +39,24 @@ import psutil
 import redis
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from contenders import provenance
 
 from dynapipe_ext.batch.micro_batches import SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import StepPosition
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.plans.channel import StorePlanSource
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.executor.wire import encode
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.processes.env import RankEnv
@@ -140,6 +147,92 @@ def instructions(num_steps: int = 40) -> dict[str, float]:
             thread.join()
         costs_us.append((time.process_time() - begun_s) / count / num_steps * 1e6)
     return {"instructions_a_step": count, "cpu_us_an_instruction": min(costs_us)}
+
+
+MICRO_BATCHES, POSITIONS, WIDTH, TURNS, UNTIMED = 64, 8, 16, 15, 3
+
+
+def loss_sum(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return (output.square().mean(-1) * batch["loss_weights"]).sum()
+
+
+def one_shape(pp: int, rounds: int) -> tuple[Topology, Any]:
+    """A step of equal micro-batches under (interleaved) 1F1B."""
+    topology = Topology(pp=pp, placement=placement_of("interleaved", pp, rounds) if rounds > 1 else ())
+    planner = Planner(
+        topology,
+        TokenCosts(topology.num_stages),
+        1e12,
+        schedule="1f1b" if rounds == 1 else "interleaved-1f1b",
+        max_tokens=POSITIONS,
+        recompute="none",
+        format=ActivationFormat(WIDTH, order="bsh"),
+        collectives=ReplicaCollectives(),
+    )
+    plans = prove_step(planner, [SampleLength(i, POSITIONS) for i in range(MICRO_BATCHES)], step=0).plans[0]
+    assert len(plans[0].micro_batches) == MICRO_BATCHES
+    return topology, plans
+
+
+def turns(env: RankEnv, topology: Topology, plan: Any) -> dict[str, list[tuple[float, float]]]:
+    """CPU seconds of this rank's thread and process in each timed step, ours and torch's."""
+    dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size)
+    context = ParallelContext(topology)
+    ours = [torch.nn.Linear(WIDTH, WIDTH) for _ in context.stages]
+    theirs = copy.deepcopy(ours)
+    executor = PipelineExecutor(TorchStage(ours, loss_sum, parallel=context), context.transport)
+    rows = torch.rand(MICRO_BATCHES, POSITIONS, WIDTH, generator=torch.Generator().manual_seed(1))
+    batches = [{"tokens": row[None], "loss_weights": torch.ones(1, POSITIONS)} for row in rows]
+    stages = [
+        PipelineStage(module, stage, topology.num_stages, context.device)
+        for module, stage in zip(theirs, context.stages, strict=True)
+    ]
+    options: Any = {"loss_fn": lambda output, _: output.square().mean(-1).sum(), "scale_grads": False}
+    schedule: Any = (
+        Schedule1F1B(stages[0], MICRO_BATCHES, **options)
+        if len(stages) == 1
+        else ScheduleInterleaved1F1B(stages, MICRO_BATCHES, **options)
+    )
+    has_last = topology.num_stages - 1 in context.stages
+
+    def torch_step() -> None:
+        for module in theirs:
+            module.zero_grad()
+        inputs = (rows,) if env.rank == 0 else ()
+        schedule.step(*inputs, **({"target": rows, "losses": []} if has_last else {}), return_outputs=False)
+
+    steps: dict[str, Callable[[], object]] = {"ours": lambda: executor.execute(plan, batches), "torch": torch_step}
+    timed: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for turn in range(UNTIMED + TURNS):
+        for name in sorted(steps, reverse=turn % 2 == 0):
+            dist.barrier()
+            thread_s, process_s = time.thread_time(), time.process_time()
+            steps[name]()
+            timed[name].append((time.thread_time() - thread_s, time.process_time() - process_s))
+    dist.barrier()
+    dist.destroy_process_group()
+    return {name: pairs[UNTIMED:] for name, pairs in timed.items()}
+
+
+def actions() -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for pp, rounds in (2, 1), (4, 1), (2, 2):
+        topology, plans = one_shape(pp, rounds)
+        with tempfile.TemporaryDirectory() as folder:
+
+            def main(env: RankEnv, folder: str = folder, topology: Topology = topology, plans: Any = plans) -> int:
+                Path(folder, str(env.rank)).write_text(json.dumps(turns(env, topology, plans[env.rank])))
+                return 0
+
+            run_local(main, pp)
+            ranks = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(pp)]
+        for name in ("ours", "torch"):
+            for place, what in enumerate(("thread", "process")):
+                means = [statistics.mean(rank[name][turn][place] for rank in ranks) for turn in range(TURNS)]
+                figures[f"pp{pp}_stages{rounds}_{name}_{what}_us"] = (
+                    statistics.median(means) / (2 * MICRO_BATCHES * rounds) * 1e6
+                )
+    return figures
 
 
 def store_path(num_steps: int = 40) -> dict[str, float]:
@@ -264,7 +357,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "overhead.json")
     parser.add_argument("--machine", default="")
     args = parser.parse_args()
-    found: dict[str, Any] = {"heap": heap(), "instructions": instructions(), "store": store_path()}
+    found: dict[str, Any] = {
+        "heap": heap(),
+        "instructions": instructions(),
+        "actions": actions(),
+        "store": store_path(),
+    }
     if args.steps:
         found["growth"] = growth(args.steps)
     for name, figures in found.items():

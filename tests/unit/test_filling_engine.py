@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec, Topology, placement_of
+from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, TensorSpec, Topology, placement_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -20,7 +21,7 @@ from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
-from dynapipe_ext.executor.transport.torch_p2p import WatchedTransport, _TorchPending
+from dynapipe_ext.executor.transport.torch_p2p import WatchedTransport, _TorchPending, _Transfer
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.timeline import Span
@@ -257,6 +258,11 @@ class DeviceWork:
         pass
 
 
+def pending_of(works: list[DeviceWork], instruction: Recv) -> _TorchPending:
+    me = Coordinates(tp_rank=0, pp_rank=0, dp_rank=0)
+    return _TorchPending(works, (), ("it",), _Transfer(me, "send", instruction, timedelta(seconds=1)))
+
+
 class DeviceTransport:
     """Hands out transfers as TorchP2PTransport does over NCCL, where waiting is queued and blocks nobody."""
 
@@ -265,7 +271,7 @@ class DeviceTransport:
         self.num_drained = 0
 
     def recv(self, instruction: Recv) -> Pending:
-        return _TorchPending(self.works, (), ("it",), "rank 0 waited", 1.0)
+        return pending_of(self.works, instruction)
 
     def send(self, instruction: Send, tensors: Any) -> Pending:
         return self.recv(Recv(instruction.buffer, instruction.peer, instruction.channel, instruction.specs))
@@ -312,7 +318,7 @@ def test_a_device_s_transfers_are_asked_for_by_the_rank_s_own_thread() -> None:
 
 @pytest.mark.parametrize("late", [(0, 0), (0, 1), (1, 0)])
 def test_a_transfer_over_torch_is_completed_when_all_its_parts_are(late: tuple[int, ...]) -> None:
-    pending = _TorchPending([DeviceWork(n) for n in late], (), ("it",), "rank 0 waited", 1.0)
+    pending = pending_of([DeviceWork(n) for n in late], operation(Recv, 0, 0))
     assert pending.is_completed() == (not any(late))
 
 
