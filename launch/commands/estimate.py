@@ -32,11 +32,10 @@ from dynapipe_ext.tools.estimate.answer import (
     settings,
     show_estimate,
     toml_text,
-    train_fault,
     trainable,
 )
 from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data
-from dynapipe_ext.tools.estimate.options import OFFLOADS_TRIED, Limits, Question, RecomputeChoice
+from dynapipe_ext.tools.estimate.options import OFFLOADS_TRIED, Limits, Question, RecomputeChoice, train_fault
 from dynapipe_ext.tools.estimate.ranking import Estimate, Search, estimate
 from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
@@ -99,13 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--recompute", "KIND,…", ", ".join(get_args(RecomputeChoice))),
         ("--layout", "KIND,…", ", ".join(get_args(Layout))),
     ):
-        default = "2" if flag == "--stages-per-rank" else "all that fit"
+        default = "2; under auto up to 8" if flag == "--stages-per-rank" else "all that fit"
         ways.add_argument(flag, metavar=metavar, help=f"{what} (default: {default})")
     add_flags(ways, "plan.pieces")
     ways.add_argument(
         "--cp", metavar="N,…", help="context parallel ranks, which dynapipe train does not have (default: 1)"
     )
-    add_flag(ways, "topology.placement", "of stages on ranks; auto tries all (default: linear)")
+    add_flag(ways, "topology.placement", "of stages on ranks; auto tries all (default: auto)")
     search = parser.add_argument_group("search and output")
     search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned")
     add_flag(search, "plan.effort", "moves tried in the last plans", default=2000)
@@ -185,7 +184,7 @@ def question_of(args: argparse.Namespace) -> Question:
             tp=_numbers(args.tp, "--tp"),
             cp=_numbers(args.cp, "--cp") or (1,),
             pp=_numbers(args.pp, "--pp"),
-            placement=args.placement or "linear",
+            placement=args.placement or "auto",
             stages_per_rank=_stages_per_rank(args),
             zero_stages=_numbers(args.zero, "--zero", most=3, least=0),
             offloads=_words(args.offload, "--offload", OFFLOADS_TRIED),
@@ -238,7 +237,7 @@ def write_best(answer: Estimate, path: str, *, data: Sequence[str], total_tokens
     if first is None:
         if not answer.options:
             raise ConfigError(f"nothing fits, so there is nothing to write to {path}: raise the memory or the devices")
-        fault = train_fault(answer.question, answer.options[0])
+        fault = train_fault(answer.question, answer.options[0].strategy)
         raise ConfigError(
             f"dynapipe train can run none of the {len(answer.options)} planned options ({fault}), so nothing is written"
             f" to {path}: plan more with --plans, or keep to --zero 0,1 --offload none --cp 1"
@@ -252,7 +251,7 @@ def write_best(answer: Estimate, path: str, *, data: Sequence[str], total_tokens
 
 
 def _fault_before(answer: Estimate) -> str:
-    return train_fault(answer.question, answer.options[0])
+    return train_fault(answer.question, answer.options[0].strategy)
 
 
 def _numbers(text: str | None, flag: str, *, least: int = 1, most: int = 1 << 20) -> tuple[int, ...]:
@@ -266,7 +265,7 @@ def _stages_per_rank(args: argparse.Namespace) -> tuple[int, ...]:
     """Errors: ConfigError for numbers that no pipeline has under the placement."""
     numbers = _numbers(args.stages_per_rank, "--stages-per-rank")
     for number in numbers:  # "auto" takes those that interleaved has, and of them what v has too
-        placement_of("interleaved" if args.placement == "auto" else args.placement or "linear", 2, number)
+        placement_of("interleaved" if (args.placement or "auto") == "auto" else args.placement, 2, number)
     return numbers
 
 

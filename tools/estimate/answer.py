@@ -17,12 +17,11 @@ from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES
 from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.data.sample_selection import data_settings
-from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import counted, figure, percent
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory
 from dynapipe_ext.tools.estimate.modules import ModuleEstimate, modules_of, positions_of
-from dynapipe_ext.tools.estimate.options import Question
+from dynapipe_ext.tools.estimate.options import TRAINED_DTYPES, Question, train_fault
 from dynapipe_ext.tools.estimate.ranking import HOST_UPDATE_BYTES_PER_S, Estimate, Option, tokens_bounds
 from dynapipe_ext.tools.files import toml_of
 
@@ -117,7 +116,10 @@ def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most:
 
 def options_table(estimate: Estimate, prices: Prices, *, most: int) -> Table:
     question = estimate.question
-    title = f"{min(most, len(estimate.options))} fastest options; the first is the simplest within 5 % of the fastest"
+    title = (
+        f"{min(most, len(estimate.options))} fastest options, those that dynapipe train runs first; the first is the"
+        " simplest within 5 % of the fastest of them"
+    )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in ("", "tp x pp x dp", "ZeRO", "recompute", "layout"):
         table.add_column(name, no_wrap=True)
@@ -131,14 +133,14 @@ def options_table(estimate: Estimate, prices: Prices, *, most: int) -> Table:
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for place, option in enumerate(estimate.options[:most], 1):
-        mark = "*" if train_fault(question, option) else ""
+        mark = "*" if train_fault(question, option.strategy) else ""
         table.add_row(f"{place}{mark}", *_row(question, option, prices, offloads=offloads))
     return table
 
 
 def _faults(estimate: Estimate, most: int) -> list[str]:
     """The reasons why `dynapipe train` does not run some options of the table, each once."""
-    faults = (train_fault(estimate.question, option) for option in estimate.options[:most])
+    faults = (train_fault(estimate.question, option.strategy) for option in estimate.options[:most])
     return [fault for fault in dict.fromkeys(faults) if fault]
 
 
@@ -339,40 +341,14 @@ def _option_json(option: Option, prices: Prices, question: Question) -> dict[str
         "host_bytes_per_node": option.host_bytes_per_node,
         "effort": option.effort,
         "tokens_per_s_by_batch": [{"tokens": tokens, "tokens_per_s": rate} for tokens, rate in option.batch_curve],
-        "why_not_trained_here": train_fault(question, option),
+        "why_not_trained_here": train_fault(question, option.strategy),
     }
 
 
 def trainable(estimate: Estimate) -> tuple[int, Option] | None:
     """The place of the first option that `dynapipe train` can run, and the option."""
     ranked: Sequence[Option] = estimate.options
-    return next(((i, o) for i, o in enumerate(ranked, 1) if not train_fault(estimate.question, o)), None)
-
-
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-
-
-def train_fault(question: Question, option: Option) -> str:
-    """Why `dynapipe train` cannot run an option; empty where it can."""
-    a, s = question.architecture, option.strategy
-    if s.cp > 1:
-        return "it has no context parallelism"
-    if s.ep > 1:
-        return f"experts are spread over {s.ep} ranks: it has all of them on each replica"
-    if a.num_experts and s.topology.tp > 1 and not s.sequence_parallel:
-        return f"{a.family} has experts, which need sequence parallelism at tp {s.topology.tp}"
-    if question.precision not in _DTYPES:
-        return f"precision {question.precision} needs loss scaling"
-    if s.zero_stage > 1 or s.offload != "none":
-        return (
-            f"ZeRO stage {s.zero_stage} with offload {s.offload}: it has stages 0 and 1, on the device (others at tp 1,"
-            " by --deepspeed)"
-        )
-    if question.states_recipe not in ("megatron", "fp32"):
-        return f"states are those of {question.recipe}, not Megatron's"
-    if VOCAB_MULTIPLE % s.topology.tp:
-        return f"tp {s.topology.tp} is no power of two up to {VOCAB_MULTIPLE}"
-    return ""
+    return next(((i, o) for i, o in enumerate(ranked, 1) if not train_fault(estimate.question, o.strategy)), None)
 
 
 _DECIDED_RULES = ("layout", "pad_multiple", "recompute", "replica_counts", "pieces")
@@ -399,7 +375,7 @@ def settings(
         "model": {
             "architecture": str(named.resolve()) if named.is_file() else question.name,
             "max_seq_len": most,
-            "dtype": _DTYPES[question.precision],
+            "dtype": TRAINED_DTYPES[question.precision],
         },
         "data": {
             **(data_settings(data) if data else {}),

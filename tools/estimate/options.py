@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_cos
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.models.architecture import Architecture, layer_kinds
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture, layer_kinds
 from dynapipe_ext.models.flops import layer_weights
 from dynapipe_ext.reproducible import product
 from dynapipe_ext.settings.plan_rules import PlanRules
@@ -29,19 +29,20 @@ from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
 
 OFFLOADS_TRIED: tuple[Offload, ...] = ("none", "optimizer", "all")  # "weights" frees less and needs more of the link
 RecomputeChoice = Literal[Recompute, "auto"]
+TRAINED_DTYPES: dict[Precision, str] = {"bf16": "bfloat16", "fp32": "float32"}  # of `dynapipe train`
+_MOST_STAGES = 8  # of a rank
 _PAD_MULTIPLE = 8
 _MIXED = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The allowed choices. An empty tuple leaves a choice to the search; for stages per rank it means the placement's
-    own."""
+    """The allowed choices. An empty tuple leaves a choice to the search, and placement "auto" that of stages."""
 
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = ()
-    placement: PlacementChoice = "linear"
+    placement: PlacementChoice = "auto"
     stages_per_rank: tuple[int, ...] = ()
     zero_stages: tuple[int, ...] = ()
     offloads: tuple[Offload, ...] = ()
@@ -108,7 +109,8 @@ def pad_multiple(strategy: Strategy) -> int:
 
 
 def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
-    """All strategies that use every device and divide the model."""
+    """All strategies that use every device and divide the model; under placement "auto" those of one stage a rank, of
+    which `placed_otherwise` makes others."""
     cluster, a, limits = question.cluster, question.architecture, question.limits
     for tp in _divisors(cluster.world_size):
         if limits.tp and tp not in limits.tp:
@@ -133,26 +135,69 @@ def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
 
 
 def _placed(question: Question, topology: Topology, dropped: Dropped) -> Iterator[Topology]:
-    """The topology under every allowed placement that its layers fill."""
-    a, limits = question.architecture, question.limits
-    names = get_args(PlacementName) if limits.placement == "auto" else (limits.placement,)
-    for name in names:
-        if name == "linear":
-            yield topology
+    """The topology under the placement that is asked for, where its layers fill it."""
+    name, rounds = question.limits.placement, question.limits.stages_per_rank
+    if name in ("linear", "auto"):
+        yield topology
+    else:
+        yield from _filled(question.architecture, topology, name, rounds or (2,), dropped)
+
+
+def placed_otherwise(question: Question, strategy: Strategy, dropped: Dropped) -> Iterator[Strategy]:
+    """A strategy of one stage a rank with several: interleaved up to all layers of a rank, but at most
+    `_MOST_STAGES`, or as a V."""
+    a, topology = question.architecture, replace(strategy.topology, layers_per_stage=())
+    most = min(_MOST_STAGES, a.total_layers // topology.pp)
+    interleaved = question.limits.stages_per_rank or sorted({n for n in (2, 4, most) if 1 < n <= most})
+    names: tuple[tuple[PlacementName, Sequence[int]], ...] = (
+        ("interleaved", interleaved),
+        ("v", [n for n in interleaved if n in (2, 4)]),
+    )
+    for name, rounds in names:
+        for placed in _filled(a, topology, name, rounds, dropped):
+            yield replace(strategy, topology=replace(placed, layers_per_stage=balanced_layers(a, placed)))
+
+
+def _filled(
+    a: Architecture, topology: Topology, name: PlacementName, rounds: Sequence[int], dropped: Dropped
+) -> Iterator[Topology]:
+    """The topology under a placement of several stages a rank, wherever layers fill these."""
+    if a.num_decoder_layers:
+        dropped.add("several stages a rank of an encoder-decoder")
+        return
+    for number in rounds:
+        try:
+            placed = replace(topology, placement=placement_of(name, topology.pp, number))
+        except ConfigError as error:
+            dropped.add(str(error) if topology.pp > 1 else f"placement {name} of one pipeline rank")
             continue
-        if a.num_decoder_layers:
-            dropped.add("several stages a rank of an encoder-decoder")
+        if placed.num_stages > a.total_layers:
+            dropped.add(f"{number} stages a rank exceed the {a.total_layers} layers")
             continue
-        for rounds in limits.stages_per_rank or (2,):
-            try:
-                placed = replace(topology, placement=placement_of(name, topology.pp, rounds))
-            except ConfigError as error:
-                dropped.add(str(error) if topology.pp > 1 else f"placement {name} of one pipeline rank")
-                continue
-            if placed.num_stages > a.total_layers:
-                dropped.add(f"{rounds} stages a rank exceed the {a.total_layers} layers")
-                continue
-            yield placed
+        yield placed
+
+
+def train_fault(question: Question, strategy: Strategy) -> str:
+    """Why `dynapipe train` cannot run a strategy; empty where it can."""
+    a, s = question.architecture, strategy
+    if s.cp > 1:
+        return "it has no context parallelism"
+    if s.ep > 1:
+        return f"experts are spread over {s.ep} ranks: it has all of them on each replica"
+    if a.num_experts and s.topology.tp > 1 and not s.sequence_parallel:
+        return f"{a.family} has experts, which need sequence parallelism at tp {s.topology.tp}"
+    if question.precision not in TRAINED_DTYPES:
+        return f"precision {question.precision} needs loss scaling"
+    if s.zero_stage > 1 or s.offload != "none":
+        return (
+            f"ZeRO stage {s.zero_stage} with offload {s.offload}: it has stages 0 and 1, on the device (others at tp 1,"
+            " by --deepspeed)"
+        )
+    if question.states_recipe not in ("megatron", "fp32"):
+        return f"states are those of {question.recipe}, not Megatron's"
+    if VOCAB_MULTIPLE % s.topology.tp:
+        return f"tp {s.topology.tp} is no power of two up to {VOCAB_MULTIPLE}"
+    return ""
 
 
 def _cp_fault(a: Architecture, cluster: Cluster, tp: int, cp: int) -> str:
@@ -344,11 +389,9 @@ def _host_fault(question: Question, costs: EstimatedCosts) -> str:
 
 def host_bytes_per_node(question: Question, costs: EstimatedCosts) -> int:
     """Host bytes of the fullest node; consecutive ranks share a node."""
-    host, topology = [int(n) for n in costs.of_ranks(costs.states.host)], costs.weight_topology
-    per_stage = topology.tp * topology.dp
-    ranks = [host[rank // per_stage] for rank in range(topology.world_size)]
-    size = question.cluster.gpus_per_node
-    return max(sum(ranks[start : start + size]) for start in range(0, len(ranks), size))
+    topology = costs.weight_topology
+    ranks = np.repeat(costs.of_ranks(costs.states.host), topology.tp * topology.dp)
+    return int(ranks.reshape(-1, question.cluster.gpus_per_node).sum(axis=1).max())
 
 
 def _screen(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ZERO_STAGES
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
@@ -27,8 +28,10 @@ from dynapipe_ext.tools.estimate.options import (
     Question,
     RecomputeChoice,
     host_bytes_per_node,
+    placed_otherwise,
     screened,
     spreads,
+    train_fault,
 )
 
 # The rate at which a node's processors read and write states in an update, about that of CPU-Adam (Ren et al. 2021,
@@ -117,6 +120,10 @@ COARSE_EFFORT = 100
 AS_FAST = 0.95  # of the fastest rate: an estimate cannot distinguish such options, so the simplest comes first
 _WORTH = 0.97  # a batch is large enough if it has this share of the rate of a batch twice as large
 _FINALISTS = 4
+_PROMISING = 4  # strategies of one stage a rank that are also tried with several
+_HOPE = 1.15  # an option is not planned where it would have to be so many times as fast as expected
+_OTHERS = 4  # of the planned options, one in so many may be what `dynapipe train` does not run
+_MOST_REPLICAS = 32  # that are planned of a step; of equal samples one tells of all
 
 Advance = Callable[[int], None]
 
@@ -177,8 +184,8 @@ class Option:
 class Estimate:
     """The answer: ranked options, what was dropped and why, and figures that no choice changes.
 
-    Options are in order of rate. But the simplest one within 5 % of the fastest comes first, and options that need more
-    memory than hosts usually have come last.
+    Options that `dynapipe train` runs come before others, and those that need more memory than hosts usually have come
+    last; alike ones are in order of rate. But the simplest one within 5 % of the fastest comes first.
     """
 
     question: Question
@@ -205,18 +212,13 @@ def estimate(question: Question, search: Search, advance: Advance | None = None)
             " --tokens-per-batch"
         )
     dropped = Dropped()
-    candidates = [
-        candidate
-        for strategy in spreads(question, dropped)
-        for candidate in screened(question, strategy, _fixed_s(question, strategy), dropped)
-    ]
+    candidates = _candidates(question, spreads(question, dropped), dropped)
+    if question.limits.placement == "auto":
+        candidates += _candidates(question, _placed_otherwise(question, most, candidates, dropped), dropped)
     sized = [(candidate, batch_tokens(question, search, candidate)) for candidate in candidates]
-    unusual = {
-        id(candidate): host_bytes_per_node(question, candidate.costs) > question.cluster.usual_host_bytes
-        for candidate in candidates
-    }
-    sized.sort(key=lambda pair: (unusual[id(pair[0])], pair[0].step_s(pair[1]) / pair[1], _simplicity(pair[0])))
-    chosen = _chosen(sized, search.most_plans)
+    order = {id(candidate): _class(question, candidate) for candidate in candidates}
+    sized.sort(key=lambda pair: (order[id(pair[0])], pair[0].step_s(pair[1]) / pair[1], _simplicity(pair[0])))
+    chosen = _chosen(question, sized, search.most_plans)
     if len(sized) > len(chosen):
         dropped.counts[f"screened out: expected to be slower than the {len(chosen)} that were planned"] = len(
             sized
@@ -233,6 +235,35 @@ def estimate(question: Question, search: Search, advance: Advance | None = None)
     )
 
 
+def _candidates(question: Question, strategies: Iterable[Strategy], dropped: Dropped) -> list[Candidate]:
+    return [
+        candidate
+        for strategy in strategies
+        for candidate in screened(question, strategy, _fixed_s(question, strategy), dropped)
+    ]
+
+
+def _placed_otherwise(
+    question: Question, tokens: int, candidates: Sequence[Candidate], dropped: Dropped
+) -> Iterator[Strategy]:
+    """The most promising pipelines with several stages a rank, by what a step of so many tokens takes where filling the
+    pipeline costs nothing."""
+    hoped_s: dict[Strategy, float] = {}
+    for candidate in candidates:
+        s = candidate.strategy
+        if s.topology.pp > 1 and not train_fault(question, s):
+            work_s = candidate.step_s(tokens) - candidate.fill_s
+            hoped_s[s] = min(hoped_s.get(s, math.inf), work_s)
+    for strategy in sorted(hoped_s, key=lambda s: hoped_s[s])[:_PROMISING]:
+        yield from placed_otherwise(question, strategy, dropped)
+
+
+def _class(question: Question, candidate: Candidate) -> tuple[bool, bool]:
+    """Whether `dynapipe train` does not run it, and whether it needs more memory than hosts usually have."""
+    is_unusual = host_bytes_per_node(question, candidate.costs) > question.cluster.usual_host_bytes
+    return bool(train_fault(question, candidate.strategy)), is_unusual
+
+
 def _planned_options(
     question: Question,
     search: Search,
@@ -241,45 +272,51 @@ def _planned_options(
     advance: Advance | None,
 ) -> list[Option]:
     """The chosen candidates, planned and ranked: all with little effort, the best again with full effort."""
-    options = []
+    options: list[Option] = []
+    best_s: dict[tuple[bool, bool], float] = {}  # of a token, of each class
     for candidate, tokens in chosen:
-        try:
-            options.append(_grown(question, search, planned(question, candidate, tokens, COARSE_EFFORT)))
-        except PlanError:
-            dropped.add("no plan of a whole batch fits")
+        kind = _class(question, candidate)
+        if candidate.step_s(tokens) / tokens > _HOPE * best_s.get(kind, math.inf):
+            dropped.add("screened out: expected to be slower than others that were planned")
+        else:
+            try:
+                option = planned(question, candidate, tokens, COARSE_EFFORT)
+                if 1 / option.tokens_per_s <= _HOPE * best_s.get(kind, math.inf):
+                    option = _grown(question, search, option)
+                options.append(option)
+                best_s[kind] = min(best_s.get(kind, math.inf), 1 / option.tokens_per_s)
+            except PlanError:
+                dropped.add("no plan of a whole batch fits")
         if advance:
             advance(1)
-    usual = question.cluster.usual_host_bytes
-    options = _simplest_first(_distinct(options, dropped), usual)
+    options = _simplest_first(question, _distinct(options, dropped))
     finalists = [_final(question, search, option) for option in options[:_FINALISTS]]
-    options = _simplest_first([*finalists, *options[_FINALISTS:]], usual)
+    options = _simplest_first(question, [*finalists, *options[_FINALISTS:]])
     if options and not options[0].batch_curve:  # it moved to the front after the others were planned again
-        options = _simplest_first([_final(question, search, options[0]), *options[1:]], usual)
+        options = _simplest_first(question, [_final(question, search, options[0]), *options[1:]])
     return options
 
 
-def _chosen(sized: Sequence[tuple[Candidate, int]], most: int) -> list[tuple[Candidate, int]]:
-    """The best candidate of every topology, with and without offload, then others; `sized` has the fastest first."""
+def _chosen(question: Question, sized: Sequence[tuple[Candidate, int]], most: int) -> list[tuple[Candidate, int]]:
+    """The best candidate of every topology, with and without offload, then others; `sized` has the fastest of each
+    class first. One in `_OTHERS` may be what `dynapipe train` does not run, and as many as have room."""
     seen: Counter[object] = Counter()
-    turns = []
+    turns: dict[bool, list[tuple[bool, int]]] = {False: [], True: []}  # by whether it is not run
     for place, (candidate, _) in enumerate(sized):
         s = candidate.strategy
         key = s.topology, s.cp, s.offload == "none"
-        turns.append((seen[key] > 0, place))
+        turns[bool(train_fault(question, s))].append((seen[key] > 0, place))
         seen[key] += 1
-    return [sized[place] for _, place in sorted(sorted(turns)[:most], key=lambda turn: turn[1])]
+    run, others = (sorted(turns[is_other]) for is_other in (False, True))
+    num_others = min(len(others), max(most // _OTHERS, most - len(run)))
+    return [sized[place] for _, place in sorted(run[: most - num_others] + others[:num_others], key=lambda t: t[1])]
 
 
-def _simplest_first(options: Sequence[Option], usual_host_bytes: float) -> list[Option]:
-    """Options in order of rate, with the simplest of the fastest ones first, and last those that need more memory than
-    hosts usually have.
-    """
-
-    def is_unusual(option: Option) -> bool:
-        return option.host_bytes_per_node > usual_host_bytes
-
-    ranked = sorted(options, key=lambda o: (is_unusual(o), -o.tokens_per_s, _simplicity(o.candidate)))
-    alike = [option for option in ranked if is_unusual(option) == is_unusual(ranked[0])]
+def _simplest_first(question: Question, options: Sequence[Option]) -> list[Option]:
+    """Options by class, then in order of rate, with the simplest of the fastest ones first."""
+    classes = {id(option): _class(question, option.candidate) for option in options}
+    ranked = sorted(options, key=lambda o: (classes[id(o)], -o.tokens_per_s, _simplicity(o.candidate)))
+    alike = [option for option in ranked if classes[id(option)] == classes[id(ranked[0])]]
     as_fast = [option for option in alike if option.tokens_per_s >= AS_FAST * alike[0].tokens_per_s]
     as_fast.sort(key=lambda option: _simplicity(option.candidate))
     return [*as_fast[:1], *(option for option in ranked if option is not as_fast[0])]
@@ -363,37 +400,51 @@ def batch_tokens(question: Question, search: Search, candidate: Candidate) -> in
 
 
 def planned(question: Question, candidate: Candidate, tokens: int, effort: int, num_batches: int = 1) -> Option:
-    """The option with planned global batches of so many tokens. Errors: PlanError where one does not fit."""
+    """The option with planned global batches of so many tokens. Of many replicas some are planned, with samples as long
+    and as short as those of all (`_of_replicas`). Errors: PlanError where one does not fit."""
     costs, rules = candidate.costs, replace(candidate.rules(question.limits.pieces), effort=effort)
-    planner = Planner(costs.topology, costs, question.cluster.limit_bytes, question.seed, **rules.as_keywords())
+    most = 1 if question.data.is_uniform else _MOST_REPLICAS
+    replicas = max(n for n in range(1, most + 1) if not costs.topology.dp % n)
+    topology = replace(costs.topology, dp=replicas)
+    planner = Planner(topology, costs, question.cluster.limit_bytes, question.seed, **rules.as_keywords())
+    batches = [question.data.batch(tokens, question.seed, index) for index in range(num_batches)]
     plans = [
-        planner.plan(question.data.batch(tokens, question.seed, index), step=index) for index in range(num_batches)
+        planner.plan(_of_replicas(batch, costs.topology.dp // replicas), step=index)
+        for index, batch in enumerate(batches)
     ]
     fullest = max(plans, key=lambda plan: plan.peak_bytes)
     micro_batches = [m for plan in plans for m in plan.batch.micro_batches]
     counts = [len(replica.micro_batches) for plan in plans for replica in plan.batch.replicas]
-    real = float(np.mean([plan.batch.real_tokens for plan in plans]))
+    real = float(np.mean([sum(sample.tokens for sample in batch) for batch in batches]))
+    planned_tokens = float(np.mean([plan.batch.real_tokens for plan in plans]))
     reserved = round(question.cluster.reserved_gb * 1e9)
     time = step_time(question, costs, float(np.mean([plan.makespan_s for plan in plans])))
     return Option(
         candidate=candidate,
         tokens_per_batch=tokens,
         real_tokens=real,
-        num_samples=float(np.mean([plan.batch.num_samples for plan in plans])),
+        num_samples=float(np.mean([len(batch) for batch in batches])),
         num_micro_batches=(min(counts), max(counts)),
         largest=max(micro_batches, key=lambda m: m.padded_tokens),
         recomputes=Counter(m.recompute for m in micro_batches),
-        padding_efficiency=real / float(np.mean([plan.batch.padded_tokens for plan in plans])),
+        padding_efficiency=planned_tokens / float(np.mean([plan.batch.padded_tokens for plan in plans])),
         bubble_ratio=float(np.mean([plan.bubble_ratio for plan in plans])),
         lower_bound_s=float(np.mean([plan.lower_bound_s for plan in plans])),
         time=time,
         mfu=float(np.mean([model_flops(plan, costs) for plan in plans]))
+        * (real / planned_tokens)
         / (time.total_s * question.cluster.world_size * question.cluster.device.peak_flops_per_s[question.precision]),
         memory=planned_memory(fullest, costs, reserved),
         evaluation=evaluation(fullest, costs, reserved),
         host_bytes_per_node=host_bytes_per_node(question, costs),
         effort=effort,
     )
+
+
+def _of_replicas(batch: Sequence[SampleLength], share: int) -> list[SampleLength]:
+    """One in `share` samples of a batch, from the longest on, so that as many are as long as in all of it."""
+    by_tokens = sorted(batch, key=lambda sample: (-sample.tokens, sample.index))
+    return [replace(sample, index=place) for place, sample in enumerate(by_tokens[::share])]
 
 
 def _fixed_s(question: Question, strategy: Strategy) -> float:
