@@ -21,7 +21,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan, RankPrograms, lowe
 from dynapipe_ext.executor.proof import verify_step, with_collectives
 from dynapipe_ext.schedules.step_plan import StepPlan
 
-Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
+Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [replica][pp_rank]
 
 PROVEN_RULE = "steps end under NCCL's rules, even where a rank runs its transfers and collectives one at a time"
 _MOST_PLANS = 6  # of a step: less room makes fewer micro-batches wait; so a few rounds settle it
@@ -71,12 +71,16 @@ class StepPlanner(Protocol):
 class ProvenStep:
     """A step and the proven instructions of all its ranks; what the latter promise counts buffers in flight as well.
 
-    `in_flight_bytes` [dp_rank][pp_rank] are the most bytes of such buffers that a rank holds at once.
+    `in_flight_bytes` [replica][pp_rank] are the most bytes of such buffers that a rank holds at once.
     """
 
     step_plan: StepPlan
     plans: Plans
     in_flight_bytes: tuple[tuple[int, ...], ...]
+
+    def plan_of(self, dp_rank: int, pp_rank: int) -> ExecutionPlan:
+        """The plan of a rank: that of the block of its data parallel rank."""
+        return self.plans[dp_rank // self.step_plan.width][pp_rank]
 
     @property
     def peak_bytes(self) -> int:

@@ -280,7 +280,7 @@ class Planner(PlanRules):
         if not samples:
             raise PlanError(f"step {step} has 0 samples but a plan needs at least 1: leave the step out")
         if self.equal_counts:
-            check_enough(len(samples), self.topology.dp)
+            check_enough(len(samples), self.topology.num_replicas)
         plan = (
             self._best_leaving(reserve_bytes, samples, step, unreserved) if reserve_bytes else self._best(samples, step)
         )
@@ -369,7 +369,7 @@ class Planner(PlanRules):
         """Sizes of pieces to try; none where samples stay whole."""
         if self.pieces == "off":
             return ()
-        return piece_sizes(self.pieces, max(s.encoder for s in samples), self.max_tokens)
+        return piece_sizes(self.pieces, max(s.encoder for s in samples), self._rules.max_tokens)
 
     def _best_in_pieces(self, samples: list[SampleLength], step: int, choices: PieceChoices) -> StepPlan:
         """The best plan with long samples in pieces.
@@ -430,9 +430,19 @@ class Planner(PlanRules):
 
     def _least_whole_ns(self, samples: Sequence[SampleLength]) -> int:
         """No plan of these samples whole ends earlier; 0 where no such bound is known."""
-        ranks, dp, limit = self.topology.stage_ranks, self.topology.dp, int(self.memory_limit_bytes)
+        ranks, dp, limit = self.topology.stage_ranks, self.topology.num_replicas, int(self.memory_limit_bytes)
         options = {"split": self.split_backward, "packed": True}
         return batch_floor_ns(self.costs, samples, ranks, dp=dp, memory_limit_bytes=limit, **options) or 0
+
+    @property
+    def _rules(self) -> PlanRules:
+        """The rules for whole rows, of which each rank of a block has a slice: `pad_multiple` and `max_tokens` are of a
+        slice's positions."""
+        width = self.topology.width
+        if width == 1:
+            return self
+        of_rows = {"pad_multiple": width * self.pad_multiple, "max_tokens": width * self.max_tokens}
+        return PlanRules(**{**self.as_keywords(), **of_rows})
 
     @property
     def _proposals(self) -> Proposals:
@@ -440,7 +450,7 @@ class Planner(PlanRules):
             topology=self.topology,
             costs=self.costs,
             limit_bytes=int(self.memory_limit_bytes),
-            rules=self,
+            rules=self._rules,
             kinds=self._recomputes,
             forward_only=self.forward_only,
             cores_are_shared=self.shared_cores is not None,
@@ -469,7 +479,7 @@ class Planner(PlanRules):
 
     def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, in another order.
-        effort = self.effort // (_PLACES * self.topology.dp)
+        effort = self.effort // (_PLACES * self.topology.num_replicas)
         return forwards_in_order(replicas, self.costs, self.topology.stage_ranks, effort=effort)
 
     def _best_published(self, splits: Sequence[Replicas], step: int) -> StepPlan:
@@ -503,7 +513,9 @@ class Planner(PlanRules):
         limit, cores = int(self.memory_limit_bytes), self.shared_cores
         predictions = predicted(replicas, schedules, priced, cores=cores, memory_limit_bytes=limit, like=like)
         plans = tuple(ReplicaPlan(d, tuple(micro_batches)) for d, micro_batches in enumerate(replicas))
-        batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=self.loss_norm, seed=self.seed)
+        batch = GlobalBatchPlan(
+            step=step, replicas=plans, loss_norm=self.loss_norm, seed=self.seed, width=self.topology.width
+        )
         return StepPlan(batch, schedules, predictions, priced, cores)
 
     def to_json(self) -> dict[str, Any]:
@@ -513,7 +525,7 @@ class Planner(PlanRules):
             "memory_limit_bytes": self.memory_limit_bytes,
             "seed": self.seed,
             "num_cores": self.num_cores,
-            "topology": asdict(self.topology),
+            "topology": self.topology.to_json(),
             "costs": cost_model_to_json(self.costs),
             "format": None if self.format is None else asdict(self.format),
             "collectives": None if self.collectives is None else self.collectives.to_json(),

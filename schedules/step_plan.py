@@ -39,7 +39,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a Planner returns for one global batch; entry d of each tuple belongs to data-parallel rank d.
+    """What a Planner returns for one global batch; entry d of each tuple belongs to replica d.
 
     `costs`: of the replica's micro-batches, evaluated once for all that judge, lower or show the plan.
     `predictions`: of the schedule alone. Buffers in flight are not in them: they come with its instructions.
@@ -64,6 +64,11 @@ class StepPlan:
     def forward_only(self) -> bool:
         """Whether the step is one of forwards alone, on all replicas."""
         return self.schedules[0].forward_only
+
+    @property
+    def width(self) -> int:
+        """Data parallel ranks of each replica."""
+        return self.batch.width
 
     @property
     def traces(self) -> tuple[Trace, ...]:

@@ -171,7 +171,7 @@ class TokenCosts:
 
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(topology).items()}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in topology.to_json().items()}
 
 
 def topology_from_json(raw: Mapping[str, Any]) -> Topology:
@@ -181,4 +181,5 @@ def topology_from_json(raw: Mapping[str, Any]) -> Topology:
         dp=raw["dp"],
         layers_per_stage=tuple(raw["layers_per_stage"]),
         placement=tuple(raw["placement"]),
+        width=raw.get("width", 1),
     )
