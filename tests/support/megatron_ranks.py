@@ -115,6 +115,7 @@ class Case:
     is_joined: bool = False  # the schedule's I and W run as B
     deal: tuple[tuple[int, ...], ...] = ()  # the micro-batches that each replica runs, in this order
     is_deterministic: bool = False
+    dtype: str = "float32"
 
     def __str__(self) -> str:
         t, m = self.topology, self.model
@@ -172,7 +173,7 @@ def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
     config = transformer_config(
         case.model.shape,
         topology,
-        dtype="float32",
+        dtype=case.dtype,
         sequence_parallel=case.sequence_parallel,
         dropout=case.dropout,
         deterministic=case.is_deterministic,

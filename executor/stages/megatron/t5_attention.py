@@ -10,7 +10,7 @@ from megatron.core.models.common.embeddings.relative_pos_embedding import Relati
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dynapipe_ext.executor.stages.megatron.layers import CoreAttention
+from dynapipe_ext.executor.stages.megatron.core_attention import CoreAttention
 
 
 class RelativePositions(RelativePositionEmbedding):  # type: ignore[misc] # megatron has no types
