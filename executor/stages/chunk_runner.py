@@ -367,6 +367,12 @@ class ChunkRunner:
         if not plan.forward_only:
             self._gradients.begin(plan)
 
+    @contextmanager
+    def _named(self, action: str) -> Iterator[None]:
+        """Within: what collectives raise says in which action."""
+        with named_collectives(action), self.joined_now.acting(action) if self.joined_now else nullcontext():
+            yield
+
     def _ranks_of(self, plan: ExecutionPlan) -> JoinedRanks | None:
         if plan.width == 1:
             return None
@@ -405,7 +411,7 @@ class ChunkRunner:
         stored = StoredBytes(self._weights, carried.storages if carried else set())
         with (
             carried.forward(stage, micro_batch) if carried else nullcontext() as piece,
-            named_collectives(f"step {plan.step}, {stage}F{micro_batch}"),
+            self._named(f"step {plan.step}, {stage}F{micro_batch}"),
             torch.set_grad_enabled(learns and not comes_again),
             stored.counting() if self.measure_bytes else nullcontext(),
         ):
@@ -471,7 +477,7 @@ class ChunkRunner:
         plan = self._plan
         with (
             self._carried.backward(stage, micro_batch) if self._carried else nullcontext() as piece,
-            named_collectives(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
+            self._named(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
         ):
             live = self._live.pop((stage, micro_batch))
             outputs = live.outputs if isinstance(live.outputs, tuple) else live.outputs(piece)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +26,6 @@ def at_once(_what: str, _group: Any, run: Callable[[], None]) -> None:
     run()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class JoinedRanks:
     """The `width` ranks of one replica that hold the same stages and the same part of their weights.
 
@@ -34,16 +33,37 @@ class JoinedRanks:
     input gradients, in the order of these. `in_turn` says when one may begin.
     """
 
-    group: Any
-    width: int
-    number: int
-    in_turn: InTurn = at_once
+    def __init__(self, group: Any, width: int, number: int, *, in_turn: InTurn = at_once) -> None:
+        self.group, self.width, self.number, self._in_turn = group, width, number, in_turn
+        self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        self._action = "their first meeting"
+
+    @contextmanager
+    def acting(self, action: str) -> Iterator[None]:
+        """Within: collectives are of this action of a step, which errors name."""
+        before, self._action = self._action, action
+        try:
+            yield
+        finally:
+            self._action = before
 
     def span(self, num_positions: int) -> range:
         """This rank's positions of a row of so many, a multiple of `width`."""
         length, rest = divmod(num_positions, self.width)
         assert not rest, f"rows of {num_positions} positions for {self.width} ranks: plans pad to a multiple"
         return range(self.number * length, (self.number + 1) * length)
+
+    def parts_of(self, document_lengths: Sequence[int], *, num_rows: int) -> list[int]:
+        """How many positions of each document are this rank's, of documents end to end in rows of equal length."""
+        row_len, rest = divmod(sum(document_lengths), num_rows)
+        assert not rest
+        own, parts, begin = self.span(row_len), [], 0
+        for length in document_lengths:
+            row, first = divmod(begin, row_len)
+            assert first + length <= row_len, f"document at {begin} of {length} crosses row {row}"
+            parts.append(max(0, min(first + length, own.stop) - max(first, own.start)))
+            begin += length
+        return parts
 
     def slice_of(self, batch: Batch) -> dict[str, Any]:
         """A collated batch with this rank's positions; what describes whole rows stays."""
@@ -57,7 +77,7 @@ class JoinedRanks:
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """The first `sent[0]` rows to the first rank, and so on; what comes from each, `received[i]` rows, in order.
 
-        Gradients go back as they came. Errors: ExecutionError naming the ranks, where one of them is late or gone.
+        Gradients go back as they came. Errors: as `run`.
         """
         exchanged: torch.Tensor = _Exchanged.apply(rows, self, tuple(sent), tuple(received))  # type: ignore[no-untyped-call]
         return exchanged
@@ -68,10 +88,10 @@ class JoinedRanks:
         return total
 
     def run(self, what: str, collective: Callable[[], None]) -> None:
-        others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != dist.get_rank()]
-        who = f"slice {self.number} of {self.width} waited for {_ranks(others)} in the {what}"
-        with named_collectives(who):
-            self.in_turn(what, self.group, collective)
+        """Errors: ExecutionError naming the action and the ranks, where one of them is late or gone."""
+        named = f"{what} ({self._action})"
+        with named_collectives(f"slice {self.number} of {self.width} waited for {_ranks(self._others)} in the {named}"):
+            self._in_turn(named, self.group, collective)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -131,18 +151,25 @@ ALONE: Joined = MappingProxyType({})
 
 
 def join_ranks(
-    topology: Topology, rank: int, widths: Iterable[int], device: torch.device, *, timeout_s: float
+    topology: Topology,
+    rank: int,
+    widths: Iterable[int],
+    device: torch.device,
+    *,
+    timeout_s: float,
+    in_turn: InTurn = at_once,
 ) -> dict[int, JoinedRanks]:
     """This rank's block of every width above 1, connected. Every rank of the job must call this at the same point.
 
     One communicator for each width. All are warmed up here, one after the other, so that none is made while another
-    one works.
+    one works. `in_turn` as a StrictTransport has it.
     """
     me = topology.coordinates(rank)
     joined = {}
     for width in sorted({width for width in widths if width > 1}):
         block = partial(_place_in_block, width)
-        own = JoinedRanks(make_group(topology, rank, block, timeout_s=timeout_s), width, me.dp_rank % width)
+        group = make_group(topology, rank, block, timeout_s=timeout_s)
+        own = JoinedRanks(group, width, me.dp_rank % width, in_turn=in_turn)
         own.exchange(torch.ones(width, device=device), [1] * width, [1] * width)
         joined[width] = own
     return joined
