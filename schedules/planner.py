@@ -194,6 +194,8 @@ class Planner(PlanRules):
                 f"the cost model has {self.costs.num_stages} stages but the topology has {self.topology.num_stages}:"
                 " make both from the same topology"
             )
+        if self.costs.facts.width != self.topology.width:
+            object.__setattr__(self, "costs", self.costs.at_width(self.topology.width))
         check_bounds(self)
         check_rules(self)
         check_collectives(self.collectives, self.costs)

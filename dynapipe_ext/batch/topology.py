@@ -125,9 +125,9 @@ def refuse_half_layers(layers_per_stage: Sequence[float], who: str) -> tuple[int
 class Topology:
     """Degrees of parallelism, the stages and their placement on pipeline ranks.
 
-    Ranks are laid out in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent ranks. `width` data parallel
-    ranks, a power of two of neighbours, are one block: they run one program on the same micro-batches, each on its
-    slice of every row's positions. So `dp` ranks make `num_replicas` replicas; the width of a step may be another one.
+    Ranks are laid out in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent ranks. `width` neighbours
+    among data parallel ranks, a power of two, are one block: they run one program on the same micro-batches, each on
+    its slice of every row's positions. So `dp` ranks make `num_replicas` replicas. A step's width may be another one.
     `layers_per_stage` may be uneven, and half layers: 8.5 ends or begins between attention and MLP. Whole numbers are
     int, others float. `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank s).
 
@@ -152,7 +152,7 @@ class Topology:
         if self.width not in widths_of(self.dp):
             fitting = ", ".join(map(str, widths_of(self.dp)))
             raise ConfigError(
-                f"width {self.width} joins data parallel ranks of dp {self.dp} but must be a power of two that divides it:"
+                f"width {self.width} joins data parallel ranks but must be a power of two that divides dp {self.dp}:"
                 f" give one of {fitting}"
             )
         if self.placement and set(self.placement) != set(range(self.pp)):
@@ -365,8 +365,9 @@ class ActivationFormat:
     """How hidden states of a micro-batch cross stage boundaries.
 
     order "sbh" is Megatron's (sequence, rows, hidden), "bsh" that of plain torch models. Each rank holds 1 /
-    `sequence_shards` of the sequence: of tensor parallel ranks under sequence parallelism, of those of a block. An encoder-decoder's stages from
-    `first_decoder_stage` on send the encoder's hidden states and the decoder's; those before it the encoder's alone.
+    `sequence_shards` of the sequence: tensor parallel ranks under sequence parallelism, and the ranks of a block. An
+    encoder-decoder's stages from `first_decoder_stage` on send the encoder's hidden states and the decoder's; those
+    before it the encoder's alone.
     """
 
     hidden_size: int
