@@ -11,13 +11,16 @@ Shapes: P positions of this rank of T; N queries that it attends with; B rows; H
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
 from math import gcd
+from typing import Any
 
 import torch
 
+from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.joined_ranks import JoinedRanks
 
 
@@ -144,6 +147,98 @@ class SpreadRows:
         taken = self._joined.exchange(torch.cat(flat, dim=1) if len(flat) > 1 else flat[0], sent, received)
         parts = taken.split([x.shape[1] for x in flat], dim=1)
         return [part.unflatten(1, x.shape[2:]) for part, x in zip(parts, by_rank, strict=True)]
+
+
+# Of documents, each with its queries, which are the last of its keys, (positions, H, D): (all queries, H, D).
+AttentionOfDocuments = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
+
+
+def attend_spans(
+    q_NBHD: torch.Tensor,
+    k_TBHD: torch.Tensor,
+    v_TBHD: torch.Tensor,
+    spans: Sequence[QuerySpan],
+    attention: AttentionOfDocuments,
+) -> torch.Tensor:
+    """Of some queries alone, in the order of their spans, with the keys of whole rows: (N, B, H, D)."""
+    if not spans:  # no queries, but still a part of the ranks' exchanges, in backwards too
+        return q_NBHD[..., : v_TBHD.shape[-1]] + 0.0 * (k_TBHD.sum() + v_TBHD.sum())
+    queries = q_NBHD.split([span.end - span.begin for span in spans])
+    keys, values = ([x[span.first : span.end] for span in spans] for x in (k_TBHD, v_TBHD))
+    of_rows = [attention(*([x[:, b] for x in of] for of in (queries, keys, values))) for b in range(q_NBHD.shape[1])]
+    return torch.stack(of_rows, dim=1)
+
+
+def attend_piece_and_spans(
+    q_NBHD: torch.Tensor,
+    k_TBHD: torch.Tensor,
+    v_TBHD: torch.Tensor,
+    spans: Sequence[QuerySpan],
+    attention: AttentionOfDocuments,
+    *,
+    piece: CarriedPiece,
+    layer: object,
+    recompute: bool,
+) -> torch.Tensor:
+    """The same of rows whose first document is a piece of a cut sample, which attends to the earlier ones, too."""
+    length = piece.length
+    own = [span for span in spans if span.end <= length]
+    others = [QuerySpan(span.first - length, span.begin - length, span.end - length) for span in spans[len(own) :]]
+    num_own = sum(span.end - span.begin for span in own)
+    from_start = [QuerySpan(0, piece.start + span.begin, piece.start + span.end) for span in own]
+    out_NBHD = piece.attend(
+        layer,
+        q_NBHD[:num_own].contiguous(),
+        k_TBHD[:length],
+        v_TBHD[:length],
+        partial(attend_spans, spans=from_start, attention=attention),
+        recompute=recompute,
+    )
+    if not others:
+        return out_NBHD
+    # Copies, so that the piece's keys and values, which are in the buffers of its sample, are not kept.
+    rest = q_NBHD[num_own:].contiguous(), k_TBHD[length:].clone(), v_TBHD[length:].clone()
+    return torch.cat([out_NBHD, attend_spans(*rest, others, attention)])
+
+
+class RowsOverRanks:
+    """What `dynapipe_documents`, an attention of transformers, is told of joined ranks: how to attend over rows of
+    which this rank has a slice."""
+
+    def __init__(self, joined: JoinedRanks) -> None:
+        self._joined = joined
+
+    def attend(
+        self,
+        layer: object,
+        tensors: Sequence[torch.Tensor],
+        document_lengths: Sequence[int],
+        attention: AttentionOfDocuments,
+        *,
+        carried: Any = None,
+        recompute: bool = False,
+    ) -> torch.Tensor:
+        """(P, B, H, D) of queries, keys and values (P, B, heads, D); `document_lengths` are those of each row."""
+        rows = SpreadRows(self._joined, tensors[0].shape[2], document_lengths)
+        q_NBHD, k_TBHD, v_TBHD = rows.attended(*tensors)
+        spans = rows.spans if rows.spans is not None else _whole_documents(document_lengths)
+        if carried is None:
+            return rows.returned(attend_spans(q_NBHD, k_TBHD, v_TBHD, spans, attention))
+        return rows.returned(
+            attend_piece_and_spans(
+                q_NBHD, k_TBHD, v_TBHD, spans, attention, piece=carried, layer=layer, recompute=recompute
+            )
+        )
+
+    @property
+    def width(self) -> int:
+        return self._joined.width
+
+
+def _whole_documents(lengths: Sequence[int]) -> list[QuerySpan]:
+    return [
+        QuerySpan(end - length, end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)
+    ]
 
 
 def heads_of(joined: JoinedRanks, of_heads: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,13 @@ from dynapipe_ext.batch.packed_attention import (
 )
 from dynapipe_ext.executor.stages.carried_keys import AttentionKernel, CarriedPiece
 from dynapipe_ext.executor.stages.joined_ranks import JoinedRanks
-from dynapipe_ext.executor.stages.spread_attention import QuerySpan, SpreadRows, heads_of
+from dynapipe_ext.executor.stages.spread_attention import (
+    QuerySpan,
+    SpreadRows,
+    attend_piece_and_spans,
+    attend_spans,
+    heads_of,
+)
 
 
 def _document_lengths(packed: Any) -> Sequence[int]:
@@ -120,44 +126,22 @@ class DocumentAttention(torch.nn.Module):
         """Of some queries alone, in their order, with the keys of whole rows: (N, B, heads, D)."""
         row: CarriedRow | None = getattr(packed, "carried", None)
         if row is None:
-            return self._each_span(q_NBHD, k_TBHD, v_TBHD, spans)
-        piece, length = row.piece, row.piece.length
-        own = [span for span in spans if span.end <= length]
-        others = spans[len(own) :]
-        num_own = sum(span.end - span.begin for span in own)
-        from_start = [QuerySpan(0, piece.start + span.begin, piece.start + span.end) for span in own]
+            return attend_spans(q_NBHD, k_TBHD, v_TBHD, spans, self._documents)
         recompute = kernel_for(q_NBHD, self._rule) is None and not self._dropout
-        out_NBHD = piece.attend(
-            self,
-            q_NBHD[:num_own].contiguous(),
-            k_TBHD[:length],
-            v_TBHD[:length],
-            partial(self._each_span, spans=from_start),
-            recompute=recompute,
+        return attend_piece_and_spans(
+            q_NBHD, k_TBHD, v_TBHD, spans, self._documents, piece=row.piece, layer=self, recompute=recompute
         )
-        if not others:
-            return out_NBHD
-        # Copies, so that the piece's keys and values, which are in the buffers of its sample, are not kept.
-        behind = [QuerySpan(span.first - length, span.begin - length, span.end - length) for span in others]
-        keys = k_TBHD[length:].clone(), v_TBHD[length:].clone()
-        return torch.cat([out_NBHD, self._each_span(q_NBHD[num_own:].contiguous(), *keys, behind)])
 
-    def _each_span(
-        self, q_NBHD: torch.Tensor, k_TBHD: torch.Tensor, v_TBHD: torch.Tensor, spans: Sequence[QuerySpan]
+    def _documents(
+        self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        if not spans:  # without queries, but still a part of the ranks' exchanges, in backwards too
-            return q_NBHD[..., : v_TBHD.shape[-1]] + 0.0 * (k_TBHD.sum() + v_TBHD.sum())
-        counts = [span.end - span.begin for span in spans]
-        k_spans, v_spans = ([x[span.first : span.end] for span in spans] for x in (k_TBHD, v_TBHD))
-        if q_NBHD.shape[1] == 1 and (kernel := kernel_for(q_NBHD, self._rule)) is not None:
-            q_NHD, k_THD, v_THD = (x.squeeze(1) for x in (q_NBHD, torch.cat(k_spans), torch.cat(v_spans)))
-            borders, keys = (Borders.of(own, q_NHD.device) for own in (counts, list(map(len, k_spans))))
-            return self._by_kernel(q_NHD, k_THD, v_THD, kernel=kernel, borders=borders, keys=keys).unsqueeze(1)
-        outputs = []
-        for tensors in zip(q_NBHD.split(counts), k_spans, v_spans, strict=True):
-            q_BHSD, k_BHTD, v_BHTD = (x.permute(1, 2, 0, 3) for x in tensors)
-            outputs.append(self._sdpa(q_BHSD, k_BHTD, v_BHTD).permute(2, 0, 1, 3))
-        return torch.cat(outputs)
+        """Of documents, each with its queries, which are the last of its keys."""
+        kernel = kernel_for(queries[0], self._rule)
+        if kernel is None:
+            return torch.cat([self._document(*document) for document in zip(queries, keys, values, strict=True)])
+        q_borders, k_borders = (Borders.of([len(x) for x in of], queries[0].device) for of in (queries, keys))
+        tensors = [torch.cat(list(of)) for of in (queries, keys, values)]
+        return self._by_kernel(*tensors, kernel=kernel, borders=q_borders, keys=k_borders)
 
     def _whole_rows(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: Any
