@@ -40,7 +40,7 @@ from dynapipe_ext.schedules.planner_checks import (
     check_collectives,
     check_priced_pieces,
     check_widths,
-    name_of,
+    class_of_costs,
 )
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
@@ -55,7 +55,7 @@ from dynapipe_ext.schedules.step_plan import (
     shared_by_twins,
 )
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
-from dynapipe_ext.schedules.trials import StepTrial, fastest, whole_or_pieces
+from dynapipe_ext.schedules.trials import StepTrial, soonest, whole_or_pieces
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
 from dynapipe_ext.splits.padded import bottleneck
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
@@ -224,7 +224,7 @@ class Planner(PlanRules):
         if self.topology.dp == 1:
             return ReplicaCollectives()  # of a group of one, whatever they are
         raise ConfigError(
-            f"{name_of(self.costs)} do not say what dp {self.topology.dp} replicas issue together, and a plan"
+            f"{class_of_costs(self.costs)} do not say what dp {self.topology.dp} replicas issue together, and a plan"
             " cannot be proven without: pass collectives=ReplicaCollectives() (dynapipe_ext.batch.topology) where"
             " gradients are reduced once at the end of a step (DDP, ZeRO 0 or 1), else its of_zero(stage)"
         )
@@ -275,7 +275,7 @@ class Planner(PlanRules):
                 return self._bounded(self.at_width(before.width).plan(samples, **options), samples)
         room = _room(self.memory_limit_bytes, reserve_bytes)
         trials = [trial for one in self._by_width.values() for trial in one._trials(samples, step, room)]
-        best = fastest(trials)
+        best = soonest(trials)
         return self._bounded(self.at_width(best.width)._certified(best, samples), samples)
 
     def _trials(self, samples: list[SampleLength], step: int, room_bytes: int) -> Iterator[StepTrial]:

@@ -13,7 +13,7 @@ from dynapipe_ext.errors import ConfigError, short
 _MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
 
 
-def name_of(costs: CostModel) -> str:
+def class_of_costs(costs: CostModel) -> str:
     """Of the class that prices, without adjustments."""
     return type(costs.prices if isinstance(costs, UserCosts | AdjustedCosts) else costs).__name__
 
@@ -52,7 +52,7 @@ def check_priced_pieces(pieces: Pieces, costs: CostModel) -> None:
     """Refuse pieces of samples where the costs have no price for them. Errors: ConfigError."""
     if pieces != "off" and not costs.facts.prices_pieces:
         raise ConfigError(
-            f"pieces is {pieces!r} but these {name_of(costs)} have no price for pieces of long samples:"
+            f"pieces is {pieces!r} but these {class_of_costs(costs)} have no price for pieces of long samples:"
             " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts, without windows"
             " and experts of a capacity), or pieces off"
         )

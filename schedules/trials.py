@@ -62,7 +62,7 @@ class StepTrial:
         return self.hoped_ns * (1 - _MAY_BE_OFF) < makespan_ns
 
 
-def fastest(trials: Sequence[StepTrial]) -> StepPlan:
+def soonest(trials: Sequence[StepTrial]) -> StepPlan:
     """The plan that ends first, of equals that of the smaller width.
 
     The most promising one is made first, and each other one only if it may still be faster. Errors: PlanError where
