@@ -153,6 +153,7 @@ def prove(
             f"fill_waits moves weight gradients at run time, but each joins a {collectives.with_gradients[0]} over"
             " replicas (ZeRO stage 2 or 3), which needs one order on all: leave fill_waits out, or take ZeRO stage 1"
         )
+    collectives = collectives.at_width(step_plan.width)
     replicas_meet = any(collectives.of_micro_batches)  # then one's times order the transfers of all
     unchanged = {} if like is None or replicas_meet else _unchanged(step_plan, like)
     lowered = lower(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from dynapipe_ext.batch.micro_batches import (
     LAYER_RECOMPUTES,
     RECOMPUTES,
     GlobalBatchPlan,
     LengthArray,
-    Pieces,
+    MicroBatch,
     Recompute,
     ReplicaPlan,
     SampleLength,
@@ -30,23 +28,38 @@ from dynapipe_ext.batch.topology import (
     Topology,
     check_placed,
 )
-from dynapipe_ext.costs.adjustments import AdjustedCosts, ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts, as_cost_model
+from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, as_cost_model
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
 from dynapipe_ext.schedules.judge.simulate import SharedCores
+from dynapipe_ext.schedules.planner_checks import (
+    check_bounds,
+    check_collectives,
+    check_priced_pieces,
+    check_widths,
+    class_of_costs,
+)
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.step_plan import ReplicaCosts, StepPlan, certify, predicted, replica_costs, shared_by_twins
+from dynapipe_ext.schedules.step_plan import (
+    ReplicaCosts,
+    StepPlan,
+    certify,
+    least_ns,
+    predicted,
+    replica_costs,
+    shared_by_twins,
+)
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
+from dynapipe_ext.schedules.trials import StepTrial, soonest, whole_or_pieces
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
+from dynapipe_ext.splits.padded import bottleneck
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.splits.rules import check_enough
-
-_MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
 
 
 def check_forward_only(planner: Planner) -> None:
@@ -65,10 +78,6 @@ def check_forward_only(planner: Planner) -> None:
             )
 
 
-def _name_of(costs: CostModel) -> str:
-    return type(costs.prices if isinstance(costs, UserCosts | AdjustedCosts) else costs).__name__
-
-
 def check_types(planner: Planner) -> None:
     """Refuse what is not of the declared class. Errors: ConfigError naming field, value and class."""
     kinds: dict[str, tuple[type, ...]] = {
@@ -85,81 +94,19 @@ def check_types(planner: Planner) -> None:
         raise ConfigError(f"costs are {short(planner.costs)}, which price nothing: give a cost model (TokenCosts)")
 
 
-def check_bounds(planner: Planner) -> None:
-    """Refuse a memory limit, seed or number of cores that cannot be. Errors: ConfigError naming value and bound."""
-    limit = planner.memory_limit_bytes
-    if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= _MOST_BYTES:
-        raise ConfigError(
-            f"memory_limit_bytes is {short(limit)} but must be a number of 1 to 2^60: give the bytes of one rank's"
-            " device"
-        )
-    if type(planner.seed) is not int:
-        raise ConfigError(f"seed is {short(planner.seed)} but must be an integer: give one such as 0")
-    if planner.num_cores is not None and (type(planner.num_cores) is not int or planner.num_cores < 1):
-        raise ConfigError(
-            f"num_cores is {short(planner.num_cores)} but must be a number of at least 1, or None: give the cores that"
-            " all ranks share"
-        )
-
-
-def check_priced_pieces(pieces: Pieces, costs: CostModel) -> None:
-    """Refuse pieces of samples where the costs have no price for them. Errors: ConfigError."""
-    if pieces != "off" and not costs.facts.prices_pieces:
-        raise ConfigError(
-            f"pieces is {pieces!r} but these {_name_of(costs)} have no price for pieces of long samples:"
-            " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts, without windows"
-            " and experts of a capacity), or pieces off"
-        )
-
-
-def check_collectives(collectives: ReplicaCollectives | None, costs: CostModel) -> None:
-    """Refuse a run whose micro-batches issue other collectives than the costs price. Errors: ConfigError."""
-    priced = costs.facts.replica_collectives
-    if collectives and priced and collectives.of_micro_batches != priced.of_micro_batches:
-        raise ConfigError(
-            f"collectives {collectives.of_micro_batches} inside micro-batches and with their gradients were given, but"
-            f" the costs are those of a run with {priced.of_micro_batches}: leave collectives out, or give the costs of"
-            " this run (zero_stage, ep)"
-        )
-
-
-def whole_or_pieces(
-    choices: PieceChoices, least_whole_ns: int, whole: Callable[[], StepPlan], in_pieces: Callable[[], StepPlan]
-) -> StepPlan:
-    """The faster of two plans, of whole samples and of samples in pieces; of equals that of whole samples.
-
-    No plan of whole samples takes less than `least_whole_ns`. If pieces are expected to take no longer than that, they
-    are planned first, and whole samples only where pieces turned out to take longer. Else whole samples are planned
-    first, and pieces only if these may still be faster.
-
-    Errors: PlanError where neither fits, with what whole samples raise.
-    """
-    plans: list[StepPlan] = []
-    refusal: PlanError | None = None
-    pieces_first = choices.makespan_ns <= least_whole_ns
-    if not pieces_first:
-        try:
-            plans.append(whole())
-        except PlanError as error:
-            refusal = error
-    if not plans or choices.hoped_ns < plans[0].makespan_ns:
-        with suppress(PlanError):
-            plans.append(in_pieces())
-    if not plans:
-        if refusal:
-            raise refusal
-        return whole()
-    if pieces_first and plans[0].makespan_ns > least_whole_ns:
-        with suppress(PlanError):
-            plans.insert(0, whole())
-    return min(plans, key=lambda plan: plan.makespan_ns)
-
-
 Schedules = tuple[PipelineSchedule, ...]
 
 _LESS = 4  # forwards alone leave less to choose: their cuts and replicas get one part in so many of the effort
 _AGAIN = 4  # making replicas fit in less memory gets one part in so many of the effort
 _PLACES = 8  # forwards alone: moves of effort for which one micro-batch tries all places in the order
+
+
+def _room(limit_bytes: float, reserve_bytes: int) -> int:
+    """Bytes of a rank that a plan may fill. Errors: PlanError for none."""
+    room = int(limit_bytes) - reserve_bytes
+    if room <= 0:
+        raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
+    return room
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +123,10 @@ class Planner(PlanRules):
     then takes at least its work over the cores, so the search looks for the least work first, and predictions are
     those of shared cores. None: each rank has a core or a device of its own. `for_forwards` gives the planner of
     evaluation.
+
+    A replica is a block of as many data parallel ranks as the width of `topology` says. Given `widths`, each step takes
+    the one of them whose plan ends first; no replica of the widest may then need more micro-batches than another to
+    have pieces, where counts must be equal. Costs are of one rank at that width (`CostModel.at_width`).
     """
 
     topology: Topology
@@ -185,6 +136,8 @@ class Planner(PlanRules):
     format: ActivationFormat | None = field(default=None, kw_only=True)
     collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
     num_cores: int | None = field(default=None, kw_only=True)
+    widths: tuple[int, ...] = field(default=(), kw_only=True)
+    _by_width: Mapping[int, Planner] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -196,13 +149,33 @@ class Planner(PlanRules):
             )
         if self.costs.facts.width != self.topology.width:
             object.__setattr__(self, "costs", self.costs.at_width(self.topology.width))
-        check_bounds(self)
-        check_rules(self)
+        check_bounds(self.memory_limit_bytes, self.seed, self.num_cores)
+        check_widths(self.widths, self.topology)
+        check_rules(self, may_be_one_replica=1 < self.topology.dp in self.allowed_widths)
         check_collectives(self.collectives, self.costs)
         check_placed(self.schedule, self.topology)
         if self.forward_only:
             check_forward_only(self)
         check_priced_pieces(self.pieces, self.costs)
+        object.__setattr__(self, "_by_width", {width: self._of_width(width) for width in self.widths})
+
+    @property
+    def allowed_widths(self) -> tuple[int, ...]:
+        """Data parallel ranks that a replica of a step may have."""
+        return self.widths or (self.topology.width,)
+
+    def at_width(self, width: int) -> Planner:
+        """The planner of steps of one of the allowed widths. Errors: ConfigError for another one."""
+        if width not in self.allowed_widths:
+            allowed = ", ".join(map(str, self.allowed_widths))
+            raise ConfigError(f"width {width} is not planned for here: give one of {allowed}")
+        return self._by_width[width] if self.widths else self
+
+    def _of_width(self, width: int) -> Planner:
+        """Where several replicas need equal counts, their samples stay whole."""
+        topology = self.topology.at_width(width)
+        pieces = "off" if self.equal_counts and topology.num_replicas > 1 else self.pieces
+        return replace(self, topology=topology, costs=self.costs.at_width(width), widths=(), pieces=pieces)
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -215,7 +188,7 @@ class Planner(PlanRules):
         """The cores that ranks share; None where each has one of its own."""
         if self.num_cores is None or self.num_cores >= self.topology.world_size:
             return None
-        return SharedCores(self.num_cores, self.topology.tp)
+        return SharedCores(self.num_cores, self.topology.tp * self.topology.width)
 
     @property
     def forward_only(self) -> bool:
@@ -251,7 +224,7 @@ class Planner(PlanRules):
         if self.topology.dp == 1:
             return ReplicaCollectives()  # of a group of one, whatever they are
         raise ConfigError(
-            f"{_name_of(self.costs)} do not say what dp {self.topology.dp} replicas issue together, and a plan"
+            f"{class_of_costs(self.costs)} do not say what dp {self.topology.dp} replicas issue together, and a plan"
             " cannot be proven without: pass collectives=ReplicaCollectives() (dynapipe_ext.batch.topology) where"
             " gradients are reduced once at the end of a step (DDP, ZeRO 0 or 1), else its of_zero(stage)"
         )
@@ -281,12 +254,68 @@ class Planner(PlanRules):
                 raise ConfigError(f"{name} is {short(value)} but must be an integer from 0 on: leave it out for 0")
         if not samples:
             raise PlanError(f"step {step} has 0 samples but a plan needs at least 1: leave the step out")
-        if self.equal_counts:
+        if self.widths:
+            return self._at_best_width(samples, step, reserve_bytes, unreserved)
+        if self._rules.equal_counts:
             check_enough(len(samples), self.topology.num_replicas)
         plan = (
             self._best_leaving(reserve_bytes, samples, step, unreserved) if reserve_bytes else self._best(samples, step)
         )
         return self._certified(plan, samples, like=unreserved)
+
+    def _at_best_width(
+        self, samples: list[SampleLength], step: int, reserve_bytes: int, unreserved: StepPlan | None
+    ) -> StepPlan:
+        """The best plan of any width, with the bounds over all of them. With bytes to reserve, that of the width which
+        is best without, if there is one."""
+        if reserve_bytes:
+            before = unreserved or self._at_best_width(samples, step, 0, None)
+            options: dict[str, Any] = {"step": step, "reserve_bytes": reserve_bytes, "unreserved": before}
+            with suppress(PlanError):
+                return self._bounded(self.at_width(before.width).plan(samples, **options), samples)
+        room = _room(self.memory_limit_bytes, reserve_bytes)
+        trials = [trial for one in self._by_width.values() for trial in one._trials(samples, step, room)]
+        best = soonest(trials)
+        return self._bounded(self.at_width(best.width)._certified(best, samples), samples)
+
+    def _trials(self, samples: list[SampleLength], step: int, room_bytes: int) -> Iterator[StepTrial]:
+        """What may be planned at this width: whole samples, and pieces."""
+        planner = self if room_bytes == self.memory_limit_bytes else replace(self, memory_limit_bytes=room_bytes)
+        width, sizes = self.topology.width, self._piece_sizes(samples)
+        choices: PieceChoices | None = None
+        if sizes:
+            with suppress(PlanError):  # they have no price
+                choices = self._proposals.piece_choices(samples, sizes)
+        if choices is not None:
+            hoped_ns, expected_ns = choices.hoped_ns, choices.makespan_ns
+            plan = partial(planner._best_in_pieces, samples, step, choices)
+            yield StepTrial(width=width, hoped_ns=hoped_ns, expected_ns=expected_ns, plan=plan)
+        if choices is None or self.pieces == "auto":
+            least_ns, longest_ns = self._least_whole_ns(samples), self._longest_whole_ns(samples)
+            fill_ns = (self._proposals.depth - 1) * longest_ns
+            plan = partial(planner._best_whole, samples, step)
+            yield StepTrial(width=width, hoped_ns=least_ns + fill_ns / 2, expected_ns=least_ns + fill_ns, plan=plan)
+
+    def _longest_whole_ns(self, samples: Sequence[SampleLength]) -> int:
+        """What the longest sample takes on its busiest rank; 0 where it has no price whole."""
+        longest = max(samples, key=lambda s: s.tokens)
+        alone = MicroBatch((longest,), self.layout, self._recomputes[0], pad_multiple=self._rules.pad_multiple)
+        try:
+            return int(bottleneck(self.costs.evaluate([alone]), 1, self.topology.stage_ranks)[0][0])
+        except PlanError:
+            return 0
+
+    def _bounded(self, plan: StepPlan, samples: list[SampleLength]) -> StepPlan:
+        """The plan of a width, whose bound of the whole batch holds for all widths."""
+        assert plan.certificate is not None
+        limit = int(self.memory_limit_bytes)
+        bounds = [
+            least_ns(plan, one.costs, samples, one.topology.stage_ranks, one.topology.num_replicas, limit)
+            for one in self._by_width.values()
+        ]
+        known = [bound for bound in bounds if bound is not None]
+        batch_ns = min(known) if len(known) == len(bounds) else None
+        return replace(plan, certificate=replace(plan.certificate, batch_ns=batch_ns))
 
     def forwards_like(self, plan: StepPlan) -> StepPlan:
         """Forwards alone of the very micro-batches of a training step, each on its replica, in an order of their own.
@@ -296,7 +325,7 @@ class Planner(PlanRules):
 
         Errors: PlanError for pieces of long samples, for heads in slices, and for micro-batches that do not fit so.
         """
-        forwards = self.for_forwards()
+        forwards = self.at_width(plan.width).for_forwards()
         for m in plan.batch.micro_batches:
             if m.attention == "carried" or slices_head(m.recompute):
                 what = "carries a piece of a long sample" if m.attention == "carried" else "has its head in slices"
@@ -324,10 +353,7 @@ class Planner(PlanRules):
         self, reserve_bytes: int, samples: list[SampleLength], step: int, unreserved: StepPlan | None
     ) -> StepPlan:
         """The best plan with that much less memory, without its bounds; see `plan`."""
-        room = int(self.memory_limit_bytes) - reserve_bytes
-        if room <= 0:
-            raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
-        less = replace(self, memory_limit_bytes=room)
+        less = replace(self, memory_limit_bytes=_room(self.memory_limit_bytes, reserve_bytes))
         if self.schedule == "adaptive" and not self._piece_sizes(samples) and not self.forward_only:
             before = unreserved or self._best(samples, step)
             with suppress(PlanError):  # these micro-batches do not fit; others may
@@ -433,7 +459,7 @@ class Planner(PlanRules):
     def _least_whole_ns(self, samples: Sequence[SampleLength]) -> int:
         """No plan of these samples whole ends earlier; 0 where no such bound is known."""
         ranks, dp, limit = self.topology.stage_ranks, self.topology.num_replicas, int(self.memory_limit_bytes)
-        options = {"split": self.split_backward, "packed": True}
+        options = {"split": self.split_backward, "packed": self.layout == "packed"}
         return batch_floor_ns(self.costs, samples, ranks, dp=dp, memory_limit_bytes=limit, **options) or 0
 
     @property
@@ -443,7 +469,9 @@ class Planner(PlanRules):
         width = self.topology.width
         if width == 1:
             return self
-        of_rows = {"pad_multiple": width * self.pad_multiple, "max_tokens": width * self.max_tokens}
+        of_rows: dict[str, Any] = {"pad_multiple": width * self.pad_multiple, "max_tokens": width * self.max_tokens}
+        if self.topology.num_replicas == 1:  # which are as many as its own
+            of_rows["replica_counts"] = "free"
         return PlanRules(**{**self.as_keywords(), **of_rows})
 
     @property
@@ -472,7 +500,7 @@ class Planner(PlanRules):
             effort=self.effort // _LESS if self.forward_only else self.effort,
             seed=self.seed,
             stage_ranks=self.topology.stage_ranks,
-            equal_counts=self.equal_counts,
+            equal_counts=self._rules.equal_counts,
             cores=self.shared_cores,
         )
         index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
@@ -531,6 +559,7 @@ class Planner(PlanRules):
             "costs": cost_model_to_json(self.costs),
             "format": None if self.format is None else asdict(self.format),
             "collectives": None if self.collectives is None else self.collectives.to_json(),
+            **({"widths": list(self.widths)} if self.widths else {}),
         }
 
     @classmethod
@@ -546,5 +575,6 @@ class Planner(PlanRules):
             format=None if raw["format"] is None else ActivationFormat(**raw["format"]),
             collectives=None if raw["collectives"] is None else ReplicaCollectives.from_json(raw["collectives"]),
             num_cores=raw["num_cores"],
+            widths=tuple(raw.get("widths", ())),
             **{f.name: raw[f.name] for f in fields(PlanRules)},
         )

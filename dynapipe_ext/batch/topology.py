@@ -416,6 +416,7 @@ ZeroStage = Literal[0, 1, 2, 3]
 Offload = Literal["none", "optimizer", "weights", "all"]
 ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+_EXPERTS = "expert all-to-all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,12 +425,14 @@ class ReplicaCollectives:
 
     `inside` are issued by each Forward, Backward and BackwardInput (gathers of sharded weights, expert parallelism over
     data ranks), `with_gradients` by each Backward and BackwardWeight (gradients that are scattered as they come),
-    `at_end` once a step by each rank. The default is gradients that are reduced once: DDP, and ZeRO stage 1.
+    `at_end` once a step by each rank. The default is gradients that are reduced once: DDP, and ZeRO stage 1. `ep`
+    neighbouring data parallel ranks share experts.
     """
 
     inside: tuple[str, ...] = ()
     with_gradients: tuple[str, ...] = ()
     at_end: tuple[str, ...] = ("gradient reduction",)
+    ep: int = 1
 
     @classmethod
     def of_zero(cls, zero_stage: int, *, ep: int = 1) -> ReplicaCollectives:
@@ -440,9 +443,21 @@ class ReplicaCollectives:
         (('weight gather',), True)
         """
         return cls(
-            inside=("weight gather",) * (zero_stage == 3) + ("expert all-to-all",) * (ep > 1),
+            inside=("weight gather",) * (zero_stage == 3) + (_EXPERTS,) * (ep > 1),
             with_gradients=("gradient scatter",) * (zero_stage >= 2),
+            ep=ep,
         )
+
+    def at_width(self, width: int) -> ReplicaCollectives:
+        """Those of blocks of `width` ranks: ranks of one block share a program, so experts that they share are not met
+        by other replicas.
+
+        >>> [ReplicaCollectives.of_zero(1, ep=4).at_width(width).inside for width in (2, 4)]
+        [('expert all-to-all',), ()]
+        """
+        if not 1 < self.ep <= width:
+            return self
+        return replace(self, inside=tuple(name for name in self.inside if name != _EXPERTS), ep=1)
 
     @property
     def of_micro_batches(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -460,8 +475,11 @@ class ReplicaCollectives:
         return ", ".join(described) or "nothing"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        if self.ep == 1:  # as before collectives knew it
+            del fields["ep"]
+        return fields
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ReplicaCollectives:
-        return cls(**{name: tuple(names) for name, names in raw.items()})
+        return cls(**{name: value if name == "ep" else tuple(value) for name, value in raw.items()})

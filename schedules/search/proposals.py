@@ -99,7 +99,7 @@ class Proposals:
         """Good splits of a few samples with decoder sides, which cuts of one order may miss."""
         choices, busy = self._shapes(self.costs, 1), min(self.topology.num_replicas, len(samples))
         order, costs = subset_costs(samples, choices, self._caps)
-        splits = good_partitions(costs.tolist(), (0, busy, busy * (self._depth - 1)), _MOST_FEW)
+        splits = good_partitions(costs.tolist(), (0, busy, busy * (self.depth - 1)), _MOST_FEW)
         made = []
         for masks in splits:
             parts = [MicroBatch(members_of(order, mask), pad_multiple=self.rules.pad_multiple) for mask in masks]
@@ -131,7 +131,7 @@ class Proposals:
         """Ways to cut long samples into pieces of about so many tokens."""
         price = micro_batch_evaluate(self.costs)
         return piece_choices(
-            samples, price, sizes, dp=self.topology.num_replicas, depth=self._depth, recompute=self.kinds[0]
+            samples, price, sizes, dp=self.topology.num_replicas, depth=self.depth, recompute=self.kinds[0]
         )
 
     def pieces(self, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]) -> list[Replicas]:
@@ -151,7 +151,7 @@ class Proposals:
         return [[rows[m] for i in group for m in units[i]] for group in groups]
 
     @property
-    def _depth(self) -> int:
+    def depth(self) -> int:
         """Ranks whose fill and drain a cut is judged by."""
         return 1 if self.cores_are_shared else self.topology.pp
 
@@ -198,7 +198,7 @@ class Proposals:
         dp = min(self.topology.num_replicas, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
 
-        weight = self.topology.num_replicas * (self._depth - 1)
+        weight = self.topology.num_replicas * (self.depth - 1)
         priced = price_cuts(
             ordered(samples, order),
             self.costs,
@@ -212,7 +212,7 @@ class Proposals:
 
         def cut(min_in_flight: int) -> list[Cut]:
             return priced.first_cuts(
-                pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.rules.equal_counts
+                pp=self.depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.rules.equal_counts
             )
 
         try:
@@ -286,14 +286,14 @@ class Proposals:
         def fitted(kind: Recompute, room: int) -> tuple[int, list[tuple[MicroBatch, ...]]]:
             finalists = rows(kind, room).finalists(
                 evaluate,
-                pp=self._depth,
+                pp=self.depth,
                 dp=dp,
                 max_bytes=self.limit_bytes,
                 equal_counts=self.rules.equal_counts,
                 tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
             )
             time_ns, _ = evaluate(finalists[0])
-            return int(time_ns.sum()) + dp * (self._depth - 1) * int(time_ns.max()), finalists
+            return int(time_ns.sum()) + dp * (self.depth - 1) * int(time_ns.max()), finalists
 
         refusal: PlanError | None = None
         for kind in self.kinds:

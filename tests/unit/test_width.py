@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import StepPosition
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, VerificationError
 from dynapipe_ext.executor.instructions import Send
 from dynapipe_ext.executor.loader import InlinePlanSource
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.schedules.notation import plan_json, read_plan_json
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.tools.check.check_plan import check
+from dynapipe_ext.tools.check.plan_file import read_plan_file
 
 LENGTHS = [37, 5, 120, 64, 9, 250, 31, 18, 77, 3]
 FORMAT = ActivationFormat(16, sequence_shards=2)
+COSTS = TokenCosts(2, overhead_ns=1000, ns_per_token_squared=2.0)
 
 
-def planner(dp: int = 4, width: int = 1, **options: Any) -> Planner:
+def planner(dp: int = 4, width: int = 1, costs: CostModel = TokenCosts(2), **options: Any) -> Planner:  # noqa: B008
     options = {"layout": "packed", "effort": 200, "pad_multiple": 2, "format": FORMAT, **options}
-    options["collectives"] = ReplicaCollectives()
-    return Planner(Topology(pp=2, dp=dp, width=width), TokenCosts(2), 10**9, **options)
+    options = {"collectives": ReplicaCollectives(), **options}
+    return Planner(Topology(pp=2, dp=dp, width=width), costs, 10**9, **options)
 
 
 @pytest.mark.parametrize("width", [3, 8, 0, -2, 6])
@@ -45,6 +53,102 @@ def test_a_plan_has_a_replica_a_block_and_rows_whose_slices_are_even() -> None:
     plan = planner(dp=8, width=4).plan(LENGTHS)
     assert (plan.width, len(plan.batch.replicas), len(plan.schedules)) == (4, 2, 2)
     assert all(m.encoder_len % (4 * 2) == 0 for m in plan.batch.micro_batches)
+
+
+def plan_file(tmp_path: Path, plan: StepPlan, topology: Topology, **changed: Any) -> Path:
+    raw = plan_json(plan, topology)
+    raw["topology"] |= changed
+    (tmp_path / "plan.json").write_text(json.dumps(raw))
+    return tmp_path / "plan.json"
+
+
+def test_a_plan_s_file_says_its_width_and_is_judged_by_it(tmp_path: Path) -> None:
+    plans = planner(width=2, costs=COSTS)
+    plan = plans.plan(LENGTHS)
+    path = plan_file(tmp_path, plan, plans.topology)
+    file = read_plan_file(path)
+    assert (file.topology.width, len(file.replicas)) == (2, 2)
+    assert read_plan_json(json.loads(path.read_text()))[0].width == 2
+    lengths = {i: (n, 0) for i, n in enumerate(LENGTHS)}
+    verdict = check(file, COSTS.at_width(2), memory_limit_bytes=10**9, lengths=lengths)
+    assert not verdict.faults
+    assert verdict.makespan_s == pytest.approx(plan.makespan_s)
+    assert check(file, COSTS, memory_limit_bytes=10**9, lengths=lengths).faults  # prices of whole rows
+    for changed, why in (
+        ({"width": 4}, "blocks of width 4 needs each of 0..0 once"),
+        ({"width": 3}, "does not divide"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            read_plan_file(plan_file(tmp_path, plan, plans.topology, **changed))
+    assert "width" not in plan_json(planner(costs=COSTS).plan(LENGTHS), Topology(pp=2, dp=4))["topology"]
+
+
+def test_rows_that_a_block_cannot_share_evenly_are_refused(tmp_path: Path) -> None:
+    plans = planner(width=4, costs=COSTS)
+    raw = plan_json(plans.plan(LENGTHS), plans.topology)
+    raw["replicas"][0]["micro_batches"][0]["encoder_len"] += 2
+    (tmp_path / "plan.json").write_text(json.dumps(raw))
+    lengths = {i: (n, 0) for i, n in enumerate(LENGTHS)}
+    faults = check(
+        read_plan_file(tmp_path / "plan.json"), COSTS.at_width(4), memory_limit_bytes=10**9, lengths=lengths
+    ).faults
+    assert any("do not divide over a width of 4" in fault for fault in faults)
+
+
+def test_of_several_widths_a_step_takes_the_one_that_ends_first_and_no_bound_lies_above() -> None:
+    long = [*LENGTHS, 4000]
+    auto = planner(dp=4, widths=(1, 2, 4), costs=COSTS, pieces="auto")
+    plan = auto.plan(long)
+    fixed = {width: auto.at_width(width).plan(long) for width in (1, 2, 4)}
+    best = min(fixed.values(), key=lambda one: (one.makespan_ns, one.width))
+    assert plan.width == best.width > 1
+    assert plan.schedules == best.schedules
+    assert plan.batch == best.batch
+    assert plan.certificate is not None
+    bounds = [one.certificate.batch_ns for one in fixed.values() if one.certificate]
+    assert 0 < plan.certificate.batch_ns <= min(bounds)
+    again = Planner.from_json(json.loads(json.dumps(auto.to_json())))
+    assert again == auto
+    assert again.plan(long) == plan
+    short = planner(dp=4, widths=(1, 2, 4), costs=COSTS).plan([8] * 400)
+    assert short.width == 1
+
+
+def test_all_joined_ranks_have_pieces_and_any_counts_where_replicas_need_equal_ones() -> None:
+    long = [*LENGTHS, 4000]
+    with pytest.raises(ConfigError, match="one replica of all data parallel ranks"):
+        planner(dp=4, width=2, costs=COSTS, pieces=256, replica_counts="equal")
+    joined = planner(dp=4, width=4, costs=COSTS, pieces=256, replica_counts="equal").plan(long)
+    free = planner(dp=4, width=4, costs=COSTS, pieces=256).plan(long)
+    assert joined == free
+    assert any(m.attention == "carried" for m in joined.batch.micro_batches)
+    auto = planner(dp=4, widths=(1, 2, 4), costs=COSTS, pieces="auto", replica_counts="equal")
+    assert {width: auto.at_width(width).pieces for width in (1, 2, 4)} == {1: "off", 2: "off", 4: "auto"}
+    assert auto.plan(long).width == 4
+
+
+def test_experts_within_a_block_leave_replicas_free_to_have_any_counts() -> None:
+    collectives = ReplicaCollectives.of_zero(1, ep=2)
+    options: dict[str, Any] = {"costs": COSTS, "collectives": collectives}
+    counts = [256, 8, 8, 8, 8]
+    proven = prove_step(planner(dp=4, width=2, **options), sample_lengths(counts), step=0)
+    assert len({len(replica.micro_batches) for replica in proven.step_plan.batch.replicas}) > 1
+    with pytest.raises(VerificationError, match="expert all-to-all"):
+        prove_step(planner(dp=2, width=1, **options), sample_lengths(counts), step=0)
+    assert ReplicaCollectives.from_json(collectives.to_json()) == collectives
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"widths": (2, 1)}, "ascending"),
+        ({"widths": (1, 8)}, "of dp 4"),
+        ({"widths": (1, 2), "width": 2}, "has width 2 already"),
+    ],
+)
+def test_widths_that_data_parallel_ranks_cannot_have_are_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        planner(dp=4, costs=COSTS, **options)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
