@@ -19,7 +19,8 @@ from dynapipe_ext.executor.transport.torch_p2p import make_group
 # Runs a collective that is named so over these ranks of the job, once it is its turn on this rank.
 InTurn = Callable[[str, Any, Callable[[], None]], None]
 JOINED_KEY = "joined"  # of a batch whose rows are shared by several ranks: those
-SLICED = ("tokens", "labels", "loss_weights", "position_ids")  # arrays of a batch that have a number for each position
+# Arrays of a batch that have a number for each position.
+SLICED = ("tokens", "labels", "loss_weights", "position_ids", "encoder_tokens", "decoder_tokens")
 
 
 def at_once(_what: str, _group: Any, run: Callable[[], None]) -> None:
@@ -37,6 +38,10 @@ class JoinedRanks:
         self.group, self.width, self.number, self._in_turn = group, width, number, in_turn
         self._others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         self._action = "their first meeting"
+
+    def taking_turns(self, in_turn: InTurn) -> JoinedRanks:
+        """The same ranks and communicator, whose collectives begin when `in_turn` says."""
+        return JoinedRanks(self.group, self.width, self.number, in_turn=in_turn)
 
     @contextmanager
     def acting(self, action: str) -> Iterator[None]:
@@ -157,19 +162,18 @@ def join_ranks(
     device: torch.device,
     *,
     timeout_s: float,
-    in_turn: InTurn = at_once,
 ) -> dict[int, JoinedRanks]:
     """This rank's block of every width above 1, connected. Every rank of the job must call this at the same point.
 
     One communicator for each width. All are warmed up here, one after the other, so that none is made while another
-    one works. `in_turn` as a StrictTransport has it.
+    one works.
     """
     me = topology.coordinates(rank)
     joined = {}
     for width in sorted({width for width in widths if width > 1}):
         block = partial(_place_in_block, width)
         group = make_group(topology, rank, block, timeout_s=timeout_s)
-        own = JoinedRanks(group, width, me.dp_rank % width, in_turn=in_turn)
+        own = JoinedRanks(group, width, me.dp_rank % width)
         own.exchange(torch.ones(width, device=device), [1] * width, [1] * width)
         joined[width] = own
     return joined

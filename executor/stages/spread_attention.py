@@ -98,13 +98,19 @@ class SpreadRows:
             self.spans = query_sets(self._lengths, self.num_sets)[joined.number // self.num_parts]
 
     def attended(self, q_PBHD: torch.Tensor, k_PBHD: torch.Tensor, v_PBHD: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries (N, B, H / parts, D) in their order, keys and values (T, B, H / parts, D) of their heads."""
+        """Queries (N, B, H / parts, D) in their order, keys and values (T, B, H / parts, D) of their heads.
+
+        Queries may be of other rows than the keys, where heads are not fewer than ranks.
+        """
         width, num_own = self._joined.width, len(q_PBHD)
         keys = [self._by_part(self._even(x)) for x in (k_PBHD, v_PBHD)]
-        even = [num_own] * width
-        if self.num_sets == 1:
+        even = [len(k_PBHD)] * width
+        if self.num_sets == 1 and len(k_PBHD) == num_own:
             q_NBHD, k_TBHD, v_TBHD = self._exchanged([self._by_part(q_PBHD), *keys], even, even)
             return q_NBHD, k_TBHD, v_TBHD
+        if self.num_sets == 1:
+            (q_NBHD,) = self._exchanged([self._by_part(q_PBHD)], [num_own] * width, [num_own] * width)
+            return q_NBHD, *self._exchanged(keys, even, even)
         routes = self._routes(q_PBHD.device)
         queries = [self._by_part(x).flatten(0, 1) for x in q_PBHD[routes.order].split(routes.sent)]
         sent = [count for count in routes.sent for _ in range(self.num_parts)]

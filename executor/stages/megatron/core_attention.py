@@ -64,6 +64,7 @@ class DocumentAttention(torch.nn.Module):
     """
 
     carries = True  # whether it attends to earlier pieces
+    gathers_keys = True  # whether joined ranks may be more than heads
     joined: JoinedRanks | None = None  # the ranks with which this one shares positions; the stage sets it for a step
     window: int | None = None
     softcap = 0.0

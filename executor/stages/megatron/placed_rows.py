@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ def take_slices(model: Any, joined: JoinedRanks | None) -> None:
             )
         _placed_angles(model, "slices of rows: take width 1 (--width 1)")
         setattr(model, _TAKES_SLICES, True)
+    if joined is not None and (fault := _fault(model, partial(_fault_of_heads, joined.width))):
+        raise ConfigError(f"{type(model).__name__} {fault}")
     for module in model.modules():
         if isinstance(module, DocumentAttention):
             module.joined = joined
@@ -70,6 +74,16 @@ def _fault_of_slices(attention: Any) -> str:
     if isinstance(core, DocumentAttention):
         return ""
     return f"attends by {type(core).__name__}, which does not exchange positions for heads"
+
+
+def _fault_of_heads(width: int, attention: Any) -> str:
+    core, num_heads = attention.core_attention, attention.num_attention_heads_per_partition
+    if core.gathers_keys or num_heads % width == 0:
+        return ""
+    return (
+        f"has {num_heads} heads on each tensor parallel rank, which {width} joined ranks cannot divide, and two sides,"
+        f" whose keys are not gathered: take a width up to {gcd(num_heads, width)}"
+    )
 
 
 def _fault_of_config(config: Any) -> str:
