@@ -125,8 +125,8 @@ class Planner(PlanRules):
     evaluation.
 
     A replica is a block of as many data parallel ranks as the width of `topology` says. Given `widths`, each step takes
-    the one of them whose plan ends first; no replica of the widest may then need more micro-batches than another to
-    have pieces, where counts must be equal. Costs are of one rank at that width (`CostModel.at_width`).
+    the one of them whose plan ends first. Costs are of one rank at that width (`CostModel.at_width`). Equal counts hold
+    between the replicas of a step: not for one replica of all ranks, nor where only the ranks of a block share experts.
     """
 
     topology: Topology
@@ -151,7 +151,7 @@ class Planner(PlanRules):
             object.__setattr__(self, "costs", self.costs.at_width(self.topology.width))
         check_bounds(self.memory_limit_bytes, self.seed, self.num_cores)
         check_widths(self.widths, self.topology)
-        check_rules(self, may_be_one_replica=1 < self.topology.dp in self.allowed_widths)
+        check_rules(self, counts_may_be_free=any(map(self._frees_counts, self.allowed_widths)))
         check_collectives(self.collectives, self.costs)
         check_placed(self.schedule, self.topology)
         if self.forward_only:
@@ -172,10 +172,17 @@ class Planner(PlanRules):
         return self._by_width[width] if self.widths else self
 
     def _of_width(self, width: int) -> Planner:
-        """Where several replicas need equal counts, their samples stay whole."""
+        """Where replicas need equal counts, their samples stay whole."""
+        pieces = "off" if self.equal_counts and not self._frees_counts(width) else self.pieces
         topology = self.topology.at_width(width)
-        pieces = "off" if self.equal_counts and topology.num_replicas > 1 else self.pieces
         return replace(self, topology=topology, costs=self.costs.at_width(width), widths=(), pieces=pieces)
+
+    def _frees_counts(self, width: int) -> bool:
+        """Whether steps of this width may have any counts, where those of width 1 need equal ones."""
+        if width == 1 or width == self.topology.dp:
+            return width > 1
+        known = self.collectives or self.costs.facts.replica_collectives or ReplicaCollectives()
+        return any(known.of_micro_batches) and not any(known.at_width(width).of_micro_batches)
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -470,7 +477,7 @@ class Planner(PlanRules):
         if width == 1:
             return self
         of_rows: dict[str, Any] = {"pad_multiple": width * self.pad_multiple, "max_tokens": width * self.max_tokens}
-        if self.topology.num_replicas == 1:  # which are as many as its own
+        if self._frees_counts(width):
             of_rows["replica_counts"] = "free"
         return PlanRules(**{**self.as_keywords(), **of_rows})
 

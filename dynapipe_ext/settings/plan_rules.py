@@ -61,10 +61,10 @@ class PlanRules:
         return {f.name: getattr(self, f.name) for f in fields(PlanRules)}
 
 
-def check_rules(rules: PlanRules, where: str = "", *, may_be_one_replica: bool = False) -> None:
+def check_rules(rules: PlanRules, where: str = "", *, counts_may_be_free: bool = False) -> None:
     """Refuse rules of another type, out of bounds, or that do not go together. Errors: ConfigError.
 
-    `may_be_one_replica`: a step may join all data parallel ranks, and then has equal counts whatever they are.
+    `counts_may_be_free`: in steps of some width, whatever `replica_counts` says of replicas that meet.
     """
     check_declared(rules, where)
     if rules.split_backward and rules.schedule != "adaptive":
@@ -73,7 +73,7 @@ def check_rules(rules: PlanRules, where: str = "", *, may_be_one_replica: bool =
         )
     check_fill_waits(rules.fill_waits, rules.schedule, rules.split_backward, where)
     if rules.pieces != "off":
-        _check_pieces(rules, where, counts_are_free=may_be_one_replica or not rules.equal_counts)
+        _check_pieces(rules, where, counts_are_free=counts_may_be_free or not rules.equal_counts)
     if rules.max_tokens and rules.max_tokens < rules.pad_multiple:
         raise ConfigError(
             f"{where}max_tokens is {rules.max_tokens} but must be at least pad_multiple, which is"
