@@ -85,8 +85,7 @@ class CostWatch:
 
     def seen(self, plan: ExecutionPlan, spans: Sequence[Span]) -> tuple[MeasuredAction, ...]:
         """The actions of a step that has run."""
-        costs = self.costs.at_width(plan.width)
-        actions = measured_actions(plan, spans, costs, in_cpu_s=self._in_cpu_s)
+        actions = measured_actions(plan, spans, self.costs, in_cpu_s=self._in_cpu_s)
         if self._is_warm and self.records(plan.step):
             self._observed += actions
         self._is_warm = True
