@@ -201,7 +201,7 @@ def _context(
     from dynapipe_ext.executor.stages.joined_ranks import join_ranks
     from dynapipe_ext.executor.stages.megatron.model import initialize_parallel
     from dynapipe_ext.executor.transport.torch_p2p import Groups, make_pipeline_groups
-    from dynapipe_ext.launch.rank.variant_run import RankContext, broadcast_bytes, clock_offset_s, node_of, planner_of
+    from dynapipe_ext.launch.rank.variant_run import RankContext, broadcast_bytes, clock_offset_s, node_of, variant_planner
 
     settled = b""
     if env.rank == 0:
@@ -218,7 +218,7 @@ def _context(
     stack.callback(store.close)
     groups: Groups = {}
     ways = [one.config for one in variants(config, compare=job.compare)]
-    widths = {width for one in ways for width in planner_of(job, job.planning.costs, one).allowed_widths}
+    widths = {width for one in ways for width in variant_planner(job, job.planning.costs, one).allowed_widths}
     with named_collectives("making of process groups"):
         initialize_parallel(job.topology, config.run.seed, timeout_s=timeout_s, architecture=job.architecture)
         for placed in dict.fromkeys(map(placed_stages, ways)):

@@ -100,7 +100,7 @@ def run_variant(
     architecture, loss = architecture_of(config, job.data.whole.vocab_size), _loss_of(config)
     transport = _transport(context, variant)
     built = _built(context, config, architecture, loss, _joined(context, transport))
-    planner = planner_of(job, context.costs.now, config)
+    planner = variant_planner(job, context.costs.now, config)
     log = None if context.log is None else replace(context.log, variant=variant.name)
     listeners = listeners if log is None else [*listeners, log]
     with ExitStack() as stack:
@@ -141,7 +141,7 @@ def run_variant(
         )
 
 
-def planner_of(job: SettledJob, costs: CostModel, config: TrainConfig) -> Planner:
+def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> Planner:
     """A variant's, with the costs that hold now."""
     planning, topology = replace(job.planning, costs=costs), topology_of(config)
     if topology != planning.topology:
@@ -252,7 +252,7 @@ def _datasets(
         built=built,
         loss=loss,
         load=_loader_of(context, config),
-        planner=planner_of(context.job, context.costs.now, config),
+        planner=variant_planner(context.job, context.costs.now, config),
         executor=executor,
         rank=context.rank,
         device=context.device,

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, widths_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove
@@ -75,6 +75,7 @@ class Job:
     dtype: str = "float32"
     sequence_parallel: bool = False
     kinds: tuple[Kind, ...] = PIECES + ROWS
+    widths: tuple[int, ...] = (2, 4)
 
     @property
     def case(self) -> Case:
@@ -83,13 +84,18 @@ class Job:
 
 V = Topology(pp=2, dp=4, placement=(0, 1, 1, 0))
 JOBS = {
-    "v": Job(V),
-    "v, fp64": Job(V, dtype=DOUBLE),
-    "v, learned positions": Job(V, "learned", kinds=(PIECES[1], *ROWS)),
-    "tp": Job(Topology(tp=2, dp=4), sequence_parallel=True),  # 2 heads on a rank of 4 joined
-    "tp, fp64": Job(Topology(tp=2, dp=4), dtype=DOUBLE, kinds=(PIECES[0], *ROWS)),
-    "tp and v": Job(Topology(tp=2, pp=2, dp=2, placement=(0, 1, 1, 0)), sequence_parallel=True),
-    "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[2], *ROWS)),
+    "v, fp64": Job(V, dtype=DOUBLE, widths=(1, 2, 4)),
+    "v": Job(V, kinds=(PIECES[1], ROWS[1]), widths=(1, 2, 4)),
+    "v, learned positions": Job(V, "learned", kinds=(PIECES[2], ROWS[0])),
+    "tp": Job(Topology(tp=2, dp=4), sequence_parallel=True, kinds=(PIECES[0], *ROWS)),  # 2 heads on a rank of 4 joined
+    "tp, fp64": Job(Topology(tp=2, dp=4), dtype=DOUBLE, kinds=(PIECES[1], ROWS[0])),
+    "tp and v": Job(
+        Topology(tp=2, pp=2, dp=2, placement=(0, 1, 1, 0)),
+        sequence_parallel=True,
+        kinds=(PIECES[1], *ROWS),
+        widths=(2,),
+    ),
+    "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[0], ROWS[1])),
 }
 
 
@@ -131,11 +137,11 @@ def steps(job: Job, whole: Whole, env) -> list[tuple[int, str, float, float, int
     ddps = build_ddps(case, topology, env.rank)
     groups = make_pipeline_groups(topology, env.rank, timeout_s=LIMIT_S)
     transport = StrictTransport(topology, env.rank, groups, timeout_s=LIMIT_S)
-    widths = widths_of(topology.dp)
-    joined = join_ranks(topology, env.rank, widths, CPU, timeout_s=LIMIT_S)
-    stage = MegatronStage(ddps, joined=joined)
+    joined = join_ranks(topology, env.rank, job.widths, CPU, timeout_s=LIMIT_S)
+    strict = {width: ranks.taking_turns(transport.in_turn) for width, ranks in joined.items()}
+    stage = MegatronStage(ddps, joined=strict)
     errors = []
-    for kind, width in product(job.kinds, widths):
+    for kind, width in product(job.kinds, job.widths):
         plan = plan_of(job, kind, width, env.rank)
         batches = [tensors_of(m, SAMPLES, "tokens") for m in plan.micro_batches]
         loss = PipelineExecutor(stage, transport).execute(plan, batches)
@@ -174,7 +180,7 @@ def replicas_of(kind: Kind, num_replicas: int, random: Random, *, pad_multiple: 
 def test_joined_ranks_have_loss_and_gradients_of_one_process(name: str, found) -> None:
     job = JOBS[name]
     for of_rank in found[name]:
-        assert len(of_rank) == len(job.kinds) * len(widths_of(job.topology.dp))
+        assert len(of_rank) == len(job.kinds) * len(job.widths)
         for width, kind, loss_error, gradient_error, held_bytes in of_rank:
             assert loss_error <= WORST[job.dtype], (width, kind)
             assert gradient_error <= WORST[job.dtype], (width, kind)

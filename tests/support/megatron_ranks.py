@@ -236,6 +236,7 @@ def planned(
     schedules: Sequence[PipelineSchedule],
     costs: Sequence[MicroBatchCosts],
     loss_norm: LossNorm,
+    width: int = 1,
 ) -> StepPlan:
     """A step of given micro-batches and schedules; what it promises of bytes and bounds is left at 0."""
     predictions = tuple(
@@ -248,7 +249,7 @@ def planned(
         for s, c in zip(schedules, costs, strict=True)
     )
     plans = tuple(ReplicaPlan(i, tuple(replica)) for i, replica in enumerate(replicas))
-    batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=loss_norm)
+    batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=loss_norm, width=width)
     return StepPlan(batch, tuple(schedules), predictions, tuple(costs))
 
 
