@@ -81,6 +81,9 @@ def _routes(document_lengths: tuple[int, ...], width: int, num_sets: int, number
     )
 
 
+Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values
+
+
 class SpreadRows:
     """The exchanges of a micro-batch's rows in one layer with `num_heads` on each rank, and what this one attends with.
 
@@ -97,7 +100,7 @@ class SpreadRows:
         if self.num_sets > 1:
             self.spans = query_sets(self._lengths, self.num_sets)[joined.number // self.num_parts]
 
-    def attended(self, q_PBHD: torch.Tensor, k_PBHD: torch.Tensor, v_PBHD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def attended(self, q_PBHD: torch.Tensor, k_PBHD: torch.Tensor, v_PBHD: torch.Tensor) -> Attended:
         """Queries (N, B, H / parts, D) in their order, keys and values (T, B, H / parts, D) of their heads.
 
         Queries may be of other rows than the keys, where heads are not fewer than ranks.
@@ -110,9 +113,10 @@ class SpreadRows:
             return q_NBHD, k_TBHD, v_TBHD
         if self.num_sets == 1:
             (q_NBHD,) = self._exchanged([self._by_part(q_PBHD)], [num_own] * width, [num_own] * width)
-            return q_NBHD, *self._exchanged(keys, even, even)
+            k_TBHD, v_TBHD = self._exchanged(keys, even, even)
+            return q_NBHD, k_TBHD, v_TBHD
         routes = self._routes(q_PBHD.device)
-        queries = [self._by_part(x).flatten(0, 1) for x in q_PBHD[routes.order].split(routes.sent)]
+        queries = [self._by_part(x).flatten(0, 1) for x in torch.split(q_PBHD[routes.order], routes.sent)]
         sent = [count for count in routes.sent for _ in range(self.num_parts)]
         (q_NBHD,) = self._exchanged([torch.cat(queries)[None]], sent, routes.received)
         k_TBHD, v_TBHD = self._exchanged([x.repeat(self.num_sets, *[1] * (x.dim() - 1)) for x in keys], even, even)
@@ -128,8 +132,9 @@ class SpreadRows:
         routes = self._routes(out_NBHD.device)
         sent = [count for count in routes.sent for _ in range(self.num_parts)]
         taken = self._joined.exchange(rows, routes.received, sent)
-        of_sets = taken.split([count * self.num_parts for count in routes.sent])
-        by_set = torch.cat([_heads_last(x.view(self.num_parts, -1, *shape)) for x in of_sets])
+        of_sets = torch.split(taken, [count * self.num_parts for count in routes.sent])
+        pairs = zip(of_sets, routes.sent, strict=True)
+        by_set = torch.cat([_heads_last(x.view(self.num_parts, count, *shape)) for x, count in pairs])
         return by_set[routes.back]
 
     def _routes(self, device: torch.device) -> _Routes:
@@ -143,7 +148,9 @@ class SpreadRows:
 
     def _by_part(self, x_PBHD: torch.Tensor) -> torch.Tensor:
         """(parts, P, B, heads of a part, D)."""
-        return x_PBHD.unflatten(2, (self.num_parts, -1)).permute(2, 0, 1, 3, 4)
+        num_own, num_rows, num_heads, width = x_PBHD.shape
+        parts = x_PBHD.reshape(num_own, num_rows, self.num_parts, num_heads // self.num_parts, width)
+        return parts.permute(2, 0, 1, 3, 4)
 
     def _exchanged(
         self, by_rank: Sequence[torch.Tensor], sent: Sequence[int], received: Sequence[int]
@@ -151,8 +158,8 @@ class SpreadRows:
         """Tensors (…, P, B, heads, D) whose first two dimensions are rows for ranks, in one message each."""
         flat = [x.flatten(0, 1).flatten(1) for x in by_rank]
         taken = self._joined.exchange(torch.cat(flat, dim=1) if len(flat) > 1 else flat[0], sent, received)
-        parts = taken.split([x.shape[1] for x in flat], dim=1)
-        return [part.unflatten(1, x.shape[2:]) for part, x in zip(parts, by_rank, strict=True)]
+        parts = torch.split(taken, [x.shape[1] for x in flat], dim=1)
+        return [part.reshape(len(part), *x.shape[2:]) for part, x in zip(parts, by_rank, strict=True)]
 
 
 # Of documents, each with its queries, which are the last of its keys, (positions, H, D): (all queries, H, D).
@@ -169,7 +176,7 @@ def attend_spans(
     """Of some queries alone, in the order of their spans, with the keys of whole rows: (N, B, H, D)."""
     if not spans:  # no queries, but still a part of the ranks' exchanges, in backwards too
         return q_NBHD[..., : v_TBHD.shape[-1]] + 0.0 * (k_TBHD.sum() + v_TBHD.sum())
-    queries = q_NBHD.split([span.end - span.begin for span in spans])
+    queries = torch.split(q_NBHD, [span.end - span.begin for span in spans])
     keys, values = ([x[span.first : span.end] for span in spans] for x in (k_TBHD, v_TBHD))
     of_rows = [attention(*([x[:, b] for x in of] for of in (queries, keys, values))) for b in range(q_NBHD.shape[1])]
     return torch.stack(of_rows, dim=1)

@@ -201,7 +201,13 @@ def _context(
     from dynapipe_ext.executor.stages.joined_ranks import join_ranks
     from dynapipe_ext.executor.stages.megatron.model import initialize_parallel
     from dynapipe_ext.executor.transport.torch_p2p import Groups, make_pipeline_groups
-    from dynapipe_ext.launch.rank.variant_run import RankContext, broadcast_bytes, clock_offset_s, node_of, variant_planner
+    from dynapipe_ext.launch.rank.variant_run import (
+        RankContext,
+        broadcast_bytes,
+        clock_offset_s,
+        node_of,
+        variant_planner,
+    )
 
     settled = b""
     if env.rank == 0:

@@ -126,7 +126,7 @@ class Case:
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
         words += ["dropout"] * (self.dropout > 0)
         words += ["-".join(map(str, own)) for own in self.deal] + ["exact"] * self.is_deterministic
-        words += ["".join(map(str, t.placement))] * bool(t.placement)
+        words += ["".join(map(str, t.placement))] * bool(t.placement) + [f"width{t.width}"] * (t.width > 1)
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 
 
@@ -199,7 +199,8 @@ def step_plan_of(case: Case, step: int, samples_of_each: Sequence[int] = (5, 2, 
     lengths = iter([length_of(sample) for sample in samples_of(step)])
     cuts = [tuple(islice(lengths, count)) for count in samples_of_each]
     parts = [MicroBatch(cut, case.layout, case.recompute, pad_multiple=4) for cut in cuts]
-    ends = [len(parts) * replica // case.topology.dp for replica in range(case.topology.dp + 1)]
+    num_replicas = case.topology.num_replicas
+    ends = [len(parts) * replica // num_replicas for replica in range(num_replicas + 1)]
     deal = case.deal or [range(*two) for two in pairwise(ends)]
     replicas = [[parts[number] for number in own] for own in deal]
     costs = costs_of(case.topology, replicas)
@@ -208,7 +209,7 @@ def step_plan_of(case: Case, step: int, samples_of_each: Sequence[int] = (5, 2, 
         schedules = [split_backwards(schedule, case.weights_lag) for schedule in schedules]
     if case.is_joined:
         schedules = [joined_backwards(schedule) for schedule in schedules]
-    return planned(step, replicas, schedules, costs, case.loss_norm)
+    return planned(step, replicas, schedules, costs, case.loss_norm, case.topology.width)
 
 
 def costs_of(topology: Topology, replicas: Sequence[Sequence[MicroBatch]]) -> list[MicroBatchCosts]:

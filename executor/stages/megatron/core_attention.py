@@ -104,16 +104,16 @@ class DocumentAttention(torch.nn.Module):
         self, joined: JoinedRanks, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any
     ) -> torch.Tensor:
         """Of this rank's positions: it attends with a part of the heads over whole rows."""
-        slices_PBHD = [x if packed is None else x.unsqueeze(1) for x in (query, key, value)]
+        q_PBHD, k_PBHD, v_PBHD = (x if packed is None else x.unsqueeze(1) for x in (query, key, value))
         lengths = [joined.width * len(query)] if packed is None else _document_lengths(packed)
         rows = SpreadRows(joined, query.shape[-2], lengths)
-        q_NBHD, *keys_TBHD = rows.attended(*slices_PBHD)
+        q_NBHD, k_TBHD, v_TBHD = rows.attended(q_PBHD, k_PBHD, v_PBHD)
         if rows.spans is not None:
-            out_NBHD = self._spans(q_NBHD, *keys_TBHD, rows.spans, packed)
+            out_NBHD = self._spans(q_NBHD, k_TBHD, v_TBHD, rows.spans, packed)
         else:
-            own = [x if packed is None else x.squeeze(1) for x in (q_NBHD, *keys_TBHD)]
-            out_NBHD = self._whole_rows(own[0], own[1], own[2], packed).unflatten(-1, (q_NBHD.shape[2], -1))
-        out_PBHD = rows.returned(out_NBHD if out_NBHD.dim() == 4 else out_NBHD.unsqueeze(1))
+            whole = (x if packed is None else x.squeeze(1) for x in (q_NBHD, k_TBHD, v_TBHD))
+            out_NBHD = self._whole_rows(*whole, packed).reshape(*q_NBHD.shape[:3], v_TBHD.shape[-1])
+        out_PBHD = rows.returned(out_NBHD)
         return out_PBHD.flatten(2) if packed is None else out_PBHD.squeeze(1).flatten(1)
 
     def _spans(
