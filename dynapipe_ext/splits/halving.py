@@ -11,7 +11,7 @@ _COUNTS = (2, 4)  # of rows a replica
 
 
 def halved_splits(replicas: Sequence[Sequence[MicroBatch]], *, equal_counts: bool) -> Iterator[list[list[MicroBatch]]]:
-    """The replicas with some of the shortest rows of each in two; under `equal_counts` only if all then have as many."""
+    """The replicas with some of the shortest rows of each in two; under `equal_counts` only where all have as many."""
     for count in _COUNTS:
         halved = [halved_rows(rows, count) for rows in replicas]
         if not equal_counts or len({*map(len, halved)}) == 1:
