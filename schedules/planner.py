@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from dynapipe_ext.batch.micro_batches import (
@@ -30,7 +32,7 @@ from dynapipe_ext.batch.topology import (
 )
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, as_cost_model
+from dynapipe_ext.costs.model import CostModel, as_cost_model
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
@@ -38,9 +40,12 @@ from dynapipe_ext.schedules.judge.simulate import SharedCores
 from dynapipe_ext.schedules.planner_checks import (
     check_bounds,
     check_collectives,
+    check_forward_only,
     check_priced_pieces,
+    check_types,
     check_widths,
     class_of_costs,
+    room_of,
 )
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
@@ -55,58 +60,19 @@ from dynapipe_ext.schedules.step_plan import (
     shared_by_twins,
 )
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
-from dynapipe_ext.schedules.trials import StepTrial, soonest, whole_or_pieces
+from dynapipe_ext.schedules.trials import StepTrial, soonest, times_of_whole_ns, whole_or_pieces
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
+from dynapipe_ext.splits.halving import halved_splits
 from dynapipe_ext.splits.padded import bottleneck
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.splits.rules import check_enough
-
-
-def check_forward_only(planner: Planner) -> None:
-    """Refuse what concerns backwards. Errors: ConfigError."""
-    concerns_backwards = {
-        "schedule": planner.schedule != "adaptive",
-        "split_backward": planner.split_backward,
-        "fill_waits": planner.fill_waits,
-        "recompute": planner.recompute not in ("auto", "none"),
-    }
-    for name, is_set in concerns_backwards.items():
-        if is_set:
-            raise ConfigError(
-                f"{name} is {getattr(planner, name)!r} but steps of forwards alone have no backward:"
-                " leave it out, or take Planner.for_forwards(), which does"
-            )
-
-
-def check_types(planner: Planner) -> None:
-    """Refuse what is not of the declared class. Errors: ConfigError naming field, value and class."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "topology": (Topology,),
-        "format": (ActivationFormat, type(None)),
-        "collectives": (ReplicaCollectives, type(None)),
-    }
-    for name, choices in kinds.items():
-        value = getattr(planner, name)
-        if not isinstance(value, choices):
-            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in choices)
-            raise ConfigError(f"{name} is {short(value)} but must be of type {wanted}: give such a value")
-    if not isinstance(planner.costs, PricesMicroBatches):
-        raise ConfigError(f"costs are {short(planner.costs)}, which price nothing: give a cost model (TokenCosts)")
-
 
 Schedules = tuple[PipelineSchedule, ...]
 
 _LESS = 4  # forwards alone leave less to choose: their cuts and replicas get one part in so many of the effort
 _AGAIN = 4  # making replicas fit in less memory gets one part in so many of the effort
+_ROUNDS_OF_HALVES = 3  # in which rows of documents are cut in two, if that makes a step shorter
 _PLACES = 8  # forwards alone: moves of effort for which one micro-batch tries all places in the order
-
-
-def _room(limit_bytes: float, reserve_bytes: int) -> int:
-    """Bytes of a rank that a plan may fill. Errors: PlanError for none."""
-    room = int(limit_bytes) - reserve_bytes
-    if room <= 0:
-        raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
-    return room
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +106,7 @@ class Planner(PlanRules):
     _by_width: Mapping[int, Planner] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_types(self.topology, self.costs, self.format, self.collectives)
         object.__setattr__(self, "costs", as_cost_model(self.costs))
         if self.costs.num_stages != self.topology.num_stages:
             raise ConfigError(
@@ -280,37 +246,73 @@ class Planner(PlanRules):
             options: dict[str, Any] = {"step": step, "reserve_bytes": reserve_bytes, "unreserved": before}
             with suppress(PlanError):
                 return self._bounded(self.at_width(before.width).plan(samples, **options), samples)
-        room = _room(self.memory_limit_bytes, reserve_bytes)
+        room = room_of(self.memory_limit_bytes, reserve_bytes)
         trials = [trial for one in self._by_width.values() for trial in one._trials(samples, step, room)]
         best = soonest(trials)
-        return self._bounded(self.at_width(best.width)._certified(best, samples), samples)
+        planner = self.at_width(best.width)
+        return self._bounded(planner._certified(best, samples), samples)
 
     def _trials(self, samples: list[SampleLength], step: int, room_bytes: int) -> Iterator[StepTrial]:
-        """What may be planned at this width: whole samples, and pieces."""
+        """What may be planned at this width: pieces and whole samples. At width 1 also what a planner of that width
+        makes, unless none can be faster: choosing a width is never worse than having none."""
         planner = self if room_bytes == self.memory_limit_bytes else replace(self, memory_limit_bytes=room_bytes)
         width, sizes = self.topology.width, self._piece_sizes(samples)
-        choices: PieceChoices | None = None
+        trial, choices = partial(StepTrial, width=width), None
+        least_ns = self._least_ns(samples, pieces=bool(sizes))
         if sizes:
+            more = self.pieces if self.pieces != "auto" else "finer"
+            sizes = piece_sizes(more, max(s.encoder for s in samples), self._rules.max_tokens)
             with suppress(PlanError):  # they have no price
                 choices = self._proposals.piece_choices(samples, sizes)
         if choices is not None:
-            hoped_ns, expected_ns = choices.hoped_ns, choices.makespan_ns
-            plan = partial(planner._best_in_pieces, samples, step, choices)
-            yield StepTrial(width=width, hoped_ns=hoped_ns, expected_ns=expected_ns, plan=plan)
-        if choices is None or self.pieces == "auto":
-            least_ns, longest_ns = self._least_whole_ns(samples), self._longest_whole_ns(samples)
-            fill_ns = (self._proposals.depth - 1) * longest_ns
-            plan = partial(planner._best_whole, samples, step)
-            yield StepTrial(width=width, hoped_ns=least_ns + fill_ns / 2, expected_ns=least_ns + fill_ns, plan=plan)
+            hopeful = min(choices.choices, key=attrgetter("hoped_ns"))
+            in_pieces = partial(planner._in_finer_pieces, samples, step, hopeful)
+            yield trial(hoped_ns=hopeful.hoped_ns, expected_ns=hopeful.hoped_ns, plan=in_pieces)
+        if width == 1:
+            expected_ns = math.inf if choices is None else choices.makespan_ns
+            alone = partial(planner._best, samples, step)
+            yield trial(hoped_ns=least_ns, expected_ns=min(expected_ns, self._whole_ns(samples)[1]), plan=alone)
+        elif choices is None or self.pieces == "auto":
+            hoped_ns, expected_ns = self._whole_ns(samples)
+            whole = partial(planner._best_whole, samples, step)
+            yield trial(hoped_ns=hoped_ns, expected_ns=expected_ns, plan=whole)
 
-    def _longest_whole_ns(self, samples: Sequence[SampleLength]) -> int:
-        """What the longest sample takes on its busiest rank; 0 where it has no price whole."""
-        longest = max(samples, key=lambda s: s.tokens)
-        alone = MicroBatch((longest,), self.layout, self._recomputes[0], pad_multiple=self._rules.pad_multiple)
+    def _whole_ns(self, samples: Sequence[SampleLength]) -> tuple[float, float]:
+        return times_of_whole_ns(
+            self._least_ns(samples, pieces=False),
+            longest_ns=self._alone_ns(max(samples, key=lambda s: s.tokens)),
+            overhead_ns=self._alone_ns(SampleLength(0, 1)),
+            depth=self._proposals.depth,
+            most_rows=max(1, len(samples) // self.topology.num_replicas),
+        )
+
+    def _alone_ns(self, sample: SampleLength) -> int:
+        """What a sample takes by itself on its busiest rank; 0 where it has no price whole."""
+        alone = MicroBatch((sample,), self.layout, self._recomputes[0], pad_multiple=self._rules.pad_multiple)
         try:
             return int(bottleneck(self.costs.evaluate([alone]), 1, self.topology.stage_ranks)[0][0])
         except PlanError:
             return 0
+
+    def _in_finer_pieces(self, samples: list[SampleLength], step: int, choice: PieceChoice) -> StepPlan:
+        """The best plan of one cut into pieces, with short rows of documents for a short fill and drain."""
+        return self._finer(self._best_in_pieces(samples, step, PieceChoices((choice,))))
+
+    def _finer(self, plan: StepPlan) -> StepPlan:
+        """The plan, or one that ends earlier as some of its short rows of documents are in two each."""
+        planner = replace(self, effort=self.effort // _AGAIN)
+        kinds = self._and_sliced(RECOMPUTES) if self.recompute == "auto" else self._recomputes
+        proposals, best = replace(planner._proposals, kinds=kinds), plan
+        for _ in range(_ROUNDS_OF_HALVES):
+            rows = [replica.micro_batches for replica in best.batch.replicas]
+            before = best
+            for replicas in halved_splits(rows, equal_counts=self._rules.equal_counts):
+                with suppress(PlanError):
+                    finer = planner._predicted(*planner._searched(proposals.fixed([replicas])), step=plan.batch.step)
+                    best = min(best, finer, key=lambda one: one.makespan_ns)
+            if best is before:
+                break
+        return best
 
     def _bounded(self, plan: StepPlan, samples: list[SampleLength]) -> StepPlan:
         """The plan of a width, whose bound of the whole batch holds for all widths."""
@@ -360,7 +362,7 @@ class Planner(PlanRules):
         self, reserve_bytes: int, samples: list[SampleLength], step: int, unreserved: StepPlan | None
     ) -> StepPlan:
         """The best plan with that much less memory, without its bounds; see `plan`."""
-        less = replace(self, memory_limit_bytes=_room(self.memory_limit_bytes, reserve_bytes))
+        less = replace(self, memory_limit_bytes=room_of(self.memory_limit_bytes, reserve_bytes))
         if self.schedule == "adaptive" and not self._piece_sizes(samples) and not self.forward_only:
             before = unreserved or self._best(samples, step)
             with suppress(PlanError):  # these micro-batches do not fit; others may
@@ -398,7 +400,7 @@ class Planner(PlanRules):
         if self.pieces != "auto":
             return in_pieces()
         whole = partial(self._best_whole, samples, step)
-        return whole_or_pieces(choices, self._least_whole_ns(samples), whole, in_pieces)
+        return whole_or_pieces(choices, self._least_ns(samples, pieces=False), whole, in_pieces)
 
     def _piece_sizes(self, samples: Sequence[SampleLength]) -> Sequence[int]:
         """Sizes of pieces to try; none where samples stay whole."""
@@ -463,10 +465,10 @@ class Planner(PlanRules):
             return self._predicted(*self._searched(proposals.cuts(samples, step)), step=step)
         return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step=step)
 
-    def _least_whole_ns(self, samples: Sequence[SampleLength]) -> int:
-        """No plan of these samples whole ends earlier; 0 where no such bound is known."""
+    def _least_ns(self, samples: Sequence[SampleLength], *, pieces: bool) -> int:
+        """No plan of these samples ends earlier, whole or also in pieces; 0 where no such bound is known."""
         ranks, dp, limit = self.topology.stage_ranks, self.topology.num_replicas, int(self.memory_limit_bytes)
-        options = {"split": self.split_backward, "packed": self.layout == "packed"}
+        options = {"split": self.split_backward, "packed": self.layout == "packed", "pieces": pieces}
         return batch_floor_ns(self.costs, samples, ranks, dp=dp, memory_limit_bytes=limit, **options) or 0
 
     @property

@@ -5,12 +5,46 @@ from __future__ import annotations
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import Pieces
-from dynapipe_ext.batch.topology import ReplicaCollectives, Topology, widths_of
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, widths_of
 from dynapipe_ext.costs.adjustments import AdjustedCosts
-from dynapipe_ext.costs.model import CostModel, UserCosts
-from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts
+from dynapipe_ext.errors import ConfigError, PlanError, short
+from dynapipe_ext.settings.plan_rules import PlanRules
 
 _MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
+
+
+def check_forward_only(rules: PlanRules) -> None:
+    """Refuse what concerns backwards. Errors: ConfigError."""
+    concerns_backwards = {
+        "schedule": rules.schedule != "adaptive",
+        "split_backward": rules.split_backward,
+        "fill_waits": rules.fill_waits,
+        "recompute": rules.recompute not in ("auto", "none"),
+    }
+    for name, is_set in concerns_backwards.items():
+        if is_set:
+            raise ConfigError(
+                f"{name} is {getattr(rules, name)!r} but steps of forwards alone have no backward:"
+                " leave it out, or take Planner.for_forwards(), which does"
+            )
+
+
+def check_types(
+    topology: Topology, costs: object, message_format: ActivationFormat | None, collectives: ReplicaCollectives | None
+) -> None:
+    """Refuse what is not of the declared class. Errors: ConfigError naming field, value and class."""
+    kinds: dict[str, tuple[object, tuple[type, ...]]] = {
+        "topology": (topology, (Topology,)),
+        "format": (message_format, (ActivationFormat, type(None))),
+        "collectives": (collectives, (ReplicaCollectives, type(None))),
+    }
+    for name, (value, choices) in kinds.items():
+        if not isinstance(value, choices):
+            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in choices)
+            raise ConfigError(f"{name} is {short(value)} but must be of type {wanted}: give such a value")
+    if not isinstance(costs, PricesMicroBatches):
+        raise ConfigError(f"costs are {short(costs)}, which price nothing: give a cost model (TokenCosts)")
 
 
 def class_of_costs(costs: CostModel) -> str:
@@ -67,3 +101,11 @@ def check_collectives(collectives: ReplicaCollectives | None, costs: CostModel) 
             f" the costs are those of a run with {priced.of_micro_batches}: leave collectives out, or give the costs of"
             " this run (zero_stage, ep)"
         )
+
+
+def room_of(limit_bytes: float, reserve_bytes: int) -> int:
+    """Bytes of a rank that a plan may fill. Errors: PlanError for none."""
+    room = int(limit_bytes) - reserve_bytes
+    if room <= 0:
+        raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
+    return room

@@ -62,6 +62,25 @@ class StepTrial:
         return self.hoped_ns * (1 - _MAY_BE_OFF) < makespan_ns
 
 
+def times_of_whole_ns(
+    least_ns: int, *, longest_ns: int, overhead_ns: int, depth: int, most_rows: int
+) -> tuple[float, float]:
+    """What a step of whole samples may hope for, and what it is expected to take: the least over numbers of rows of
+    their work `least_ns` on the busiest replica, a row's overhead each, and half or all of the time in which `depth`
+    ranks fill and drain with the longest sample, or with a mean row.
+
+    >>> times_of_whole_ns(100, longest_ns=10, overhead_ns=1, depth=4, most_rows=16)
+    (125.0, 143)
+    """
+    hoped, expected = [], []
+    for count in (1 << i for i in range(most_rows.bit_length())):
+        work_ns = least_ns + (count - 1) * overhead_ns
+        fill_ns = (depth - 1) * max(longest_ns, least_ns // count)
+        hoped.append(work_ns + fill_ns / 2)
+        expected.append(work_ns + fill_ns)
+    return min(hoped), min(expected)
+
+
 def soonest(trials: Sequence[StepTrial]) -> StepPlan:
     """The plan that ends first, of equals that of the smaller width.
 

@@ -482,4 +482,5 @@ class ReplicaCollectives:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ReplicaCollectives:
-        return cls(**{name: value if name == "ep" else tuple(value) for name, value in raw.items()})
+        fields: dict[str, Any] = {name: value if name == "ep" else tuple(value) for name, value in raw.items()}
+        return cls(**fields)

@@ -476,8 +476,7 @@ class AnalyticCosts:
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
         usual = (("exact_sums", False), ("offload", "none"), ("head_slice", 0), ("num_moments", ADAM_MOMENTS))
-        usual += (("width_tax", UNCOUNTED_TAX),)
-        own = dict(item for item in asdict(self).items() if item not in usual)
+        own = dict(item for item in asdict(self).items() if item not in (*usual, ("width_tax", UNCOUNTED_TAX)))
         return {"kind": "analytic", **own, **described}
 
     @classmethod
