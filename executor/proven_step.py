@@ -159,17 +159,18 @@ def prove(
     lowered = lower(
         step_plan, activation_format, fill_waits=fill_waits, replicas_meet=replicas_meet, unchanged=unchanged
     )
-    programs = [[plan.instructions for plan in replica] for replica in lowered]
+    programs, width = [[plan.instructions for plan in replica] for replica in lowered], step_plan.batch.width
     counts = [len(replica.micro_batches) for replica in step_plan.batch.replicas]
     if step_plan.forward_only:
         collectives = replace(collectives, at_end=())  # there are no gradients to reduce
     buffers = verify_step(
-        with_collectives(programs, collectives),
+        with_collectives(programs, collectives, width=width),
         step_plan.schedules[0].stage_ranks,
         counts,
         forward_only=step_plan.forward_only,
         sample_pieces=[sample_pieces(replica.micro_batches) for replica in step_plan.batch.replicas],
-    )
+        width=width,
+    )[::width]
     plans = []
     for replica, in_flight in zip(lowered, buffers, strict=True):
         promised = replica[0].prediction

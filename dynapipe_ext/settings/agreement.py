@@ -195,10 +195,15 @@ def check_pieces_of_model(model: ModelSettings, pieces: Pieces, where: str) -> N
 
 
 def refuse_order_in_bits(
-    model: ModelSettings, plan: PlanSettings, *, pp: int, deepspeed_config: str, where: str
+    model: ModelSettings, plan: PlanSettings, topology: TopologySettings, *, deepspeed_config: str, where: str
 ) -> None:
     """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
-    at = f"{where}: [optimizer] deterministic is on but"
+    at, pp = f"{where}: [optimizer] deterministic is on but", topology.pp
+    if topology.width == "auto":  # a product over a slice of a row rounds otherwise than one over the row
+        raise ConfigError(
+            f"{at} [topology] width auto gives steps several widths, and bits hold for one: name it, or leave"
+            " deterministic out"
+        )
     if plan.adapt_costs:
         raise ConfigError(
             f"{at} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"

@@ -131,7 +131,7 @@ class TrainConfig:
         check_evaluation(self.eval, where)
         check_heads(model, topology, where)
         if self.optimizer.deterministic:
-            refuse_order_in_bits(model, plan, pp=topology.pp, deepspeed_config=self.deepspeed.config, where=where)
+            refuse_order_in_bits(model, plan, topology, deepspeed_config=self.deepspeed.config, where=where)
 
     @property
     def placement(self) -> PlacementChoice:

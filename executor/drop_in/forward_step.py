@@ -21,8 +21,9 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
-from dynapipe_ext.executor.stages.megatron.layers import CoreAttention
-from dynapipe_ext.executor.stages.megatron.stage import packed_parameters, replay_megatron, take_pieces, unwrapped
+from dynapipe_ext.executor.stages.megatron.core_attention import CoreAttention
+from dynapipe_ext.executor.stages.megatron.placed_rows import take_pieces
+from dynapipe_ext.executor.stages.megatron.stage import packed_parameters, replay_megatron, unwrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
