@@ -105,9 +105,13 @@ class _Prices:
         ranks: Group = [[] for _ in range(self.num_ranks)]
         loads, tokens = [0] * self.num_ranks, [0.0] * self.num_ranks
         waiting, target = [], self.work[needs[left[0]]][left[0]]
+        least, fewest = 0, 0.0  # that any rank has
         for i in left:
             width = needs[i]
             own, work = self.samples[i].encoder / width, self.work[width][i]
+            if least + work > _SLACK * target or fewest + own > max_tokens:
+                waiting.append(i)
+                continue
             blocks = [range(first, first + width) for first in range(0, self.num_ranks, width)]
             fitting = [
                 block
@@ -122,6 +126,7 @@ class _Prices:
                 ranks[d].append((i, width))
                 loads[d] += work
                 tokens[d] += own
+            least, fewest = min(loads), min(tokens)
         if not any(ranks[self.num_ranks // 2 :]) and sum(map(len, ranks)) == len(ranks[0]) * needs[left[0]]:
             ranks = [[(i, self.num_ranks) for i, _ in ranks[0]] for _ in ranks]  # nobody else: all ranks share it
         return ranks, waiting
