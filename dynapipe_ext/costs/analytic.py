@@ -257,10 +257,12 @@ class AnalyticCosts:
         kept = a_position if self.topology.width == 1 else self._block.kept_values
         positions = CarriedPositions.of(micro_batches)
         own = positions.own // self.topology.width
+        copied = 0 if self.topology.width == 1 else np.floor(self._block.copied_values * positions.own).astype(np.int64)
         recompute = np.array([m.layer_recompute for m in micro_batches], dtype=np.str_)
         keeps_own = (recompute == "none") | (recompute == "selective")
-        stored = kept * positions.kept_bytes(values) - a_position * values * keeps_own * own
-        again = a_position * values * (recompute == "stage") * own
+        in_buffers = values * (a_position * own + copied)
+        stored = kept * positions.kept_bytes(values) - keeps_own * in_buffers
+        again = (recompute == "stage") * in_buffers
         return replace(
             costs,
             stored_bytes=costs.stored_bytes + layers * stored,
@@ -281,10 +283,10 @@ class AnalyticCosts:
         gathered = (2 * values * block.kept_values if block.gather_ranks > 1 else 0) * tokens
         forward_ns = backward_ns = np.zeros_like(costs.forward_ns)
         if self.links is not None:
-            times = block.seconds(self.topology, self.links, values)
-            forward_ns = np.rint(layers * times.forward(tokens)).astype(np.int64)
-            again_ns = forward_ns * ((recompute == "full") | (recompute == "selective"))  # a stage: see keeping_inputs
-            backward_ns = np.rint(layers * times.backward(tokens)).astype(np.int64) + again_ns
+            time = block.exchange_time(self.topology, self.links, values)
+            forward_ns = np.rint(layers * time(tokens)).astype(np.int64)
+            again = (recompute == "full") | (recompute == "selective")  # of a stage: see keeping_inputs
+            backward_ns = forward_ns * (1 + again)
         return replace(
             costs,
             forward_ns=costs.forward_ns + forward_ns,

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.links import Link, Links
+from dynapipe_ext.costs.links import Links
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 
-_EXCHANGES = 2  # queries, keys and values together; what was attended to
 UNCOUNTED_TAX = 0.1  # of computing, where no links are known: see AnalyticCosts
 
 
@@ -21,10 +20,11 @@ UNCOUNTED_TAX = 0.1  # of computing, where no links are known: see AnalyticCosts
 class BlockAttention:
     """How one layer's attention runs on the tensor parallel rank of a block of `width` data parallel ranks.
 
-    `head_ranks` of them, neighbours, divide the rank's query heads: by an all-to-all each gets all positions of its
-    heads from the others (Jacobs et al. 2023, "DeepSpeed Ulysses"). Key heads fewer than these are copied. The other
-    `width` / `head_ranks` groups gather keys and values of whole rows. Values are counted for each position, on one
-    tensor parallel rank: `query_values` of queries and of what they attend to, `key_values` of keys and values.
+    The ranks divide its query heads over `head_ranks` of them: by an all-to-all each gets all positions of its heads
+    (Jacobs et al. 2023, "DeepSpeed Ulysses"). Key heads fewer than these are copied. Where heads are fewer than ranks,
+    `gather_ranks` share a part of the heads: each has a part of the queries, and all keys and values, by the same
+    exchange. Values are counted for each position, on one tensor parallel rank: `query_values` of queries and of what
+    they attend to, `key_values` of keys and values.
 
     >>> eight_heads = BlockAttention(width=16, num_heads=8, num_key_heads=2, query_values=2048, key_values=512)
     >>> eight_heads.head_ranks, eight_heads.gather_ranks, eight_heads.kept_values
@@ -60,33 +60,27 @@ class BlockAttention:
 
     @property
     def kept_values(self) -> int:
-        """Of keys and values, those of the heads that one rank of the block attends with: at least one."""
-        return self.key_values // self.num_key_heads * -(-self.num_key_heads // self.head_ranks)
+        """Of keys and values, those of the heads that one rank of the block attends with, of every position."""
+        return self.key_values // math.gcd(self.num_key_heads, self.head_ranks)
 
     @property
     def copied_values(self) -> float:
-        """Kept for each position of a row beyond a slice's keys and values, where ranks hold copies of key heads."""
-        return max(0.0, self.kept_values / self.gather_ranks - self.key_values / self.width)
+        """Kept for each position of a row beyond a slice's keys and values: copies of key heads, gathered positions."""
+        return max(0.0, self.kept_values - self.key_values / self.width)
 
     @property
     def exchanged_values(self) -> float:
-        """Sent to the other ranks that divide heads, for each position of a row, in a forward or a backward."""
-        others = self.head_ranks - 1
-        return (self.query_values * others / self.head_ranks + self.kept_values * others) / self.width
+        """Received from other ranks, for each position of a row, in a forward; their gradients return in a backward."""
+        others = (self.width - 1) / self.width
+        return others * (self.query_values / self.width + self.kept_values)
 
-    @property
-    def gathered_values(self) -> float:
-        """Received of keys and values in a gather, for each position of a row; sums of gradients as many."""
-        return self.kept_values * (self.gather_ranks - 1) / self.gather_ranks
-
-    def seconds(self, topology: Topology, links: Links, value_bytes: int) -> ExchangeTimes:
-        """Ranks that divide heads are neighbours in the block, ranks that gather are those so many apart."""
-        exchange = links.of_group(topology.tp, self.head_ranks)
-        gather = links.of_group(topology.tp * self.head_ranks, self.gather_ranks)
-        exchanged = _collectives(exchange, value_bytes * self.exchanged_values, _EXCHANGES * (self.head_ranks > 1))
-        gathered = _collectives(gather, value_bytes * self.gathered_values, int(self.gather_ranks > 1))
-        twice = gathered + gathered  # keys and values again, and their gradients
-        return ExchangeTimes(forward=exchanged + gathered, backward=exchanged + twice)
+    def exchange_time(self, topology: Topology, links: Links, value_bytes: int) -> LinearTime:
+        """Of a forward or a backward of one layer, over the slowest link of the block."""
+        link = links.of_group(topology.tp, self.width)
+        count = (
+            2 if self.gather_ranks == 1 else 3
+        )  # of queries, keys and values, or these apart; of what they attend to
+        return LinearTime(float(count * link.latency_ns), value_bytes * self.exchanged_values * 1e9 / link.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +90,8 @@ class LinearTime:
     fixed_ns: float = 0.0
     position_ns: float = 0.0
 
-    def __add__(self, other: LinearTime) -> LinearTime:
-        return LinearTime(self.fixed_ns + other.fixed_ns, self.position_ns + other.position_ns)
-
     def __call__(self, positions: Any) -> Any:
         return self.fixed_ns + self.position_ns * np.asarray(positions, np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeTimes:
-    """Of one layer's attention. Backwards exchange gradients, and gather again what forwards did not keep."""
-
-    forward: LinearTime = LinearTime()
-    backward: LinearTime = LinearTime()
-
-
-def _collectives(link: Link, position_bytes: float, count: int) -> LinearTime:
-    return LinearTime(float(count * link.latency_ns), position_bytes * 1e9 / link.bytes_per_s)
 
 
 def check_tax(tax: float) -> None:

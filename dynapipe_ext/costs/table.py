@@ -296,10 +296,10 @@ class CostTable:
         if (width := self.topology.width) == 1 or block is None:
             return whole, in_table
         share, _ = self._stages(recompute, shapes / [[1], [width], [1]])
-        times = block.seconds(self.topology, self.links or Links.uniform(self._link), self.value_bytes)
+        time = block.exchange_time(self.topology, self.links or Links.uniform(self._link), self.value_bytes)
         layers = np.array(self.stage_attentions())[:, None]
-        forward = layers * times.forward(tokens) * 1e-6
-        backward = layers * times.backward(tokens) * 1e-6 + (recompute != "none") * forward
+        forward = layers * time(tokens) * 1e-6
+        backward = forward * (1 + (recompute != "none"))
         gathered = 2 * self.value_bytes * block.kept_values * (block.gather_ranks > 1) * 1e-6 * tokens
         copied = layers * self.value_bytes * block.copied_values * 1e-6 * tokens
         whole = whole / width

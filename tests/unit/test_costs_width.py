@@ -67,29 +67,27 @@ def test_heads_are_divided_first_and_keys_and_values_gathered_over_the_rest(
     """On each of 2 tensor parallel ranks: 4 query heads, 2 key heads."""
     block = BlockAttention.of(GPT, Topology(tp=2, dp=16, width=width))
     assert (block.head_ranks, block.gather_ranks, block.kept_values) == (heads, gathers, 2 * key_heads * HEAD)
-    # Of 16 positions a rank has 16 / width. It sends each query, and what it attended to, to the head's rank, and each
-    # key and value to all ranks whose query heads need them.
-    own, parts = 16 / width, heads
-    queries = 2 * own * 4 * HEAD * (parts - 1) / parts
-    keys = own * 2 * key_heads * HEAD * (parts - 1)
+    # Of 16 positions a rank has 16 / width. It attends with as many queries in all as it has, of other positions, and
+    # what they attend to returns; keys and values of its heads come of all positions that it does not have.
+    queries = 2 * (16 / width) * 4 * HEAD * (width - 1) / width
+    keys = (16 - 16 / width) * 2 * key_heads * HEAD
     assert 16 * block.exchanged_values == pytest.approx(queries + keys)
-    assert 16 * block.gathered_values == pytest.approx(16 * 2 * key_heads * HEAD * (gathers - 1) / gathers)
+    assert 16 * block.copied_values == pytest.approx(16 * 2 * key_heads * HEAD - (16 / width) * 2 * 2 * HEAD)
 
 
-def test_exchanges_take_the_link_of_their_group_forwards_backwards_and_again() -> None:
-    """8 ranks of a block lie on 2 nodes: heads are divided within a node, keys and values gathered across."""
-    free, linked = (counted(width=8, links=links) for links in (None, LINKS))
+@pytest.mark.parametrize(("width", "count", "link"), [(4, 2, LINKS.intra), (8, 3, LINKS.inter)])
+def test_exchanges_take_the_slowest_link_of_the_block_forwards_backwards_and_again(
+    width: int, count: int, link: Link
+) -> None:
+    """Nodes have 8 ranks: 4 data parallel ones of 2 tensor parallel ones each."""
+    free, linked = (counted(width=width, links=links) for links in (None, LINKS))
     block, tokens, layers, values = BlockAttention.of(GPT, linked.topology), 128, 2, 2
-    exchange_ns = 2 * 1_000 + tokens * values * block.exchanged_values / 1e9 * 1e9
-    gather_ns = 50_000 + tokens * values * block.gathered_values / 1e8 * 1e9
-    for recompute, times in (("none", 0), ("selective", 1), ("full", 1), ("stage", 1)):
+    time_ns = layers * (count * link.latency_ns + tokens * values * block.exchanged_values / link.bytes_per_s * 1e9)
+    for recompute, times in (("none", 1), ("selective", 2), ("full", 2), ("stage", 2)):
         row = [replace(ROW, recompute=recompute)]
         a, b = free.evaluate(row), linked.evaluate(row)
-        forward = layers * (exchange_ns + gather_ns)
-        np.testing.assert_allclose(b.forward_ns - a.forward_ns, forward, atol=1)
-        np.testing.assert_allclose(
-            b.backward_ns - a.backward_ns, layers * (exchange_ns + 2 * gather_ns) + times * forward, atol=2
-        )
+        np.testing.assert_allclose(b.forward_ns - a.forward_ns, time_ns, atol=1)
+        np.testing.assert_allclose(b.backward_ns - a.backward_ns, times * time_ns, atol=2)
 
 
 def test_carried_keys_lie_by_heads_with_all_positions() -> None:
@@ -99,8 +97,8 @@ def test_carried_keys_lie_by_heads_with_all_positions() -> None:
         costs = counted(width=width)
         more = costs.evaluate(rows).stored_bytes - costs.evaluate(whole).stored_bytes
         buffers = 2 * kept * 128 + 4 * kept * 64  # keys and values of all, sums of gradients of those before the last
-        np.testing.assert_array_equal(more[:, 0], 2 * (buffers - 2 * 2 * 2 * HEAD * 64 // width))
-        np.testing.assert_array_equal(more[:, 1], -2 * 2 * 2 * 2 * HEAD * 64 // width)
+        np.testing.assert_array_equal(more[:, 0], 2 * (buffers - 2 * kept * 64))
+        np.testing.assert_array_equal(more[:, 1], -2 * 2 * kept * 64)
 
 
 def test_copies_of_key_heads_are_kept_by_each_rank_that_has_them() -> None:
@@ -109,10 +107,13 @@ def test_copies_of_key_heads_are_kept_by_each_rank_that_has_them() -> None:
     np.testing.assert_array_equal(4 * four - one, 2 * 2 * (4 - 2) * 2 * HEAD * 128)
 
 
-def test_gathered_keys_and_values_and_their_gradients_need_room_while_a_layer_runs() -> None:
-    apart, gathered = (counted(width=w).evaluate([ROW]).working_bytes for w in (4, 8))
-    keys_and_values = 2 * 2 * (2 * HEAD) * 128  # bytes, of all positions of one key head, and of their gradients
-    np.testing.assert_array_equal(gathered - keys_and_values, -(-apart // 2))
+def test_gathered_keys_and_values_are_kept_and_need_room_for_what_is_sent_and_their_gradients() -> None:
+    apart, gathered = (counted(width=w).evaluate([ROW]) for w in (4, 8))
+    keys_and_values = 2 * (2 * HEAD) * 128  # bytes, of all positions of one key head
+    np.testing.assert_array_equal(gathered.working_bytes - 2 * keys_and_values, -(-apart.working_bytes // 2))
+    more = {4: 2 * HEAD - 4 * HEAD // 4, 8: 2 * HEAD - 4 * HEAD // 8}  # values a position, beyond a slice's
+    copies = {width: 2 * 2 * values * 128 for width, values in more.items()}  # bytes, of two layers
+    np.testing.assert_array_equal(gathered.stored_bytes - copies[8], (apart.stored_bytes - copies[4]) // 2)
 
 
 @pytest.mark.parametrize("costs", [TokenCosts(2, ns_per_token_squared=3.0), counted(dp=4), counted(dp=4, links=LINKS)])
