@@ -20,7 +20,7 @@ from dynapipe_ext.executor.transport.torch_p2p import make_group
 InTurn = Callable[[str, Any, Callable[[], None]], None]
 JOINED_KEY = "joined"  # of a batch whose rows are shared by several ranks: those
 # Arrays of a batch that have a number for each position.
-SLICED = ("tokens", "labels", "loss_weights", "position_ids", "encoder_tokens", "decoder_tokens")
+SLICED = ("tokens", "labels", "loss_weights", "loss_mask", "position_ids", "encoder_tokens", "decoder_tokens")
 
 
 def at_once(_what: str, _group: Any, run: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class JoinedRanks:
         for name in SLICED:
             if (x_RS := batch.get(name)) is not None:
                 own = self.span(x_RS.shape[1])
-                sliced[name] = x_RS[:, own.start : own.stop]
+                sliced[name] = x_RS[:, own.start : own.stop].contiguous()
         return {**batch, **sliced}
 
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:

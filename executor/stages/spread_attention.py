@@ -116,7 +116,7 @@ class SpreadRows:
             k_TBHD, v_TBHD = self._exchanged(keys, even, even)
             return q_NBHD, k_TBHD, v_TBHD
         routes = self._routes(q_PBHD.device)
-        queries = [self._by_part(x).flatten(0, 1) for x in torch.split(q_PBHD[routes.order], routes.sent)]
+        queries = [self._by_part(x).flatten(0, 1) for x in torch.split(q_PBHD[routes.order], list(routes.sent))]
         sent = [count for count in routes.sent for _ in range(self.num_parts)]
         (q_NBHD,) = self._exchanged([torch.cat(queries)[None]], sent, routes.received)
         k_TBHD, v_TBHD = self._exchanged([x.repeat(self.num_sets, *[1] * (x.dim() - 1)) for x in keys], even, even)

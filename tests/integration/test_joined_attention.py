@@ -28,8 +28,8 @@ CONFIG = SimpleNamespace(
     num_attention_heads=4,
     tensor_model_parallel_size=1,
 )
-HEADS = ((8, 8), (8, 2), (4, 1), (2, 2), (2, 1), (1, 1), (6, 3), (3, 3), (12, 6))
-DOCUMENTS = ((5, 1, 17, 9), (1,) * 32, (1, 1, 30), (32,))
+HEADS = ((8, 2), (4, 1), (2, 1), (1, 1), (12, 6))
+DOCUMENTS = ((5, 1, 17, 9), (1,) * 32)
 KINDS: dict[str, Any] = {
     "documents": DocumentAttention,
     "windows": WindowAttention,
@@ -78,7 +78,7 @@ def errors(env: Any) -> dict[tuple[Any, ...], float]:
 
 def test_outputs_and_gradients_of_slices_are_those_of_whole_rows(run_ranks):
     for of_rank in run_ranks(NUM_RANKS, errors):
-        assert len(of_rank) == 2 * (2 * len(HEADS) + 1) * 5
+        assert len(of_rank) == 2 * (2 * len(HEADS) + 1) * 3
         assert max(of_rank.values()) <= 1e-12, max(of_rank, key=of_rank.__getitem__)
 
 

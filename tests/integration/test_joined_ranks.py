@@ -5,7 +5,7 @@ Rows are padded and packed, with pieces of cut samples; heads are more than the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from random import Random
@@ -24,6 +24,7 @@ from dynapipe_ext.executor.stages.joined_ranks import join_ranks
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
+from dynapipe_ext.models.architecture import Architecture
 from tests.support.limits import LIMIT_S
 from tests.support.megatron_ranks import (
     CPU,
@@ -43,7 +44,23 @@ from tests.support.rank_jobs import in_turn
 SAMPLES = samples_of(0)[:8]
 ONE = Topology()
 DOUBLE = "float64"
-MODELS = {"gqa": Model(), "learned": Model(tied=False, position="learned", modern=False), "one key": Model(key_heads=1)}
+
+
+class Windowed(Model):
+    """Gemma 3's: windows whose layers turn by angles of their own, and an expert or two for each token."""
+
+    @property
+    def shape(self) -> Architecture:
+        sizes = {"sliding_window": 6, "full_attention_every": 2, "local_rope_theta": 100.0}
+        return replace(super().shape, num_experts=4, top_k=2, ffn_hidden_size=16, **sizes)
+
+
+MODELS = {
+    "gqa": Model(),
+    "learned": Model(tied=False, position="learned", modern=False),
+    "one key": Model(key_heads=1),
+    "windows and experts": Windowed(tied=False),
+}
 WORST = {"float32": 1e-5, DOUBLE: 1e-6}
 
 
@@ -95,6 +112,7 @@ JOBS = {
         kinds=(PIECES[1], *ROWS),
         widths=(2,),
     ),
+    "windows and experts": Job(Topology(pp=2, dp=4), "windows and experts", dtype=DOUBLE, kinds=ROWS),
     "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[0], ROWS[1])),
 }
 

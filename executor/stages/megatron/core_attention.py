@@ -111,8 +111,8 @@ class DocumentAttention(torch.nn.Module):
         if rows.spans is not None:
             out_NBHD = self._spans(q_NBHD, k_TBHD, v_TBHD, rows.spans, packed)
         else:
-            whole = (x if packed is None else x.squeeze(1) for x in (q_NBHD, k_TBHD, v_TBHD))
-            out_NBHD = self._whole_rows(*whole, packed).reshape(*q_NBHD.shape[:3], v_TBHD.shape[-1])
+            query, key, value = (x if packed is None else x.squeeze(1) for x in (q_NBHD, k_TBHD, v_TBHD))
+            out_NBHD = self._whole_rows(query, key, value, packed).reshape(*q_NBHD.shape[:3], v_TBHD.shape[-1])
         out_PBHD = rows.returned(out_NBHD)
         return out_PBHD.flatten(2) if packed is None else out_PBHD.squeeze(1).flatten(1)
 

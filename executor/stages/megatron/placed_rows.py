@@ -71,6 +71,8 @@ def _fault_of_slices(attention: Any) -> str:
     core = attention.core_attention
     if attention.config.multi_latent_attention:
         return "compresses keys and values (multi_latent_attention), which are not exchanged between joined ranks"
+    if attention.config.apply_rope_fusion:
+        return "turns by a fused kernel (apply_rope_fusion), which does not know slices"
     if isinstance(core, DocumentAttention):
         return ""
     return f"attends by {type(core).__name__}, which does not exchange positions for heads"
