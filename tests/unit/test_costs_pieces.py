@@ -345,4 +345,4 @@ def test_bounds_of_plans_by_measured_tables_hold_at_a_width_and_are_found_again(
     assert 0 < plan.certificate.batch_ns <= plan.makespan_ns
     needs = [(n, 0) for n in lengths]
     again = batch_bound_ns(costs.at_width(2), needs, (0, 1), dp=1, split=False, packed=True, pieces=True)
-    assert again == pytest.approx(plan.certificate.batch_ns, rel=1e-3)
+    assert 0 <= again - plan.certificate.batch_ns <= 3.1 * sum(lengths)  # rounding of each position
