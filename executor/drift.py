@@ -32,6 +32,7 @@ def measured_actions(
     """The spans of a step of one rank beside what `costs`, with which it was planned, say of them."""
     if not spans:
         return ()
+    costs = costs.at_width(plan.width)
     predicted = times_by_letter(costs.evaluate(plan.micro_batches))
     fitted_from = without(costs, FittedTimes)
     before = predicted if fitted_from is costs else times_by_letter(fitted_from.evaluate(plan.micro_batches))
@@ -42,7 +43,8 @@ def measured_actions(
         stage, letter, m = int(label[1]), label[2], plan.micro_batches[int(label[3])]
         base_ns, predicted_ns = (int(table[letter][stage, int(label[3])]) for table in (before, predicted))
         measured_ns = round(1e9 * (span.cpu_s if in_cpu_s else span.duration_s))
-        shape, (tokens, squares) = (m.rows, m.encoder_len, m.decoder_len), count_positions(m)
+        shape = m.rows, m.encoder_len, m.decoder_len
+        tokens, squares = (-(-count // plan.width) for count in count_positions(m))
         actions.append(
             MeasuredAction(stage, letter, m.recompute, shape, tokens, squares, base_ns, predicted_ns, measured_ns)
         )

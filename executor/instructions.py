@@ -149,6 +149,8 @@ Instruction = Load | Computation | Send | Recv | WaitSend | WaitRecv
 class ExecutionPlan:
     """All that pipeline rank `pp_rank` of replica `dp_rank` needs to run one step.
 
+    A replica is a block of `width` data parallel ranks, `width` x `dp_rank` and those behind it. All of them have this
+    plan; each runs it on its slice of every row's positions, and `instructions` have the shapes of slices.
     `micro_batches` and `prediction` are those of the whole replica. The loss of a step is sum(weight x loss over
     positions) over all replicas divided by `loss_divisor` (the global number of target tokens, or of samples).
     `real_tokens` and `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica.
@@ -170,6 +172,7 @@ class ExecutionPlan:
     num_micro_batches: tuple[int, ...]
     seed: int
     forward_only: bool = False
+    width: int = 1
 
     @property
     def makespan_s(self) -> float:
@@ -347,7 +350,7 @@ def lower(
     replicas_meet: bool = False,
     unchanged: Mapping[int, RankPrograms] = MappingProxyType({}),
 ) -> tuple[tuple[ExecutionPlan, ...], ...]:
-    """Execution plans indexed [dp_rank][pp_rank]. Replicas whose instructions are `unchanged` keep them.
+    """Execution plans indexed [replica][pp_rank]. Replicas whose instructions are `unchanged` keep them.
 
     Where `replicas_meet` in collectives inside micro-batches, the times of the first replica order the transfers of
     all, so that transfers and collectives have one order.
@@ -364,7 +367,9 @@ def lower(
         real_tokens=batch.real_tokens,
         padded_tokens=batch.padded_tokens,
         num_micro_batches=tuple(len(replica.micro_batches) for replica in batch.replicas),
+        width=batch.width,
     )
+    activation_format = activation_format.at_width(batch.width)
     plans = []
     for replica, schedule, prediction, replica_costs in zip(
         batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.costs, strict=True

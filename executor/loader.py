@@ -71,7 +71,7 @@ class InlinePlanSource:
         self._dp_rank, self._pp_rank = dp_rank, pp_rank
 
     def plan(self, place: StepPosition) -> ExecutionPlan:
-        return self._proven(place).plans[self._dp_rank][self._pp_rank]
+        return self._proven(place).plan_of(self._dp_rank, self._pp_rank)
 
     def close(self) -> None: ...
 

@@ -400,42 +400,54 @@ def _check_meetings(trace: RankTrace, traces: Sequence[RankTrace]) -> None:
 
 
 def with_collectives(
-    replicas: Sequence[Sequence[Sequence[Instruction]]], collectives: ReplicaCollectives
+    replicas: Sequence[Sequence[Sequence[Instruction]]], collectives: ReplicaCollectives, *, width: int = 1
 ) -> tuple[tuple[tuple[Event, ...], ...], ...]:
-    """Programs [dp_rank][pp_rank] with the collectives over the ranks of all replicas that hold the same stages.
+    """Programs [dp_rank][pp_rank] of the ranks of all replicas, programs [replica][pp_rank], with their collectives:
+    over all data parallel ranks that hold the same stages, and over those of one replica, of which each has `width`.
 
-    A group that stays within a replica issues the same on every member by construction.
+    Joined ranks run one program; it is given for each of them. A group of tensor parallel ranks issues the same on
+    every member by construction.
     """
-    issued = []
-    groups = [
-        tuple((dp_rank, pp_rank) for dp_rank in range(len(replicas)))
-        for pp_rank in range(max(map(len, replicas), default=0))
-    ]
-    for programs in replicas:
+    issued: list[tuple[tuple[Event, ...], ...]] = []
+    plane = range(width * len(replicas))
+    for replica, programs in enumerate(replicas):
+        joined = plane[replica * width : (replica + 1) * width]
         ranks = []
-        for group, program in zip(groups, programs, strict=False):
+        for pp_rank, program in enumerate(programs):
+            everywhere = tuple((dp_rank, pp_rank) for dp_rank in plane)
+            of_replica = tuple((dp_rank, pp_rank) for dp_rank in joined) if width > 1 else ()
             events: Sequence[Event] = program
-            if collectives.inside or collectives.with_gradients:
-                events = [event for one in program for event in (one, *_issued(one, group, collectives))]
-            ranks.append((*events, *(Collective(group, name) for name in collectives.at_end)))
-        issued.append(tuple(ranks))
+            if of_replica or collectives.inside or collectives.with_gradients:
+                events = [e for one in program for e in (one, *_issued(one, everywhere, of_replica, collectives))]
+            ranks.append((*events, *(Collective(everywhere, name) for name in collectives.at_end)))
+        issued += [tuple(ranks)] * width
     return tuple(issued)
 
 
-def _issued(instruction: Instruction, group: tuple[Member, ...], collectives: ReplicaCollectives) -> list[Collective]:
-    """What an instruction issues, after it in the program: its output leaves when they have ended."""
+def _issued(
+    instruction: Instruction,
+    everywhere: tuple[Member, ...],
+    of_replica: tuple[Member, ...],
+    collectives: ReplicaCollectives,
+) -> list[Collective]:
+    """What an instruction issues, after it in the program: its output leaves when they have ended.
+
+    One stands for all exchanges of joined ranks (`of_replica`) within an action: nothing comes between them.
+    """
     inside, with_gradients = collectives.inside, collectives.with_gradients
     match instruction:
         case Forward(stage):
-            return [Collective(group, f"{name} in a forward of stage {stage}") for name in inside]
+            names, action = inside, f"a forward of stage {stage}"
         case Backward(stage):
-            return [Collective(group, f"{name} in a backward of stage {stage}") for name in (*inside, *with_gradients)]
+            names, action = (*inside, *with_gradients), f"a backward of stage {stage}"
         case BackwardInput(stage):
-            return [Collective(group, f"{name} in a backward of stage {stage}") for name in inside]
+            names, action = inside, f"a backward of stage {stage}"
         case BackwardWeight(stage):
-            return [Collective(group, f"{name} in a weight gradient of stage {stage}") for name in with_gradients]
+            return [Collective(everywhere, f"{name} in a weight gradient of stage {stage}") for name in with_gradients]
         case _:
             return []
+    exchanged = [Collective(of_replica, f"exchange of slices in {instruction}")] if of_replica else []
+    return exchanged + [Collective(everywhere, f"{name} in {action}") for name in names]
 
 
 def verify_step(
@@ -445,24 +457,29 @@ def verify_step(
     *,
     forward_only: bool = False,
     sample_pieces: Sequence[Sequence[SamplePieces]] | None = None,
+    width: int = 1,
 ) -> list[list[int]]:
     """Peak bytes of buffers in flight [dp_rank][pp_rank], as `verify` gives them, once the collectives are proven too.
 
-    `num_micro_batches` has one count a replica, `sample_pieces` (None: no sample is cut) the pieces of each. Raises
-    VerificationError naming both ranks and the first difference.
+    `num_micro_batches` has one count a replica, `sample_pieces` (None: no sample is cut) the pieces of each; of a
+    replica there are the programs of `width` data parallel ranks. Raises VerificationError naming both ranks and the
+    first difference.
     """
-    traces = [
-        traced(programs, stage_ranks, count, forward_only=forward_only, sample_pieces=of_replica)
-        for programs, count, of_replica in zip(
-            replicas, num_micro_batches, [()] * len(replicas) if sample_pieces is None else sample_pieces, strict=True
-        )
-    ]
+    pieces: Sequence[Sequence[SamplePieces]] = [()] * len(num_micro_batches) if sample_pieces is None else sample_pieces
+    traces: list[list[RankTrace]] = []
+    for dp_rank, programs in enumerate(replicas):
+        replica, number = divmod(dp_rank, width)
+        if number and programs is replicas[dp_rank - 1]:  # the very program of the rank before, which it is joined with
+            traces.append(traces[-1])
+            continue
+        count, of_replica = num_micro_batches[replica], pieces[replica]
+        traces.append(traced(programs, stage_ranks, count, forward_only=forward_only, sample_pieces=of_replica))
     members = {(dp, pp): trace for dp, ranks in enumerate(traces) for pp, trace in enumerate(ranks)}
-    _check_agreement(members)
+    _check_agreement(members, width)
 
     def why(dp_rank: int, pp_rank: int, i: int) -> str:
         trace = traces[dp_rank][pp_rank]
-        return f"{_name((dp_rank, pp_rank))} at its {trace.program[trace.places[i]]}"
+        return f"{_name((dp_rank, pp_rank), width)} at its {trace.program[trace.places[i]]}"
 
     check_one_order([[trace.operations for trace in ranks] for ranks in traces], why)
     for trace in members.values():
@@ -470,7 +487,7 @@ def verify_step(
     return [[trace.peak_bytes for trace in ranks] for ranks in traces]
 
 
-def _check_agreement(members: dict[Member, RankTrace]) -> None:
+def _check_agreement(members: dict[Member, RankTrace], width: int) -> None:
     """All of a group issue the same collectives in the same order."""
     groups: dict[tuple[Member, ...], None] = {}
     for member, trace in members.items():
@@ -478,27 +495,43 @@ def _check_agreement(members: dict[Member, RankTrace]) -> None:
             groups[group] = None
             for other in group:
                 if other not in members:
-                    raise VerificationError(f"the group of the {issued[0]} names {_name(other)}: none")
+                    raise VerificationError(f"the group of the {issued[0]} names {_name(other, width)}: none")
             if member not in group:
-                raise VerificationError(f"{_name(member)} issues the {issued[0]} on a group that it is not a member of")
+                raise VerificationError(
+                    f"{_name(member, width)} issues the {issued[0]} on a group that it is not a member of"
+                )
     for group in groups:
-        ours = [str(one) for one in members[group[0]].issued.get(group, [])]
+        first = members[group[0]]
+        ours = [str(one) for one in first.issued.get(group, [])]
         for member in group[1:]:
+            if members[member] is first:
+                continue
             theirs = [str(one) for one in members[member].issued.get(group, [])]
             if ours != theirs:
-                raise _disagreement(group[0], ours, member, theirs)
+                names = _name(group[0], width), _name(member, width)
+                raise _disagreement(
+                    names, ours, theirs, is_joined=width > 1 and len({d // width for d, _ in group}) == 1
+                )
 
 
-def _disagreement(one: Member, ours: list[str], other: Member, theirs: list[str]) -> VerificationError:
+def _disagreement(names: tuple[str, str], ours: list[str], theirs: list[str], *, is_joined: bool) -> VerificationError:
     longest = max(len(ours), len(theirs))
     mine, met = (names + ["nothing"] * (longest - len(names)) for names in (ours, theirs))
     k = next(k for k in range(longest) if mine[k] != met[k])
+    move = (
+        'a collective inside micro-batches that crosses replicas needs replica_counts = "equal" and one order: take a'
+        " published schedule (1f1b, gpipe, zb-h1, zb-h2)"
+    )
+    if is_joined:
+        move = "joined ranks run one program: give all of a block the same plan"
     return VerificationError(
-        f"{_name(one)} and {_name(other)} disagree on collective {k} of their group: {mine[k]} meets {met[k]}"
-        f" ({len(ours)} and {len(theirs)} in all); a collective inside micro-batches that crosses replicas needs"
-        ' replica_counts = "equal" and one order: take a published schedule (1f1b, gpipe, zb-h1, zb-h2)'
+        f"{names[0]} and {names[1]} disagree on collective {k} of their group: {mine[k]} meets {met[k]}"
+        f" ({len(ours)} and {len(theirs)} in all); {move}"
     )
 
 
-def _name(member: Member) -> str:
-    return f"pipeline rank {member[1]} of replica {member[0]}"
+def _name(member: Member, width: int) -> str:
+    dp_rank, pp_rank = member
+    if width == 1:
+        return f"pipeline rank {pp_rank} of replica {dp_rank}"
+    return f"pipeline rank {pp_rank} of replica {dp_rank // width}, slice {dp_rank % width}"

@@ -21,7 +21,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan, RankPrograms, lowe
 from dynapipe_ext.executor.proof import verify_step, with_collectives
 from dynapipe_ext.schedules.step_plan import StepPlan
 
-Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
+Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [replica][pp_rank]
 
 PROVEN_RULE = "steps end under NCCL's rules, even where a rank runs its transfers and collectives one at a time"
 _MOST_PLANS = 6  # of a step: less room makes fewer micro-batches wait; so a few rounds settle it
@@ -71,12 +71,16 @@ class StepPlanner(Protocol):
 class ProvenStep:
     """A step and the proven instructions of all its ranks; what the latter promise counts buffers in flight as well.
 
-    `in_flight_bytes` [dp_rank][pp_rank] are the most bytes of such buffers that a rank holds at once.
+    `in_flight_bytes` [replica][pp_rank] are the most bytes of such buffers that a rank holds at once.
     """
 
     step_plan: StepPlan
     plans: Plans
     in_flight_bytes: tuple[tuple[int, ...], ...]
+
+    def plan_of(self, dp_rank: int, pp_rank: int) -> ExecutionPlan:
+        """The plan of a rank: that of the block of its data parallel rank."""
+        return self.plans[dp_rank // self.step_plan.width][pp_rank]
 
     @property
     def peak_bytes(self) -> int:
@@ -149,22 +153,24 @@ def prove(
             f"fill_waits moves weight gradients at run time, but each joins a {collectives.with_gradients[0]} over"
             " replicas (ZeRO stage 2 or 3), which needs one order on all: leave fill_waits out, or take ZeRO stage 1"
         )
+    collectives = collectives.at_width(step_plan.width)
     replicas_meet = any(collectives.of_micro_batches)  # then one's times order the transfers of all
     unchanged = {} if like is None or replicas_meet else _unchanged(step_plan, like)
     lowered = lower(
         step_plan, activation_format, fill_waits=fill_waits, replicas_meet=replicas_meet, unchanged=unchanged
     )
-    programs = [[plan.instructions for plan in replica] for replica in lowered]
+    programs, width = [[plan.instructions for plan in replica] for replica in lowered], step_plan.batch.width
     counts = [len(replica.micro_batches) for replica in step_plan.batch.replicas]
     if step_plan.forward_only:
         collectives = replace(collectives, at_end=())  # there are no gradients to reduce
     buffers = verify_step(
-        with_collectives(programs, collectives),
+        with_collectives(programs, collectives, width=width),
         step_plan.schedules[0].stage_ranks,
         counts,
         forward_only=step_plan.forward_only,
         sample_pieces=[sample_pieces(replica.micro_batches) for replica in step_plan.batch.replicas],
-    )
+        width=width,
+    )[::width]
     plans = []
     for replica, in_flight in zip(lowered, buffers, strict=True):
         promised = replica[0].prediction

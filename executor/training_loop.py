@@ -222,7 +222,7 @@ class LoopHooks:
     """What the loop calls on this rank beside executors, optimizer and listeners; the defaults are of a lone process.
 
     `gather(figures, name)` returns the figures of all ranks in rank order. `own_bytes(activation_bytes)` is the most
-    that this rank held, where its activations took so much. `counts_work` on one rank of each replica.
+    that this rank held, where its activations took so much. `counts_work(plan)` on one rank of each replica.
     `micro_batch_losses()` are the stage's, of the step that has run: they name a loss that is not finite;
     `preferences()` are the whole step's.
     `begins(plan)` is called before each step runs, since a step that hangs has no end to listen to. `evaluate(step)` is
@@ -232,7 +232,7 @@ class LoopHooks:
 
     gather: Callable[[RankFigures, str], list[RankFigures]] = lambda figures, name: [figures]
     own_bytes: Callable[[int], int] = lambda activation_bytes: activation_bytes
-    counts_work: bool = True
+    counts_work: Callable[[ExecutionPlan], bool] = lambda plan: True
     micro_batch_losses: Callable[[], Mapping[int, float]] = dict
     preferences: Callable[[], PreferenceFigures | None] = lambda: None
     begins: Callable[[ExecutionPlan], None] = lambda plan: None
@@ -263,7 +263,7 @@ def train_steps(
         actions = () if hooks.watch is None else hooks.watch.seen(plan, spans)
         totals = totals.and_step(
             ran.end.cpu_s - begun.cpu_s,
-            work_of(plan.micro_batches) if hooks.counts_work else Work(),
+            work_of(plan.micro_batches) if hooks.counts_work(plan) else Work(),
             hooks.own_bytes(max((span.num_bytes for span in spans), default=0)),
             plan.prediction.peak_bytes[plan.pp_rank],
         )

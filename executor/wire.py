@@ -133,7 +133,7 @@ def _to_json(plan: ExecutionPlan, micro_batches: str) -> bytes:
     tables: dict[tuple[TensorSpec, ...], int] = {}
     instructions = _instructions_text(plan.instructions, tables)
     prediction = plan.prediction
-    place = [plan.step, plan.dp_rank, plan.pp_rank, plan.stage_ranks]
+    place = [plan.step, plan.dp_rank, plan.pp_rank, plan.stage_ranks, *([plan.width] if plan.width > 1 else [])]
     rest = [
         [[[spec.shape, spec.dtype] for spec in specs] for specs in tables],
         [prediction.makespan_ns, prediction.lower_bound_ns, prediction.peak_bytes, prediction.bubble_ratio],
@@ -150,7 +150,7 @@ def _json(value: Any) -> str:
 
 def _from_json(body: bytes) -> ExecutionPlan:
     place, micro_batches, instructions, tables, prediction, totals, forward_only = json.loads(body)
-    step, dp_rank, pp_rank, stage_ranks = place
+    step, dp_rank, pp_rank, stage_ranks, *width = place
     makespan_ns, lower_bound_ns, peak_bytes, bubble_ratio = prediction
     loss_norm, loss_divisor, real_tokens, padded_tokens, num_micro_batches, seed = totals
     specs = tuple(tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in table) for table in tables)
@@ -174,6 +174,7 @@ def _from_json(body: bytes) -> ExecutionPlan:
         num_micro_batches=tuple(num_micro_batches),
         seed=seed,
         forward_only=forward_only,
+        width=width[0] if width else 1,
     )
 
 

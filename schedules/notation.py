@@ -130,6 +130,8 @@ def plan_json(
             " with one or a device each: plan without num_cores"
         )
     shape: dict[str, Any] = {"tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
+    if step_plan.width > 1:
+        shape["width"] = step_plan.width
     if topology.layers_per_stage:
         shape["layers_per_stage"] = list(topology.layers_per_stage)
     replicas = []
@@ -184,15 +186,23 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
         raise PlanError(f"the plan's forward_only is {short(forward_only)} but must be true or false")
     shape = _mapping(_field(root, "topology", "plan"), "topology")
     micro_batches, schedules = [], []
-    for dp_rank, raw in enumerate(_replicas_in_order(root, _field(shape, "dp", "topology"))):
+    num_replicas = _num_replicas(_field(shape, "dp", "topology"), shape.get("width", 1))
+    for dp_rank, raw in enumerate(_replicas_in_order(root, num_replicas)):
         shapes, schedule = _read_replica(raw, f"replica {dp_rank}", forward_only=forward_only)
         micro_batches.append(shapes)
         schedules.append(schedule)
     return _read_topology(shape, schedules), micro_batches, schedules
 
 
+def _num_replicas(dp: Any, width: Any) -> Any:
+    """Errors: PlanError for a width that cannot be; what dp cannot be is left for the replicas to say."""
+    if type(width) is not int or width < 1 or (type(dp) is int and dp % width):
+        raise PlanError(f"topology: width is {short(width)} with dp {short(dp)} but must be an integer that divides it")
+    return dp // width if type(dp) is int else dp
+
+
 def _replicas_in_order(root: Mapping[str, Any], dp: Any) -> list[Mapping[str, Any]]:
-    """The replicas by dp_rank, which must be 0 to dp - 1."""
+    """The replicas by dp_rank, which must be 0 to dp - 1, in a plan of width 1; of others, to dp / width - 1."""
     replicas = [_mapping(raw, f"replicas[{i}]") for i, raw in enumerate(_list(root, "replicas", "plan"))]
     numbers = [_field(raw, "dp_rank", f"replicas[{i}]") for i, raw in enumerate(replicas)]
     if not replicas or dp != len(replicas) or sorted(numbers, key=str) != sorted(range(len(replicas)), key=str):
@@ -238,6 +248,7 @@ def _read_topology(shape: Mapping[str, Any], schedules: Sequence[PipelineSchedul
             dp=_field(shape, "dp", "topology"),
             layers_per_stage=tuple(shape.get("layers_per_stage", ())),
             placement=() if identity else placement,
+            width=shape.get("width", 1),
         )
     except (DynaPipeError, TypeError) as error:
         raise PlanError(f"the plan's topology {short(shape)}: {error}") from error

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
-
-import numpy as np
 
 from dynapipe_ext.batch.micro_batches import (
     LAYER_RECOMPUTES,
     RECOMPUTES,
     GlobalBatchPlan,
     LengthArray,
-    Pieces,
+    MicroBatch,
     Recompute,
     ReplicaPlan,
     SampleLength,
@@ -30,135 +30,48 @@ from dynapipe_ext.batch.topology import (
     Topology,
     check_placed,
 )
-from dynapipe_ext.costs.adjustments import AdjustedCosts, ForwardsAlone, adjusted
+from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts, as_cost_model
+from dynapipe_ext.costs.model import CostModel, as_cost_model
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
 from dynapipe_ext.schedules.judge.simulate import SharedCores
+from dynapipe_ext.schedules.planner_checks import (
+    check_bounds,
+    check_collectives,
+    check_forward_only,
+    check_priced_pieces,
+    check_types,
+    check_widths,
+    class_of_costs,
+    room_of,
+)
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.step_plan import ReplicaCosts, StepPlan, certify, predicted, replica_costs, shared_by_twins
+from dynapipe_ext.schedules.step_plan import (
+    ReplicaCosts,
+    StepPlan,
+    certify,
+    least_ns,
+    predicted,
+    replica_costs,
+    shared_by_twins,
+)
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
+from dynapipe_ext.schedules.trials import StepTrial, soonest, times_of_whole_ns, whole_or_pieces
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
+from dynapipe_ext.splits.halving import halved_splits
+from dynapipe_ext.splits.padded import bottleneck
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.splits.rules import check_enough
-
-_MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
-
-
-def check_forward_only(planner: Planner) -> None:
-    """Refuse what concerns backwards. Errors: ConfigError."""
-    concerns_backwards = {
-        "schedule": planner.schedule != "adaptive",
-        "split_backward": planner.split_backward,
-        "fill_waits": planner.fill_waits,
-        "recompute": planner.recompute not in ("auto", "none"),
-    }
-    for name, is_set in concerns_backwards.items():
-        if is_set:
-            raise ConfigError(
-                f"{name} is {getattr(planner, name)!r} but steps of forwards alone have no backward:"
-                " leave it out, or take Planner.for_forwards(), which does"
-            )
-
-
-def _name_of(costs: CostModel) -> str:
-    return type(costs.prices if isinstance(costs, UserCosts | AdjustedCosts) else costs).__name__
-
-
-def check_types(planner: Planner) -> None:
-    """Refuse what is not of the declared class. Errors: ConfigError naming field, value and class."""
-    kinds: dict[str, tuple[type, ...]] = {
-        "topology": (Topology,),
-        "format": (ActivationFormat, type(None)),
-        "collectives": (ReplicaCollectives, type(None)),
-    }
-    for name, choices in kinds.items():
-        value = getattr(planner, name)
-        if not isinstance(value, choices):
-            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in choices)
-            raise ConfigError(f"{name} is {short(value)} but must be of type {wanted}: give such a value")
-    if not isinstance(planner.costs, PricesMicroBatches):
-        raise ConfigError(f"costs are {short(planner.costs)}, which price nothing: give a cost model (TokenCosts)")
-
-
-def check_bounds(planner: Planner) -> None:
-    """Refuse a memory limit, seed or number of cores that cannot be. Errors: ConfigError naming value and bound."""
-    limit = planner.memory_limit_bytes
-    if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= _MOST_BYTES:
-        raise ConfigError(
-            f"memory_limit_bytes is {short(limit)} but must be a number of 1 to 2^60: give the bytes of one rank's"
-            " device"
-        )
-    if type(planner.seed) is not int:
-        raise ConfigError(f"seed is {short(planner.seed)} but must be an integer: give one such as 0")
-    if planner.num_cores is not None and (type(planner.num_cores) is not int or planner.num_cores < 1):
-        raise ConfigError(
-            f"num_cores is {short(planner.num_cores)} but must be a number of at least 1, or None: give the cores that"
-            " all ranks share"
-        )
-
-
-def check_priced_pieces(pieces: Pieces, costs: CostModel) -> None:
-    """Refuse pieces of samples where the costs have no price for them. Errors: ConfigError."""
-    if pieces != "off" and not costs.facts.prices_pieces:
-        raise ConfigError(
-            f"pieces is {pieces!r} but these {_name_of(costs)} have no price for pieces of long samples:"
-            " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts, without windows"
-            " and experts of a capacity), or pieces off"
-        )
-
-
-def check_collectives(collectives: ReplicaCollectives | None, costs: CostModel) -> None:
-    """Refuse a run whose micro-batches issue other collectives than the costs price. Errors: ConfigError."""
-    priced = costs.facts.replica_collectives
-    if collectives and priced and collectives.of_micro_batches != priced.of_micro_batches:
-        raise ConfigError(
-            f"collectives {collectives.of_micro_batches} inside micro-batches and with their gradients were given, but"
-            f" the costs are those of a run with {priced.of_micro_batches}: leave collectives out, or give the costs of"
-            " this run (zero_stage, ep)"
-        )
-
-
-def whole_or_pieces(
-    choices: PieceChoices, least_whole_ns: int, whole: Callable[[], StepPlan], in_pieces: Callable[[], StepPlan]
-) -> StepPlan:
-    """The faster of two plans, of whole samples and of samples in pieces; of equals that of whole samples.
-
-    No plan of whole samples takes less than `least_whole_ns`. If pieces are expected to take no longer than that, they
-    are planned first, and whole samples only where pieces turned out to take longer. Else whole samples are planned
-    first, and pieces only if these may still be faster.
-
-    Errors: PlanError where neither fits, with what whole samples raise.
-    """
-    plans: list[StepPlan] = []
-    refusal: PlanError | None = None
-    pieces_first = choices.makespan_ns <= least_whole_ns
-    if not pieces_first:
-        try:
-            plans.append(whole())
-        except PlanError as error:
-            refusal = error
-    if not plans or choices.hoped_ns < plans[0].makespan_ns:
-        with suppress(PlanError):
-            plans.append(in_pieces())
-    if not plans:
-        if refusal:
-            raise refusal
-        return whole()
-    if pieces_first and plans[0].makespan_ns > least_whole_ns:
-        with suppress(PlanError):
-            plans.insert(0, whole())
-    return min(plans, key=lambda plan: plan.makespan_ns)
-
 
 Schedules = tuple[PipelineSchedule, ...]
 
 _LESS = 4  # forwards alone leave less to choose: their cuts and replicas get one part in so many of the effort
 _AGAIN = 4  # making replicas fit in less memory gets one part in so many of the effort
+_ROUNDS_OF_HALVES = 3  # in which rows of documents are cut in two, if that makes a step shorter
 _PLACES = 8  # forwards alone: moves of effort for which one micro-batch tries all places in the order
 
 
@@ -176,6 +89,10 @@ class Planner(PlanRules):
     then takes at least its work over the cores, so the search looks for the least work first, and predictions are
     those of shared cores. None: each rank has a core or a device of its own. `for_forwards` gives the planner of
     evaluation.
+
+    A replica is a block of as many data parallel ranks as the width of `topology` says. Given `widths`, each step takes
+    the one of them whose plan ends first. Costs are of one rank at that width (`CostModel.at_width`). Equal counts hold
+    between the replicas of a step: not for one replica of all ranks, nor where only the ranks of a block share experts.
     """
 
     topology: Topology
@@ -185,22 +102,53 @@ class Planner(PlanRules):
     format: ActivationFormat | None = field(default=None, kw_only=True)
     collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
     num_cores: int | None = field(default=None, kw_only=True)
+    widths: tuple[int, ...] = field(default=(), kw_only=True)
+    _by_width: Mapping[int, Planner] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_types(self.topology, self.costs, self.format, self.collectives)
         object.__setattr__(self, "costs", as_cost_model(self.costs))
         if self.costs.num_stages != self.topology.num_stages:
             raise ConfigError(
                 f"the cost model has {self.costs.num_stages} stages but the topology has {self.topology.num_stages}:"
                 " make both from the same topology"
             )
-        check_bounds(self)
-        check_rules(self)
+        if self.costs.facts.width != self.topology.width:
+            object.__setattr__(self, "costs", self.costs.at_width(self.topology.width))
+        check_bounds(self.memory_limit_bytes, self.seed, self.num_cores)
+        check_widths(self.widths, self.topology)
+        check_rules(self, counts_may_be_free=any(map(self._frees_counts, self.allowed_widths)))
         check_collectives(self.collectives, self.costs)
         check_placed(self.schedule, self.topology)
         if self.forward_only:
             check_forward_only(self)
         check_priced_pieces(self.pieces, self.costs)
+        object.__setattr__(self, "_by_width", {width: self._of_width(width) for width in self.widths})
+
+    @property
+    def allowed_widths(self) -> tuple[int, ...]:
+        """Data parallel ranks that a replica of a step may have."""
+        return self.widths or (self.topology.width,)
+
+    def at_width(self, width: int) -> Planner:
+        """The planner of steps of one of the allowed widths. Errors: ConfigError for another one."""
+        if width not in self.allowed_widths:
+            allowed = ", ".join(map(str, self.allowed_widths))
+            raise ConfigError(f"width {width} is not planned for here: give one of {allowed}")
+        return self._by_width[width] if self.widths else self
+
+    def _of_width(self, width: int) -> Planner:
+        """Where replicas need equal counts, their samples stay whole."""
+        pieces = "off" if self.equal_counts and not self._frees_counts(width) else self.pieces
+        topology = self.topology.at_width(width)
+        return replace(self, topology=topology, costs=self.costs.at_width(width), widths=(), pieces=pieces)
+
+    def _frees_counts(self, width: int) -> bool:
+        """Whether steps of this width may have any counts, where those of width 1 need equal ones."""
+        if width == 1 or width == self.topology.dp:
+            return width > 1
+        known = self.collectives or self.costs.facts.replica_collectives or ReplicaCollectives()
+        return any(known.of_micro_batches) and not any(known.at_width(width).of_micro_batches)
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -213,7 +161,7 @@ class Planner(PlanRules):
         """The cores that ranks share; None where each has one of its own."""
         if self.num_cores is None or self.num_cores >= self.topology.world_size:
             return None
-        return SharedCores(self.num_cores, self.topology.tp)
+        return SharedCores(self.num_cores, self.topology.tp * self.topology.width)
 
     @property
     def forward_only(self) -> bool:
@@ -249,7 +197,7 @@ class Planner(PlanRules):
         if self.topology.dp == 1:
             return ReplicaCollectives()  # of a group of one, whatever they are
         raise ConfigError(
-            f"{_name_of(self.costs)} do not say what dp {self.topology.dp} replicas issue together, and a plan"
+            f"{class_of_costs(self.costs)} do not say what dp {self.topology.dp} replicas issue together, and a plan"
             " cannot be proven without: pass collectives=ReplicaCollectives() (dynapipe_ext.batch.topology) where"
             " gradients are reduced once at the end of a step (DDP, ZeRO 0 or 1), else its of_zero(stage)"
         )
@@ -279,12 +227,104 @@ class Planner(PlanRules):
                 raise ConfigError(f"{name} is {short(value)} but must be an integer from 0 on: leave it out for 0")
         if not samples:
             raise PlanError(f"step {step} has 0 samples but a plan needs at least 1: leave the step out")
-        if self.equal_counts:
-            check_enough(len(samples), self.topology.dp)
+        if self.widths:
+            return self._at_best_width(samples, step, reserve_bytes, unreserved)
+        if self._rules.equal_counts:
+            check_enough(len(samples), self.topology.num_replicas)
         plan = (
             self._best_leaving(reserve_bytes, samples, step, unreserved) if reserve_bytes else self._best(samples, step)
         )
         return self._certified(plan, samples, like=unreserved)
+
+    def _at_best_width(
+        self, samples: list[SampleLength], step: int, reserve_bytes: int, unreserved: StepPlan | None
+    ) -> StepPlan:
+        """The best plan of any width, with the bounds over all of them. With bytes to reserve, that of the width which
+        is best without, if there is one."""
+        if reserve_bytes:
+            before = unreserved or self._at_best_width(samples, step, 0, None)
+            options: dict[str, Any] = {"step": step, "reserve_bytes": reserve_bytes, "unreserved": before}
+            with suppress(PlanError):
+                return self._bounded(self.at_width(before.width).plan(samples, **options), samples)
+        room = room_of(self.memory_limit_bytes, reserve_bytes)
+        trials = [trial for one in self._by_width.values() for trial in one._trials(samples, step, room)]
+        best = soonest(trials)
+        planner = self.at_width(best.width)
+        return self._bounded(planner._certified(best, samples), samples)
+
+    def _trials(self, samples: list[SampleLength], step: int, room_bytes: int) -> Iterator[StepTrial]:
+        """What may be planned at this width: pieces and whole samples. At width 1 also what a planner of that width
+        makes, unless none can be faster: choosing a width is never worse than having none."""
+        planner = self if room_bytes == self.memory_limit_bytes else replace(self, memory_limit_bytes=room_bytes)
+        width, sizes = self.topology.width, self._piece_sizes(samples)
+        trial, choices = partial(StepTrial, width=width), None
+        least_ns = self._least_ns(samples, pieces=bool(sizes))
+        if sizes:
+            more = self.pieces if self.pieces != "auto" else "finer"
+            sizes = piece_sizes(more, max(s.encoder for s in samples), self._rules.max_tokens)
+            with suppress(PlanError):  # they have no price
+                choices = self._proposals.piece_choices(samples, sizes)
+        if choices is not None:
+            hopeful = min(choices.choices, key=attrgetter("hoped_ns"))
+            in_pieces = partial(planner._in_finer_pieces, samples, step, hopeful)
+            yield trial(hoped_ns=hopeful.hoped_ns, expected_ns=hopeful.hoped_ns, plan=in_pieces)
+        if width == 1:
+            expected_ns = math.inf if choices is None else choices.makespan_ns
+            alone = partial(planner._best, samples, step)
+            yield trial(hoped_ns=least_ns, expected_ns=min(expected_ns, self._whole_ns(samples)[1]), plan=alone)
+        elif choices is None or self.pieces == "auto":
+            hoped_ns, expected_ns = self._whole_ns(samples)
+            whole = partial(planner._best_whole, samples, step)
+            yield trial(hoped_ns=hoped_ns, expected_ns=expected_ns, plan=whole)
+
+    def _whole_ns(self, samples: Sequence[SampleLength]) -> tuple[float, float]:
+        return times_of_whole_ns(
+            self._least_ns(samples, pieces=False),
+            longest_ns=self._alone_ns(max(samples, key=lambda s: s.tokens)),
+            overhead_ns=self._alone_ns(SampleLength(0, 1)),
+            depth=self._proposals.depth,
+            most_rows=max(1, len(samples) // self.topology.num_replicas),
+        )
+
+    def _alone_ns(self, sample: SampleLength) -> int:
+        """What a sample takes by itself on its busiest rank; 0 where it has no price whole."""
+        alone = MicroBatch((sample,), self.layout, self._recomputes[0], pad_multiple=self._rules.pad_multiple)
+        try:
+            return int(bottleneck(self.costs.evaluate([alone]), 1, self.topology.stage_ranks)[0][0])
+        except PlanError:
+            return 0
+
+    def _in_finer_pieces(self, samples: list[SampleLength], step: int, choice: PieceChoice) -> StepPlan:
+        """The best plan of one cut into pieces, with short rows of documents for a short fill and drain."""
+        return self._finer(self._best_in_pieces(samples, step, PieceChoices((choice,))))
+
+    def _finer(self, plan: StepPlan) -> StepPlan:
+        """The plan, or one that ends earlier as some of its short rows of documents are in two each."""
+        planner = replace(self, effort=self.effort // _AGAIN)
+        kinds = self._and_sliced(RECOMPUTES) if self.recompute == "auto" else self._recomputes
+        proposals, best = replace(planner._proposals, kinds=kinds), plan
+        for _ in range(_ROUNDS_OF_HALVES):
+            rows = [replica.micro_batches for replica in best.batch.replicas]
+            before = best
+            for replicas in halved_splits(rows, equal_counts=self._rules.equal_counts):
+                with suppress(PlanError):
+                    finer = planner._predicted(*planner._searched(proposals.fixed([replicas])), step=plan.batch.step)
+                    best = min(best, finer, key=lambda one: one.makespan_ns)
+            if best is before:
+                break
+        return best
+
+    def _bounded(self, plan: StepPlan, samples: list[SampleLength]) -> StepPlan:
+        """The plan of a width, whose bound of the whole batch holds for all widths."""
+        assert plan.certificate is not None
+        limit = int(self.memory_limit_bytes)
+        bounds = [
+            least_ns(plan, one.costs, samples, one.topology.stage_ranks, one.topology.num_replicas, limit)
+            for one in self._by_width.values()
+        ]
+        known = [bound for bound in bounds if bound is not None]
+        batch_ns = min(known) if len(known) == len(bounds) else None
+        return replace(plan, certificate=replace(plan.certificate, batch_ns=batch_ns))
 
     def forwards_like(self, plan: StepPlan) -> StepPlan:
         """Forwards alone of the very micro-batches of a training step, each on its replica, in an order of their own.
@@ -294,7 +334,7 @@ class Planner(PlanRules):
 
         Errors: PlanError for pieces of long samples, for heads in slices, and for micro-batches that do not fit so.
         """
-        forwards = self.for_forwards()
+        forwards = self.at_width(plan.width).for_forwards()
         for m in plan.batch.micro_batches:
             if m.attention == "carried" or slices_head(m.recompute):
                 what = "carries a piece of a long sample" if m.attention == "carried" else "has its head in slices"
@@ -322,10 +362,7 @@ class Planner(PlanRules):
         self, reserve_bytes: int, samples: list[SampleLength], step: int, unreserved: StepPlan | None
     ) -> StepPlan:
         """The best plan with that much less memory, without its bounds; see `plan`."""
-        room = int(self.memory_limit_bytes) - reserve_bytes
-        if room <= 0:
-            raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
-        less = replace(self, memory_limit_bytes=room)
+        less = replace(self, memory_limit_bytes=room_of(self.memory_limit_bytes, reserve_bytes))
         if self.schedule == "adaptive" and not self._piece_sizes(samples) and not self.forward_only:
             before = unreserved or self._best(samples, step)
             with suppress(PlanError):  # these micro-batches do not fit; others may
@@ -363,13 +400,13 @@ class Planner(PlanRules):
         if self.pieces != "auto":
             return in_pieces()
         whole = partial(self._best_whole, samples, step)
-        return whole_or_pieces(choices, self._least_whole_ns(samples), whole, in_pieces)
+        return whole_or_pieces(choices, self._least_ns(samples, pieces=False), whole, in_pieces)
 
     def _piece_sizes(self, samples: Sequence[SampleLength]) -> Sequence[int]:
         """Sizes of pieces to try; none where samples stay whole."""
         if self.pieces == "off":
             return ()
-        return piece_sizes(self.pieces, max(s.encoder for s in samples), self.max_tokens)
+        return piece_sizes(self.pieces, max(s.encoder for s in samples), self._rules.max_tokens)
 
     def _best_in_pieces(self, samples: list[SampleLength], step: int, choices: PieceChoices) -> StepPlan:
         """The best plan with long samples in pieces.
@@ -428,11 +465,23 @@ class Planner(PlanRules):
             return self._predicted(*self._searched(proposals.cuts(samples, step)), step=step)
         return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step=step)
 
-    def _least_whole_ns(self, samples: Sequence[SampleLength]) -> int:
-        """No plan of these samples whole ends earlier; 0 where no such bound is known."""
-        ranks, dp, limit = self.topology.stage_ranks, self.topology.dp, int(self.memory_limit_bytes)
-        options = {"split": self.split_backward, "packed": True}
+    def _least_ns(self, samples: Sequence[SampleLength], *, pieces: bool) -> int:
+        """No plan of these samples ends earlier, whole or also in pieces; 0 where no such bound is known."""
+        ranks, dp, limit = self.topology.stage_ranks, self.topology.num_replicas, int(self.memory_limit_bytes)
+        options = {"split": self.split_backward, "packed": self.layout == "packed", "pieces": pieces}
         return batch_floor_ns(self.costs, samples, ranks, dp=dp, memory_limit_bytes=limit, **options) or 0
+
+    @property
+    def _rules(self) -> PlanRules:
+        """The rules for whole rows, of which each rank of a block has a slice: `pad_multiple` and `max_tokens` are of a
+        slice's positions."""
+        width = self.topology.width
+        if width == 1:
+            return self
+        of_rows: dict[str, Any] = {"pad_multiple": width * self.pad_multiple, "max_tokens": width * self.max_tokens}
+        if self._frees_counts(width):
+            of_rows["replica_counts"] = "free"
+        return PlanRules(**{**self.as_keywords(), **of_rows})
 
     @property
     def _proposals(self) -> Proposals:
@@ -440,7 +489,7 @@ class Planner(PlanRules):
             topology=self.topology,
             costs=self.costs,
             limit_bytes=int(self.memory_limit_bytes),
-            rules=self,
+            rules=self._rules,
             kinds=self._recomputes,
             forward_only=self.forward_only,
             cores_are_shared=self.shared_cores is not None,
@@ -460,7 +509,7 @@ class Planner(PlanRules):
             effort=self.effort // _LESS if self.forward_only else self.effort,
             seed=self.seed,
             stage_ranks=self.topology.stage_ranks,
-            equal_counts=self.equal_counts,
+            equal_counts=self._rules.equal_counts,
             cores=self.shared_cores,
         )
         index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
@@ -469,7 +518,7 @@ class Planner(PlanRules):
 
     def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, in another order.
-        effort = self.effort // (_PLACES * self.topology.dp)
+        effort = self.effort // (_PLACES * self.topology.num_replicas)
         return forwards_in_order(replicas, self.costs, self.topology.stage_ranks, effort=effort)
 
     def _best_published(self, splits: Sequence[Replicas], step: int) -> StepPlan:
@@ -503,7 +552,9 @@ class Planner(PlanRules):
         limit, cores = int(self.memory_limit_bytes), self.shared_cores
         predictions = predicted(replicas, schedules, priced, cores=cores, memory_limit_bytes=limit, like=like)
         plans = tuple(ReplicaPlan(d, tuple(micro_batches)) for d, micro_batches in enumerate(replicas))
-        batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=self.loss_norm, seed=self.seed)
+        batch = GlobalBatchPlan(
+            step=step, replicas=plans, loss_norm=self.loss_norm, seed=self.seed, width=self.topology.width
+        )
         return StepPlan(batch, schedules, predictions, priced, cores)
 
     def to_json(self) -> dict[str, Any]:
@@ -513,10 +564,11 @@ class Planner(PlanRules):
             "memory_limit_bytes": self.memory_limit_bytes,
             "seed": self.seed,
             "num_cores": self.num_cores,
-            "topology": asdict(self.topology),
+            "topology": self.topology.to_json(),
             "costs": cost_model_to_json(self.costs),
             "format": None if self.format is None else asdict(self.format),
             "collectives": None if self.collectives is None else self.collectives.to_json(),
+            **({"widths": list(self.widths)} if self.widths else {}),
         }
 
     @classmethod
@@ -532,5 +584,6 @@ class Planner(PlanRules):
             format=None if raw["format"] is None else ActivationFormat(**raw["format"]),
             collectives=None if raw["collectives"] is None else ReplicaCollectives.from_json(raw["collectives"]),
             num_cores=raw["num_cores"],
+            widths=tuple(raw.get("widths", ())),
             **{f.name: raw[f.name] for f in fields(PlanRules)},
         )

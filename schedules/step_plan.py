@@ -39,7 +39,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a Planner returns for one global batch; entry d of each tuple belongs to data-parallel rank d.
+    """What a Planner returns for one global batch; entry d of each tuple belongs to replica d.
 
     `costs`: of the replica's micro-batches, evaluated once for all that judge, lower or show the plan.
     `predictions`: of the schedule alone. Buffers in flight are not in them: they come with its instructions.
@@ -64,6 +64,11 @@ class StepPlan:
     def forward_only(self) -> bool:
         """Whether the step is one of forwards alone, on all replicas."""
         return self.schedules[0].forward_only
+
+    @property
+    def width(self) -> int:
+        """Data parallel ranks of each replica."""
+        return self.batch.width
 
     @property
     def traces(self) -> tuple[Trace, ...]:
@@ -210,7 +215,7 @@ def certify(
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
         replicas=replicas,
-        batch_ns=_least_ns(step_plan, costs, samples, ranks, dp, memory_limit_bytes),
+        batch_ns=least_ns(step_plan, costs, samples, ranks, dp, memory_limit_bytes),
     )
     for name, bound_ns in (("these micro-batches", certificate.bound_ns), ("this batch", certificate.batch_ns or 0)):
         if bound_ns > certificate.makespan_ns:
@@ -224,11 +229,11 @@ def certify(
 def free_batch_ns(step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength]) -> int | None:
     """A certificate's `free_batch_ns`: all work on one rank, over the number of ranks."""
     ranks = step_plan.schedules[0].stage_ranks
-    work_ns = _least_ns(step_plan, costs, samples, (0,) * len(ranks), 1, None)
+    work_ns = least_ns(step_plan, costs, samples, (0,) * len(ranks), 1, None)
     return None if work_ns is None else work_ns // (len(set(ranks)) * len(step_plan.schedules))
 
 
-def _least_ns(
+def least_ns(
     step_plan: StepPlan,
     costs: CostModel,
     samples: Sequence[SampleLength],
@@ -236,7 +241,8 @@ def _least_ns(
     dp: int,
     memory_limit_bytes: int | None,
 ) -> int | None:
-    """The floor of all plans of the kind of this one (see `Certificate.batch_ns`), on these ranks."""
+    """The floor of all plans of the kind of this one (see `Certificate.batch_ns`), on these ranks; `costs` are of one
+    rank of each of `dp` replicas."""
     micro_batches = step_plan.batch.micro_batches
     pieces = any(m.attention == "carried" for m in micro_batches)
     if not pieces and sum(len(m.samples) for m in micro_batches) != len(samples):

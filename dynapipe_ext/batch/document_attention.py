@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from dynapipe_ext.errors import ConfigError, DataError
@@ -18,6 +19,28 @@ class Carried(Protocol):
         self, layer: object, queries: Any, keys: Any, values: Any, attention: Callable[..., Any], *, recompute: bool
     ) -> Any:
         """`attention` of the piece's queries to all keys up to its end, (T, heads, D); `recompute`: in the backward."""
+        ...
+
+
+class SharedRows(Protocol):
+    """Rows of which this rank has an even slice of `width`; attention sees the others'."""
+
+    @property
+    def width(self) -> int: ...
+
+    def attend(
+        self,
+        layer: object,
+        tensors: Sequence[Any],
+        document_lengths: Sequence[int],
+        attention: Callable[..., Any],
+        *,
+        carried: Any,
+        recompute: bool,
+    ) -> Any:
+        """(P, B, heads, D) of queries, keys and values of P positions; `document_lengths` are those of each whole row,
+        `attention` of lists of documents' queries, keys and values, (positions, heads, D), the queries the last.
+        `carried`, a Carried or None, is the first document's."""
         ...
 
 
@@ -47,18 +70,20 @@ def _document_attention(
     is_causal: bool | None = None,
     s_aux: Any = None,
     carried: Carried | None = None,
+    joined: SharedRows | None = None,
     **_: Any,
 ) -> tuple[Any, None]:
     """One call a document. Shapes: (B, heads, S, D) -> (B, S, heads, D); borders in the flattened B x S.
 
-    `carried` is the piece of a cut sample that the first document of a row is (see `Carried`), or None.
+    `carried` is the piece of a cut sample that the first document of a row is (see `Carried`), or None. With `joined`
+    (see `SharedRows`) borders are of whole rows, of which the tensors are a slice.
     """
     import torch
 
     from dynapipe_ext.batch.packed_attention import Borders, DocumentRule, attend_documents, kernel_for
 
     batch, heads, row_len, _ = query_BHSD.shape
-    lengths = _document_lengths(cu_seq_lens_q, batch, row_len, key_BHSD.shape[2])
+    lengths = _document_lengths(cu_seq_lens_q, batch, row_len, key_BHSD.shape[2], 1 if joined is None else joined.width)
     if softcap is not None or s_aux is not None:
         raise ConfigError(
             f"{DOCUMENT_ATTENTION} has no soft cap ({softcap}) and no attention sinks:"
@@ -72,17 +97,28 @@ def _document_attention(
             f"{type(module).__name__} attends in windows ({sliding_window}) or chunks ({chunk}), or ahead, which does"
             " not go on from piece to piece of a cut sample: plan whole ones"
         )
-    documents = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHSD, key_BHSD, value_BHSD)]
     rule = DocumentRule(scale=scaling, is_causal=causal, window=sliding_window, dropout=dropout)
+    recompute = not dropout and kernel_for(query_BHSD, rule) is None
 
     def attend(q_THD: Any, k_THD: Any, v_THD: Any) -> Any:
-        queries, keys = (Borders.of([len(x)], x.device) for x in (q_THD, k_THD))
+        return attend_each([q_THD], [k_THD], [v_THD])
+
+    def attend_each(*documents: Sequence[Any]) -> Any:
+        queries, keys = (Borders.of([len(x) for x in of], query_BHSD.device) for of in documents[:2])
+        q_THD, k_THD, v_THD = (of[0] if len(of) == 1 else torch.cat(list(of)) for of in documents)
         return attend_documents(q_THD, k_THD, v_THD, queries, rule, keys=keys)
 
+    if joined is not None:
+        if not causal:
+            raise ConfigError(f"{type(module).__name__} attends ahead, which joined ranks do not: plan with width 1")
+        slices_PBHD = [x.permute(2, 0, 1, 3) for x in (query_BHSD, key_BHSD, value_BHSD)]
+        of_row = _of_each_row(lengths, sum(lengths) // batch)
+        out_PBHD = joined.attend(module, slices_PBHD, of_row, attend_each, carried=carried, recompute=recompute)
+        return out_PBHD.transpose(0, 1), None
+    documents = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHSD, key_BHSD, value_BHSD)]
     outputs = []
     if carried is not None:
         own, *lengths = lengths
-        recompute = not dropout and kernel_for(documents[0], rule) is None
         q_THD, k_THD, v_THD = (x[:own] for x in documents)
         outputs = [carried.attend(module, q_THD, k_THD, v_THD, attend, recompute=recompute)]
         documents = [x[own:] for x in documents]
@@ -92,7 +128,16 @@ def _document_attention(
     return torch.cat(outputs).reshape(batch, row_len, heads, -1), None
 
 
-def _document_lengths(borders: Any, num_rows: int, row_len: int, num_keys: int) -> list[int]:
+def _of_each_row(lengths: list[int], row_len: int) -> list[int]:
+    """Of documents of rows end to end those of the first. Errors: DataError where the others have other ones."""
+    ends = list(accumulate(lengths))
+    own, num_rows = lengths[: ends.index(row_len) + 1] if row_len in ends else [], ends[-1] // row_len
+    if own * num_rows != lengths:
+        raise DataError(f"{num_rows} rows of {row_len} positions have other documents each: pack single rows")
+    return own
+
+
+def _document_lengths(borders: Any, num_rows: int, row_len: int, num_keys: int, width: int) -> list[int]:
     """Errors: ConfigError without borders, or with keys of a cache; DataError for borders of other rows."""
     if borders is None or num_keys != row_len:
         raise ConfigError(
@@ -100,7 +145,7 @@ def _document_lengths(borders: Any, num_rows: int, row_len: int, num_keys: int) 
             f' {num_keys}): collate with attention="cu_seqlens", and load the model with sdpa to generate'
         )
     lengths: list[int] = borders.diff().tolist()
-    if sum(lengths) != num_rows * row_len:
+    if sum(lengths) != num_rows * row_len * width:
         raise DataError(
             f"documents of {sum(lengths)} positions do not fill {num_rows} rows of {row_len}: collate again"
         )

@@ -292,7 +292,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """The micro-batches of one data-parallel replica, in injection order."""
+    """The micro-batches of one replica, in injection order. `dp_rank` counts the replicas of the step: of blocks of
+    several data parallel ranks, the blocks."""
 
     dp_rank: int
     micro_batches: tuple[MicroBatch, ...]
@@ -300,12 +301,14 @@ class ReplicaPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatchPlan:
-    """One optimizer step: the micro-batches of all replicas and what the loss is divided by."""
+    """One optimizer step: the micro-batches of all replicas and what the loss is divided by. Each replica is a block of
+    `width` data parallel ranks."""
 
     step: int
     replicas: tuple[ReplicaPlan, ...]
     loss_norm: LossNorm = "tokens"
     seed: int = 0
+    width: int = 1
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:

@@ -211,7 +211,7 @@ def attend_documents(
     keys: Borders | None = None,
 ) -> torch.Tensor:
     """Of every document alone, (T, heads, D), by the best kernel that is here. A soft cap takes one that has it. `keys`
-    as in `attend_by_kernel`; not beside a window."""
+    as in `attend_by_kernel`; beside a window where attention is causal."""
     kernel = kernel_for(q_THD, rule)
     if kernel is not None:
         return attend_by_kernel(kernel, q_THD, k_THD, v_THD, borders, rule, keys=keys)
@@ -220,7 +220,7 @@ def attend_documents(
     pieces = (torch.split(x.transpose(0, 1)[None], list(own.lengths), dim=2) for x, own in both)
     outputs = []
     for q_BHSD, k_BHSD, v_BHSD in zip(*pieces, strict=True):
-        mask = _window_mask(q_BHSD.shape[2], rule.window, rule.is_causal, q_BHSD.device)
+        mask = _window_mask(q_BHSD.shape[2], k_BHSD.shape[2], rule.window, rule.is_causal, q_BHSD.device)
         is_causal = rule.is_causal and mask is None
         outputs.append(
             attend(q_BHSD, k_BHSD, v_BHSD, mask=mask, is_causal=is_causal, dropout=rule.dropout, scale=rule.scale)
@@ -228,12 +228,16 @@ def attend_documents(
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
-def _window_mask(length: int, window: int | None, is_causal: bool, device: torch.device) -> torch.Tensor | None:
-    """(S, S), true where a position may look, for a document longer than its window; None where no mask is needed."""
-    if window is None or window >= length:
+def _window_mask(
+    num_queries: int, num_keys: int, window: int | None, is_causal: bool, device: torch.device
+) -> torch.Tensor | None:
+    """(S, T), true where a position may look, for a document longer than its window; None where no mask is needed.
+    Queries are the last of the keys."""
+    if window is None or window >= num_keys:
         return None
-    visible = torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
-    return visible.tril() if is_causal else visible.tril(window - 1)
+    before = num_keys - num_queries
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).triu(before + 1 - window)
+    return visible.tril(before + (0 if is_causal else window - 1))
 
 
 def attention_kernels() -> tuple[str, ...]:

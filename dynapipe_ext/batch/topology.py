@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
@@ -125,7 +125,9 @@ def refuse_half_layers(layers_per_stage: Sequence[float], who: str) -> tuple[int
 class Topology:
     """Degrees of parallelism, the stages and their placement on pipeline ranks.
 
-    Ranks are laid out in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent ranks.
+    Ranks are laid out in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent ranks. `width` neighbours
+    among data parallel ranks, a power of two, are one block: they run one program on the same micro-batches, each on
+    its slice of every row's positions. So `dp` ranks make `num_replicas` replicas. A step's width may be another one.
     `layers_per_stage` may be uneven, and half layers: 8.5 ends or begins between attention and MLP. Whole numbers are
     int, others float. `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank s).
 
@@ -138,14 +140,21 @@ class Topology:
     dp: int = 1
     layers_per_stage: tuple[float, ...] = ()
     placement: tuple[int, ...] = ()
+    width: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp"):
+        for name in ("tp", "pp", "dp", "width"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r} but must be an integer of at least 1")
             if value > _MOST_OF_A_DEGREE:
                 raise ConfigError(f"{name} is {short(value)} but must be at most {_MOST_OF_A_DEGREE:,}")
+        if self.width not in widths_of(self.dp):
+            fitting = ", ".join(map(str, widths_of(self.dp)))
+            raise ConfigError(
+                f"width {self.width} joins data parallel ranks but must be a power of two that divides dp {self.dp}:"
+                f" give one of {fitting}"
+            )
         if self.placement and set(self.placement) != set(range(self.pp)):
             raise ConfigError(f"placement {self.placement} must use every pipeline rank 0..{self.pp - 1} at least once")
         if self.layers_per_stage and len(self.layers_per_stage) != self.num_stages:
@@ -157,6 +166,28 @@ class Topology:
     @property
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
+
+    @property
+    def num_replicas(self) -> int:
+        """Blocks of `width` data parallel ranks; each runs micro-batches of its own."""
+        return self.dp // self.width
+
+    def replica_of(self, dp_rank: int) -> int:
+        """The replica, or block, of a data parallel rank."""
+        return dp_rank // self.width
+
+    def slice_of(self, dp_rank: int) -> int:
+        """Which of the `width` slices of every row a data parallel rank has.
+
+        >>> joined = Topology(dp=8, width=4)
+        >>> joined.num_replicas, joined.replica_of(6), joined.slice_of(6)
+        (2, 1, 2)
+        """
+        return dp_rank % self.width
+
+    def at_width(self, width: int) -> Topology:
+        """The same ranks in blocks of another width. Errors: ConfigError for a width that does not divide dp so."""
+        return self if width == self.width else replace(self, width=width)
 
     @property
     def num_stages(self) -> int:
@@ -230,7 +261,23 @@ class Topology:
             raise ConfigError(f"{num_layers} layers cannot fill {num_stages} stages: lower pp or add layers")
         first = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]  # layers of a stage and after
         layers = tuple(end - begin for begin, end in pairwise(first))
-        return Topology(tp=self.tp, pp=self.pp, dp=self.dp, layers_per_stage=layers, placement=self.placement)
+        return replace(self, layers_per_stage=layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field; a width of 1 is left out, as before topologies knew it."""
+        fields = asdict(self)
+        if self.width == 1:
+            del fields["width"]
+        return fields
+
+
+def widths_of(dp: int) -> tuple[int, ...]:
+    """Powers of two that divide `dp`, from 1 on.
+
+    >>> widths_of(12)
+    (1, 2, 4)
+    """
+    return tuple(1 << i for i in range((dp & -dp).bit_length()))
 
 
 def counts_of_layers(counts: Sequence[float]) -> tuple[float, ...]:
@@ -317,9 +364,10 @@ class TensorSpec:
 class ActivationFormat:
     """How hidden states of a micro-batch cross stage boundaries.
 
-    order "sbh" is Megatron's (sequence, rows, hidden), "bsh" that of plain torch models. Under sequence parallelism
-    each tensor parallel rank holds 1 / `sequence_shards` of the sequence. An encoder-decoder's stages from
-    `first_decoder_stage` on send the encoder's hidden states and the decoder's; those before it the encoder's alone.
+    order "sbh" is Megatron's (sequence, rows, hidden), "bsh" that of plain torch models. Each rank holds 1 /
+    `sequence_shards` of the sequence: tensor parallel ranks under sequence parallelism, and the ranks of a block. An
+    encoder-decoder's stages from `first_decoder_stage` on send the encoder's hidden states and the decoder's; those
+    before it the encoder's alone.
     """
 
     hidden_size: int
@@ -335,6 +383,14 @@ class ActivationFormat:
         for name, value, choices in ("dtype", self.dtype, tuple(DTYPE_BYTES)), ("order", self.order, ("sbh", "bsh")):
             if value not in choices:
                 raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(choices)}")
+
+    def at_width(self, width: int) -> ActivationFormat:
+        """What one rank sends of a step of blocks of `width` ranks, in which each has a slice of all positions.
+
+        >>> ActivationFormat(8, sequence_shards=2).at_width(4).sequence_shards
+        8
+        """
+        return self if width == 1 else replace(self, sequence_shards=self.sequence_shards * width)
 
     def specs(self, micro_batch: MicroBatch, boundary: int = 0) -> tuple[TensorSpec, ...]:
         """The tensors of a message between stages `boundary` and `boundary` + 1, in either direction.
@@ -360,6 +416,7 @@ ZeroStage = Literal[0, 1, 2, 3]
 Offload = Literal["none", "optimizer", "weights", "all"]
 ZERO_STAGES: tuple[ZeroStage, ...] = get_args(ZeroStage)
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+_EXPERTS = "expert all-to-all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,12 +425,14 @@ class ReplicaCollectives:
 
     `inside` are issued by each Forward, Backward and BackwardInput (gathers of sharded weights, expert parallelism over
     data ranks), `with_gradients` by each Backward and BackwardWeight (gradients that are scattered as they come),
-    `at_end` once a step by each rank. The default is gradients that are reduced once: DDP, and ZeRO stage 1.
+    `at_end` once a step by each rank. The default is gradients that are reduced once: DDP, and ZeRO stage 1. `ep`
+    neighbouring data parallel ranks share experts.
     """
 
     inside: tuple[str, ...] = ()
     with_gradients: tuple[str, ...] = ()
     at_end: tuple[str, ...] = ("gradient reduction",)
+    ep: int = 1
 
     @classmethod
     def of_zero(cls, zero_stage: int, *, ep: int = 1) -> ReplicaCollectives:
@@ -384,9 +443,21 @@ class ReplicaCollectives:
         (('weight gather',), True)
         """
         return cls(
-            inside=("weight gather",) * (zero_stage == 3) + ("expert all-to-all",) * (ep > 1),
+            inside=("weight gather",) * (zero_stage == 3) + (_EXPERTS,) * (ep > 1),
             with_gradients=("gradient scatter",) * (zero_stage >= 2),
+            ep=ep,
         )
+
+    def at_width(self, width: int) -> ReplicaCollectives:
+        """Those of blocks of `width` ranks: ranks of one block share a program, so experts that they share are not met
+        by other replicas.
+
+        >>> [ReplicaCollectives.of_zero(1, ep=4).at_width(width).inside for width in (2, 4)]
+        [('expert all-to-all',), ()]
+        """
+        if not 1 < self.ep <= width:
+            return self
+        return replace(self, inside=tuple(name for name in self.inside if name != _EXPERTS), ep=1)
 
     @property
     def of_micro_batches(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -404,8 +475,12 @@ class ReplicaCollectives:
         return ", ".join(described) or "nothing"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        fields = asdict(self)
+        if self.ep == 1:  # as before collectives knew it
+            del fields["ep"]
+        return fields
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ReplicaCollectives:
-        return cls(**{name: tuple(names) for name, names in raw.items()})
+        fields: dict[str, Any] = {name: value if name == "ep" else tuple(value) for name, value in raw.items()}
+        return cls(**fields)

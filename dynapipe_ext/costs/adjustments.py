@@ -44,7 +44,7 @@ CostsBefore = Callable[[Recompute | None], MicroBatchCosts]
 @dataclass(frozen=True, slots=True, eq=False)
 class AdjustedWork:
     """What adjustments read of M micro-batches, arrays of shape (M,): padded tokens, squared lengths as
-    `count_positions` has them, and the kind of recomputation."""
+    `count_positions` has them, and the kind of recomputation. Of blocks of ranks, one rank's share of them."""
 
     tokens: IntArray
     squares: IntArray
@@ -371,7 +371,7 @@ class AdjustedCosts:
 
         tokens, squares = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2).T
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        return self._adjusted(before, AdjustedWork(tokens, squares, recompute))
+        return self._adjusted(before, self._work(tokens, squares, recompute))
 
     def evaluate_shapes(
         self,
@@ -386,7 +386,11 @@ class AdjustedCosts:
         def before(kind: Recompute | None) -> MicroBatchCosts:
             return self.prices.evaluate_shapes(r, e, d, kind or recompute)
 
-        return self._adjusted(before, AdjustedWork(r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute)))
+        return self._adjusted(before, self._work(r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute)))
+
+    def _work(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> AdjustedWork:
+        width = self.prices.facts.width
+        return AdjustedWork(-(-tokens // width), -(-squares // width), recompute)
 
     def _adjusted(self, before: CostsBefore, work: AdjustedWork) -> MicroBatchCosts:
         for one in self.adjustments:
@@ -438,7 +442,7 @@ class AdjustedCosts:
         """
         ours, before = self.prices.over(None)
         prices, topology = self.prices.over(topology or before)
-        if prices is ours or replace(topology, dp=1) == replace(before, dp=1):
+        if prices is ours or replace(topology, dp=1, width=1) == replace(before, dp=1, width=1):
             return replace(self, prices=prices), topology
         if any(isinstance(one, FrozenWeights) for one in self.adjustments):
             raise ConfigError(
@@ -446,6 +450,9 @@ class AdjustedCosts:
                 f" over {topology}: give that topology, or the costs before adapters"
             )
         return _with(prices, [one for one in self.adjustments if not isinstance(one, FittedTimes)]), topology
+
+    def at_width(self, width: int) -> AdjustedCosts:
+        return replace(self, prices=self.prices.at_width(width))
 
     def recounted(self, change: Callable[[Any], Any]) -> AdjustedCosts:
         return replace(self, prices=self.prices.recounted(change))

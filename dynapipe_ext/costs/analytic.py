@@ -21,6 +21,7 @@ from dynapipe_ext.batch.topology import (
     ZeroStage,
     refuse_half_layers,
 )
+from dynapipe_ext.costs.blocks import UNCOUNTED_TAX, BlockAttention, check_tax
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.layers import LayerPart, parts_of_stages
 from dynapipe_ext.costs.links import Link, Links
@@ -92,6 +93,13 @@ class AnalyticCosts:
     optimizer's of each parameter; what `offload` leaves on the host is not counted.
 
     Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
+
+    At a width of the topology above 1 these are the costs of one rank of a block: of its slice of positions in all but
+    attention's core, and of its share of that. What attention exchanges is counted over `links` (`BlockAttention`),
+    in a forward, in its backward, and where a layer is recomputed in that forward, too. Without links it is `width_tax`
+    of the FLOPs' time: ten percent is above what 8 H200 took between 2 and 4 ranks of one node. Keys and values of a
+    long sample's pieces lie by heads, with all positions. Where they are gathered, a running layer also holds those of
+    the whole row, and their gradients.
     """
 
     architecture: Architecture
@@ -119,6 +127,7 @@ class AnalyticCosts:
     exact_sums: bool = False
     offload: Offload = "none"
     num_moments: int = ADAM_MOMENTS
+    width_tax: float = UNCOUNTED_TAX
 
     def __post_init__(self) -> None:
         checked_topology(self.architecture, self.topology, self.ep)
@@ -138,6 +147,7 @@ class AnalyticCosts:
                 " be finite, at least 0, and 0 without experts"
             )
         check_integer("num_moments", self.num_moments, least=0, most=8)
+        check_tax(self.width_tax)
         if self.activation_bytes_per_value not in (2, 4) or self.param_bytes not in (2, 4):
             raise ConfigError(
                 f"values of {self.activation_bytes_per_value} and parameters of {self.param_bytes} bytes: give 2 or 4"
@@ -161,6 +171,7 @@ class AnalyticCosts:
             prices_pieces=not self.capacity_factor and not self.architecture.sliding_window,
             offload=self.offload,
             slices_head=self.head_slice > 0,
+            width=self.topology.width,
         )
 
     @property
@@ -194,6 +205,9 @@ class AnalyticCosts:
             return self, self.topology
         topology = topology.with_layers(self.architecture.num_layers)
         return replace(self, topology=topology), topology
+
+    def at_width(self, width: int) -> AnalyticCosts:
+        return replace(self, topology=self.topology.at_width(width))
 
     def recounted(self, change: Callable[[AnalyticCosts], AnalyticCosts]) -> AnalyticCosts:
         return change(self)
@@ -240,16 +254,45 @@ class AnalyticCosts:
             refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
         a, values, layers = self.architecture, self.activation_bytes_per_value, self._attentions()
         a_position = 2 * a.kv_size_on(self.topology.tp)  # values a layer
+        kept = a_position if self.topology.width == 1 else self._block.kept_values
         positions = CarriedPositions.of(micro_batches)
+        own = positions.own // self.topology.width
+        copied = 0 if self.topology.width == 1 else np.floor(self._block.copied_values * positions.own).astype(np.int64)
         recompute = np.array([m.layer_recompute for m in micro_batches], dtype=np.str_)
         keeps_own = (recompute == "none") | (recompute == "selective")
-        stored = positions.kept_bytes(values) - values * keeps_own * positions.own
-        again = values * (recompute == "stage") * positions.own
+        in_buffers = values * (a_position * own + copied)
+        stored = kept * positions.kept_bytes(values) - keeps_own * in_buffers
+        again = (recompute == "stage") * in_buffers
         return replace(
             costs,
-            stored_bytes=costs.stored_bytes + layers * (a_position * stored),
-            working_bytes=costs.working_bytes
-            + a_position * ((layers > 0) * values * positions.joined - layers * again),
+            stored_bytes=costs.stored_bytes + layers * stored,
+            working_bytes=costs.working_bytes + (layers > 0) * (kept * values * positions.joined) - layers * again,
+        )
+
+    @property
+    def _block(self) -> BlockAttention:
+        return BlockAttention.of(self.architecture, self.topology)
+
+    def _with_exchanges(
+        self, costs: MicroBatchCosts, tokens: IntArray, recompute: npt.NDArray[np.str_]
+    ) -> MicroBatchCosts:
+        """With what attention exchanges within a block, and holds for that, of rows of so many positions."""
+        block, layers, values = self._block, self._attentions(), self.activation_bytes_per_value
+        copied = np.ceil(values * block.copied_values * tokens).astype(np.int64)
+        keeps = (recompute == "none") | (recompute == "selective")
+        gathered = (2 * values * block.kept_values if block.gather_ranks > 1 else 0) * tokens
+        forward_ns = backward_ns = np.zeros_like(costs.forward_ns)
+        if self.links is not None:
+            time = block.exchange_time(self.topology, self.links, values)
+            forward_ns = np.rint(layers * time(tokens)).astype(np.int64)
+            again = (recompute == "full") | (recompute == "selective")  # of a stage: see keeping_inputs
+            backward_ns = forward_ns * (1 + again)
+        return replace(
+            costs,
+            forward_ns=costs.forward_ns + forward_ns,
+            backward_ns=costs.backward_ns + backward_ns,
+            stored_bytes=costs.stored_bytes + layers * (keeps | (recompute == "stage")) * copied,
+            working_bytes=costs.working_bytes + (layers > 0) * (~keeps * copied + gathered),
         )
 
     def evaluate_shapes(
@@ -277,20 +320,23 @@ class AnalyticCosts:
     def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
         a, tp = self.architecture, self.topology.tp
         recompute, is_sliced = kinds_of_layers(recompute)
-        is_sliced = self.sliced_head.of(is_sliced, tokens)
         full, selective = recompute == "full", recompute == "selective"
+        width, whole_tokens, whole_squares = self.topology.width, tokens, squares
+        tokens, squares = -(-tokens // width), -(-squares // width)  # of one rank
+        is_sliced = self.sliced_head.of(is_sliced, tokens)
         stage_layers, attentions = self._layers, self._attentions()
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
 
-        attention_flops = (1 if self.flash else 2) * (a.query_size + a.attended_size) * squares // tp
-        matmul = head = is_last * (2 * a.vocab_size * a.hidden_size // tp * tokens)
+        attention_flops = (1 if self.flash else 2) * (a.query_size + a.attended_size) * whole_squares // tp
+        matmul = head = is_last * (2 * a.vocab_size * a.hidden_size // tp * whole_tokens)
         again = attentions * np.where(full | selective, attention_flops, 0) + is_sliced * head
         stored, working = np.zeros((2, self.num_stages, len(tokens)), np.int64)
         values = self.activation_bytes_per_value
         for part, layers in parts_of_stages(stage_layers):
             for kind, counts in kinds_of_ranges(a, layers):
                 count, routed = np.array(counts, np.int64)[:, None], self._routed(kind, tokens)
-                flops = self._layer_flops(kind, tokens, routed, part)
+                all_routed = width * routed if self.capacity_factor else self._routed(kind, whole_tokens)
+                flops = self._layer_flops(kind, whole_tokens, all_routed, part)
                 matmul = matmul + count * flops
                 again = again + count * np.where(full, flops, 0)
                 whole, least, less = (
@@ -313,9 +359,9 @@ class AnalyticCosts:
         links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         halves = attentions + np.array([len(stage.mlp) for stage in stage_layers], np.int64)[:, None]
         overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
-        return MicroBatchCosts(
-            forward_ns=overhead_ns + self._ns(forward),
-            backward_ns=overhead_ns + self._ns(2 * forward + again),
+        costs = MicroBatchCosts(
+            forward_ns=overhead_ns + self._ns(forward, taxed=True),
+            backward_ns=overhead_ns + self._ns(2 * forward + again, taxed=True),
             weight_ns=self._ns(np.where(full, 0, matmul - is_sliced * head)),
             stored_bytes=scaled_bytes(stored, self.layer_bytes_factor)
             + scaled_bytes(is_last * head_bytes, self.head_bytes_factor),
@@ -323,7 +369,9 @@ class AnalyticCosts:
             transfer_ns=links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
             static_bytes=self.static_bytes(),
-        ).keeping_inputs(recompute == "stage")
+        )
+        costs = costs if width == 1 else self._with_exchanges(costs, whole_tokens, recompute)
+        return costs.keeping_inputs(recompute == "stage")
 
     def _layer_flops(self, kind: Architecture, tokens: IntArray, routed: IntArray, part: LayerPart) -> IntArray:
         """Of the matrix products of one layer, or of a half of it."""
@@ -349,8 +397,12 @@ class AnalyticCosts:
             return rows
         return a.num_experts * np.ceil(self.capacity_factor * rows / a.num_experts).astype(np.int64)
 
-    def _ns(self, flops: IntArray) -> IntArray:
-        time_ns: IntArray = np.rint(flops * (1e9 / self.flops_per_s)).astype(np.int64)
+    def _ns(self, flops: IntArray, *, taxed: bool = False) -> IntArray:
+        """Of FLOPs that the ranks of a block divide; `taxed`, with what they exchange where that is not counted."""
+        flop_ns, width = 1e9 / self.flops_per_s, self.topology.width
+        if width > 1:
+            flop_ns *= (1 + self.width_tax * (taxed and self.links is None)) / width
+        time_ns: IntArray = np.rint(flops * flop_ns).astype(np.int64)
         return time_ns
 
     def _split(self, num_bytes: IntArray) -> IntArray:
@@ -426,7 +478,7 @@ class AnalyticCosts:
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
         usual = (("exact_sums", False), ("offload", "none"), ("head_slice", 0), ("num_moments", ADAM_MOMENTS))
-        own = dict(item for item in asdict(self).items() if item not in usual)
+        own = dict(item for item in asdict(self).items() if item not in (*usual, ("width_tax", UNCOUNTED_TAX)))
         return {"kind": "analytic", **own, **described}
 
     @classmethod

@@ -194,8 +194,5 @@ class Cluster:
         >>> [cluster.group_link(s, n).bytes_per_s / 1e9 for s, n in ((1, 8), (4, 2), (8, 2), (1, 3))]
         [300.0, 300.0, 25.0, 25.0]
         """
-        span = stride * size
         links = self.links
-        if span <= self.gpus_per_node and self.gpus_per_node % span == 0:
-            return links.intra
-        return links.intra if self.nodes == 1 else links.inter
+        return links.intra if self.nodes == 1 else links.of_group(stride, size)

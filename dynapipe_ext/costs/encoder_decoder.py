@@ -26,6 +26,7 @@ from dynapipe_ext.costs.model import (
     SlicedHead,
     fingerprint,
     kinds_of_layers,
+    no_width,
     refuse_carried,
     scaled_bytes,
     within_layers,
@@ -301,6 +302,12 @@ class EncoderDecoderRunCosts:
             return self, self.topology
         topology = topology.with_layers(self.architecture.total_layers)
         return replace(self, topology=topology), topology
+
+    def at_width(self, width: int) -> EncoderDecoderRunCosts:
+        """Errors: ConfigError above 1: attention across the sides has no count of what a block exchanges."""
+        if width > 1:
+            raise no_width("costs of an encoder-decoder", width)
+        return self
 
     def recounted(self, change: Callable[[Any], Any]) -> EncoderDecoderRunCosts:
         changed: EncoderDecoderRunCosts = change(self)

@@ -61,8 +61,8 @@ class Strategy:
 
     @property
     def weight_topology(self) -> Topology:
-        """With context parallel ranks among the replicas: they hold the same weights."""
-        return replace(self.topology, dp=self.topology.dp * self.cp)
+        """With context parallel ranks among the replicas, in blocks of `cp`: they hold the same weights."""
+        return replace(self.topology, dp=self.topology.dp * self.cp, width=self.cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,10 +73,9 @@ class EstimatedCosts:
     Shoeybi et al. 2019, sec. 3), rings of 2 (t - 1) / t times the bytes; recomputing layers or stages sums those of
     forwards again. Experts exchange tokens twice a layer and direction. From ZeRO stage 2 on a backward also scatters
     its gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so
-    the longer of both counts. Context parallel ranks have equal shares of a row's work and bytes, gather its keys and
-    values whole for every layer, forwards and backwards, and scatter the gradients of both; nothing of that overlaps
-    (as Megatron's `--cp-comm-type all_gather`). `base` counts whole rows, over `weight_topology`. `plain` layers keep
-    what operators one by one keep. Static bytes are those of `states`; working bytes hold what ZeRO has whole at once
+    the longer of both counts. Context parallel ranks are the blocks of a step of that width: `base` counts one of them
+    over `weight_topology`, with what attention exchanges; nothing of that overlaps. `plain` layers keep what operators
+    one by one keep. Static bytes are those of `states`; working bytes hold what ZeRO has whole at once
     and, between stages, two messages on either side and direction.
     """
 
@@ -87,7 +86,6 @@ class EstimatedCosts:
     tensor_link: Link
     replica_link: Link
     expert_link: Link
-    context_link: Link
     links: Links
     host_bytes_per_s: float
     plain: PlainLayers | None = None
@@ -110,12 +108,11 @@ class EstimatedCosts:
 
     @property
     def facts(self) -> ModelFacts:
-        """Messages have no format: their buffers are among the working bytes. Context parallelism cuts rows in its own
-        way, so pieces have no price under it."""
+        """Messages have no format: their buffers are among the working bytes."""
         counts_pieces = isinstance(self.base, AnalyticCosts) and self.base.facts.prices_pieces
         return ModelFacts(
             replica_collectives=ReplicaCollectives.of_zero(self.strategy.zero_stage, ep=self.strategy.ep),
-            prices_pieces=self.strategy.cp == 1 and counts_pieces,
+            prices_pieces=counts_pieces,
             slices_head=self.base.head_slice > 0,
         )
 
@@ -130,6 +127,12 @@ class EstimatedCosts:
                 f"an estimate of {self.topology} cannot be placed over {topology}: estimate that strategy"
             )
         return self, self.topology
+
+    def at_width(self, width: int) -> EstimatedCosts:
+        """Errors: ConfigError above 1: the strategy has a width of its own, `cp`."""
+        if width > 1:
+            raise ConfigError(f"an estimate of cp {self.strategy.cp} has no width {width}: estimate cp {width}")
+        return self
 
     def recounted(self, change: Callable[[Any], Any]) -> EstimatedCosts:
         return self
@@ -187,9 +190,6 @@ class EstimatedCosts:
     ) -> MicroBatchCosts:
         recompute, is_sliced = kinds_of_layers(recompute)
         again = (recompute == "full") | (recompute == "stage")
-        gathered_bytes: IntArray = np.zeros_like(rows)
-        if self.strategy.cp > 1:
-            costs, gathered_bytes = self._context_share(costs), 2 * self._keys_and_values_bytes(rows * enc)
         tokens = -(-rows * enc // self.strategy.cp)
         forward_ns, backward_ns = self._collectives_ns(tokens, rows * dec, again)
         gather_ns, scatter_ns = self._replicas_ns()
@@ -212,7 +212,7 @@ class EstimatedCosts:
             forward_ns=np.maximum(costs.forward_ns + forward_ns, gather_ns),
             backward_ns=np.maximum(costs.backward_ns + backward_ns, gather_ns + scatter_ns),
             stored_bytes=stored,
-            working_bytes=working + gathered_bytes + self.states.buffers[:, None] + self.message_bytes(costs),
+            working_bytes=working + self.states.buffers[:, None] + self.message_bytes(costs),
             static_bytes=self.states.device.total,
         )
 
@@ -230,31 +230,7 @@ class EstimatedCosts:
             positions = np.fromiter(kept_positions, np.int64)
             _, is_sliced = kinds_of_layers(np.array([m.recompute for m in micro_batches], np.str_))
             return self._plain_head_bytes(self.plain, positions, self.base.sliced_head.of(is_sliced, positions))
-        head: IntArray = -(-self.base.head_bytes(micro_batches) // self.strategy.cp)
-        return head
-
-    def _context_share(self, costs: MicroBatchCosts) -> MicroBatchCosts:
-        """Of one context parallel rank: all but the overhead of layers is proportional to its part of the rows."""
-        cp = self.strategy.cp
-        overhead_ns = self.layers_per_stage[:, None] * self.base.layer_overhead_ns
-        sent = -(-costs.transfer_bytes // cp)
-        return replace(
-            costs,
-            forward_ns=overhead_ns + -(-(costs.forward_ns - overhead_ns) // cp),
-            backward_ns=overhead_ns + -(-(costs.backward_ns - overhead_ns) // cp),
-            weight_ns=-(-costs.weight_ns // cp),
-            stored_bytes=-(-costs.stored_bytes // cp),
-            working_bytes=-(-costs.working_bytes // cp),
-            transfer_bytes=sent,
-            transfer_ns=self.links.transfer_ns(self.weight_topology, sent),
-        )
-
-    def _keys_and_values_bytes(self, tokens: IntArray) -> IntArray:
-        """Of one layer and whole rows, on one tensor parallel rank."""
-        a = self.base.architecture
-        tp = self.topology.tp
-        values = a.value_size // tp if a.latent else a.kv_size_on(tp)
-        return self.base.activation_bytes_per_value * (a.kv_size_on(tp) + values) * tokens
+        return self.base.head_bytes(micro_batches)
 
     def _collectives_ns(
         self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]
@@ -281,11 +257,6 @@ class EstimatedCosts:
             rows = a.top_k * enc / (tp if self.strategy.sequence_parallel else 1)
             exchange = 2 * self._num_mixtures * (rows * a_token * per_byte + latency)
             forward, backward = forward + exchange, backward + exchange
-        if self.strategy.cp > 1:
-            per_byte, latency = _ring(self.context_link, self.strategy.cp, times=1)
-            whole = self._keys_and_values_bytes(enc * self.strategy.cp)
-            gather = num_enc * (whole * per_byte + 2 * latency)
-            forward, backward = forward + gather, backward + 2 * gather
         backward = backward + np.where(again, forward, 0)
         return np.rint(forward).astype(np.int64), np.rint(backward).astype(np.int64)
 
@@ -396,7 +367,6 @@ def estimated_costs(
         tensor_link=cluster.group_link(1, tp),
         replica_link=cluster.group_link(tp, topology.dp),
         expert_link=cluster.group_link(tp * strategy.cp, strategy.ep),
-        context_link=cluster.group_link(tp, strategy.cp),
         links=cluster.links,
         host_bytes_per_s=cluster.host_bytes_per_s,
         plain=plain,
@@ -410,8 +380,8 @@ def _counted_costs(
     topology, flops_per_s = strategy.weight_topology, cluster.flops_per_s(precision)
     padded = architecture.padded(topology.tp)
     value_bytes: Literal[2, 4] = 4 if precision == "fp32" else 2
-    # An engine of ZeRO 3 gathers a head's weight for its own forward alone; context parallelism cuts rows its own way.
-    head_slice = HEAD_SLICE if strategy.zero_stage < 3 and strategy.cp == 1 else 0
+    # An engine of ZeRO 3 gathers a head's weight for its own forward alone.
+    head_slice = HEAD_SLICE if strategy.zero_stage < 3 else 0
     if architecture.num_decoder_layers:
         return EncoderDecoderCosts(
             architecture=padded,

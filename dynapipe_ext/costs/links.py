@@ -64,6 +64,17 @@ class Links:
         """One kind of link everywhere."""
         return cls(intra=link, inter=link, ranks_per_node=1)
 
+    def of_group(self, stride: int, size: int) -> Link:
+        """The slowest link of a ring over `size` ranks that lie `stride` apart, starting at a multiple of their span.
+
+        >>> links = Links(intra=Link(0, 3e11), inter=Link(0, 5e10), ranks_per_node=8)
+        >>> [links.of_group(s, n) is links.intra for s, n in ((1, 8), (4, 2), (8, 2), (1, 3), (8, 1))]
+        [True, True, False, False, True]
+        """
+        span = stride * size
+        within = size == 1 or (span <= self.ranks_per_node and self.ranks_per_node % span == 0)
+        return self.intra if within else self.inter
+
     def crosses_nodes(self, topology: Topology, from_pp_rank: int, to_pp_rank: int) -> bool:
         """Whether any replica's and any tensor-parallel rank's peer is on another node: the slowest sets the pace.
 

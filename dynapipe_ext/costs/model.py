@@ -245,7 +245,8 @@ class ModelFacts:
     over replicas, `activation_format`: what its messages hold; None: unknown. `offload`: which states a rank leaves on
     the host. `sharded_state_bytes`: bytes of states, for each byte of parameters, that are divided over replicas.
     `measured_sizes`: sizes of the model that was measured, by the names of `Architecture`. `prices_halves`:
-    stages may be cut between the attention and the MLP of a layer.
+    stages may be cut between the attention and the MLP of a layer. `width`: the data parallel ranks of a replica, on
+    each of which a micro-batch costs this.
     """
 
     has_decoder: bool | None = None
@@ -254,6 +255,7 @@ class ModelFacts:
     activation_format: ActivationFormat | None = None
     prices_halves: bool = False
     prices_pieces: bool = False  # pieces of long samples (attention "carried")
+    width: int = 1
     forwards_alone: bool = False  # no backward follows a forward
     offload: Offload = "none"
     slices_head: bool = False  # prices for kinds of recomputation with the head in slices
@@ -313,6 +315,16 @@ class CostModel(PricesMicroBatches, PricesShapes, Protocol):
         """The costs over another topology, or over their own (None), and that topology with layers on its stages.
 
         Errors: ConfigError for a topology that the model cannot price.
+        """
+        ...
+
+    def at_width(self, width: int) -> CostModel:
+        """The costs of one rank where a replica is a block of `width` data parallel ranks, each with a slice of every
+        row's positions; `ModelFacts.width` says which these are.
+
+        Work on positions, what is kept of them and messages are divided by the width. Overheads and weights are not.
+        Attention exchanges heads and gathers keys and values on top (`costs/blocks.py`). Errors: ConfigError where what
+        it exchanges is not known.
         """
         ...
 
@@ -377,6 +389,11 @@ class UserCosts:
     def over(self, topology: Topology | None) -> tuple[Self, Topology]:
         return self, topology or Topology(pp=self.num_stages)
 
+    def at_width(self, width: int) -> Self:
+        if width > 1:
+            raise no_width(type(self.prices).__name__, width)
+        return self
+
     def recounted(self, change: Callable[[Any], Any]) -> Self:
         return self
 
@@ -388,6 +405,13 @@ class UserCosts:
 
     def fingerprint(self) -> str:
         return self.prices.fingerprint()
+
+
+def no_width(who: str, width: int) -> ConfigError:
+    return ConfigError(
+        f"{who} do not say what attention exchanges between the {width} data parallel ranks of a block: plan with width"
+        " 1, or price by counted costs of a decoder (AnalyticCosts), or by a table that `dynapipe profile` has measured"
+    )
 
 
 def evaluate_each(costs: PricesMicroBatches, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:

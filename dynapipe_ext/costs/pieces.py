@@ -4,6 +4,7 @@ pairs of what it has and what was before it, fitted, and added to the prices of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.surface import Measured
@@ -216,13 +218,21 @@ class PieceSurcharges:
         return min(one.attended_ns for one in self.by_recompute.values())
 
     def added(
-        self, costs: MicroBatchCosts, micro_batches: Sequence[MicroBatch], layers: IntArray, value_bytes: int
+        self,
+        costs: MicroBatchCosts,
+        micro_batches: Sequence[MicroBatch],
+        layers: IntArray,
+        value_bytes: int,
+        block: BlockAttention | None = None,
     ) -> MicroBatchCosts:
         """The costs of packed rows, `layers` on every stage, where the first documents of some are pieces; all pieces
         of a sample are among them.
 
-        The first piece holds keys and values of all positions, and sums of the gradients of those before the last.
+        The first piece holds keys and values of all positions, and sums of the gradients of those before the last. On a
+        rank of a `block` these lie by heads, as what a running layer holds of them; all else is divided by its width.
         """
+        width = 1 if block is None else block.width
+        of_keys = 1.0 if block is None or width == 1 else block.kept_values / block.key_values
         positions = CarriedPositions.of(micro_batches)
         own, before = positions.own, positions.joined - positions.own
         again = np.array([m.recompute == "stage" for m in micro_batches])
@@ -233,11 +243,11 @@ class PieceSurcharges:
             grown = [getattr(one, name)(own, before) for name in _GROWTHS]
             for total, more in zip((forward, backward, working, stored), (*grown, one.own_bytes * own), strict=True):
                 total += its * more
-        kept_bytes = self.kept_values * positions.kept_bytes(value_bytes)
+        kept_bytes = math.ceil(self.kept_values * of_keys) * positions.kept_bytes(value_bytes)
         layer = layers[:, None]
-        forward_ns, backward_ns = (np.rint(layer * x).astype(np.int64) for x in (forward, backward))
-        of_own = np.ceil(layer * stored).astype(np.int64)
-        of_running = (layer > 0) * np.ceil(working).astype(np.int64)
+        forward_ns, backward_ns = (np.rint(layer * x / width).astype(np.int64) for x in (forward, backward))
+        of_own = np.ceil(layer * stored / width).astype(np.int64)
+        of_running = (layer > 0) * np.ceil(working * of_keys).astype(np.int64)
         return replace(
             costs,
             forward_ns=costs.forward_ns + forward_ns,

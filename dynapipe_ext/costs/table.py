@@ -16,6 +16,7 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
+from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, least_from_on
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
@@ -34,13 +35,14 @@ from dynapipe_ext.costs.layers import (
     weight_as_backward,
     with_halves,
 )
-from dynapipe_ext.costs.links import Links
+from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     IntArray,
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
     fingerprint,
+    no_width,
     refuse_carried,
     within_layers,
 )
@@ -82,6 +84,10 @@ class CostTable:
     Packed rows have no axis of their own: they are priced as `equivalent_shape` says. Where that leans on a point that
     was not measured, it is priced by the next smaller measured number of rows, in proportion. A piece of a long sample
     is a document of such a row and takes what `pieces` adds; without them it has no price.
+
+    At a width of the topology above 1 a rank of a block takes its share of the time of whole rows: rows of its share of
+    positions were measured, but attend to less. What attention exchanges comes on top, counted over `links` (without
+    them, `comm_gbps`). Bytes are the larger of a share of the whole row's and those of a row of a share of positions.
     """
 
     grids: Mapping[tuple[Recompute, LayerKind], Grid]
@@ -139,6 +145,8 @@ class CostTable:
             )
         if missing := sorted({"encoder", "embedding", *(["decoder"] * self.has_decoder)} - self.parameter_bytes.keys()):
             raise ConfigError(f"the cost table has no parameter sizes of {missing}")
+        if self.topology.width > 1 and self._block is None:
+            raise no_width("measured costs of this table", self.topology.width)
 
     @property
     def _prices_halves(self) -> bool:
@@ -162,6 +170,7 @@ class CostTable:
             prices_halves=self._prices_halves,
             prices_pieces=self.pieces is not None,
             sharded_state_bytes=self.state_parts[1],
+            width=self.topology.width,
             measured_sizes=sizes | {"hidden_size": self.hidden_size, "dtype": dtype},
         )
 
@@ -207,6 +216,27 @@ class CostTable:
             )
         return replace(self, topology=topology), topology
 
+    def at_width(self, width: int) -> CostTable:
+        """Errors: ConfigError for tables that do not say which heads were measured (DynaPipe's, older ones)."""
+        return replace(self, topology=self.topology.at_width(width))
+
+    @property
+    def _block(self) -> BlockAttention | None:
+        """None where the heads are unknown, or there is a decoder side."""
+        sizes = self.facts.measured_sizes
+        names = ("num_heads", "num_query_groups", "head_dim")
+        if self.has_decoder or not all(isinstance(sizes.get(name), int) for name in names):
+            return None
+        heads, groups, head_size = (int(sizes[name]) for name in names)
+        tp, groups_here = self.topology.tp, -(-groups // self.topology.tp)
+        return BlockAttention(
+            width=self.topology.width,
+            num_heads=max(1, heads // tp),
+            num_key_heads=groups_here,
+            query_values=2 * heads * head_size // tp,
+            key_values=2 * groups_here * head_size,
+        )
+
     def recounted(self, change: Callable[[Any], Any]) -> CostTable:
         return self
 
@@ -242,7 +272,7 @@ class CostTable:
         if self.pieces is None or all(m.attention != "carried" for m in micro_batches):
             return costs
         layers = np.array(self.stage_attentions(), np.int64)
-        return self.pieces.added(costs, micro_batches, layers, self.value_bytes)
+        return self.pieces.added(costs, micro_batches, layers, self.value_bytes, self._block)
 
     def evaluate_shapes(
         self,
@@ -258,6 +288,27 @@ class CostTable:
 
     def _equivalent(self, m: MicroBatch) -> tuple[float, float, float]:
         return equivalent_shape(m, self.grids.get((m.recompute, "decoder" if m.decoder_len else "encoder")))
+
+    def _of_rank(self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray) -> tuple[FloatArray, BoolArray]:
+        """`_stages` of one rank of a block, for rows of so many tokens (M,)."""
+        whole, in_table = self._stages(recompute, shapes)
+        block = self._block
+        if (width := self.topology.width) == 1 or block is None:
+            return whole, in_table
+        share, _ = self._stages(recompute, shapes / [[1], [width], [1]])
+        time = block.exchange_time(self.topology, self.links or Links.uniform(self._link), self.value_bytes)
+        layers = np.array(self.stage_attentions())[:, None]
+        forward = layers * time(tokens) * 1e-6
+        backward = forward * (1 + (recompute != "none"))
+        gathered = 2 * self.value_bytes * block.kept_values * (block.gather_ranks > 1) * 1e-6 * tokens
+        copied = layers * self.value_bytes * block.copied_values * 1e-6 * tokens
+        whole = whole / width
+        stored, running = (np.maximum(whole[i], share[i]) + copied for i in (3, 4))
+        return np.stack([whole[0] + forward, whole[1] + backward, whole[2], stored, running + gathered]), in_table
+
+    @property
+    def _link(self) -> Link:
+        return Link(round(self.comm_latency_us * 1e3), self.comm_gbps * 1e9 / 8)
 
     def _stages(self, recompute: Recompute, shapes: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
@@ -297,16 +348,19 @@ class CostTable:
         count = shapes.shape[1]
         again = np.broadcast_to(np.asarray(recompute) == "stage", count)
         if isinstance(recompute, str):
-            ms_and_mb, in_table = self._stages("none" if recompute == "stage" else recompute, shapes)
+            ms_and_mb, in_table = self._of_rank("none" if recompute == "stage" else recompute, shapes, tokens[0])
         else:
             ms_and_mb, in_table = np.zeros((5, len(layout), count)), np.zeros(count, bool)
             for kind in LAYER_RECOMPUTES:
                 if (chosen := (recompute == kind) | again * (kind == "none")).any():
-                    ms_and_mb[:, :, chosen], in_table[chosen] = self._stages(kind, shapes[:, chosen])
+                    ms_and_mb[:, :, chosen], in_table[chosen] = self._of_rank(
+                        kind, shapes[:, chosen], tokens[0][chosen]
+                    )
         if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
             in_table = in_table & ~again
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
         bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (self.value_bytes * self.hidden_size)
+        bytes_sent = bytes_sent / self.topology.width
         pairs = itertools.pairwise(self.topology.stage_ranks)
         apart = np.array([a != b for a, b in pairs], np.float64)[:, None]
         sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
@@ -503,7 +557,10 @@ def table_points(
             times["head"][i].append(at_points(forward[:first].sum(axis=0), bad))
             times["tail"][i].append(at_points(backward[: 0 if split else first].sum(axis=0), bad))
         chains.append(at_points(priced.chain_ns(split=split), bad))
-        running = _running_bytes(table, recompute, (rows, enc, dec))
+        running = [
+            [part / table.topology.width for part in stage]
+            for stage in _running_bytes(table, recompute, (rows, enc, dec))
+        ]
         parts = [*priced.stored_bytes.astype(np.float64), *(part for stage in running for part in stage)]
         held.append([_that_grow(at_points(part, bad)) for part in parts])
     static = [sum(int(priced.static_bytes[s]) for s, r in enumerate(stage_ranks) if r == rank) for rank in stage_ranks]
@@ -534,7 +591,7 @@ def _attended_ns(table: CostTable, stage_ranks: tuple[int, ...]) -> tuple[float,
         return None
     layers = table.stage_attentions()
     own = [sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))]
-    return tuple(count * table.pieces.least_attended_ns for count in own)
+    return tuple(count * table.pieces.least_attended_ns / table.topology.width for count in own)
 
 
 def _merged_axes(table: CostTable) -> tuple[FloatArray, FloatArray, FloatArray]:

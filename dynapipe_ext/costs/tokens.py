@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import mul
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
-from dynapipe_ext.batch.topology import ActivationFormat, Topology
+from dynapipe_ext.batch.topology import ActivationFormat, Topology, widths_of
+from dynapipe_ext.costs.blocks import UNCOUNTED_TAX, check_tax
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.model import (
     IntArray,
@@ -65,6 +66,9 @@ class TokenCosts:
     Recomputation "full" adds one F to B and stores nothing but a tenth; "selective" adds the b part and stores half;
     "stage" adds one F and stores what is transferred.
 
+    At a `width` above 1 each of so many ranks has its share of tokens and squares. What they exchange is `width_tax`
+    of that work.
+
     Without an overhead, any padding would cost more than another micro-batch, and plans would be of single samples. The
     default is the time of 100 tokens: the search joins samples where two together take at most a quarter more than one,
     which of equal lengths means an overhead of three lengths, of 32 positions here.
@@ -80,6 +84,8 @@ class TokenCosts:
     transfer_ns_per_token: int = 0
     transfer_bytes_per_token: int = 0
     stage_scale: tuple[float, ...] = ()
+    width: int = 1
+    width_tax: float = UNCOUNTED_TAX
 
     def __post_init__(self) -> None:
         if type(self.num_stages) is not int or self.num_stages < 1:
@@ -89,6 +95,9 @@ class TokenCosts:
             for one in value if isinstance(value, tuple) else (value,):
                 if not isinstance(one, int | float | np.integer) or not 0 <= one <= most:
                     raise ConfigError(f"{name} is {short(one)} but costs are numbers of 0 to {most:,}: give one")
+        check_tax(self.width_tax)
+        if self.width not in widths_of(self.width):
+            raise ConfigError(f"width is {self.width} but must be a power of two: give one such as 1")
         if self.stage_scale and len(self.stage_scale) != self.num_stages:
             raise ConfigError(f"stage_scale has {len(self.stage_scale)} entries for {self.num_stages} stages")
 
@@ -99,7 +108,7 @@ class TokenCosts:
         hidden_size, odd = divmod(self.transfer_bytes_per_token, 2)
         is_whole = hidden_size and not odd
         form = ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if is_whole else None
-        return ModelFacts(activation_format=form, prices_pieces=True)
+        return ModelFacts(activation_format=form, prices_pieces=True, width=self.width)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         counted = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2)
@@ -125,6 +134,9 @@ class TokenCosts:
         """The same costs: stages are priced as they are, wherever they lie."""
         return self, topology or Topology(pp=self.num_stages)
 
+    def at_width(self, width: int) -> TokenCosts:
+        return replace(self, width=width)
+
     def recounted(self, change: Callable[[Any], Any]) -> TokenCosts:
         return self
 
@@ -135,8 +147,11 @@ class TokenCosts:
         recompute, _ = kinds_of_layers(recompute)  # there is no head
         full, selective = recompute == "full", recompute == "selective"
         scale = np.array(self.stage_scale or (1.0,) * self.num_stages)[:, None]
+        if self.width > 1:
+            scale = scale * ((1 + self.width_tax) / self.width)
         linear = np.rint(scale * (self.ns_per_token * tokens)).astype(np.int64)
         attention = np.rint(scale * (self.ns_per_token_squared * squares)).astype(np.int64)
+        tokens = -(-tokens // self.width)  # of a rank's slice
         forward = self.overhead_ns + linear + attention
         again = np.where(full, forward, np.where(selective, attention, 0))
         backward = np.rint(self.backward_ratio * forward).astype(np.int64) + again
@@ -156,7 +171,9 @@ class TokenCosts:
         ).keeping_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "tokens", **asdict(self), "stage_scale": list(self.stage_scale)}
+        usual = (("width", 1), ("width_tax", UNCOUNTED_TAX))
+        own = dict(item for item in asdict(self).items() if item not in usual)
+        return {"kind": "tokens", **own, "stage_scale": list(self.stage_scale)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> TokenCosts:
@@ -171,7 +188,7 @@ class TokenCosts:
 
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(topology).items()}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in topology.to_json().items()}
 
 
 def topology_from_json(raw: Mapping[str, Any]) -> Topology:
@@ -181,4 +198,5 @@ def topology_from_json(raw: Mapping[str, Any]) -> Topology:
         dp=raw["dp"],
         layers_per_stage=tuple(raw["layers_per_stage"]),
         placement=tuple(raw["placement"]),
+        width=raw.get("width", 1),
     )

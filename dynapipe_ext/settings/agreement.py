@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from dynapipe_ext.batch.micro_batches import Pieces
-from dynapipe_ext.batch.topology import Topology, check_placed, counts_of_layers, own_placement, placement_of
+from dynapipe_ext.batch.topology import (
+    Topology,
+    check_placed,
+    counts_of_layers,
+    own_placement,
+    placement_of,
+    widths_of,
+)
 from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.named_models import carried_fault
@@ -55,6 +62,21 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
     except ConfigError as error:
         raise ConfigError(f"{where}: [topology] {error}") from error
     check_placed(plan.schedule, Topology(pp=topology.pp, placement=stage_ranks), f"{where}: [plan] ")
+
+
+def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_config: str, where: str) -> None:
+    """Refuse data parallel ranks that cannot join so, or not for this model. Errors: ConfigError."""
+    if topology.width == 1:
+        return
+    at = f"{where}: [topology] width is {topology.width!r}"
+    if topology.width != "auto" and topology.width not in (allowed := widths_of(topology.dp)):
+        raise ConfigError(
+            f"{at} but must be a power of two that divides dp {topology.dp}: give one of {', '.join(map(str, allowed))}"
+        )
+    if deepspeed_config:
+        raise ConfigError(f"{at} but a DeepSpeed engine computes whole rows on each rank: leave one of both out")
+    if model.num_decoder_layers:
+        raise ConfigError(f"{at} but attention across the sides of an encoder-decoder has no price so: set width to 1")
 
 
 def check_data_settings(data: DataSettings, where: str) -> None:
@@ -173,10 +195,15 @@ def check_pieces_of_model(model: ModelSettings, pieces: Pieces, where: str) -> N
 
 
 def refuse_order_in_bits(
-    model: ModelSettings, plan: PlanSettings, *, pp: int, deepspeed_config: str, where: str
+    model: ModelSettings, plan: PlanSettings, topology: TopologySettings, *, deepspeed_config: str, where: str
 ) -> None:
     """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
-    at = f"{where}: [optimizer] deterministic is on but"
+    at, pp = f"{where}: [optimizer] deterministic is on but", topology.pp
+    if topology.width == "auto":  # a product over a slice of a row rounds otherwise than one over the row
+        raise ConfigError(
+            f"{at} [topology] width auto gives steps several widths, and bits hold for one: name it, or leave"
+            " deterministic out"
+        )
     if plan.adapt_costs:
         raise ConfigError(
             f"{at} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"

@@ -30,6 +30,19 @@ def layer_counts(text: str) -> tuple[float, ...]:
     return counts
 
 
+def width(text: str) -> int | str:
+    """What a flag says: auto, or how many data parallel ranks join.
+
+    >>> width("auto"), width("4")
+    ('auto', 4)
+    """
+    if text == "auto":
+        return text
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be auto or a number of data parallel ranks, like 2")
+    return int(text)
+
+
 def number_or_word(text: str) -> float | str:
     """
     >>> number_or_word("2.5"), number_or_word("auto")

@@ -61,8 +61,11 @@ class PlanRules:
         return {f.name: getattr(self, f.name) for f in fields(PlanRules)}
 
 
-def check_rules(rules: PlanRules, where: str = "") -> None:
-    """Refuse rules of another type, out of bounds, or that do not go together. Errors: ConfigError."""
+def check_rules(rules: PlanRules, where: str = "", *, counts_may_be_free: bool = False) -> None:
+    """Refuse rules of another type, out of bounds, or that do not go together. Errors: ConfigError.
+
+    `counts_may_be_free`: in steps of some width, whatever `replica_counts` says of replicas that meet.
+    """
     check_declared(rules, where)
     if rules.split_backward and rules.schedule != "adaptive":
         raise ConfigError(
@@ -70,7 +73,7 @@ def check_rules(rules: PlanRules, where: str = "") -> None:
         )
     check_fill_waits(rules.fill_waits, rules.schedule, rules.split_backward, where)
     if rules.pieces != "off":
-        _check_pieces(rules, where)
+        _check_pieces(rules, where, counts_are_free=counts_may_be_free or not rules.equal_counts)
     if rules.max_tokens and rules.max_tokens < rules.pad_multiple:
         raise ConfigError(
             f"{where}max_tokens is {rules.max_tokens} but must be at least pad_multiple, which is"
@@ -78,7 +81,7 @@ def check_rules(rules: PlanRules, where: str = "") -> None:
         )
 
 
-def _check_pieces(rules: PlanRules, where: str) -> None:
+def _check_pieces(rules: PlanRules, where: str, *, counts_are_free: bool) -> None:
     """Refuse pieces beside rules that have none."""
     pieces = rules.pieces
     if pieces != "auto" and not rules.pad_multiple <= int(pieces) <= _MOST_PIECE:
@@ -90,7 +93,11 @@ def _check_pieces(rules: PlanRules, where: str) -> None:
         "layout": (rules.layout == "packed", 'pieces share packed rows with short documents: layout "packed"'),
         "schedule": (rules.schedule == "adaptive", "published schedules know no pieces: the adaptive schedule"),
         "rule": (rules.rule == "dynapipe-ext", "peers' rules cut in their own way: rule dynapipe-ext"),
-        "replica_counts": (not rules.equal_counts, 'all pieces of a sample run on one replica: replica_counts "free"'),
+        "replica_counts": (
+            counts_are_free,
+            'all pieces of a sample run on one replica: replica_counts "free", one'
+            " replica of all data parallel ranks (width)",
+        ),
     }
     for name, (goes, why) in beside.items():
         if not goes:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynapipe_ext.batch.micro_batches import Layout
-from dynapipe_ext.batch.topology import Offload, PlacementName, ZeroStage
+from dynapipe_ext.batch.topology import Offload, PlacementName, ZeroStage, widths_of
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.models.named_models import Backend
 from dynapipe_ext.settings.declared import setting, with_default
 from dynapipe_ext.settings.deepspeed_keys import moments_of
-from dynapipe_ext.settings.flag_values import betas, dtype, layer_counts, number_or_word
+from dynapipe_ext.settings.flag_values import betas, dtype, layer_counts, number_or_word, width
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 PlacementChoice = Literal[PlacementName, "auto"]
@@ -46,11 +46,22 @@ class RunSettings:
 class TopologySettings:
     """An empty `placement` is the one that the schedule needs, linear for most. "auto" plans batches of the run under
     every placement, before the model is built, and takes the best with its `layers_per_stage`. `stages_per_rank` 0 is
-    the usual number of the placement."""
+    the usual number of the placement. `width` data parallel ranks join into one replica, each with a slice of every
+    row's positions (context parallelism); "auto" lets each step take the width whose plan ends first."""
 
     tp: int = setting(2, "--tp", "tensor parallel ranks", at_least=1, at_most=1 << 16)
     pp: int = setting(2, "--pp", "pipeline ranks", at_least=1, at_most=1 << 16)
     dp: int = setting(2, "--dp", "data parallel replicas", at_least=1, at_most=1 << 20)
+    width: Literal["auto"] | int = setting(
+        1,
+        "--width",
+        "data parallel ranks that join into one replica (--cp N is another name); auto: each step's best",
+        "auto|N",
+        alias="--cp",
+        parse=width,
+        at_least=1,
+        at_most=1 << 20,
+    )
     placement: Literal[PlacementChoice, ""] = setting(
         "", "--placement", "of stages on ranks (default: the schedule's); auto: tried"
     )
@@ -61,6 +72,11 @@ class TopologySettings:
         (), "--layers-per-stage", "of each stage, like 8.5,8,7.5 (default: even)", "N,N,…", parse=layer_counts
     )
     sequence_parallel: bool = setting(False, "--sequence-parallel", "over the tp ranks")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Those that a step may have."""
+        return widths_of(self.dp) if self.width == "auto" else (self.width,)
 
     def __post_init__(self) -> None:
         wholes = tuple(int(count) if count == count // 1 else count for count in self.layers_per_stage)

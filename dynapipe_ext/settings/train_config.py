@@ -19,6 +19,7 @@ from dynapipe_ext.settings.agreement import (
     check_pieces_of_model,
     check_preferences,
     check_stages,
+    check_width,
     refuse_order_in_bits,
 )
 from dynapipe_ext.settings.declared import Setting, check_declared, declared
@@ -124,12 +125,13 @@ class TrainConfig:
                 " encoder-decoder: take rule dynapipe-ext, or packed-balanced"
             )
         check_pieces_of_model(model, plan.pieces, where)  # first: no rule of plans would help such a model
-        check_rules(plan, f"{where}: [plan] ")
+        check_width(topology, model, self.deepspeed.config, where)
+        check_rules(plan, f"{where}: [plan] ", counts_may_be_free=1 < topology.dp in topology.widths)
         check_stages(topology, plan, where)
         check_evaluation(self.eval, where)
         check_heads(model, topology, where)
         if self.optimizer.deterministic:
-            refuse_order_in_bits(model, plan, pp=topology.pp, deepspeed_config=self.deepspeed.config, where=where)
+            refuse_order_in_bits(model, plan, topology, deepspeed_config=self.deepspeed.config, where=where)
 
     @property
     def placement(self) -> PlacementChoice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -15,18 +15,20 @@ from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_co
 from dynapipe_ext.splits.rules import piece
 
 PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # that are tried where the planner chooses
+FINER_TOKENS = (2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)  # where it chooses a width, too
 CutBy = Literal["length", "time"]
 
 _LOOSER = 16  # a row more, of so many, where documents find no room
 
 
-def piece_sizes(pieces: Pieces, longest: int, max_tokens: int) -> list[int]:
+def piece_sizes(pieces: Pieces | Literal["finer"], longest: int, max_tokens: int) -> list[int]:
     """Tokens of a piece that are worth a try, none above `max_tokens` (0: no cap); [] where no sample is longer.
 
     >>> piece_sizes("auto", 9000, 0), piece_sizes(3000, 9000, 0), piece_sizes("auto", 2048, 0)
     ([2048, 4096, 8192], [3000], [])
     """
-    sizes: tuple[int, ...] = () if pieces == "off" else PIECE_TOKENS if pieces == "auto" else (pieces,)
+    choices: Mapping[object, tuple[int, ...]] = {"off": (), "auto": PIECE_TOKENS, "finer": FINER_TOKENS}
+    sizes = choices[pieces] if isinstance(pieces, str) else (pieces,)
     return [size for size in sizes if size < longest and size <= (max_tokens or size)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.interchange import read_cost_file
@@ -16,7 +16,7 @@ from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.settings.declared import declared
-from dynapipe_ext.settings.tables import PlanSettings
+from dynapipe_ext.settings.tables import PlanSettings, TopologySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class Wishes:
     layout: Layout | None = None
     placement: MegatronPlacement | None = None
     pieces: Pieces | None = None
+    width: Literal["auto"] | int | None = None
     data: str | Path | None = None
     store: str | StoreAddress | None = None  # no argument has it: its password would be seen by all
     shape_of: ShapeOf | None = None
@@ -41,7 +42,7 @@ class Wishes:
         """With `args`, Megatron-LM's, or None for a script without. Errors: DataError for costs that cannot be read."""
 
         costs = self.wish(args, "costs")
-        names = ("memory_limit_gb", "split_backward", "layout", "placement", "pieces")
+        names = ("memory_limit_gb", "split_backward", "layout", "placement", "pieces", "width")
         wishes = {name: value for name in names if (value := self.wish(args, name)) is not None}
         minutes = getattr(args, "distributed_timeout_minutes", None)
         if minutes is not None:
@@ -55,8 +56,8 @@ class Wishes:
 
     def check_unplanned(self, args: Any) -> None:
         """Refuse what data of one length would silently ignore. Errors: ConfigError."""
-        wishes = {name: self.wish(args, name) for name in ("layout", "pieces")}
-        ignored = [f"{name} is {value!r}" for name, value in wishes.items() if value not in (None, "padded", "off")]
+        wishes = {name: self.wish(args, name) for name in ("layout", "pieces", "width")}
+        ignored = [f"{name} is {value!r}" for name, value in wishes.items() if value not in (None, "padded", "off", 1)]
         ignored += ["store was given"] * (self.store is not None)
         if ignored:
             raise ConfigError(
@@ -99,5 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     add_rule(
         "pieces",
         "run packed samples of more than N tokens in pieces; auto: where that is faster (default: off)",
+    )
+    group.add_argument(
+        "--dynapipe-width",
+        **declared(TopologySettings)["width"].flag_options,
+        help="data parallel ranks that join into one replica of planned data, each with a slice of every row; auto: as"
+        " many as are fastest for each step (default: 1)",
     )
     return parser

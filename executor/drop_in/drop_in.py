@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch
+from dynapipe_ext.batch.topology import widths_of
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.entry_shapes import (
     EntryShape,
@@ -56,6 +57,7 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
+from dynapipe_ext.executor.stages.joined_ranks import Joined, JoinedRanks, join_ranks
 from dynapipe_ext.executor.stages.megatron.stage import RecomputeSwitch, split_megatron_linears
 
 _MOST_PLANS = 64  # kept of a model: lengths may differ from step to step
@@ -69,6 +71,7 @@ class _PlannedModel:
     groups: Any  # a ProcessGroupCollection
     plans: dict[GivenShapes, ExecutionPlan] = field(default_factory=dict)  # the latest
     around: Around | None = None  # of planned data's micro-batches
+    joined: Joined = field(default_factory=dict)  # the ranks that planned data may join, by width
 
 
 class ForwardBackward:
@@ -184,7 +187,11 @@ class ForwardBackward:
         settings, args = self.settings, parsed_arguments()
         if model.around is None:
             check_planned_experts(step.config)
-            model.around = _as_planned(step.chunks, model.pipeline, settings.layout)
+            widths = (settings.width,) if settings.width != "auto" else widths_of(model.pipeline.topology.dp)
+            topology, device = model.pipeline.topology, model.pipeline.device
+            model.joined = join_ranks(topology, dist.get_rank(), widths, device, timeout_s=settings.timeout_s)
+            joins = settings.layout == "packed" or bool(model.joined)
+            model.around = _as_planned(step.chunks, model.pipeline, restarts_attention=joins)
             _say_planned(step.config, settings.layout)
         if (must_agree := steps.bind(model.pipeline, settings)) is not None:
             check_same_on_all_ranks(must_agree, model.pipeline.device, what="steps of these data")
@@ -288,17 +295,17 @@ def _say_planned(config: Any, layout: Layout) -> None:
         )
 
 
-def _as_planned(chunks: Sequence[Any], pipeline: MegatronPipeline, layout: Layout) -> Around:
+def _as_planned(chunks: Sequence[Any], pipeline: MegatronPipeline, *, restarts_attention: bool) -> Around:
     """Around each micro-batch: its own shape, and its own recomputation where the model's configuration fixes none."""
-    shapes = MicroBatchShapes(chunks, parsed_arguments(), pipeline.device, layout)
+    shapes = MicroBatchShapes(chunks, parsed_arguments(), pipeline.device, restarts_attention=restarts_attention)
     switches = [RecomputeSwitch(chunk) for chunk in chunks] if pipeline.recompute is None else []
 
     @contextmanager
-    def around(micro_batch: MicroBatch, carried: CarriedPiece | None) -> Iterator[None]:
+    def around(micro_batch: MicroBatch, carried: CarriedPiece | None, joined: JoinedRanks | None) -> Iterator[None]:
         try:
             for switch in switches:
                 switch.set(micro_batch.recompute)
-            with shapes.of(micro_batch, carried):
+            with shapes.of(micro_batch, carried, joined):
                 yield
         finally:
             for switch in switches:
@@ -320,7 +327,7 @@ def _run(
     with StepGradients(
         step.chunks, step.config, model.groups, force_all_reduce=step.force_all_reduce, in_v=pipeline.in_v
     ) as gradients:
-        stage = ForwardStepStage(step, gradients, data, around)
+        stage = ForwardStepStage(step, gradients, data, around, model.joined)
         PipelineExecutor(stage, pipeline.transport).execute(plan, micro_batches)
     return sent_to_last_rank(stage.reports, pipeline.topology, pipeline.coordinates, pipeline.device)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.batch.micro_batches import Layout, MicroBatch
+from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.data.batches import document_lengths
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients
@@ -21,8 +21,11 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
-from dynapipe_ext.executor.stages.megatron.layers import CoreAttention
-from dynapipe_ext.executor.stages.megatron.stage import packed_parameters, replay_megatron, take_pieces, unwrapped
+from dynapipe_ext.executor.stages.joined_ranks import ALONE, JOINED_KEY, Joined, JoinedRanks
+from dynapipe_ext.executor.stages.megatron.core_attention import CoreAttention
+from dynapipe_ext.executor.stages.megatron.layers import rotate_without_waiting
+from dynapipe_ext.executor.stages.megatron.placed_rows import take_pieces, take_slices
+from dynapipe_ext.executor.stages.megatron.stage import packed_parameters, replay_megatron, unwrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +56,22 @@ class LoopStep:
 
 # (chunk number, micro-batch, its tensors) -> what is given to `next`
 BatchIterator = Callable[[int, int, Batch], Any]
-Around = Callable[[MicroBatch, CarriedPiece | None], AbstractContextManager[None]]
+Around = Callable[[MicroBatch, CarriedPiece | None, JoinedRanks | None], AbstractContextManager[None]]
 
 
 class ForwardStepStage:
     """Stage of a rank's model chunks; each micro-batch is one call of the loop's `forward_step_func` a chunk.
 
     `data(chunk, micro-batch, its tensors)` gives the iterator that the call reads; it runs within `around(micro-batch,
-    its piece)`.
+    its piece, the ranks that share its rows)`.
     Losses are not divided: what Megatron divides by (token counts, numbers of micro-batches) is divided by Megatron.
     After the step `reports` has what its loss functions reported, in the order of the plan's micro-batches, on the rank
     of the last stage.
     """
 
-    def __init__(self, step: LoopStep, gradients: StepGradients, data: BatchIterator, around: Around) -> None:
+    def __init__(
+        self, step: LoopStep, gradients: StepGradients, data: BatchIterator, around: Around, joined: Joined = ALONE
+    ) -> None:
         self._step, self._gradients, self._data, self._around = step, gradients, data, around
         self._timers = step.config.timers
         parameters = [parameter for chunk in step.chunks for parameter in chunk.parameters()]
@@ -79,6 +84,7 @@ class ForwardStepStage:
             device=device,
             measure_bytes=False,
             replay=replay_megatron,
+            joined=joined,
         )
         self._num_forwards: dict[int, int] = defaultdict(int)
         self._reports: dict[int, list[Any]] = {}
@@ -131,9 +137,10 @@ class ForwardStepStage:
         step, number = self._step, self._plan.stages.index(stage)
         is_last = stage == self._plan.num_stages - 1
         reports: list[Any] = []
-        own = {name: value for name, value in batch.items() if name != "carried"}
+        own = {name: value for name, value in batch.items() if name not in ("carried", JOINED_KEY)}
         as_built = as_interleaved(number) if step.in_v else nullcontext()
-        with self._around(self._plan.micro_batches[micro_batch], batch.get("carried")), as_built:
+        planned = self._plan.micro_batches[micro_batch]
+        with self._around(planned, batch.get("carried"), batch.get(JOINED_KEY)), as_built:
             output, num_tokens = forward_step(
                 step.forward_step_func,
                 self._data(number, micro_batch, own),
@@ -178,14 +185,14 @@ class MicroBatchShapes:
     by them what the first of them broadcasts. No attention mask is made or broadcast: causal attention is what a GPT's
     layers do without one. A packed row's documents reach every chunk's forward as `packed_seq_params`, whatever the
     script passes; layers of the local specs, whose attention refuses them, get attention that restarts at each, and
-    goes on from piece to piece of a cut sample.
+    goes on from piece to piece of a cut sample; so do they where ranks are joined, whatever the layout.
     """
 
-    def __init__(self, chunks: Sequence[Any], args: Any, device: torch.device, layout: Layout) -> None:
+    def __init__(self, chunks: Sequence[Any], args: Any, device: torch.device, *, restarts_attention: bool) -> None:
         self._args, self._device = args, device
         self._packed: Any = None
         self._models = [unwrapped(chunk) for chunk in chunks]
-        if layout == "padded":
+        if not restarts_attention:
             return
         for model in self._models:
             _restart_attention(model)
@@ -193,14 +200,23 @@ class MicroBatchShapes:
             model.register_forward_pre_hook(self._with_documents, prepend=True, with_kwargs=True)
 
     @contextmanager
-    def of(self, micro_batch: MicroBatch, carried: CarriedPiece | None = None) -> Iterator[None]:
-        """Errors: ConfigError for a piece where the model does not attend to earlier ones."""
+    def of(
+        self, micro_batch: MicroBatch, carried: CarriedPiece | None = None, joined: JoinedRanks | None = None
+    ) -> Iterator[None]:
+        """Errors: ConfigError for a piece where the model does not attend to earlier ones, and for joined ranks where
+        it does not share rows."""
+        for model in self._models:
+            take_slices(model, joined)
+        own_span = None
+        if joined is not None:
+            rotate_without_waiting()  # which turns a slice by its own positions
+            own_span = joined.span(micro_batch.encoder_len)
         if carried is not None:
             for model in self._models:
                 take_pieces(model)
         own: dict[str, Any] = {
             "micro_batch_size": micro_batch.rows,
-            "seq_length": micro_batch.encoder_len,
+            "seq_length": micro_batch.encoder_len if own_span is None else len(own_span),
             "create_attention_mask_in_dataloader": False,
             "sft": False,  # which from 0.17 on says that data come with borders of documents
         }
@@ -209,7 +225,8 @@ class MicroBatchShapes:
             for name in before:
                 setattr(self._args, name, own[name])
             if micro_batch.layout == "packed":
-                self._packed = packed_parameters(document_lengths(micro_batch), self._device, carried)
+                documents = document_lengths(micro_batch)
+                self._packed = packed_parameters(documents, self._device, carried, span=own_span)
             yield
         finally:
             self._packed = None

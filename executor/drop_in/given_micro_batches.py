@@ -72,7 +72,7 @@ class GivenPlanner:
 
     @property
     def topology(self) -> Topology:
-        return replace(self.pipeline.topology, dp=1)
+        return replace(self.pipeline.topology, dp=1, width=1)
 
     @property
     def memory_limit_bytes(self) -> float:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.model import CostModel
@@ -35,6 +35,7 @@ def installed(
     layout: Layout | None = None,
     placement: MegatronPlacement | None = None,
     pieces: Pieces | None = None,
+    width: Literal["auto"] | int | None = None,
     store: str | StoreAddress | None = None,
     shape_of: ShapeOf | None = None,
 ) -> Iterator[None]:
@@ -54,6 +55,7 @@ def installed(
         layout=layout,
         placement=placement,
         pieces=pieces,
+        width=width,
         store=store,
         shape_of=shape_of,
     )

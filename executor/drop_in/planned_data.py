@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import as_length_array
-from dynapipe_ext.batch.topology import ScheduleName
+from dynapipe_ext.batch.topology import ScheduleName, widths_of
 from dynapipe_ext.data.batches import GlobalBatches, array_digest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
@@ -62,7 +62,8 @@ class PlannedSteps:
         self._steps = self._loaded(planner, pipeline, self._planner_processes(pipeline, settings))
         data = (array_digest(self._lengths), self._batch_size, self._seed, self._next_step)
         rules = (planner.memory_limit_bytes, planner.as_keywords(), settings.store, settings.timeout_s)
-        return repr((data, planner.topology, planner.costs.fingerprint(), rules))
+        widths = planner.allowed_widths
+        return repr((data, planner.topology, widths, planner.costs.fingerprint(), rules))
 
     def close(self) -> None:
         """End the planner process, if there is one; no step comes after."""
@@ -134,13 +135,16 @@ def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forwar
         "replica_counts": "free" if schedule == "adaptive" else "equal",
         "recompute": pipeline.recompute or "auto",
     }
+    is_chosen = settings.width == "auto" and pipeline.topology.dp > 1
+    topology = pipeline.topology if settings.width == "auto" else pipeline.topology.at_width(settings.width)
     planner = Planner(
-        pipeline.topology,
+        topology,
         pipeline.costs,
         settings.limit_bytes if settings.limit_bytes is not None else pipeline.usable_bytes,
         **settings.as_keywords() | of_model,
         format=pipeline.activation_format,
         collectives=pipeline.replica_collectives,
+        widths=widths_of(topology.dp) if is_chosen else (),
     )
     return replace(planner.for_forwards(), layout=settings.layout) if forward_only else planner
 

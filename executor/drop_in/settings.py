@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import get_args
+from typing import Literal, get_args
 
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
@@ -24,13 +24,16 @@ class DropInSettings(PlanRules):
 
     `costs` are counted from the model where none are given. Without `memory_limit_gb` (1e9 bytes) steps of equal
     micro-batches hold no more than under Megatron's schedules, and planned data fill the device, as all steps do in a
-    V. `placement` is that of the chunks of ranks with several. With a `store` a planner process makes the plans of
-    training, without one each rank makes them itself. Under `variable_seq_lengths` the first stage asks the loop's
-    `forward_step` for shapes, or `shape_of`. No rank waits longer than `timeout_s` for another.
+    V. `width` data parallel ranks join into one replica of planned data, each with a slice of every row's positions;
+    "auto" lets each step take the width whose plan ends first. `placement` is that of the chunks of ranks with several.
+    With a `store` a planner process makes the plans of training, without one each rank makes them itself. Under
+    `variable_seq_lengths` the first stage asks the loop's `forward_step` for shapes, or `shape_of`. No rank waits for
+    another longer than `timeout_s`.
     """
 
     costs: CostModel | None = None
     memory_limit_gb: float | None = None
+    width: Literal["auto"] | int = 1
     placement: MegatronPlacement = "interleaved"
     store: StoreAddress | None = None
     shape_of: ShapeOf | None = None
@@ -43,6 +46,8 @@ class DropInSettings(PlanRules):
         if self.placement not in get_args(MegatronPlacement):
             choices = ", ".join(get_args(MegatronPlacement))
             raise ConfigError(f"placement is {self.placement!r}: choose from {choices}")
+        if self.width != "auto" and (type(self.width) is not int or self.width < 1):
+            raise ConfigError(f"width is {self.width!r}: give how many data parallel ranks join, like 2, or auto")
         check_rules(self)
         for rule in fields(PlanRules):
             if rule.name in _OF_MEGATRON and getattr(self, rule.name) != rule.default:

@@ -451,11 +451,11 @@ class StorePlanSource:
             self._store.put(self._keys.taken(epoch=place.epoch, step=place.step), b"1")
         plan_place, rank_place = (
             (plan.step, plan.dp_rank, plan.pp_rank),
-            (place.global_step, self._dp_rank, self._pp_rank),
+            (place.global_step, self._dp_rank // plan.width, self._pp_rank),
         )
         if plan_place != rank_place:
             raise StoreError(
-                f"the plan at {key!r} is for (step, dp_rank, pp_rank) {plan_place} but this rank is at {rank_place}:"
+                f"the plan at {key!r} is for (step, replica, pp_rank) {plan_place} but this rank is at {rank_place}:"
                 " ranks and planners must start from the same checkpoint"
             )
         return plan

@@ -131,7 +131,8 @@ class PlanPublisher:
             sentence = failure_sentence(error, self.worker, place)
             publish_failure(self.store, self.keys, self.plan_key, self.worker, sentence, of_planning=True)
             raise
-        plans, keys = [plan for replica in proven.plans for plan in replica], self._plans(place)
+        ranks, keys = self._ranks, self._plans(place)
+        plans = [proven.plan_of(dp_rank, pp_rank) for dp_rank, pp_rank in ranks]
         encoded = encode_all(plans, self.plan_key, contexts=[key.encode() for key in keys])
         for key, data in zip(keys, encoded, strict=True):
             self.store.put(key, data)
@@ -140,12 +141,16 @@ class PlanPublisher:
         self.store.delete(self.keys.taken(epoch=place.epoch, step=place.step), *self._plans(place))
 
     def _plans(self, place: StepPosition) -> list[str]:
-        topology = self.planner.topology
         return [
             self.keys.plan(epoch=place.epoch, step=place.step, dp_rank=dp_rank, pp_rank=pp_rank)
-            for dp_rank in range(topology.dp)
-            for pp_rank in range(topology.pp)
+            for dp_rank, pp_rank in self._ranks
         ]
+
+    @property
+    def _ranks(self) -> list[tuple[int, int]]:
+        """(dp_rank, pp_rank): the ranks of a block have a key each, as none knows the step's width before its plan."""
+        topology = self.planner.topology
+        return [(dp_rank, pp_rank) for dp_rank in range(topology.dp) for pp_rank in range(topology.pp)]
 
     def _is_mine(self, place: StepPosition) -> bool:
         return place.step % self.num_workers == self.worker

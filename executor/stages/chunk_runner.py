@@ -21,6 +21,7 @@ from dynapipe_ext.executor.instructions import BackwardInput, ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedKeys, CarriedPiece
 from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.joined_ranks import ALONE, JOINED_KEY, Joined, JoinedRanks
 from dynapipe_ext.executor.stages.position_losses import NUM_FIGURES, LossOfPairs
 
 
@@ -75,10 +76,14 @@ def replay_torch(device: torch.device) -> Replay:
     return replay
 
 
-def random_key(plan: ExecutionPlan, micro_batch: int) -> str:
-    """Seed, step and samples of a micro-batch: its dropout depends neither on schedule, placement nor replica."""
+def random_key(plan: ExecutionPlan, micro_batch: int, joined: JoinedRanks | None = None) -> str:
+    """Seed, step and samples of a micro-batch: its dropout depends neither on schedule, placement nor replica.
+
+    Joined ranks draw for their positions alone, so their masks are those of the step's width.
+    """
     samples = [(sample.index, sample.start) for sample in plan.micro_batches[micro_batch].samples]
-    return f"{plan.seed}/{plan.step}/{samples}"
+    of_slice = "" if joined is None else f"/slice {joined.number} of {joined.width}"
+    return f"{plan.seed}/{plan.step}/{samples}{of_slice}"
 
 
 def seed_of(key: str, layer: str) -> int:
@@ -307,7 +312,8 @@ class ChunkRunner:
     `make_splittable()` has linear layers hand over their weight gradients, and returns those weights, of which W
     computes the gradients. It is called once: before the first plan with split backwards, or at once where `gradients`
     sums by use. With `measure_bytes`, saved-tensor hooks count what autograd stores beside `parameters`; without, only
-    inputs and outputs count. `replay` is of all generators that chunks draw from.
+    inputs and outputs count. `replay` is of all generators that chunks draw from. `joined` are the ranks with which
+    plans may join this one, by width; then `joined_now` are those of the step, None of a step of single ranks.
     """
 
     def __init__(
@@ -320,7 +326,10 @@ class ChunkRunner:
         device: torch.device,
         measure_bytes: bool,
         replay: Callable[[torch.device], Replay] = replay_torch,
+        joined: Joined = ALONE,
     ) -> None:
+        self._joined = joined
+        self.joined_now: JoinedRanks | None = None
         self._num_chunks, self._gradients, self._device, self._replay = num_chunks, gradients, device, replay
         self._make_splittable = make_splittable
         self._deferred = self._made_splittable() if gradients.by_use else None
@@ -336,8 +345,8 @@ class ChunkRunner:
         return DeferredGradients(weights, gradients.add_weight, takes_all=gradients.by_use)
 
     def start_step(self, plan: ExecutionPlan) -> None:
-        """Errors: ConfigError where the plan gives this rank another number of stages than it has chunks, and where
-        torch's inference mode forbids what the plan learns."""
+        """Errors: ConfigError where the plan gives this rank another number of stages than it has chunks, joins it with
+        ranks that it has no communicator with, and where torch's inference mode forbids what the plan learns."""
         if len(plan.stages) != self._num_chunks:
             raise ConfigError(
                 f"pipeline rank {plan.pp_rank} runs stages {plan.stages} of the plan but was given {self._num_chunks}"
@@ -350,6 +359,7 @@ class ChunkRunner:
             )
         self._plan, self._first_stage, self._last_stage = plan, plan.stages[0], plan.num_stages - 1
         self._head_slices = self._planned_slices() if self._last_stage in plan.stages else {}
+        self.joined_now = self._ranks_of(plan)
         self._losses: dict[int, torch.Tensor] = {}
         self._figures: dict[int, torch.Tensor] = {}  # of LossOfPairs
         self._batches: dict[int, Batch] = {}
@@ -362,8 +372,29 @@ class ChunkRunner:
         if not plan.forward_only:
             self._gradients.begin(plan)
 
+    @contextmanager
+    def _named(self, action: str) -> Iterator[None]:
+        """Within: what collectives raise says in which action."""
+        with named_collectives(action), self.joined_now.acting(action) if self.joined_now else nullcontext():
+            yield
+
+    def _ranks_of(self, plan: ExecutionPlan) -> JoinedRanks | None:
+        if plan.width == 1:
+            return None
+        if plan.width not in self._joined:
+            known = ", ".join(map(str, sorted({1, *self._joined})))
+            raise ConfigError(
+                f"step {plan.step} joins {plan.width} data parallel ranks (width) but this stage was made for width"
+                f" {known}: give it joined=join_ranks(topology, rank, widths, …) if it is of megatron-core or"
+                " transformers, else plan with width 1"
+            )
+        return self._joined[plan.width]
+
     def load(self, micro_batch: int, batch: Batch) -> None:
-        """Take a micro-batch's tensors, moved to the device; pinned ones are not waited for."""
+        """Take a micro-batch's tensors, moved to the device; pinned ones are not waited for. Joined ranks are given
+        whole rows and take their slices."""
+        if self.joined_now is not None:
+            batch = self.joined_now.slice_of(batch)
         self._batches[micro_batch] = {
             name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
@@ -385,7 +416,7 @@ class ChunkRunner:
         stored = StoredBytes(self._weights, carried.storages if carried else set()) if self.measure_bytes else None
         with (
             carried.forward(stage, micro_batch) if carried else _NOTHING as piece,
-            named_collectives(f"step {plan.step}, {stage}F{micro_batch}"),
+            self._named(f"step {plan.step}, {stage}F{micro_batch}"),
             torch.set_grad_enabled(learns and not comes_again),
             stored.counting() if stored else _NOTHING,
         ):
@@ -409,6 +440,8 @@ class ChunkRunner:
         slices: HeadSlices | None = None
         if piece is not None:
             batch["carried"] = piece
+        if self.joined_now is not None:
+            batch[JOINED_KEY] = self.joined_now
         if is_last and (is_planned := self._head_slices.get(micro_batch)) is not None:
             slices = batch[HEAD_SLICE_KEY] = HeadSlices(is_planned=is_planned)
         output = call(batch, *inputs)
@@ -453,7 +486,7 @@ class ChunkRunner:
         plan = self._plan
         with (
             self._carried.backward(stage, micro_batch) if self._carried else _NOTHING as piece,
-            named_collectives(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
+            self._named(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
         ):
             live = self._live.pop((stage, micro_batch))
             outputs = live.outputs if isinstance(live.outputs, tuple) else live.outputs(piece)
@@ -492,15 +525,16 @@ class ChunkRunner:
         with named_collectives(f"step {plan.step}, reduction of gradients and loss"):
             if not plan.forward_only:
                 self._gradients.reduce()
-            shape = (1 + NUM_FIGURES, sum(plan.num_micro_batches))
+            shape = (1 + NUM_FIGURES, plan.width, sum(plan.num_micro_batches))
             sums = torch.zeros(shape, dtype=torch.float64, device=self._device)
+            own = sums[:, 0 if self.joined_now is None else self.joined_now.number]
             first = sum(plan.num_micro_batches[: plan.dp_rank])
             for micro_batch, loss in self._losses.items():
-                sums[0, first + micro_batch] = loss
+                own[0, first + micro_batch] = loss
             for micro_batch, figures in self._figures.items():
-                sums[1:, first + micro_batch] = figures
+                own[1:, first + micro_batch] = figures
             sum_over_job(sums)
-        loss_sum, *figure_sums = map(_exact_sum, sums.tolist())
+        loss_sum, *figure_sums = map(_exact_sum, sums.flatten(1).tolist())
         self.preferences = PreferenceFigures.of_sums(*figure_sums)
         return loss_sum
 

@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.joined_ranks import JOINED_KEY, JoinedRanks
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs
 from dynapipe_ext.settings.tables import PreferenceSettings
 
@@ -28,10 +29,15 @@ class AnswerSums:
     def of(cls, losses: torch.Tensor, batch: Batch) -> AnswerSums:
         """Of a micro-batch by its positions' losses; each document is summed alone, so its neighbours change no bit."""
         weights, lengths = batch["loss_weights"].flatten().double(), list(batch["document_lengths"])
+        joined: JoinedRanks | None = batch.get(JOINED_KEY)
+        if joined is not None:
+            lengths = joined.parts_of(lengths, num_rows=len(losses))
         num_documents = 2 * len(batch["pairs"])
         of_document = (losses.flatten().double() * weights).split(lengths)[:num_documents]
         sums = torch.stack([part.sum() for part in of_document])
         counts = torch.stack([part.sum() for part in weights.split(lengths)[:num_documents]])
+        if joined is not None:
+            sums, counts = joined.summed(torch.stack([sums, counts])).unbind(0)
         return cls(-sums.view(-1, 2), counts.view(-1, 2))
 
     @property
@@ -69,13 +75,16 @@ class PreferenceLoss:
 
     def __call__(self, losses: torch.Tensor, batch: Batch) -> torch.Tensor | LossOfPairs:
         sums = AnswerSums.of(losses, batch)
+        joined: JoinedRanks | None = batch.get(JOINED_KEY)
+        share = float(joined is None or joined.number == 0)  # joined ranks have all of it alike: the first one counts
         if self._recorded is not None:
-            self._recorded.update(zip(batch["pairs"].tolist(), sums.log_probabilities.detach(), strict=True))
-            return -sums.log_probabilities.sum()
+            if share:
+                self._recorded.update(zip(batch["pairs"].tolist(), sums.log_probabilities.detach(), strict=True))
+            return -sums.log_probabilities.sum() * share
         of_pairs, rewards = self._of_pairs(sums, batch)
         chosen, rejected = rewards.detach().unbind(1)
         figures = [torch.ones_like(chosen), chosen, rejected, (chosen > rejected).double()]
-        return LossOfPairs(of_pairs.sum(), torch.stack(figures).sum(1))
+        return LossOfPairs(of_pairs.sum() * share, torch.stack(figures).sum(1) * share)
 
     def _of_pairs(self, sums: AnswerSums, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses (n,), and rewards (n, 2) of chosen and rejected answers."""

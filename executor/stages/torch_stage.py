@@ -16,6 +16,7 @@ from dynapipe_ext.executor.events import PreferenceFigures
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner, GradientAccumulator, PlainAccumulator
+from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs
 from dynapipe_ext.executor.stages.split_linear import make_linears_splittable, with_shared_weights
 
@@ -39,6 +40,9 @@ class TorchStage:
     "cu_seqlens" (`check_packing` proves it of transformers models) or have no attention; without it such rows are
     refused.
 
+    `joined` (`join_ranks`) are the ranks with which plans may join this one, by width, for modules whose attention
+    reaches the other slices of a row: batch["joined"] are then those of the step, a JoinedRanks.
+
     `parallel` (a `ParallelContext`) sums over ranks: needed where the plan has more than one. Split backwards put off
     the weight gradients of torch.nn.Linear layers. Whether modules train or evaluate is theirs (`train()`, `eval()`).
     Nothing ties weights over ranks: one that stages of two ranks use is two weights from the first step on.
@@ -56,6 +60,7 @@ class TorchStage:
         accumulator: MakeAccumulator = PlainAccumulator,
         parallel: Reductions | None = None,
         restarts_attention: bool = False,
+        joined: Joined = ALONE,
     ) -> None:
         if not callable(loss):
             raise ConfigError(f"the loss is a {type(loss).__name__} but must be a function of (output, batch)")
@@ -90,6 +95,7 @@ class TorchStage:
             device=own[0].device if own else torch.device("cpu"),
             # Saved-tensor hooks would hide from autograd that a module changed in place what it needs again.
             measure_bytes=False,
+            joined=joined,
         )
 
     def start_step(self, plan: ExecutionPlan) -> None:
@@ -269,7 +275,7 @@ def with_batch(chunk: Module, inner: Module) -> Module:
 
 
 def _check_ranks(plan: ExecutionPlan, parallel: Reductions | None) -> None:
-    pp, dp = max(plan.stage_ranks) + 1, len(plan.num_micro_batches)
+    pp, dp = max(plan.stage_ranks) + 1, len(plan.num_micro_batches) * plan.width
     if parallel is None:
         if pp * dp > 1:
             raise ConfigError(

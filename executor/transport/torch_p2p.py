@@ -193,15 +193,15 @@ class WatchedTransport:
     """
 
     def __init__(self, inner: Transport, *, drain: Callable[[], None] | None = None) -> None:
-        self._inner, self._drain = inner, drain
+        self.inner, self._drain = inner, drain
         self._lanes: dict[tuple[int, int, bool], _Lane] = {}
         self._threads: list[threading.Thread] = []
 
     def send(self, instruction: Send, tensors: Tensors) -> Pending:
-        return self._watch(instruction, self._inner.send(instruction, tensors))
+        return self._watch(instruction, self.inner.send(instruction, tensors))
 
     def recv(self, instruction: Recv) -> Pending:
-        return self._watch(instruction, self._inner.recv(instruction))
+        return self._watch(instruction, self.inner.recv(instruction))
 
     def arrived(self, pending: Pending) -> bool:
         """Whether a transfer that this transport started has ended, or failed: then its wait returns at once."""
@@ -225,7 +225,7 @@ class WatchedTransport:
         for thread in self._threads:
             thread.join(timeout=_CLOSE_S / len(self._threads))
         self._lanes, self._threads = {}, []
-        self._inner.close()
+        self.inner.close()
 
     def _watch(self, instruction: Send | Recv, pending: Pending) -> Pending:
         if self._drain is not None:

@@ -106,7 +106,8 @@ def _step_plan(
     )
     costs = adjusted(costs, ForwardsAlone()) if plan.forward_only else costs
     priced = replica_costs(costs, [replica.micro_batches for replica in replicas])
-    return StepPlan(GlobalBatchPlan(step=0, replicas=tuple(replicas)), tuple(schedules), predictions, priced)
+    batch = GlobalBatchPlan(step=0, replicas=tuple(replicas), width=plan.topology.width)
+    return StepPlan(batch, tuple(schedules), predictions, priced)
 
 
 def _config(args: argparse.Namespace, plan: PlanFile) -> TrainConfig:
@@ -114,7 +115,7 @@ def _config(args: argparse.Namespace, plan: PlanFile) -> TrainConfig:
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
     t = plan.topology
     tables: dict[str, dict[str, Any]] = {
-        "topology": {"tp": t.tp, "pp": t.pp, "dp": t.dp, "layers_per_stage": t.layers_per_stage}
+        "topology": {"tp": t.tp, "pp": t.pp, "dp": t.dp, "width": t.width, "layers_per_stage": t.layers_per_stage}
     }
     name = t.placement_name.partition(",")[0]
     if name != "custom":

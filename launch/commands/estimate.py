@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ways.add_argument(flag, metavar=metavar, help=f"{what} (default: {default})")
     add_flags(ways, "plan.pieces")
     ways.add_argument(
-        "--cp", metavar="N,…", help="context parallel ranks, which dynapipe train does not have (default: 1)"
+        "--cp", metavar="N,…", help="context parallel ranks: data parallel ones that share rows (default: 1)"
     )
     add_flag(ways, "topology.placement", "of stages on ranks; auto tries all (default: auto)")
     search = parser.add_argument_group("search and output")

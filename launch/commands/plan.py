@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_arguments(parser)
     for name, what in (("tp", "tensor parallel ranks"), ("pp", "pipeline ranks"), ("dp", "data parallel replicas")):
         add_flag(parser, f"topology.{name}", f"{what} (default: 1; with --config the file's)")
-    add_flags(parser, "topology.placement", "topology.stages_per_rank", "topology.layers_per_stage")
+    add_flags(parser, "topology.width", "topology.placement", "topology.stages_per_rank", "topology.layers_per_stage")
     add_flags(parser, "plan.layout", "plan.schedule")
     add_flag(parser, "plan.pad_multiple", "rows are rounded up to it (default: 8; CSV: 1)")
     add_flags(parser, "plan.effort")
@@ -153,7 +153,9 @@ def _made(planner: Planner, samples: Sequence[SampleLength], args: argparse.Name
     planning_s = time.perf_counter() - start_s
     plan = proven.step_plan
     assert plan.certificate is not None  # a Planner's plans have one
-    certificate = replace(plan.certificate, free_batch_ns=free_batch_ns(plan, planner.costs, samples))
+    certificate = replace(
+        plan.certificate, free_batch_ns=free_batch_ns(plan, planner.at_width(plan.width).costs, samples)
+    )
     return _Made(planner, samples, proven, certificate, planning_s, num_tried)
 
 
@@ -162,8 +164,14 @@ def _show(made: _Made, args: argparse.Namespace, console: Console) -> None:
     planner, plan = made.planner, made.proven.step_plan
     console.print(
         f"limits: {planner.memory_limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of"
-        f" {planner.pad_multiple}"
+        f" {planner.pad_multiple * plan.width}"
     )
+    if plan.width > 1 or planner.widths:
+        tried = f", of {', '.join(map(str, planner.widths))}" if planner.widths else ""
+        console.print(
+            f"width: {plan.width} of {planner.topology.dp} data parallel ranks are one replica, each with a slice of"
+            f" every row{tried}"
+        )
     if (cores := planner.shared_cores) is not None:
         console.print(
             f"cores: {planner.topology.world_size} ranks share {cores.num_cores}, as those of the run whose costs these"
@@ -216,10 +224,11 @@ def with_a_core_each(plan: StepPlan, planner: Planner, samples: Sequence[SampleL
         memory_limit_bytes=limit_bytes,
     )
     plan = replace(plan, predictions=predictions, cores=None, certificate=None)
-    certificate = certify(plan, planner.costs, samples, memory_limit_bytes=limit_bytes)
+    costs = planner.at_width(plan.width).costs
+    certificate = certify(plan, costs, samples, memory_limit_bytes=limit_bytes)
     pairs = zip(predictions, certificate.replicas, strict=True)
     predictions = tuple(replace(one, lower_bound_ns=bounds.best_ns) for one, bounds in pairs)
-    certificate = replace(certificate, free_batch_ns=free_batch_ns(plan, planner.costs, samples))
+    certificate = replace(certificate, free_batch_ns=free_batch_ns(plan, costs, samples))
     return replace(plan, predictions=predictions, certificate=certificate), certificate
 
 

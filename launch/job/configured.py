@@ -100,7 +100,8 @@ def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: A
 
 
 def placed_stages(config: TrainConfig) -> Topology:
-    """The topology with stages on its ranks, and layers on them where the settings say so.
+    """The topology with stages on its ranks, and layers on them where the settings say so; of width 1 where each step
+    chooses one.
 
     Placement "auto" is linear here, until it is settled (`settled_placement`).
     """
@@ -108,7 +109,8 @@ def placed_stages(config: TrainConfig) -> Topology:
     placement: tuple[int, ...] = ()
     if name != "linear" and name != "auto":
         placement = placement_of(name, t.pp, t.stages_per_rank or None)
-    return Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement)
+    width = 1 if t.width == "auto" else t.width
+    return Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement, width=width)
 
 
 def runs_half_layers(config: TrainConfig) -> bool:
@@ -453,6 +455,7 @@ def make_planner(
         format=message_format or configured_format(config),
         collectives=collectives or ReplicaCollectives.of_zero(config.deepspeed.zero_stage),
         num_cores=num_cores,
+        widths=config.topology.widths if config.topology.width == "auto" and topology.dp > 1 else (),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from dynapipe_ext.executor.checkpoints.folder import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.checkpoints.saving import Saver
+from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients, own_parameters
 from dynapipe_ext.executor.stages.megatron.model import build_chunks, build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
@@ -32,9 +33,10 @@ def build_megatron(
     device: torch.device,
     *,
     of_positions: PositionLoss = weighted_sum,
+    joined: Joined = ALONE,
 ) -> BuiltModel:
     """Every rank calls it at the same point, once Megatron's parallel state is there. Weights are those of `[model]
-    init_from`, else drawn by the seed."""
+    init_from`, else drawn by the seed. `joined`: the ranks that plans may join with this one, by width."""
     topology = topology_of(config)
     pp_rank = topology.coordinates(rank).pp_rank
     settings = transformer_config(
@@ -58,6 +60,7 @@ def build_megatron(
     optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
     deterministic = config.optimizer.deterministic
     options: dict[str, Any] = {"dropout": config.model.dropout > 0, "measure_bytes": device.type == "cpu"}
+    options["joined"] = joined
     if architecture.num_decoder_layers:
         from dynapipe_ext.executor.stages.megatron.t5 import t5_stage
 

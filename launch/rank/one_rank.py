@@ -198,9 +198,16 @@ def _context(
 ) -> RankContext:
     """What this rank runs variants with, once all are connected: the job as rank 0 has settled it, store and groups."""
     from dynapipe_ext.executor.checkpoints.saving import EndRequest
+    from dynapipe_ext.executor.stages.joined_ranks import join_ranks
     from dynapipe_ext.executor.stages.megatron.model import initialize_parallel
     from dynapipe_ext.executor.transport.torch_p2p import Groups, make_pipeline_groups
-    from dynapipe_ext.launch.rank.variant_run import RankContext, broadcast_bytes, clock_offset_s, node_of
+    from dynapipe_ext.launch.rank.variant_run import (
+        RankContext,
+        broadcast_bytes,
+        clock_offset_s,
+        node_of,
+        variant_planner,
+    )
 
     settled = b""
     if env.rank == 0:
@@ -216,16 +223,20 @@ def _context(
     store = open_store(job.address, namespace=job.keys.namespace, connect_s=patience_s, reconnect_s=patience_s)
     stack.callback(store.close)
     groups: Groups = {}
+    ways = [one.config for one in variants(config, compare=job.compare)]
+    widths = {width for one in ways for width in variant_planner(job, job.planning.costs, one).allowed_widths}
     with named_collectives("making of process groups"):
         initialize_parallel(job.topology, config.run.seed, timeout_s=timeout_s, architecture=job.architecture)
-        for placed in dict.fromkeys(placed_stages(one.config) for one in variants(config, compare=job.compare)):
+        for placed in dict.fromkeys(map(placed_stages, ways)):
             groups |= make_pipeline_groups(placed, env.rank, timeout_s=timeout_s)
+        joined = join_ranks(job.topology, env.rank, widths, device, timeout_s=timeout_s)
     return RankContext(
         rank=env.rank,
         job=job,
         costs=RunCosts(job.planning.costs),
         store=store,
         groups=groups,
+        joined=joined,
         device=device,
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
         node=node_of(env.rank, starts=env.local_rank == 0, device=device),

@@ -85,7 +85,9 @@ class ReferencePass:
     def _computed(self, data: TokenDataset | SampleSubset) -> References:
         topology, config = topology_of(self.config), self.config
         # A pair alone in its micro-batch has the same bits under every plan.
-        alone = {"batch_size": topology.dp, "tokens_per_batch": None} if config.optimizer.deterministic else {}
+        alone = (
+            {"batch_size": topology.num_replicas, "tokens_per_batch": None} if config.optimizer.deterministic else {}
+        )
         for module in self.built.modules:
             module.train(False)
         with self.load(data, self.planner.for_forwards(), **alone) as loader, self.loss.recording() as recorded:

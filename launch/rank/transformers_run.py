@@ -12,6 +12,7 @@ from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.executor.checkpoints.transformers_checkpoint import load_parts, parts_saver
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, Float32Accumulator
 from dynapipe_ext.executor.stages.chunk_runner import PlainAccumulator
+from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
@@ -27,17 +28,23 @@ from dynapipe_ext.settings.train_config import TrainConfig
 
 
 def build_transformers(
-    config: TrainConfig, architecture: Architecture, device: torch.device, *, of_positions: PositionLoss = weighted_sum
+    config: TrainConfig,
+    architecture: Architecture,
+    device: torch.device,
+    *,
+    of_positions: PositionLoss = weighted_sum,
+    joined: Joined = ALONE,
 ) -> BuiltModel:
-    """Every rank calls it at the same point. Weights are those of `[model] init_from`, else drawn by the seed."""
+    """Every rank calls it at the same point. Weights are those of `[model] init_from`, else drawn by the seed.
+    `joined`: the ranks that plans may join with this one, by width."""
     parallel = ParallelContext(topology_of(config), device=device, timeout_s=config.job.timeout_s)
-    parts = rank_parts(config, parallel, device)
+    parts = rank_parts(config, parallel, device, shares_rows=bool(joined))
     is_float32 = config.model.dtype == "float32"
     accumulator: MakeAccumulator = PlainAccumulator if is_float32 else Float32Accumulator
     if config.optimizer.deterministic:
         accumulator = partial(ExactAccumulator, in_float32=not is_float32)
     loss = LossOfLogits(of_positions)
-    stage = TransformersStage(parts, loss=loss, accumulator=accumulator, parallel=parallel)
+    stage = TransformersStage(parts, loss=loss, accumulator=accumulator, parallel=parallel, joined=joined)
     optimizer = TransformersOptimizer(parts, config.optimizer, num_steps=config.run.steps, parallel=parallel)
     weights = {p for part in parts for p in part.parameters()}
     num_grad_bytes = 12 if config.optimizer.deterministic else 4  # with the exact sum
@@ -63,14 +70,19 @@ def model_description(config: TrainConfig, architecture: Architecture) -> dict[s
     return description
 
 
-def rank_parts(config: TrainConfig, parallel: ParallelContext, device: torch.device) -> list[TransformersPart]:
-    """This rank's parts of the run's model, with adapters where these are to train."""
+def rank_parts(
+    config: TrainConfig, parallel: ParallelContext, device: torch.device, *, shares_rows: bool = False
+) -> list[TransformersPart]:
+    """This rank's parts of the run's model, with adapters where these are to train. `shares_rows`: plans may join
+    ranks, whose attention is then ours in padded rows, too."""
     model, topology, pp_rank = config.model, parallel.topology, parallel.coordinates.pp_rank
     options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
     if not model.num_decoder_layers:
         cut = model.cut or proven_cut_of_folder(model.architecture, named_pattern(config))
         options["pattern"] = cut.pattern
-        if config.plan.layout == "packed" and cut.attention:
+        if shares_rows:
+            options["attn_implementation"] = register_document_attention()
+        elif config.plan.layout == "packed" and cut.attention:
             register_document_attention()
             options["attn_implementation"] = cut.attention  # masks would cost the squares of whole rows
     if model.init_from:

@@ -29,6 +29,7 @@ from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.protocols import Recorder, Store, Transport
 from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.joined_ranks import Joined
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.preference_loss import PreferenceLoss
 from dynapipe_ext.executor.training_loop import (
@@ -74,6 +75,7 @@ class RankContext:
     costs: RunCosts
     store: Store
     groups: Groups
+    joined: Joined
     device: torch.device
     clock_offset_s: float
     node: NodeOfRank
@@ -96,12 +98,12 @@ def run_variant(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     architecture, loss = architecture_of(config, job.data.whole.vocab_size), _loss_of(config)
-    built = _built(context, config, architecture, loss)
-    planner = _planner(context, config)
+    transport = _transport(context, variant)
+    built = _built(context, config, architecture, loss, _joined(context, transport))
+    planner = variant_planner(job, context.costs.now, config)
     log = None if context.log is None else replace(context.log, variant=variant.name)
     listeners = listeners if log is None else [*listeners, log]
     with ExitStack() as stack:
-        transport = _transport(context, variant)
         stack.callback(transport.close)
         load = _loader_of(context, config)
         data, held_out_data = _datasets(context, config, built, loss, PipelineExecutor(built.stage, transport))
@@ -129,7 +131,7 @@ def run_variant(
             LoopHooks(
                 gather=partial(_gather, device=device),
                 own_bytes=partial(_own_bytes, built, device),
-                counts_work=me.pp_rank == me.tp_rank == 0,
+                counts_work=lambda plan: me.pp_rank == me.tp_rank == me.dp_rank % plan.width == 0,
                 micro_batch_losses=built.stage.losses,
                 preferences=built.stage.preferences,
                 begins=log.step_begins if log is not None else lambda plan: None,
@@ -139,9 +141,9 @@ def run_variant(
         )
 
 
-def _planner(context: RankContext, config: TrainConfig) -> Planner:
+def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> Planner:
     """A variant's, with the costs that hold now."""
-    planning, topology = replace(context.job.planning, costs=context.costs.now), topology_of(config)
+    planning, topology = replace(job.planning, costs=costs), topology_of(config)
     if topology != planning.topology:
         planning = replace(planning, costs=planning.costs.over(topology)[0], topology=topology)
     return replace(planning, config=config).planner
@@ -250,7 +252,7 @@ def _datasets(
         built=built,
         loss=loss,
         load=_loader_of(context, config),
-        planner=_planner(context, config),
+        planner=variant_planner(context.job, context.costs.now, config),
         executor=executor,
         rank=context.rank,
         device=context.device,
@@ -261,7 +263,9 @@ def _datasets(
 
 
 @named_collectives("making of the model")
-def _built(context: RankContext, config: TrainConfig, architecture: Architecture, loss: PositionLoss) -> BuiltModel:
+def _built(
+    context: RankContext, config: TrainConfig, architecture: Architecture, loss: PositionLoss, joined: Joined
+) -> BuiltModel:
     """This rank's part of the model, of the framework that a variant's settings name."""
     device = context.device
     if config.deepspeed.config:
@@ -271,10 +275,10 @@ def _built(context: RankContext, config: TrainConfig, architecture: Architecture
     if config.model.uses_transformers:
         from dynapipe_ext.launch.rank.transformers_run import build_transformers
 
-        return build_transformers(config, architecture, device, of_positions=loss)
+        return build_transformers(config, architecture, device, of_positions=loss, joined=joined)
     from dynapipe_ext.launch.rank.megatron_run import build_megatron  # its CUDA calls are settled by now
 
-    return build_megatron(config, architecture, context.rank, device, of_positions=loss)
+    return build_megatron(config, architecture, context.rank, device, of_positions=loss, joined=joined)
 
 
 def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader) -> PeriodicCheckpoints:
@@ -380,6 +384,14 @@ def _clock(device: torch.device) -> Callable[[], float]:
         return time.perf_counter()
 
     return synchronised
+
+
+def _joined(context: RankContext, transport: Transport) -> Joined:
+    """The ranks that plans may join, whose collectives take their turn among the transfers of a strict transport."""
+    strict = transport.inner if isinstance(transport, WatchedTransport) else transport
+    if not isinstance(strict, StrictTransport):
+        return context.joined
+    return {width: joined.taking_turns(strict.in_turn) for width, joined in context.joined.items()}
 
 
 def _transport(context: RankContext, variant: Variant) -> Transport:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -294,8 +295,9 @@ def _simulated(
             trace = filled_trace(plan.schedules[d], plan.costs[d])
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
         trace = trace.with_shapes(shapes).with_pieces(pieces_by_position(replica.micro_batches))
-        for tp_rank in range(topology.tp):
-            ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)]
+        first = replica.dp_rank * plan.batch.width
+        for tp_rank, dp_rank in product(range(topology.tp), range(first, first + plan.batch.width)):
+            ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=dp_rank) for p in range(topology.pp)]
             traces.append(trace.on_ranks(ranks))
     return merge(traces, f"step {step.step + 1}")
 

@@ -97,9 +97,9 @@ class Proposals:
 
     def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Good splits of a few samples with decoder sides, which cuts of one order may miss."""
-        choices, busy = self._shapes(self.costs, 1), min(self.topology.dp, len(samples))
+        choices, busy = self._shapes(self.costs, 1), min(self.topology.num_replicas, len(samples))
         order, costs = subset_costs(samples, choices, self._caps)
-        splits = good_partitions(costs.tolist(), (0, busy, busy * (self._depth - 1)), _MOST_FEW)
+        splits = good_partitions(costs.tolist(), (0, busy, busy * (self.depth - 1)), _MOST_FEW)
         made = []
         for masks in splits:
             parts = [MicroBatch(members_of(order, mask), pad_multiple=self.rules.pad_multiple) for mask in masks]
@@ -117,7 +117,7 @@ class Proposals:
             micro_batches = [[priced.micro_batch(cut) for cut in cuts] for cuts in firsts]
         else:
             held = self._in_flight(1, (stages + 1) // 2, stages)
-            dp = min(self.topology.dp, len(samples))
+            dp = min(self.topology.num_replicas, len(samples))
             price = _remembering(self.costs.evaluate)  # what is held changes what fits, not the rows that are tried
             rows = cache(partial(self._packed_rows, samples, price))
             smallest, *larger = self._rooms(samples)
@@ -130,7 +130,9 @@ class Proposals:
     def piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> PieceChoices:
         """Ways to cut long samples into pieces of about so many tokens."""
         price = micro_batch_evaluate(self.costs)
-        return piece_choices(samples, price, sizes, dp=self.topology.dp, depth=self._depth, recompute=self.kinds[0])
+        return piece_choices(
+            samples, price, sizes, dp=self.topology.num_replicas, depth=self.depth, recompute=self.kinds[0]
+        )
 
     def pieces(self, samples: list[SampleLength], step: int, choices: Sequence[PieceChoice]) -> list[Replicas]:
         """Long samples in pieces, with short documents in packed rows of that room; a sample's on one replica."""
@@ -149,7 +151,7 @@ class Proposals:
         return [[rows[m] for i in group for m in units[i]] for group in groups]
 
     @property
-    def _depth(self) -> int:
+    def depth(self) -> int:
         """Ranks whose fill and drain a cut is judged by."""
         return 1 if self.cores_are_shared else self.topology.pp
 
@@ -161,7 +163,7 @@ class Proposals:
         return bottleneck(costs, min_in_flight, self.topology.stage_ranks)
 
     def _with_replicas(self, parts: list[MicroBatch], samples: Sequence[SampleLength], step: int) -> Replicas:
-        parts = _at_least(parts, min(self.topology.dp, len(samples)))
+        parts = _at_least(parts, min(self.topology.num_replicas, len(samples)))
         time_ns, _ = self._bottleneck(self.costs.evaluate(parts))
         return [[parts[i] for i in group] for group in self._assigned(time_ns.tolist(), samples, step)]
 
@@ -193,10 +195,10 @@ class Proposals:
     def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[PricedCuts, list[list[Cut]]]:
         """Prices of the ordered samples' cuts, and first cuts for pipelines that hold so many in flight (or one, where
         no more fit)."""
-        dp = min(self.topology.dp, len(samples))
+        dp = min(self.topology.num_replicas, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
 
-        weight = self.topology.dp * (self._depth - 1)
+        weight = self.topology.num_replicas * (self.depth - 1)
         priced = price_cuts(
             ordered(samples, order),
             self.costs,
@@ -210,7 +212,7 @@ class Proposals:
 
         def cut(min_in_flight: int) -> list[Cut]:
             return priced.first_cuts(
-                pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.rules.equal_counts
+                pp=self.depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.rules.equal_counts
             )
 
         try:
@@ -221,8 +223,8 @@ class Proposals:
 
     def _assigned(self, times_ns: list[int], parts: Sequence[object], step: int) -> list[list[int]]:
         """Indices of the micro-batches of each replica; as many replicas as there are parts (samples) have some."""
-        busy = min(self.topology.dp, len(parts))
-        idle: list[list[int]] = [[] for _ in range(self.topology.dp - busy)]
+        busy = min(self.topology.num_replicas, len(parts))
+        idle: list[list[int]] = [[] for _ in range(self.topology.num_replicas - busy)]
         return assign_replicas(times_ns, busy, equal_counts=self.rules.equal_counts, seed=step) + idle
 
     def _under(self, kind: Recompute, micro_batches: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
@@ -284,14 +286,14 @@ class Proposals:
         def fitted(kind: Recompute, room: int) -> tuple[int, list[tuple[MicroBatch, ...]]]:
             finalists = rows(kind, room).finalists(
                 evaluate,
-                pp=self._depth,
+                pp=self.depth,
                 dp=dp,
                 max_bytes=self.limit_bytes,
                 equal_counts=self.rules.equal_counts,
                 tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
             )
             time_ns, _ = evaluate(finalists[0])
-            return int(time_ns.sum()) + dp * (self._depth - 1) * int(time_ns.max()), finalists
+            return int(time_ns.sum()) + dp * (self.depth - 1) * int(time_ns.max()), finalists
 
         refusal: PlanError | None = None
         for kind in self.kinds:
@@ -314,7 +316,7 @@ class Proposals:
 
     def _peer_rules(self, samples: list[SampleLength]) -> Iterator[Callable[[], Replicas]]:
         """A peer's splits; where its rule leaves a size open, several are judged, so that the peer is at its best."""
-        dp, multiple, limit = self.topology.dp, self.rules.pad_multiple, self.limit_bytes
+        dp, multiple, limit = self.topology.num_replicas, self.rules.pad_multiple, self.limit_bytes
         longest = round_up(max(s.encoder for s in samples), multiple)
         room = max(
             round_up(self.rules.max_tokens, multiple), round_up(max(s.decoder for s in samples), multiple), longest

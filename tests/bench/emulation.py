@@ -40,6 +40,7 @@ from dynapipe_ext.executor.loader import DynaPipeDataLoader  # noqa: E402
 from dynapipe_ext.executor.plans.channel import PlanDelivery  # noqa: E402
 from dynapipe_ext.executor.protocols import Transport  # noqa: E402
 from dynapipe_ext.executor.stages.emulated import EmulatedStage  # noqa: E402
+from dynapipe_ext.executor.stages.joined_ranks import join_ranks  # noqa: E402
 from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
 from dynapipe_ext.executor.transport.emulated import EmulatedLinks  # noqa: E402
 from dynapipe_ext.executor.transport.strict import StrictTransport  # noqa: E402
@@ -54,6 +55,7 @@ from dynapipe_ext.timeline import Span, Trace  # noqa: E402
 
 TransportName = Literal["strict", "torch"]
 _TIMEOUT_S = 60.0
+_EXCHANGED = 1024  # values that joined ranks send one another in an action, of which the costs know the time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +174,19 @@ def median_ratio(steps: Sequence[Step]) -> float:
 def _rank_main(case: Case, address: StoreAddress, namespace: str, folder: Path, env: RankEnv) -> int:
     planner, topology = case.planner, case.planner.topology
     transport: Transport = _join(env, topology, case.transport)
+    joined = join_ranks(topology, env.rank, planner.allowed_widths, torch.device("cpu"), timeout_s=_TIMEOUT_S)
+
+    def exchange(plan: ExecutionPlan) -> None:
+        if plan.width > 1:
+            rows = torch.zeros(plan.width, _EXCHANGED)
+            joined[plan.width].exchange(rows, [1] * plan.width, [1] * plan.width)
+
     stage = EmulatedStage(
-        lambda plan: planner.costs.evaluate(plan.micro_batches),
+        lambda plan: planner.costs.at_width(plan.width).evaluate(plan.micro_batches),
         planner.activation_format,
         _tensor if case.real_messages else _nothing,
         scale=case.scale,
+        exchange=exchange,
     )
     if not case.real_messages:
         transport = EmulatedLinks(transport, stage.link_s, _stamp)

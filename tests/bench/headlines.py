@@ -1,4 +1,4 @@
-"""The README's five figures and the summary of docs/results.md, from the result files.
+"""The README's five figures, the summary of docs/results.md and its table of public workloads, from the result files.
 
     python tests/bench/headlines.py [--write]
 
@@ -33,6 +33,30 @@ def summary() -> str:
     rows = [*_plans(), *_exactness(), *_tools()]
     lines = [f"| {what} | {figure} | [{name}](../../{_LINK}/{name}.json) |" for what, figure, name in rows]
     return "\n".join(["| what | figure | file |", "|---|---|---|", *lines])
+
+
+_RULES = ("balanced", "verl", "dynamic CP", "ours, width 1", "ours")  # of public.py
+
+
+def public() -> str:
+    """The table of public workloads on the page of results: makespan over work."""
+    names = ("packed, balanced, 1F1B", "verl's balance, 1F1B", "dynamic CP, 1F1B", "ours, width 1", "ours, width auto")
+    lines = [f"| data, model | DP | {' | '.join(names)} | width | GB | planning, CPU s |", "|---" * 10 + "|"]
+    for row in _read("public")["rows"]:
+        steps, ours = row["steps"], row["steps"]["ours"]
+        best = min(step["over_work"] for step in steps.values() if step)
+        cells = [_over_work(steps[rule], best) for rule in _RULES]
+        shown = [f"{row['data']}, {row['model']}", str(row["plane"]), *cells]
+        shown += [str(ours["width"]), f"{ours['peak_gb']:.0f}", f"{ours['cpu_s']:.2f}"]
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def _over_work(step: dict[str, Any] | None, best: float) -> str:
+    if step is None:
+        return "does not fit"
+    figure = f"{step['over_work']:.2f}"
+    return f"**{figure}**" if step["over_work"] <= 1.0005 * best else figure
 
 
 def _plans() -> Iterator[tuple[str, str, str]]:
@@ -139,7 +163,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="into the README and the page of results")
     args = parser.parse_args()
-    for page, name, block in ((README, "headlines", headlines()), (PAGE, "summary", summary())):
+    blocks = ((README, "headlines", headlines()), (PAGE, "summary", summary()), (PAGE, "public", public()))
+    for page, name, block in blocks:
         if args.write:
             page.write_text(written(page.read_text(), name, block))
         print(block)

@@ -390,3 +390,39 @@ def test_the_script_on_megatron_core_alone_trains_alike_on_padded_and_packed_row
     assert packed == pytest.approx(padded, abs=2e-5)
     assert len(padded) == 3
     assert padded[-1] < padded[0]
+
+
+def joined_steps(env: Any) -> list[tuple[Any, ...]]:
+    """Of planned steps of several widths: the width, the sum of losses over all ranks, and gradients."""
+    dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
+    found = []
+    for layout, width, pieces in (
+        ("packed", 1, "off"), ("packed", 2, "off"), ("packed", 4, 8), ("padded", 2, "off"), ("padded", 4, "off"),
+    ):  # fmt: skip
+        (chunk,), _ = start(Loop())
+        chunk.zero_grad_buffer()
+        steps = Kept(Samples(), batch_size=24, seed=0)
+        settings = dynapipe.DropInSettings(layout=layout, width=width, pieces=pieces, pad_multiple=2)
+        function = dynapipe.ForwardBackward(settings)
+        shape = {"num_microbatches": 1, "seq_length": LENGTH, "micro_batch_size": 2}
+        reports = function(forward_step_func=forward_step, data_iterator=steps, model=chunk, **shape)
+        total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
+        dist.all_reduce(total)
+        gradients = {name: parameter.main_grad.clone() for name, parameter in chunk.module.named_parameters()}
+        assert (pieces == "off") != any(m.attention == "carried" for m in steps.plan.micro_batches)
+        found.append((layout, steps.plan.width, total.tolist(), gradients))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_loop_whose_planned_data_join_ranks_learns_what_it_learns_without(run_ranks: Any) -> None:
+    for (_, _, expected, gradients), *others in run_ranks(4, joined_steps):
+        assert [(layout, width) for layout, width, *_ in others] == [
+            ("packed", 2), ("packed", 4), ("padded", 2), ("padded", 4)
+        ]  # fmt: skip
+        for layout, width, total, found in others:
+            assert total == pytest.approx(expected, rel=1e-5), (layout, width)
+            for name, gradient in gradients.items():
+                error = float((found[name] - gradient).abs().max() / gradient.abs().max())
+                assert error <= 1e-5, (layout, width, name)

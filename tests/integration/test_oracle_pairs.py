@@ -23,6 +23,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages import chunk_runner
+from dynapipe_ext.executor.stages.joined_ranks import join_ranks
 from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
 from dynapipe_ext.executor.stages.megatron.t5 import sum_copies, t5_stage
 from dynapipe_ext.executor.training_loop import ExecutedStep
@@ -62,6 +63,9 @@ CASES = [
     PairCase(Topology(tp=2, pp=2), "packed", V11, sequence_parallel=True, recompute="head+full"),
     PairCase(Topology(pp=2, placement=(0, 1, 1, 0)), schedule="zb-v", recompute="head"),
     PairCase(Topology(tp=2, pp=2, placement=(0, 1, 0, 1)), variant=V11, schedule="interleaved-1f1b"),
+    PairCase(Topology(dp=4, width=2), "packed", recompute="selective"),
+    PairCase(Topology(pp=2, dp=2, width=2, placement=(0, 1, 1, 0)), variant=V11, schedule="zb-v"),
+    PairCase(Topology(tp=2, dp=2, width=2), sequence_parallel=True, recompute="full", weights_lag=1),
 ]
 
 
@@ -97,9 +101,11 @@ def in_job(case: PairCase, env: Any) -> Iterator[tuple[list[Any], PipelineExecut
     plans = lower(pair_step_plan(case), pair_format(case, one.architecture))
     for replica in plans:
         verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
-    plan = plans[me.dp_rank][me.pp_rank]
+    plan = plans[topology.replica_of(me.dp_rank)][me.pp_rank]
     batches = [pair_tensors(m, case.loss_norm) for m in plan.micro_batches]
-    stage = t5_stage(ddps, deterministic=case.is_deterministic, dropout=case.dropout > 0)
+    joined = join_ranks(topology, env.rank, [topology.width], CPU, timeout_s=LIMIT_S)
+    joined = {width: ranks.taking_turns(transport.in_turn) for width, ranks in joined.items()}
+    stage = t5_stage(ddps, deterministic=case.is_deterministic, dropout=case.dropout > 0, joined=joined)
     yield ddps, PipelineExecutor(stage, transport), plan, batches
     transport.close()
     dist.barrier()

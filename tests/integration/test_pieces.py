@@ -238,7 +238,7 @@ def error_in_a_loop(plan: ExecutionPlan, ddps: list[Any], transport: Any, whole:
     loop = LoopStep(
         forward_step_func=forward_step, chunks=ddps, iterators=[None], config=model.config, num_micro_batches=1
     )
-    shapes = MicroBatchShapes(ddps, None, CPU, "packed")
+    shapes = MicroBatchShapes(ddps, None, CPU, restarts_attention=True)
     with StepGradients(ddps, model.config, groups_of_call(None, None)) as gradients:
         stage = ForwardStepStage(loop, gradients, lambda _, __, batch: iter([batch]), shapes.of)
         arrays = [megatron_arrays(m, [SAMPLES[s.index] for s in m.samples]) for m in plan.micro_batches]

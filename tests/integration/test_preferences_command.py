@@ -48,8 +48,8 @@ CASES = [
     Case("dpo", write_preferences, ("--pp", "2")),
     Case("dpo", write_chat_preferences, ("--tp", "2", "--dp", "2")),
     Case("dpo", write_chat_preferences, ("--pp", "2", "--placement", "v"), (*TRANSFORMERS, "--layout", "padded")),
-    Case("ipo", write_preferences, ("--pp", "2", "--placement", "v", "--split-backward")),
-    Case("orpo", write_chat_preferences, ("--dp", "2"), TRANSFORMERS),
+    Case("ipo", write_preferences, ("--pp", "2", "--dp", "2", "--width", "2", "--placement", "v", "--split-backward")),
+    Case("orpo", write_chat_preferences, ("--dp", "2", "--width", "2"), TRANSFORMERS),
     Case("simpo", write_preferences, ("--pp", "2"), TRANSFORMERS),
 ]
 
@@ -76,7 +76,9 @@ def given(case: Case, folder: Path) -> list[str]:
     flags += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--weight-decay", "0"]
     flags += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "linear", "--warmup", "0"]
     ranks = {"--tp": "1", "--pp": "1", "--dp": "1"} | {
-        flag: value for flag, value in zip(case.ranks, case.ranks[1:], strict=False) if flag in ("--tp", "--pp", "--dp")
+        flag: value
+        for flag, value in zip(case.ranks, case.ranks[1:], strict=False)
+        if flag in ("--tp", "--pp", "--dp", "--width")
     }
     others = [word for word in case.ranks if word in ("--placement", "v", "--split-backward")]
     return [*flags, *(word for pair in ranks.items() for word in pair), *others]

@@ -25,6 +25,7 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.proof import verify_step, with_collectives
 from dynapipe_ext.executor.stages import chunk_runner
+from dynapipe_ext.executor.stages.joined_ranks import join_ranks
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron.model import held_weights
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
@@ -35,7 +36,7 @@ from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.given_costs import write_costs
 from tests.support.limits import LIMIT_S
-from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
+from tests.support.megatron_ranks import CPU, Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
 from tests.support.preloaded import Preloaded
 from tests.support.rank_jobs import in_turn
 from tests.support.tiny_sizes import TINY_SIZES
@@ -66,6 +67,7 @@ def exact_tp(topology: Topology, **options) -> Case:
 
 
 WHOLE, WHOLE_TP = Run(exact(Topology())), Run(exact_tp(Topology(tp=2)))
+JOINED = Run(exact(Topology(dp=2, width=2)))  # whose products are over slices of rows: bits hold for one width
 RUNS = [
     WHOLE,
     Run(exact(Topology(), deal=REVERSED, recompute="selective")),
@@ -79,6 +81,9 @@ RUNS = [
     Run(exact_tp(Topology(tp=2, pp=2), deal=REVERSED)),
     Run(exact(Topology(pp=2), deal=SHUFFLED, weights_lag=1, recompute="head")),
     Run(exact_tp(Topology(tp=2, pp=2), recompute="head+full")),
+    JOINED,
+    Run(exact(replace(V, dp=2, width=2), "zb-v", deal=SHUFFLED)),
+    Run(exact(Topology(dp=4, width=2), deal=((3, 0), (4, 1, 2)), distributed_optimizer=True, recompute="full")),
 ]
 
 
@@ -97,7 +102,9 @@ def train(run: Run, root: Path, env: RankEnv) -> Trained:
     chunks, optimizer = build_trained(case, topology, rank)
     groups = make_pipeline_groups(topology, rank, timeout_s=LIMIT_S)
     transport = StrictTransport(topology, rank, groups, timeout_s=LIMIT_S)
-    stage = MegatronStage(chunks, gradients=ExactMegatronGradients(chunks), dropout=case.dropout > 0)
+    joined = join_ranks(topology, rank, [topology.width], CPU, timeout_s=LIMIT_S)
+    exact_sums = ExactMegatronGradients(chunks)
+    stage = MegatronStage(chunks, gradients=exact_sums, dropout=case.dropout > 0, joined=joined)
     executor = PipelineExecutor(stage, transport)
     form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
     losses, norms = [], []
@@ -107,10 +114,10 @@ def train(run: Run, root: Path, env: RankEnv) -> Trained:
         for step in range(len(losses), NUM_STEPS):
             plans = lower(step_plan_of(case, step), form)
             programs = [[plan.instructions for plan in replica] for replica in plans]
-            verify_step(
-                with_collectives(programs, ReplicaCollectives()), plans[0][0].stage_ranks, plans[0][0].num_micro_batches
-            )
-            plan, samples = plans[me.dp_rank][me.pp_rank], samples_of(step)
+            first, width = plans[0][0], topology.width
+            events = with_collectives(programs, ReplicaCollectives(), width=width)
+            verify_step(events, first.stage_ranks, first.num_micro_batches, width=width)
+            plan, samples = plans[topology.replica_of(me.dp_rank)][me.pp_rank], samples_of(step)
             batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
             losses.append(executor.execute(plan, batches))
             norms.append(optimizer.step(ExecutedStep(plan, losses[-1], stage.losses())))
@@ -150,7 +157,8 @@ def trained(tmp_path_factory) -> dict[Run, list[Trained]]:
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_losses_norms_and_weights_have_the_bits_of_one_replica_of_one_stage(trained, run):
-    whole = trained[WHOLE_TP if run.case.topology.tp > 1 else WHOLE]
+    joined = run.case.topology.width > 1
+    whole = trained[WHOLE_TP if run.case.topology.tp > 1 else JOINED if joined else WHOLE]
     expected = {name: weight for rank in whole for name, weight in rank.weights.items()}
     seen = set()
     for number, rank in enumerate(trained[run]):

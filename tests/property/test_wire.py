@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import random
 import struct
 import zlib
@@ -86,6 +87,7 @@ plans = st.builds(
     num_micro_batches=st.lists(small, max_size=8).map(tuple),
     seed=st.integers(-(2**70), 2**70),
     forward_only=st.booleans(),
+    width=st.sampled_from((1, 2, 8)),
 )
 
 
@@ -127,6 +129,11 @@ def example_plan(num_micro_batches: int = 3, rows: int = 2) -> ExecutionPlan:
 @given(plans)
 def test_any_plan_comes_back_equal(plan: ExecutionPlan) -> None:
     assert wire.decode(wire.encode(plan, KEY, context=b"a"), KEY, context=b"a") == plan
+
+
+def test_a_plan_of_width_1_is_written_as_before_widths_were_known() -> None:
+    place, *_ = json.loads(wire.unseal(wire.encode(example_plan(), KEY), KEY))
+    assert place == [5, 0, 1, [0, 1, 2, 3]]
 
 
 def test_a_plan_says_what_it_promises_in_seconds_bytes_and_shares() -> None:

@@ -134,6 +134,7 @@ def test_the_figures_of_the_readme_and_of_the_results_are_those_of_the_result_fi
     for page, name, block in (
         (headlines.README, "headlines", headlines.headlines()),
         (headlines.PAGE, "summary", headlines.summary()),
+        (headlines.PAGE, "public", headlines.public()),
     ):
         said = page.read_text()
         assert said == headlines.written(said, name, block), "write them again: python tests/bench/headlines.py --write"

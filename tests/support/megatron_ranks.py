@@ -115,6 +115,7 @@ class Case:
     is_joined: bool = False  # the schedule's I and W run as B
     deal: tuple[tuple[int, ...], ...] = ()  # the micro-batches that each replica runs, in this order
     is_deterministic: bool = False
+    dtype: str = "float32"
 
     def __str__(self) -> str:
         t, m = self.topology, self.model
@@ -125,7 +126,7 @@ class Case:
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
         words += ["dropout"] * (self.dropout > 0)
         words += ["-".join(map(str, own)) for own in self.deal] + ["exact"] * self.is_deterministic
-        words += ["".join(map(str, t.placement))] * bool(t.placement)
+        words += ["".join(map(str, t.placement))] * bool(t.placement) + [f"width{t.width}"] * (t.width > 1)
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 
 
@@ -172,7 +173,7 @@ def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
     config = transformer_config(
         case.model.shape,
         topology,
-        dtype="float32",
+        dtype=case.dtype,
         sequence_parallel=case.sequence_parallel,
         dropout=case.dropout,
         deterministic=case.is_deterministic,
@@ -198,7 +199,8 @@ def step_plan_of(case: Case, step: int, samples_of_each: Sequence[int] = (5, 2, 
     lengths = iter([length_of(sample) for sample in samples_of(step)])
     cuts = [tuple(islice(lengths, count)) for count in samples_of_each]
     parts = [MicroBatch(cut, case.layout, case.recompute, pad_multiple=4) for cut in cuts]
-    ends = [len(parts) * replica // case.topology.dp for replica in range(case.topology.dp + 1)]
+    num_replicas = case.topology.num_replicas
+    ends = [len(parts) * replica // num_replicas for replica in range(num_replicas + 1)]
     deal = case.deal or [range(*two) for two in pairwise(ends)]
     replicas = [[parts[number] for number in own] for own in deal]
     costs = costs_of(case.topology, replicas)
@@ -207,7 +209,7 @@ def step_plan_of(case: Case, step: int, samples_of_each: Sequence[int] = (5, 2, 
         schedules = [split_backwards(schedule, case.weights_lag) for schedule in schedules]
     if case.is_joined:
         schedules = [joined_backwards(schedule) for schedule in schedules]
-    return planned(step, replicas, schedules, costs, case.loss_norm)
+    return planned(step, replicas, schedules, costs, case.loss_norm, case.topology.width)
 
 
 def costs_of(topology: Topology, replicas: Sequence[Sequence[MicroBatch]]) -> list[MicroBatchCosts]:
@@ -235,6 +237,7 @@ def planned(
     schedules: Sequence[PipelineSchedule],
     costs: Sequence[MicroBatchCosts],
     loss_norm: LossNorm,
+    width: int = 1,
 ) -> StepPlan:
     """A step of given micro-batches and schedules; what it promises of bytes and bounds is left at 0."""
     predictions = tuple(
@@ -247,7 +250,7 @@ def planned(
         for s, c in zip(schedules, costs, strict=True)
     )
     plans = tuple(ReplicaPlan(i, tuple(replica)) for i, replica in enumerate(replicas))
-    batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=loss_norm)
+    batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=loss_norm, width=width)
     return StepPlan(batch, tuple(schedules), predictions, tuple(costs))
 
 

@@ -61,7 +61,13 @@ def cut_sample(sample: TokenSample, borders: Sequence[int]) -> list[SampleLength
 
 
 def pieced_replicas(
-    samples: Sequence[TokenSample], dp: int, recompute: Recompute, random: Random, *, cut_from: int = 20
+    samples: Sequence[TokenSample],
+    dp: int,
+    recompute: Recompute,
+    random: Random,
+    *,
+    cut_from: int = 20,
+    pad_multiple: int = 4,
 ) -> list[list[MicroBatch]]:
     """Samples of `cut_from` positions and more in two to four unequal pieces, whole ones behind some of them and in
     rows of their own, all rows in a random order."""
@@ -74,8 +80,8 @@ def pieced_replicas(
             borders = sorted(random.sample(range(1, sample.positions), random.choice((1, 2, 3))))
             for piece in cut_sample(sample, borders):
                 behind = [short.pop() for _ in range(random.choice((0, 1, 2))) if short]
-                rows.append(MicroBatch((piece, *behind), "packed", recompute, "carried", pad_multiple=4))
-        rows += [MicroBatch(tuple(short), "packed", recompute, pad_multiple=4)] if short else []
+                rows.append(MicroBatch((piece, *behind), "packed", recompute, "carried", pad_multiple=pad_multiple))
+        rows += [MicroBatch(tuple(short), "packed", recompute, pad_multiple=pad_multiple)] if short else []
         random.shuffle(rows)
         replicas.append(rows)
     return replicas
@@ -84,14 +90,15 @@ def pieced_replicas(
 def hand_made(
     topology: Topology, replicas: Sequence[Sequence[MicroBatch]], schedules: Sequence[PipelineSchedule]
 ) -> StepPlan:
-    """A step of given micro-batches and orders, which promises nothing but its times."""
+    """A step of given micro-batches and orders, of blocks of the topology's width, which promises nothing but its
+    times."""
     costs = tuple(TokenCosts(topology.num_stages, transfer_ns_per_token=10).evaluate(replica) for replica in replicas)
     predictions = tuple(
         Prediction(makespan_ns=makespan_ns(s, c), lower_bound_ns=0, peak_bytes=(0,) * len(s.ranks), bubble_ratio=0.0)
         for s, c in zip(schedules, costs, strict=True)
     )
     plans = tuple(ReplicaPlan(dp_rank, tuple(replica)) for dp_rank, replica in enumerate(replicas))
-    return StepPlan(GlobalBatchPlan(step=0, replicas=plans), tuple(schedules), predictions, costs)
+    return StepPlan(GlobalBatchPlan(step=0, replicas=plans, width=topology.width), tuple(schedules), predictions, costs)
 
 
 def random_legal_schedule(

@@ -57,6 +57,7 @@ class PairCase:
     def __str__(self) -> str:
         t = self.topology
         words = [self.variant, f"tp{t.tp}pp{t.pp}dp{t.dp}", self.layout, self.schedule]
+        words += [f"width{t.width}"] * (t.width > 1)
         words += ["sp"] * self.sequence_parallel + [self.recompute] * (self.recompute != "none")
         words += [f"split{self.weights_lag}"] * (self.weights_lag is not None)
         words += ["exact"] * self.is_deterministic
@@ -148,12 +149,12 @@ def pair_step_plan(case: PairCase) -> StepPlan:
     lengths = [length_of_pair(pair) for pair in pairs()]
     cuts = [lengths[:4], lengths[4:6], lengths[6:7], lengths[7:]]
     parts = [MicroBatch(tuple(cut), case.layout, case.recompute, pad_multiple=4) for cut in cuts]
-    replicas = [parts] if case.topology.dp == 1 else [parts[:1], parts[1:]]
+    replicas = [parts] if case.topology.num_replicas == 1 else [parts[:1], parts[1:]]
     costs = [TokenCosts(case.topology.num_stages, transfer_ns_per_token=10).evaluate(replica) for replica in replicas]
     schedules = [schedule_of(case.schedule, c, case.topology) for c in costs]
     if case.weights_lag is not None:
         schedules = [split_backwards(schedule, case.weights_lag) for schedule in schedules]
-    return planned(0, replicas, schedules, costs, case.loss_norm)
+    return planned(0, replicas, schedules, costs, case.loss_norm, case.topology.width)
 
 
 def pair_format(case: PairCase, architecture: Architecture) -> ActivationFormat:

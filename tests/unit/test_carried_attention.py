@@ -25,8 +25,8 @@ from tests.support.pieces import pieced_replicas, random_legal_schedule
 from tests.support.tiny_models import samples_of
 
 megatron_cpu.install()
-from dynapipe_ext.executor.stages.megatron import layers  # noqa: E402
-from dynapipe_ext.executor.stages.megatron.layers import CoreAttention, DocumentAttention, WindowAttention  # noqa: E402
+from dynapipe_ext.executor.stages.megatron import core_attention  # noqa: E402
+from dynapipe_ext.executor.stages.megatron.core_attention import CoreAttention, DocumentAttention, WindowAttention  # noqa: E402
 from dynapipe_ext.executor.stages.megatron.stage import packed_parameters  # noqa: E402
 
 CPU, HEADS, WIDTH = torch.device("cpu"), (4, 2, 2), 8  # of queries, keys and values
@@ -159,7 +159,7 @@ def test_flash_attention_is_asked_for_longer_keys_than_queries_and_is_given_view
     rows = [tensors(length + short, generator) for length, short in zip(lengths, shorts, strict=True)]
     outputs: list[list[torch.Tensor]] = []
     for found in (kernel, None):
-        monkeypatch.setattr(layers, "kernel_for", lambda *_, found=found: found)
+        monkeypatch.setattr(core_attention, "kernel_for", lambda *_, found=found: found)
         core = attention()
         keys, outs, inputs = CarriedKeys(plan), [], [[x.clone().requires_grad_() for x in row] for row in rows]
         for m, (length, short) in enumerate(zip(lengths, shorts, strict=True)):

@@ -26,7 +26,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, ModelFacts
 from dynapipe_ext.costs.tokens import TokenCosts, count_positions
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.drift import fitted_costs
@@ -129,7 +129,7 @@ def test_shapes_cost_what_their_micro_batches_do_and_what_cannot_be_stays_so() -
     assert (found.forward_ns[1:] == RIGHT.evaluate([MicroBatch((SampleLength(0, 40),))]).forward_ns[1:]).all()
 
     class Short:
-        num_stages = 4
+        num_stages, facts = 4, ModelFacts()
 
         def evaluate_shapes(self, *shape: Any) -> Any:
             of = RIGHT.evaluate_shapes(*shape)

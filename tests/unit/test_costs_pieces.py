@@ -312,3 +312,37 @@ def test_a_profile_measures_pieces_as_far_as_they_fit_and_tells_their_error(room
     assert errors.worst["peak_bytes"] < 0.02
     profile.cut(device.row, Device(room=100).pieces, within, done.clear)
     assert not cost_table(profile, within, _MODEL, value_bytes=4).facts.prices_pieces
+
+
+HEADS = {"model": {"num_heads": 4, "num_query_groups": 2, "head_dim": 16}}
+
+
+def test_a_measured_row_takes_its_share_of_the_time_and_the_counted_exchanges_at_a_width() -> None:
+    whole = table(provenance=HEADS, topology=Topology(pp=2, dp=4), comm_gbps=8.0, comm_latency_us=3.0)
+    halves = whole.at_width(2)
+    for kind, times in (("none", 1), ("full", 2), ("stage", 2)):
+        row = [MicroBatch((SampleLength(0, 2048),), "packed", kind)]
+        one, two = whole.evaluate(row), halves.evaluate(row)
+        # Half of 1024 values of queries and of what they attend to go to the other rank, as do those of one key head.
+        values = 2048 * (2 * 4 * 16 / 2 / 2 + 2 * 16 / 2)
+        exchanged_ns = 2 * (2 * 3_000 + 4 * values)
+        np.testing.assert_allclose(two.forward_ns, one.forward_ns / 2 + exchanged_ns, atol=2)
+        np.testing.assert_allclose(two.backward_ns, one.backward_ns / 2 + times * exchanged_ns, atol=4)
+        np.testing.assert_array_equal(2 * two.transfer_bytes, one.transfer_bytes)
+        assert (2 * two.stored_bytes >= one.stored_bytes).all()
+        np.testing.assert_array_equal(two.static_bytes, one.static_bytes)
+    with pytest.raises(ConfigError, match="costs of this table do not say what attention exchanges"):
+        table(topology=Topology(pp=2, dp=4)).at_width(2)
+
+
+def test_bounds_of_plans_by_measured_tables_hold_at_a_width_and_are_found_again() -> None:
+    costs = table(provenance=HEADS, topology=Topology(pp=2, dp=2))
+    lengths = [6000, 300, 256, 700, 512, 300]
+    plan = Planner(Topology(pp=2, dp=2, width=2), costs, 10**9, layout="packed", pieces=2048, effort=100).plan(lengths)
+    assert any(m.attention == "carried" for m in plan.batch.micro_batches)
+    assert plan.certificate is not None
+    assert plan.certificate.batch_ns is not None
+    assert 0 < plan.certificate.batch_ns <= plan.makespan_ns
+    needs = [(n, 0) for n in lengths]
+    again = batch_bound_ns(costs.at_width(2), needs, (0, 1), dp=1, split=False, packed=True, pieces=True)
+    assert 0 <= again - plan.certificate.batch_ns <= 3.1 * sum(lengths)  # rounding of each position

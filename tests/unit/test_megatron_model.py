@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.stages.megatron.layers import WindowAttention
+from dynapipe_ext.executor.stages.megatron.core_attention import WindowAttention
 from dynapipe_ext.executor.stages.megatron.model import build_model
 from dynapipe_ext.models.architecture import Architecture
 

@@ -404,3 +404,23 @@ def test_a_plan_has_the_same_bytes_under_other_hash_seeds_and_numbers_of_threads
     one, other = ((tmp_path / f"{number}.json").read_bytes() for number in ("1", "2"))
     assert one == other
     assert samples(json.loads(one)) == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize("flag", ["--width", "--cp"])
+def test_data_parallel_ranks_join_by_either_flag_or_as_the_step_needs(
+    flag: str, lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    common = ["--lengths", lengths, *SMALL, "--layout", "packed", "--effort", "50"]
+    assert plan(*common, flag, "2", "--json", str(file)) == 0
+    assert "width: 2 of 2 data parallel ranks are one replica" in capsys.readouterr().out
+    assert (planned(file)["topology"]["width"], len(planned(file)["replicas"])) == (2, 1)
+    assert cli.main(["check-plan", str(file), "--lengths", lengths]) == 0
+    assert "is valid" in capsys.readouterr().out
+    if flag == "--width":
+        assert plan(*common, flag, "auto") == 0
+        assert "of every row, of 1, 2" in " ".join(capsys.readouterr().out.split())
+    for width in ("3", "4"):
+        assert f"[topology] width is {width} but must be a power of two that divides dp 2" in refused(
+            capsys, *common, flag, width
+        )

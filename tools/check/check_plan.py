@@ -153,7 +153,11 @@ def _checked_replica(
     """One replica by itself: its actions, shapes, pieces, prices, times, bounds and bytes."""
     stage_ranks, forward_only = plan.topology.stage_ranks, plan.forward_only
     actions, faults = _ordered_actions(replica, plan.topology, forward_only=forward_only)
-    faults += _shape_faults(replica, lengths) + piece_faults(replica, actions, lengths)
+    faults += (
+        _slice_faults(replica, plan.topology.width)
+        + _shape_faults(replica, lengths)
+        + piece_faults(replica, actions, lengths)
+    )
     if faults:
         return _CheckedReplica(where, faults)
     try:
@@ -221,6 +225,15 @@ def _cover_faults(plan: PlanFile, lengths: Lengths | None, *, whole_batch: bool)
         missing = sorted(lengths.keys() - used.keys()) if whole_batch else []
         faults += [f"sample {s} is in no micro-batch" for s in missing]
     return faults
+
+
+def _slice_faults(replica: ReplicaFile, width: int) -> list[str]:
+    """Rows that the ranks of a block cannot share evenly."""
+    return [
+        f"micro-batch {i}: rows of {m.encoder_len} + {m.decoder_len} positions do not divide over a width of {width}"
+        for i, m in enumerate(replica.micro_batches)
+        if m.encoder_len % width or m.decoder_len % width
+    ]
 
 
 def _shape_faults(replica: ReplicaFile, lengths: Lengths | None) -> list[str]:

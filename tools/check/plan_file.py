@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import Topology, widths_of
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.tools.files import Fields, read_json
 
@@ -82,16 +82,22 @@ def read_plan_file(path: str | Path) -> PlanFile:
     root = Fields(data, str(path))
     root.only(_FIELDS)
     shape = root.sub("topology")
-    shape.only(("tp", "pp", "dp", "layers_per_stage"))
+    shape.only(("tp", "pp", "dp", "width", "layers_per_stage"))
     replicas = [(raw, f"{path}: replicas[{i}]") for i, raw in enumerate(root.many("replicas", dict))]
     numbers = [Fields(*replica).one("dp_rank", int) for replica in replicas]
     tp, pp, dp = (shape.one(name, int) for name in ("tp", "pp", "dp"))
-    if dp != len(numbers) or sorted(numbers) != list(range(dp)) or not numbers:
-        shown = short(numbers)
-        raise ConfigError(f"{path}: the replicas have dp_rank {shown} but dp {dp} needs each of 0..dp-1 once")
+    width = shape.one("width", int) if "width" in data["topology"] else 1
+    if width != 1 and width not in widths_of(dp):
+        fitting = short(widths_of(dp))
+        raise ConfigError(f"{path}: width {width} does not divide dp {dp} in powers of two: give one of {fitting}")
+    if dp != width * len(numbers) or sorted(numbers) != list(range(dp // width)) or not numbers:
+        shown, needs = short(numbers), f"dp {dp} needs each of 0..dp-1 once"
+        if width > 1:
+            needs = f"dp {dp} in blocks of width {width} needs each of 0..{dp // width - 1} once"
+        raise ConfigError(f"{path}: the replicas have dp_rank {shown} but {needs}")
     if tp > _MOST_TP:
         raise ConfigError(f"{path}: tp is {tp} but must be at most {_MOST_TP:,}: correct the topology")
-    read = [_read_replica(*replicas[numbers.index(dp_rank)]) for dp_rank in range(dp)]
+    read = [_read_replica(*replicas[numbers.index(dp_rank)]) for dp_rank in range(dp // width)]
     for dp_rank, replica in enumerate(read):
         if len(replica.ranks) != pp and pp > 0:
             raise ConfigError(
@@ -104,7 +110,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
     layers = shape.many("layers_per_stage", float) if "layers_per_stage" in data["topology"] else ()
     placement = () if placements[0] == tuple(range(pp)) else placements[0]
     return PlanFile(
-        topology=Topology(tp, pp, dp, layers, placement),
+        topology=Topology(tp, pp, dp, layers, placement, width),
         replicas=tuple(read),
         batch_bound_s=_seconds(root, "batch_bound_s") if "batch_bound_s" in data else None,
         free_batch_bound_s=_seconds(root, "free_batch_bound_s") if "free_batch_bound_s" in data else None,

@@ -71,8 +71,8 @@ def assumptions(question: Question) -> list[str]:
         lines.append("layers: counted with fused kernels, although this model's layers keep more on this device")
     if max(question.limits.cp) > 1:
         lines.append(
-            "context parallelism: keys and values are gathered for every layer, without overlap; rows are padded, and"
-            " divided evenly"
+            "context parallelism: rows are divided evenly; attention exchanges heads, or gathers keys and values, in"
+            " every layer, without overlap"
         )
     if question.architecture.num_experts:
         lines.append("experts: tokens are spread evenly over them")
@@ -367,7 +367,8 @@ def settings(
         "topology": {
             "tp": t.tp,
             "pp": t.pp,
-            "dp": t.dp,
+            "dp": s.cp * t.dp,
+            **({} if s.cp == 1 else {"width": s.cp}),
             "layers_per_stage": list(t.layers_per_stage),
             **({} if s.placement == "linear" else {"placement": s.placement, "stages_per_rank": s.stages_per_rank}),
             "sequence_parallel": s.sequence_parallel,
@@ -387,6 +388,7 @@ def settings(
         "plan": {
             "memory_limit_gb": question.cluster.limit_bytes / 1e9,
             **{name: getattr(rules, name) for name in _DECIDED_RULES},
+            "pad_multiple": rules.pad_multiple // s.cp,
         },
         "optimizer": {"distributed": s.zero_stage == 1},
     }
@@ -434,7 +436,7 @@ def advice(estimate: Estimate) -> Iterator[str]:
             yield f"--states {recipe} keeps {num_bytes} bytes a parameter instead of {of_states}: {fewer:,} nodes"
     too_long = not estimate.options and "the longest sample does not fit even alone" in estimate.dropped.counts
     if too_long and max(question.limits.cp) == 1:
-        yield "--cp 2,4,8 divides every sample over ranks (dynapipe train itself has no context parallelism)"
+        yield "--cp 2,4,8 divides every sample over data parallel ranks (`dynapipe train --width`)"
     weights = BYTES_PER_PARAMETER[question.states_recipe][0]
     share = weights * estimate.num_parameters / cluster.world_size
     if share <= room:

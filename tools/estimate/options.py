@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompute, with_sliced_head
-from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, placement_of
+from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, placement_of, widths_of
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -100,12 +100,9 @@ class Dropped:
 
 
 def pad_multiple(strategy: Strategy) -> int:
-    """The multiple to which rows are rounded up: 8, and the needs of sequence and context parallelism.
-
-    Each context parallel rank takes an early and a late piece of a row, so that all have equal work in attention.
-    """
-    cp = strategy.cp
-    return math.lcm(_PAD_MULTIPLE, strategy.topology.tp * (2 * cp if cp > 1 else 1))
+    """The multiple to which rows are rounded up: 8, and the needs of sequence parallelism, on each of the ranks that
+    share a row."""
+    return strategy.cp * math.lcm(_PAD_MULTIPLE, strategy.topology.tp)
 
 
 def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
@@ -180,8 +177,6 @@ def _filled(
 def train_fault(question: Question, strategy: Strategy) -> str:
     """Why `dynapipe train` cannot run a strategy; empty where it can."""
     a, s = question.architecture, strategy
-    if s.cp > 1:
-        return "it has no context parallelism"
     if s.ep > 1:
         return f"experts are spread over {s.ep} ranks: it has all of them on each replica"
     if a.num_experts and s.topology.tp > 1 and not s.sequence_parallel:
@@ -203,6 +198,8 @@ def train_fault(question: Question, strategy: Strategy) -> str:
 def _cp_fault(a: Architecture, cluster: Cluster, tp: int, cp: int) -> str:
     if cp == 1:
         return ""
+    if cp not in widths_of(cp):
+        return f"cp {cp}, which is no power of two"
     if cluster.world_size // tp % cp:
         return f"cp {cp} does not divide the devices that tp leaves"
     if not cluster.device.is_fused:
@@ -347,9 +344,6 @@ def screened(question: Question, strategy: Strategy, fixed_s: float, dropped: Dr
         except ConfigError as error:
             dropped.add(str(error))
             return []
-        if strategy.cp > 1 and layout == "packed":
-            dropped.add("packed rows under context parallelism, which cuts every document")
-            continue
         held = costs.of_ranks(costs.states.device.total) + costs.of_ranks(costs.states.buffers, np.maximum)
         over = int(held.max()) - cluster.limit_bytes
         if over > 0:

@@ -65,7 +65,7 @@ def with_sinks(attention: Any) -> type:
         ) -> torch.Tensor:
             assert self.scale is not None
             width = q_BHSD.shape[-1]
-            scores = (self.softmax_offset / self.scale)[:, None, None].to(q_BHSD.dtype)
+            scores = (self.own_heads(self.softmax_offset) / self.scale)[:, None, None].to(q_BHSD.dtype)
             q_BHSD = torch.cat(
                 [q_BHSD, F.pad(scores, (0, _SINK_WIDTH - 1)).expand(*q_BHSD.shape[:-1], _SINK_WIDTH)], dim=-1
             )

@@ -1,13 +1,9 @@
-"""What layers of published models compute: norms, attention, latent attention."""
+"""What layers of published models are made of: norms, biases, latent attention."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,17 +17,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from dynapipe_ext.batch.packed_attention import (
-    Borders,
-    DocumentRule,
-    VarlenKernel,
-    attend,
-    attend_by_kernel,
-    kernel_for,
-)
 from dynapipe_ext.batch.topology import StageLayers
-from dynapipe_ext.executor.stages.carried_keys import AttentionKernel, CarriedPiece
 from dynapipe_ext.executor.stages.megatron.attention_variants import capped, with_sinks
+from dynapipe_ext.executor.stages.megatron.core_attention import CoreAttention, WindowAttention
 from dynapipe_ext.executor.stages.megatron.rotation import rotary_frequencies, turned_by
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
 from dynapipe_ext.models.family_configs import LATENT_NORM_EPS
@@ -40,10 +28,25 @@ _LENGTHS = "dynapipe_lengths"  # attribute of a tensor of borders: the documents
 _NAME = "_apply_rotary_pos_emb_thd"
 
 
-def with_lengths(borders: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Borders that know on the host what they are of."""
-    setattr(borders, _LENGTHS, tuple(lengths))
+def with_lengths(borders: torch.Tensor, lengths: Sequence[int], span: range | None = None) -> torch.Tensor:
+    """Borders that know on the host what they are of, and which positions of the row are this rank's (None: all)."""
+    setattr(borders, _LENGTHS, (tuple(lengths), span))
     return borders
+
+
+def _angles_of(freqs: torch.Tensor, lengths: Sequence[int], span: range | None) -> torch.Tensor:
+    """Of the positions in `span` of a row; `freqs` are of all its positions, or of those of a document from 0 on."""
+    if len(freqs) == sum(lengths):
+        return freqs if span is None else freqs[span.start : span.stop]
+    begin, of_documents = 0, []
+    for length in lengths:
+        first, last = 0, length
+        if span is not None:
+            first, last = max(0, span.start - begin), min(length, span.stop - begin)
+        if first < last:
+            of_documents.append(freqs[first:last])
+        begin += length
+    return torch.cat(of_documents)
 
 
 def rotate_without_waiting() -> None:
@@ -58,13 +61,11 @@ def rotate_without_waiting() -> None:
         return
 
     def rotate(x_THD: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any) -> Any:
-        """`freqs` are of every position of the row, or of those of a document from 0 on."""
-        lengths: tuple[int, ...] | None = getattr(cu_seqlens, _LENGTHS, None)
+        row: tuple[tuple[int, ...], range | None] | None = getattr(cu_seqlens, _LENGTHS, None)
         group = options.pop("cp_group", None)
-        if lengths is None or (group is not None and group.size() > 1):
+        if row is None or (group is not None and group.size() > 1):
             return original(x_THD, cu_seqlens, freqs, cp_group=group, **options)
-        if len(freqs) != sum(lengths):
-            freqs = torch.cat([freqs[:length] for length in lengths])
+        freqs = _angles_of(freqs, *row)
         rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(x_THD.unsqueeze(1), freqs, **options)
         return rotated.squeeze(1)
 
@@ -165,222 +166,6 @@ class WholeNorm(torch.nn.Module):
 
 class WholeKeyNorm(WholeNorm):
     num_heads_of = "num_query_groups"
-
-
-def _document_lengths(packed: Any) -> Sequence[int]:
-    """From the host where the stage left them there; else read back from the device."""
-    if hasattr(packed, "document_lengths"):
-        lengths: Sequence[int] = packed.document_lengths
-        return lengths
-    return [end - start for start, end in itertools.pairwise(packed.cu_seqlens_q.tolist())]
-
-
-@dataclass(frozen=True, slots=True)
-class CarriedRow:
-    """A packed row whose first document is a piece of a cut sample, beside Megatron's description of the row.
-
-    `to_prefix` and `others` are PackedSeqParams: of the piece's queries and the keys up to its end, and of the
-    documents behind it, None if there are none.
-    """
-
-    piece: CarriedPiece
-    to_prefix: Any
-    others: Any
-
-
-class DocumentAttention(torch.nn.Module):
-    """Megatron's CoreAttention protocol: softmax(QK^T scale)V, causal, per document in "thd" layout.
-
-    Shapes: padded q, k, v (S, B, heads, D) -> (S, B, heads x D); packed (T, heads, D) -> (T, heads x D). Fewer key and
-    value heads than query heads are shared in groups (GQA). `packed_seq_params.carried` is a CarriedRow for rows that
-    have one. A subclass may look back on `window` positions alone, and cap scores.
-    """
-
-    carries = True  # whether it attends to earlier pieces
-    window: int | None = None
-    softcap = 0.0
-
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any = None,
-        attention_type: str = "self",
-        cp_comm_type: str | None = None,
-        softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        self.layer_number = layer_number
-        self.dropout = float(config.attention_dropout)
-        self.scale = softmax_scale
-        self.is_deterministic = bool(config.deterministic_mode)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> torch.Tensor:
-        if packed_seq_params is None:
-            q_BHSD, k_BHSD, v_BHSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            out_BHSD = self._sdpa(q_BHSD, k_BHSD, v_BHSD)
-            return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
-        if (row := getattr(packed_seq_params, "carried", None)) is not None:
-            return self._carried(query, key, value, row)
-        lengths = list(_document_lengths(packed_seq_params))
-        if sum(lengths) != query.shape[0]:
-            raise ValueError(f"documents of {sum(lengths)} positions do not fill a packed row of {query.shape[0]}")
-        if (kernel := kernel_for(query, self._rule)) is not None:
-            borders = Borders(lengths, packed_seq_params.cu_seqlens_q)
-            return self._by_kernel(query, key, value, kernel=kernel, borders=borders).reshape(query.shape[0], -1)
-        documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
-        return torch.cat([self._document(*document) for document in documents]).reshape(query.shape[0], -1)
-
-    def _carried(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, row: CarriedRow) -> torch.Tensor:
-        """The piece to its sample up to its end, the other documents as ever: two calls, so that no keys are joined."""
-        piece, length, q_THD = row.piece, row.piece.length, q_THD.contiguous()  # not a view that keeps keys and values
-        own = q_THD[:length], k_THD[:length], v_THD[:length]
-        if (kernel := kernel_for(q_THD, self._rule)) is None:
-            attention: AttentionKernel = self._document
-        else:
-            queries = Borders([length], row.to_prefix.cu_seqlens_q)
-            keys = Borders([piece.end], row.to_prefix.cu_seqlens_kv)
-            attention = partial(self._by_kernel, kernel=kernel, borders=queries, keys=keys)
-        recompute = kernel is None and not self._dropout
-        out_TH = piece.attend(self, *own, attention, recompute=recompute).flatten(1)
-        if row.others is None:
-            return out_TH
-        # Copies, for the same reason: the piece's keys and values are in the buffers of its sample.
-        rest_TH = self(q_THD[length:], k_THD[length:].clone(), v_THD[length:].clone(), packed_seq_params=row.others)
-        return torch.cat([out_TH, rest_TH])
-
-    def _document(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
-        """One document alone, (T, heads, D); its queries are the last of its keys."""
-        one = (x_THD.transpose(0, 1).unsqueeze(0) for x_THD in (q_THD, k_THD, v_THD))
-        return self._sdpa(*one).squeeze(0).transpose(0, 1)
-
-    def _by_kernel(
-        self,
-        q_THD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
-        *,
-        kernel: VarlenKernel,
-        borders: Borders,
-        keys: Borders | None = None,
-    ) -> torch.Tensor:
-        with self.dropout_generator() if self._dropout else nullcontext():
-            return attend_by_kernel(kernel, q_THD, k_THD, v_THD, borders, self._rule, keys=keys)
-
-    @property
-    def _rule(self) -> DocumentRule:
-        return DocumentRule(
-            scale=self.scale,
-            window=self.window,
-            softcap=self.softcap,
-            dropout=self._dropout,
-            is_deterministic=self.is_deterministic,
-        )
-
-    def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
-        return self._attend(q_BHSD, k_BHSD, v_BHSD, is_causal=True)
-
-    def _attend(
-        self,
-        q_BHSD: torch.Tensor,
-        k_BHTD: torch.Tensor,
-        v_BHTD: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        is_causal: bool = False,
-    ) -> torch.Tensor:
-        """softmax(QK^T scale + mask)V with dropout; `mask` as torch's function takes it.
-
-        Causal queries are the last of the keys, where these are more.
-        """
-        dropout = self._dropout
-        with self.dropout_generator() if dropout else nullcontext():
-            return attend(q_BHSD, k_BHTD, v_BHTD, mask=mask, is_causal=is_causal, dropout=dropout, scale=self.scale)
-
-    @property
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
-
-    def dropout_generator(self) -> AbstractContextManager[Any]:
-        """The context in which dropout draws; heads spread over tensor parallel ranks need a generator a rank."""
-        return nullcontext()
-
-
-class CoreAttention(DocumentAttention):
-    """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks.
-
-    A `softcap` above 0 caps the scores, softcap x tanh(scores / softcap); no kernel of torch's does, so they are whole.
-    """
-
-    def _attend(
-        self,
-        q_BHSD: torch.Tensor,
-        k_BHTD: torch.Tensor,
-        v_BHTD: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        is_causal: bool = False,
-    ) -> torch.Tensor:
-        if not self.softcap:
-            return super()._attend(q_BHSD, k_BHTD, v_BHTD, mask=mask, is_causal=is_causal)
-        groups = q_BHSD.shape[1] // k_BHTD.shape[1]
-        k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))
-        scale = self.scale if self.scale is not None else q_BHSD.shape[-1] ** -0.5
-        scores = self.softcap * torch.tanh(q_BHSD @ k_BHTD.transpose(2, 3) * scale / self.softcap)
-        if is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-            mask = mask.tril(scores.shape[-1] - scores.shape[-2])
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -math.inf)
-        shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q_BHSD.dtype)
-        if self.training and self.dropout:
-            with self.dropout_generator():
-                shares = torch.nn.functional.dropout(shares, self.dropout)
-        return shares @ v_BHTD
-
-    def dropout_generator(self) -> AbstractContextManager[Any]:
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        tracker: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
-        return tracker
-
-
-class WindowAttention(CoreAttention):
-    """Causal attention to the last `window` positions, each its own included, computed in blocks of queries.
-
-    Memory is that of a block by two windows, not of a square. On one window or less it is CoreAttention's.
-    """
-
-    carries = False
-
-    def __init__(self, config: Any, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(config, *arguments, **keywords)
-        self.window: int = config.window_size[0] + 1
-
-    def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
-        length = q_BHSD.shape[2]
-        if length <= self.window:
-            return super()._sdpa(q_BHSD, k_BHSD, v_BHSD)
-        blocks = []
-        for start in range(0, length, self.window):
-            end, first = min(start + self.window, length), max(0, start - self.window + 1)
-            queries = torch.arange(start, end, device=q_BHSD.device)
-            back = queries[:, None] - torch.arange(first, end, device=q_BHSD.device)
-            seen = (back >= 0) & (back < self.window)
-            k_block, v_block = k_BHSD[:, :, first:end], v_BHSD[:, :, first:end]
-            blocks.append(self._attend(q_BHSD[:, :, start:end], k_block, v_block, mask=seen))
-        return torch.cat(blocks, dim=2)
 
 
 def gpt_layers(architecture: Architecture, config: Any, layers: StageLayers) -> list[Any]:

@@ -87,7 +87,10 @@ def turned_by(attention: type, frequencies: torch.Tensor) -> type:
                 delattr(self.config, YARN_FACTOR)
 
         def forward(self, *arguments: Any, rotary_pos_emb: torch.Tensor, **keywords: Any) -> Any:
-            positions = torch.arange(rotary_pos_emb.shape[0], dtype=torch.float32, device=rotary_pos_emb.device)
+            joined, length = self.core_attention.joined, rotary_pos_emb.shape[0]
+            # A packed row's angles are of the whole row, or of a document, of which the turning takes a slice.
+            first = 0 if joined is None or keywords.get("packed_seq_params") is not None else joined.number * length
+            positions = torch.arange(first, first + length, dtype=torch.float32, device=rotary_pos_emb.device)
             angles = torch.outer(positions, frequencies.to(rotary_pos_emb.device)).repeat(1, 2)
             return super().forward(*arguments, rotary_pos_emb=angles[:, None, None], **keywords)
 

@@ -32,8 +32,11 @@ from dynapipe_ext.executor.stages.chunk_runner import (
     replay_torch,
     seed_of,
 )
+from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
+from dynapipe_ext.executor.stages.megatron.core_attention import CarriedRow
 from dynapipe_ext.executor.stages.megatron.head import head_in_slices
-from dynapipe_ext.executor.stages.megatron.layers import CarriedRow, rotate_without_waiting, with_lengths
+from dynapipe_ext.executor.stages.megatron.layers import rotate_without_waiting, with_lengths
+from dynapipe_ext.executor.stages.megatron.placed_rows import take_pieces, take_slices
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs, PositionLoss, weighted_sum
 
 
@@ -136,77 +139,6 @@ def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
     whole = torch.empty((x.shape[0] * group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
     dist.all_gather_into_tensor(whole, x, group=group)
     return whole
-
-
-_TAKES = "dynapipe_takes_pieces"  # attribute of a model that is ready for them
-
-
-def take_pieces(model: Any) -> None:
-    """Make a GPTModel turn by the positions of `packed_seq_params.carried`; once is enough.
-
-    Learned positions come with the batch. Errors: ConfigError for a model that would train wrongly.
-    """
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.transformer.attention import Attention
-
-    if getattr(model, _TAKES, False):
-        return
-    rotary = getattr(model, "rotary_pos_emb", None)
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if fault := next(filter(None, map(_fault_of_layer, layers)), "") or _fault_of_config(model.config):
-        raise ConfigError(f"{type(model).__name__} {fault}, so cut samples cannot be trained: plan whole ones")
-    if rotary is not None:
-        if type(rotary) is not RotaryEmbedding:
-            raise ConfigError(
-                f"positions of {type(model).__name__} are turned by {type(rotary).__name__}, which is not known to give"
-                " those of pieces of cut samples: plan whole ones"
-            )
-        placed = _PlacedAngles(rotary)
-        model.register_forward_pre_hook(placed.see_row, with_kwargs=True)
-        rotary.register_forward_hook(placed.instead)
-    setattr(model, _TAKES, True)
-
-
-def _fault_of_layer(attention: Any) -> str:
-    core = attention.core_attention
-    if getattr(core, "carries", False):
-        return ""
-    return f"attends by {type(core).__name__}, which does not attend to keys of earlier pieces"
-
-
-def _fault_of_config(config: Any) -> str:
-    if config.multi_latent_attention:
-        return "compresses keys and values (multi_latent_attention), which are not kept from piece to piece"
-    if config.window_size is not None:
-        return f"has windows of attention (window_size {config.window_size}), which do not go on from piece to piece"
-    if config.moe_expert_capacity_factor is not None:
-        return (
-            f"has experts of limited capacity (moe_expert_capacity_factor {config.moe_expert_capacity_factor}), which"
-            " drop tokens by what else is in their piece"
-        )
-    return ""
-
-
-class _PlacedAngles:
-    """Megatron's rotary angles, one for each position of a row with a piece: it takes a table of that length so."""
-
-    def __init__(self, rotary: Any) -> None:
-        self._rotary = rotary
-        self._spans: list[tuple[int, int]] = []  # length and first position of each document, of rows with a piece
-
-    def see_row(self, _model: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
-        packed = keywords.get("packed_seq_params")
-        row: CarriedRow | None = getattr(packed, "carried", None)
-        if row is None:
-            self._spans = []
-        else:
-            self._spans = [(length, 0) for length in packed.document_lengths]  # type: ignore[union-attr]
-            self._spans[0] = row.piece.length, row.piece.start
-
-    def instead(self, _rotary: Any, _inputs: Any, angles: torch.Tensor) -> torch.Tensor:
-        if not self._spans:
-            return angles
-        return torch.cat([self._rotary.get_emb(length, start) for length, start in self._spans])
 
 
 Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order, each in megatron-core's DDP
@@ -339,7 +271,8 @@ class MegatronStage:
 
     With `dropout`, random numbers are keyed by (seed, step, samples of the micro-batch, layer); the tensor parallel
     rank is added by Megatron's tracker, and recomputation replays them. `measure_bytes` counts stored activations with
-    saved-tensor hooks. Whether chunks train or evaluate is theirs (`train()`, `eval()`).
+    saved-tensor hooks. Whether chunks train or evaluate is theirs (`train()`, `eval()`). `joined` (`join_ranks`) are
+    the ranks with which plans may join this one, by width.
     Errors: ConfigError for chunks that cannot be a stage each.
     """
 
@@ -351,6 +284,7 @@ class MegatronStage:
         gradients: GradientAccumulator | None = None,
         dropout: bool = False,
         measure_bytes: bool = True,
+        joined: Joined = ALONE,
     ) -> None:
         from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -367,6 +301,7 @@ class MegatronStage:
             device=self._device,
             measure_bytes=measure_bytes,
             replay=replay_megatron,
+            joined=joined,
         )
         by_use = gradients is not None and gradients.by_use  # exact: sums without an order
         self._orders = [not by_use and _head_is_embedding(unwrapped(chunk)) for chunk in self._chunks]
@@ -383,17 +318,20 @@ class MegatronStage:
         self._runner.measure_bytes = enabled
 
     def start_step(self, plan: ExecutionPlan) -> None:
-        """Errors: ConfigError for pieces of cut samples where the chunks do not attend to earlier ones."""
+        """Errors: ConfigError for pieces of cut samples where the chunks do not attend to earlier ones, and for joined
+        ranks where they do not share rows."""
         if not self._takes_pieces and any(m.attention == "carried" for m in plan.micro_batches):
             for chunk in self._chunks:
                 take_pieces(unwrapped(chunk))
             self._takes_pieces = True
         self._runner.start_step(plan)
         self._plan = plan
+        for chunk in self._chunks:
+            take_slices(unwrapped(chunk), self._runner.joined_now)
 
     def load(self, micro_batch: int, batch: Batch) -> None:
         if "cu_seqlens" in batch:
-            batch = {**batch, "packed": packed_parameters(batch["cu_seqlens"].diff().tolist(), self._device)}
+            batch = {**batch, "packed": self._packed(batch["cu_seqlens"].diff().tolist())}
         self._runner.load(micro_batch, batch)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
@@ -437,9 +375,13 @@ class MegatronStage:
         planned = self._plan.micro_batches[micro_batch]
         self._recompute[number].set("none" if self._plan.forward_only else planned.layer_recompute)
         if "carried" in batch:
-            packed = packed_parameters(batch["packed"].document_lengths, self._device, batch["carried"])
-            batch = {**batch, "packed": packed}
+            batch = {**batch, "packed": self._packed(batch["packed"].document_lengths, batch["carried"])}
         return self._call(self._chunks[number], batch, *inputs)
+
+    def _packed(self, document_lengths: Sequence[int], carried: CarriedPiece | None = None) -> Any:
+        joined = self._runner.joined_now
+        span = None if joined is None else joined.span(sum(document_lengths))
+        return packed_parameters(document_lengths, self._device, carried, span=span)
 
     def _sum_over_job(self, loss: torch.Tensor) -> None:
         if not self._counts_loss:
@@ -465,7 +407,7 @@ class MegatronStage:
     def _seed(self, layer: str) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        seed = seed_of(random_key(self._plan, self._working_on), layer)
+        seed = seed_of(random_key(self._plan, self._working_on, self._runner.joined_now), layer)
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
@@ -502,13 +444,18 @@ def _checked(chunks: Chunks) -> list[Any]:
 
 
 def packed_parameters(
-    document_lengths: Sequence[int], device: torch.device, carried: CarriedPiece | None = None
+    document_lengths: Sequence[int],
+    device: torch.device,
+    carried: CarriedPiece | None = None,
+    *,
+    span: range | None = None,
 ) -> Any:
     """Megatron's description of a packed row; `document_lengths` stays on the host, so that no kernel waits for it.
 
     Where the row's first document is a piece of a cut sample, its attribute `carried` is a CarriedRow, else None.
+    `span`: the positions of the row that this rank has, where it has not all.
     """
-    packed = _borders(document_lengths, document_lengths, device)
+    packed = _borders(document_lengths, document_lengths, device, span)
     packed.document_lengths = tuple(document_lengths)
     packed.carried = None
     if carried is not None:
@@ -518,12 +465,12 @@ def packed_parameters(
     return packed
 
 
-def _borders(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Any:
+def _borders(queries: Sequence[int], keys: Sequence[int], device: torch.device, span: range | None = None) -> Any:
     """Megatron's description of documents of so many queries and keys each."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     q_borders, k_borders = (
-        with_lengths(on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device), lengths)
+        with_lengths(on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device), lengths, span)
         for lengths in (queries, keys)
     )
     return PackedSeqParams(

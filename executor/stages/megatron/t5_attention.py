@@ -10,7 +10,8 @@ from megatron.core.models.common.embeddings.relative_pos_embedding import Relati
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dynapipe_ext.executor.stages.megatron.layers import CoreAttention
+from dynapipe_ext.executor.stages.megatron.core_attention import CoreAttention
+from dynapipe_ext.executor.stages.spread_attention import SpreadRows
 
 
 class RelativePositions(RelativePositionEmbedding):  # type: ignore[misc] # megatron has no types
@@ -53,6 +54,7 @@ class PairAttention(CoreAttention):
     """
 
     carries = False
+    gathers_keys = False
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any = None, *rest: Any, **keywords: Any) -> None:
         super().__init__(config, layer_number, attn_mask_type, *rest, **keywords)
@@ -68,15 +70,33 @@ class PairAttention(CoreAttention):
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        q_BHSD, k_BHTD, v_BHTD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if attention_mask is not None and attention_mask.dtype != torch.bool:
-            out_BHSD = self._documents(q_BHSD, k_BHTD, v_BHTD, attention_mask.tolist(), attention_bias)
-        else:
-            biases = None if attention_bias is None else attention_bias.by_distance(q_BHSD.shape[2])
-            out_BHSD = self._rows(q_BHSD, k_BHTD, v_BHTD, attention_mask, biases)
-        return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+        if self.joined is None:
+            return self._whole_sides(query, key, value, attention_mask, attention_bias).flatten(2)
+        rows = SpreadRows(self.joined, query.shape[2], ())  # of two lengths, so heads are enough (`gathers_keys`)
+        whole = rows.attended(query, key, value)
+        return rows.returned(self._whole_sides(*whole, attention_mask, attention_bias)).flatten(2)
 
-    def _documents(
+    def _whole_sides(
+        self,
+        q_SBHD: torch.Tensor,
+        k_TBHD: torch.Tensor,
+        v_TBHD: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        positions: RelativePositions | None,
+    ) -> torch.Tensor:
+        """(S, B, heads, D)."""
+        q_BHSD, k_BHTD, v_BHTD = (x.permute(1, 2, 0, 3) for x in (q_SBHD, k_TBHD, v_TBHD))
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            out_BHSD = self._pairs(q_BHSD, k_BHTD, v_BHTD, attention_mask.tolist(), positions)
+        else:
+            out_BHSD = self._rows(q_BHSD, k_BHTD, v_BHTD, attention_mask, self._biases(positions, q_BHSD.shape[2]))
+        return out_BHSD.permute(2, 0, 1, 3)
+
+    def _biases(self, positions: RelativePositions | None, most: int) -> torch.Tensor | None:
+        """By distance, of the heads that this rank attends with."""
+        return None if positions is None else self.own_heads(positions.by_distance(most))
+
+    def _pairs(
         self,
         q_BHSD: torch.Tensor,
         k_BHTD: torch.Tensor,
@@ -88,7 +108,7 @@ class PairAttention(CoreAttention):
         queries, keys = lengths
         if (sum(queries), sum(keys)) != (q_BHSD.shape[2], k_BHTD.shape[2]):
             raise ValueError(f"documents of {sum(queries)} and {sum(keys)} positions do not fill a packed row's sides")
-        biases = None if positions is None else positions.by_distance(max(queries))
+        biases = self._biases(positions, max(queries))
         pieces = (torch.split(x, own, dim=2) for x, own in ((q_BHSD, queries), (k_BHTD, keys), (v_BHTD, keys)))
         outputs = [
             self._rows(q, k, v, None, biases) if k.shape[2] else torch.zeros_like(q)

@@ -6,6 +6,7 @@ stages have leaves a place in which hidden states pass through, so every layer k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.models.layer_pattern import LayerPattern
 from dynapipe_ext.models.named_models import rotary_settings
 
+_CLOSE = {2: 2e-2, 4: 1e-4, 8: 1e-9}  # by bytes of a value: of the largest, the same arithmetic in other shapes
 FLASH_ATTENTION = ("flash_attention_2", "flash_attention_3")
 _KEEPS_DOCUMENTS_APART = ("sdpa", "eager", DOCUMENT_ATTENTION, *FLASH_ATTENTION)
 
@@ -105,6 +107,42 @@ class CausalPart(TransformersPart):
             documents = (*documents, piece.start + piece.encoder)
         return _too_long(config, name, max(documents))
 
+    def check_slices(self) -> None:
+        """By a short row, whole and in two halves, whose attention sees each position alone: what then differs sees
+        other positions by something else, which joined ranks do not exchange (a convolution, a state)."""
+        name = type(self.model).__name__
+        if self._attention != DOCUMENT_ATTENTION:
+            raise ConfigError(
+                f"{name} attends by {self._attention}, which does not exchange positions for heads: build it with"
+                f" attn_implementation=register_document_attention() ({DOCUMENT_ATTENTION}), or plan with width 1"
+            )
+        was_training, length = self.model.training, 8
+        self.model.train(False)
+        try:
+            with torch.no_grad():
+                x = self._example(length)
+                whole = self._run([x], {"model_inputs": _inputs_of(range(length), length, x.device)})
+                halves = [
+                    self._run([x[:, own.start : own.stop]], {"model_inputs": _inputs_of(own, length, x.device)})
+                    for own in (range(length // 2), range(length // 2, length))
+                ]
+        finally:
+            self.model.train(was_training)
+        error = float((torch.cat(halves, dim=1) - whole).abs().max())
+        if not error <= _CLOSE[whole.element_size()] * float(whole.abs().max()):
+            raise ConfigError(
+                f"{name} sees other positions by more than attention, so joined ranks cannot share its rows: plan with"
+                " width 1"
+            )
+
+    def _example(self, length: int) -> torch.Tensor:
+        """A row for the first of this stage's layers."""
+        weight = next(self.parameters())
+        if self.place.is_first:
+            return torch.arange(length, device=weight.device)[None]
+        shape = 1, length, self.model.config.get_text_config().hidden_size
+        return torch.linspace(-1, 1, math.prod(shape), device=weight.device).sin().view(shape).to(weight.dtype)
+
     def model_inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """position_ids restart in each document (a piece's go on from the one before), by which transformers' masks
         keep documents apart; kernels without masks take the borders."""
@@ -126,6 +164,30 @@ class CausalPart(TransformersPart):
                 " document"
             )
         return batch
+
+
+class _EachPositionAlone:
+    """Rows of `width` slices, of which attention sees no position but its own: it gives that one's values."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def attend(self, _layer: object, tensors: Sequence[torch.Tensor], *_: Any, **_options: Any) -> torch.Tensor:
+        queries, _keys, values = tensors
+        return values.repeat_interleave(queries.shape[2] // values.shape[2], dim=2)
+
+
+def _inputs_of(own: range, length: int, device: torch.device) -> dict[str, Any]:
+    """`model_inputs` of some positions of a row of one document."""
+    borders = torch.tensor([0, length], dtype=torch.int32, device=device)
+    return {
+        "position_ids": torch.tensor([list(own)], device=device),
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": length,
+        "max_length_k": length,
+        "joined": _EachPositionAlone(length // len(own)),
+    }
 
 
 @dataclass(frozen=True, slots=True)

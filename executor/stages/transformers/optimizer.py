@@ -93,7 +93,8 @@ class TransformersOptimizer:
         own = [] if plan.dp_rank else squares
         with named_collectives(f"step {plan.step}, norm of all gradients"):
             of_ranks = [own] if self._parallel is None else gather_json(own, self._device)
-        return math.fsum(square for rank in of_ranks for square in rank)
+        # Joined ranks have the same: a sum of so many, a power of two, is rounded as one of them.
+        return math.fsum(square for rank in of_ranks for square in rank) / plan.width
 
     def _update(self, gradients: dict[torch.nn.Parameter, torch.Tensor], scale: float) -> None:
         for parameter, gradient in gradients.items():

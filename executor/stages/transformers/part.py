@@ -54,6 +54,10 @@ class TransformersPart(torch.nn.Module, ABC):
         """Why a micro-batch cannot be trained exactly; nothing if it can."""
 
     @abstractmethod
+    def check_slices(self) -> None:
+        """Errors: ConfigError where this rank cannot compute a slice of a row whose other slices other ranks have."""
+
+    @abstractmethod
     def model_inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """What the model's forward needs beside ids or hidden states; it follows from the plan, on every stage."""
 

@@ -14,8 +14,10 @@ from dynapipe_ext.executor.device import on_device
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions
 from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, Copies, PlainAccumulator, random_key
+from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs, PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.sliced_head import HiddenStates
+from dynapipe_ext.executor.stages.spread_attention import RowsOverRanks
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage, check_rows
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 
@@ -63,13 +65,16 @@ class TransformersStage(TorchStage):
         loss: LossFunction = token_loss_sum,
         accumulator: MakeAccumulator = PlainAccumulator,
         parallel: Reductions | None = None,
+        joined: Joined = ALONE,
     ) -> None:
         self._parts = list(parts)
         if not self._parts or not all(isinstance(part, TransformersPart) for part in self._parts):
             raise ConfigError("TransformersStage takes a list of parts: give parts_of_model(model, topology, pp_rank)")
         if parallel is not None and (copies := _summed_copies(self._parts, parallel)):
             accumulator = partial(accumulator, copies=copies)
-        super().__init__(self._parts, loss, accumulator=accumulator, parallel=parallel, restarts_attention=True)
+        options: dict[str, Any] = {"accumulator": accumulator, "parallel": parallel, "joined": joined}
+        super().__init__(self._parts, loss, restarts_attention=True, **options)
+        self._shares_rows = False
         self._doubts_loss = self._takes_logits = not isinstance(loss, LossOfLogits)
         self._device = next(self._parts[0].parameters()).device
 
@@ -84,6 +89,10 @@ class TransformersStage(TorchStage):
             if fault := self._parts[0].fault(micro_batch):
                 raise ConfigError(f"micro-batch {number} of step {plan.step}: {fault}")
         super().start_step(plan)
+        if plan.width > 1 and not self._shares_rows:
+            for part in self._parts:
+                part.check_slices()
+            self._shares_rows = True
 
     def load(self, micro_batch: int, batch: Batch) -> None:
         """Errors: DataError for tensors of another shape than planned, or padded on the left."""
@@ -91,9 +100,12 @@ class TransformersStage(TorchStage):
         check_rows(batch, planned, name, batch)
         for part in self._parts:
             batch = part.checked(batch, planned, name)
-        inputs = self._parts[0].model_inputs(planned)
+        inputs, joined = self._parts[0].model_inputs(planned), self._runner.joined_now
+        if joined is not None:
+            inputs = joined.slice_of(inputs) | {"joined": RowsOverRanks(joined)}
         moved = {k: on_device(v, self._device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-        super().load(micro_batch, {**batch, "model_inputs": moved, "random_key": random_key(self._plan, micro_batch)})
+        key = random_key(self._plan, micro_batch, joined)
+        super().load(micro_batch, {**batch, "model_inputs": moved, "random_key": key})
 
     def _call(self, stage: int, micro_batch: int, batch: Batch, *inputs: torch.Tensor) -> Any:
         recompute = "none" if self._plan.forward_only else self._plan.micro_batches[micro_batch].layer_recompute

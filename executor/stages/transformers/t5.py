@@ -85,6 +85,12 @@ class T5Part(TransformersPart):
             )
         return ""
 
+    def check_slices(self) -> None:
+        raise ConfigError(
+            f"{type(self.model).__name__} adds relative biases of whole rows, of which joined ranks have slices: plan"
+            " with width 1, or train a T5 by megatron-core"
+        )
+
     def model_inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Which positions of the encoder are no padding; what pads a decoder's rows lies behind causal attention."""
         padding = pair_borders(micro_batch).get("encoder_padding")
