@@ -461,6 +461,13 @@ def raw_config(model: str) -> Mapping[str, Any]:
     return raw if isinstance(raw, dict) else {}
 
 
+def is_float32_folder(model: str) -> bool:
+    """Whether a model's folder says that its weights have 32 bits; its config.json without a type means that."""
+    raw = raw_config(model)
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return bool(raw) and dtype == "float32"
+
+
 def document_attention_fault(model: str) -> str:
     """Why attention document by document differs from the model in a config.json; empty where it does not."""
     raw = raw_config(model)

@@ -49,7 +49,7 @@ from dynapipe_ext.launch.job.configured import (
 )
 from dynapipe_ext.launch.job.job_keys import JobKeys
 from dynapipe_ext.launch.job.model_cut import layout_line, settled_cut
-from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, widened_line
+from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, idle_line, prediction_line, widened_line
 from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_costs import resumed_costs, settle_costs
@@ -311,6 +311,7 @@ def _say_notices(config: TrainConfig, console: Console) -> None:
         followed_placement(config),
         layout_line(config),
         adapters_line(config),
+        idle_line(config),
         widened_line(config),
         dropout_line(config),
         prediction_line(config.model.architecture),
