@@ -169,7 +169,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, suffix):
 
 
 def test_a_key_that_text_of_json_within_a_record_has_twice_is_refused_by_name():
-    record = {"tools": '[{"a": 1, "a": 2}]', "messages": [{"role": "user", "content": "a"}]}
+    record = {"tools": '[{"a": 1, "a": 2}]', "messages": [{"role": "assistant", "content": "a"}]}
     with pytest.raises(DataError, match="field 'tools': an object has the key 'a' twice: keep one of the two"):
         chat_of(record, RecordFields(), "line 1")
 
