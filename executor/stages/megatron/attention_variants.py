@@ -1,19 +1,74 @@
-"""What some families add to core attention: sinks, capped scores.
+"""What some families add to core attention: sinks, capped scores, chunks, scales by position.
 
 Each function takes a class of core attention (`layers.py`) and gives one of the same protocol.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from dynapipe_ext.batch.packed_attention import DocumentRule
+from dynapipe_ext.batch.packed_attention import Borders, DocumentRule
 
 _SINK_WIDTH = 8  # by which queries and keys widen: kernels want widths of whole vectors
+
+
+def document_lengths(packed: Any) -> Sequence[int]:
+    """Those of a PackedSeqParams: from the host where the stage left them; else read back from the device."""
+    if hasattr(packed, "document_lengths"):
+        lengths: Sequence[int] = packed.document_lengths
+        return lengths
+    return [end - start for start, end in itertools.pairwise(packed.cu_seqlens_q.tolist())]
+
+
+class UnitNorm(torch.nn.Module):
+    """Each head of a query or key over the root of its mean square; it has no weights. Computed in float32."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        wide = heads.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(heads)
+
+
+def in_chunks(attention: Any, size: int) -> type:
+    """Where a position sees those of its chunk of `size` positions alone: each chunk is a document of its own."""
+
+    class Chunked(attention):  # type: ignore[misc]
+        carries = False
+
+        def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
+            chunks = zip(*(x_BHSD.split(size, dim=2) for x_BHSD in (q_BHSD, k_BHSD, v_BHSD)), strict=True)
+            return torch.cat([super(Chunked, self)._sdpa(*chunk) for chunk in chunks], dim=2)
+
+        def _by_kernel(self, q_THD: torch.Tensor, *others: torch.Tensor, borders: Borders, **options: Any) -> Any:
+            lengths = [min(size, length - start) for length in borders.lengths for start in range(0, length, size)]
+            return super()._by_kernel(q_THD, *others, borders=Borders.of(lengths, q_THD.device), **options)
+
+    return Chunked
+
+
+def scaled_by_position(attention: Any, floor: int, scale: float) -> type:
+    """Where the query at position p of its document is multiplied by 1 + scale x log(1 + floor((p + 1) / floor))."""
+
+    class Scaled(attention):  # type: ignore[misc]
+        carries = False
+
+        def forward(self, query: torch.Tensor, *others: Any, packed_seq_params: Any = None, **options: Any) -> Any:
+            lengths = [len(query)] if packed_seq_params is None else document_lengths(packed_seq_params)
+            places = torch.cat([torch.arange(length, device=query.device) for length in lengths])
+            scales = torch.log1p(torch.floor((places.float() + 1.0) / floor)) * scale + 1.0
+            query = (query * scales.view(-1, *[1] * (query.dim() - 1))).to(query.dtype)
+            return super().forward(query, *others, packed_seq_params=packed_seq_params, **options)
+
+    return Scaled
 
 
 def capped(attention: Any, cap: float) -> type:

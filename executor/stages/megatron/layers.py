@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,7 +30,14 @@ from dynapipe_ext.batch.packed_attention import (
 )
 from dynapipe_ext.batch.topology import StageLayers
 from dynapipe_ext.executor.stages.carried_keys import AttentionKernel, CarriedPiece
-from dynapipe_ext.executor.stages.megatron.attention_variants import capped, with_sinks
+from dynapipe_ext.executor.stages.megatron.attention_variants import (
+    UnitNorm,
+    capped,
+    document_lengths,
+    in_chunks,
+    scaled_by_position,
+    with_sinks,
+)
 from dynapipe_ext.executor.stages.megatron.rotation import rotary_frequencies, turned_by
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
 from dynapipe_ext.models.family_configs import LATENT_NORM_EPS
@@ -167,14 +173,6 @@ class WholeKeyNorm(WholeNorm):
     num_heads_of = "num_query_groups"
 
 
-def _document_lengths(packed: Any) -> Sequence[int]:
-    """From the host where the stage left them there; else read back from the device."""
-    if hasattr(packed, "document_lengths"):
-        lengths: Sequence[int] = packed.document_lengths
-        return lengths
-    return [end - start for start, end in itertools.pairwise(packed.cu_seqlens_q.tolist())]
-
-
 @dataclass(frozen=True, slots=True)
 class CarriedRow:
     """A packed row whose first document is a piece of a cut sample, beside Megatron's description of the row.
@@ -233,7 +231,7 @@ class DocumentAttention(torch.nn.Module):
             return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
         if (row := getattr(packed_seq_params, "carried", None)) is not None:
             return self._carried(query, key, value, row)
-        lengths = list(_document_lengths(packed_seq_params))
+        lengths = list(document_lengths(packed_seq_params))
         if sum(lengths) != query.shape[0]:
             raise ValueError(f"documents of {sum(lengths)} positions do not fill a packed row of {query.shape[0]}")
         if (kernel := kernel_for(query, self._rule)) is not None:
@@ -386,9 +384,10 @@ class WindowAttention(CoreAttention):
 def gpt_layers(architecture: Architecture, config: Any, layers: StageLayers) -> list[Any]:
     """Megatron's specs of a stage's layers of a decoder-only model."""
     a = architecture
-    makes = [(i, (kind, a.has_window(i))) for kind, run in layer_kinds(a) for i in run if i in layers.held]
-    specs = {make: _gpt_layer(make[0], config, make[1]) for _, make in makes}
-    return [_half_layer(specs[make], layers, i) for i, make in makes]
+    kinds = {i: kind for kind, run in layer_kinds(a) for i in run if i in layers.held}
+    makes = {i: (kinds[i], a.has_window(i), a.turns(i)) for i in sorted(kinds)}
+    specs = {make: _gpt_layer(make[0], config, has_window=make[1], turns=make[2]) for make in makes.values()}
+    return [_half_layer(specs[make], layers, i) for i, make in makes.items()]
 
 
 def _half_layer(layer: Any, layers: StageLayers, number: int) -> Any:
@@ -403,7 +402,7 @@ def _half_layer(layer: Any, layers: StageLayers, number: int) -> Any:
     return replace(layer, submodules=replace(layer.submodules, **absent)) if absent else layer
 
 
-def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any:
+def _gpt_layer(architecture: Architecture, config: Any, *, has_window: bool, turns: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
@@ -426,6 +425,13 @@ def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any
     attention.core_attention = WindowAttention if has_window else CoreAttention
     if a.attention_softcap:
         attention.core_attention = capped(attention.core_attention, a.attention_softcap)
+    if a.attention_chunk and turns:
+        attention.core_attention = in_chunks(attention.core_attention, a.attention_chunk)
+    if a.temperature_floor and not turns:
+        scales = a.temperature_floor, a.temperature_scale
+        attention.core_attention = scaled_by_position(attention.core_attention, *scales)
+    if a.qk_unit_norm and turns:  # the whole head turns, which leaves its norm as it is
+        attention.q_layernorm = attention.k_layernorm = UnitNorm
     if a.attention_sinks:
         attention.core_attention = with_sinks(attention.core_attention)
     if has_window and a.local_rope_theta:
