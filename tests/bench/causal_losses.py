@@ -66,7 +66,7 @@ def tiny_config(family: str) -> Any:
     sizes = {name: size for name, size in wanted.items() if name in default.to_dict()}
     try:
         config = CONFIG_MAPPING[family](**sizes)
-        return twin_config(causal_class(config), config)
+        config = twin_config(causal_class(config), config)
     except Exception:  # noqa: BLE001 (sizes that a family checks in its own way)
         config = twin_config(causal_class(default), default)
     text = config.get_text_config()

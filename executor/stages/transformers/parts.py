@@ -22,7 +22,7 @@ from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.stages.chunk_runner import seed_of, seed_torch
 from dynapipe_ext.executor.stages.transformers.causal import CausalCut, has_tied_ends
 from dynapipe_ext.executor.stages.transformers.cut_proof import proven_cut
-from dynapipe_ext.executor.stages.transformers.layers import PartPlace, places_of, remove
+from dynapipe_ext.executor.stages.transformers.layers import AbsentModule, PartPlace, places_of, remove
 from dynapipe_ext.executor.stages.transformers.part import ModelCut, TransformersPart, cut_out, hold_shared_once
 from dynapipe_ext.executor.stages.transformers.quiet import quietly
 from dynapipe_ext.executor.stages.transformers.t5 import T5Cut
@@ -245,6 +245,14 @@ def _part_class(whole: Any, leave: Callable[[Any], None]) -> Any:
         def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
             super().__init__(config, *inputs, **kwargs)
             leave(self)
+
+        def _init_weights(self, module: Any) -> None:
+            """As the family does, but for what a module would draw for a child that another stage has."""
+            try:
+                super()._init_weights(module)
+            except AttributeError:
+                if not any(isinstance(child, AbsentModule) for child in module.children()):
+                    raise
 
         def tie_weights(self, *arguments: Any, **kwargs: Any) -> Any:
             """Of the weights that are one in the whole model, those that are here."""
