@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from dynapipe_ext.batch.topology import Topology, ZeroStage, refuse_half_layers
-from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted
+from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted, frozen_weights
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.states import ADAM_MOMENTS, BYTES_PER_PARAMETER, StateRecipe, parameters_per_stage, state_bytes
 from dynapipe_ext.models.architecture import Architecture
@@ -59,6 +61,12 @@ def adapter_costs(
         token_bytes=tuple((layers * kept_bytes).tolist()),
     )
     return adjusted(base, frozen_weights)
+
+
+def with_idle_weights(costs: CostModel, idle_bytes: tuple[int, ...]) -> AdjustedCosts:
+    """`costs` and on each stage weights of so many bytes that nothing runs through; what trains stays as it is."""
+    frozen = frozen_weights(costs) or FrozenWeights((1.0,) * costs.num_stages)
+    return adjusted(costs, replace(frozen, idle_bytes=idle_bytes))
 
 
 def _trained_shares(lora: LoraSettings, architecture: Architecture, topology: Topology) -> tuple[float, ...]:

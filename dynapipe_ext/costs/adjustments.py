@@ -62,18 +62,21 @@ class FrozenWeights:
     A frozen weight has no gradient: W, and B by as much, are shorter by the share of the others, under full
     recomputation too. `static_bytes` of each stage take the place of the prices' own: frozen weights have neither
     gradients nor optimizer states (empty: the prices' own). `token_bytes` of each stage are what adapters keep of every
-    token in addition; where layers are recomputed these bytes come back, counted as if all at once.
+    token in addition; where layers are recomputed these bytes come back, counted as if all at once. `idle_bytes` of
+    each stage are weights on top that nothing runs through, such as those of a tower of images.
     """
 
     trained_shares: tuple[float, ...]
     static_bytes: tuple[int, ...] = ()
     token_bytes: tuple[int, ...] = ()
+    idle_bytes: tuple[int, ...] = ()
 
     kind: ClassVar = "frozen"
 
     def check(self, num_stages: int) -> None:
         """Errors: ConfigError for shares that are none, or not one a stage."""
-        for name, most in (("trained_shares", 1), ("static_bytes", _MOST_BYTES), ("token_bytes", _MOST_BYTES)):
+        for name in ("trained_shares", "static_bytes", "token_bytes", "idle_bytes"):
+            most = 1 if name == "trained_shares" else _MOST_BYTES
             values = getattr(self, name)
             if (name == "trained_shares" or values) and len(values) != num_stages:
                 raise ConfigError(f"{name} has {len(values)} entries for {num_stages} stages: give one a stage")
@@ -126,17 +129,19 @@ class FrozenWeights:
         return 1.0 - np.array(self.trained_shares)[:, None]
 
     def _static(self, costs: MicroBatchCosts) -> IntArray:
-        return np.array(self.static_bytes, np.int64) if self.static_bytes else costs.static_bytes
+        static = np.array(self.static_bytes, np.int64) if self.static_bytes else costs.static_bytes
+        return static + np.array(self.idle_bytes or (0,) * costs.num_stages, np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        """Bytes of tokens are left out where there are none, as before adjustments knew them."""
-        tokens = {"token_bytes": list(self.token_bytes)} if self.token_bytes else {}
-        return {"trained_shares": list(self.trained_shares), "static_bytes": list(self.static_bytes), **tokens}
+        """Bytes of tokens and idle ones are left out where there are none, as before adjustments knew them."""
+        more = {name: list(values) for name in ("token_bytes", "idle_bytes") if (values := getattr(self, name))}
+        return {"trained_shares": list(self.trained_shares), "static_bytes": list(self.static_bytes), **more}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> FrozenWeights:
         try:
-            return cls(tuple(raw["trained_shares"]), tuple(raw["static_bytes"]), tuple(raw.get("token_bytes", ())))
+            more = {name: tuple(raw.get(name, ())) for name in ("token_bytes", "idle_bytes")}
+            return cls(tuple(raw["trained_shares"]), tuple(raw["static_bytes"]), **more)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"costs of frozen weights {sorted(raw)} cannot be read: {error}") from error
 
@@ -493,6 +498,12 @@ def fitted_times(costs: CostModel) -> FittedTimes | None:
     """The times that were fitted to these costs; None before a fit."""
     adjustments = costs.adjustments if isinstance(costs, AdjustedCosts) else ()
     return next((one for one in adjustments if isinstance(one, FittedTimes)), None)
+
+
+def frozen_weights(costs: CostModel) -> FrozenWeights | None:
+    """What of the weights does not train; None where all do."""
+    adjustments = costs.adjustments if isinstance(costs, AdjustedCosts) else ()
+    return next((one for one in adjustments if isinstance(one, FrozenWeights)), None)
 
 
 def _with(prices: CostModel, adjustments: Sequence[Adjustment]) -> CostModel:

@@ -41,14 +41,37 @@ def decoded(text: bytes, *, where: str) -> str:
         ) from None
 
 
+class RepeatedKeyError(ValueError):
+    """An object of JSON has a key twice, of which readers would take the last value without a word."""
+
+
+def parsed_json(text: str) -> object:
+    """The value that a text of JSON stands for. Errors: those of `json.loads`; RepeatedKeyError at any depth."""
+    return _DECODER.decode(text)
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise RepeatedKeyError(f"an object has the key {twice[:80]!r} twice")
+    return record
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def parse_object(line: bytes, *, where: str, fields: str = "write one object a line") -> dict[str, object]:
     """The object in one line of JSON. Errors: DataError that begins with `where`; for other values it ends with
     `fields`."""
     text = decoded(line, where=where)
     try:
-        record = json.loads(text)
+        record = parsed_json(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}, column {error.colno}: not JSON ({error.msg}): write one object a line") from None
+    except RepeatedKeyError as error:
+        raise DataError(f"{where}: {error}: keep one of the two") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: JSON that cannot be read ({error}): write one flat object a line") from None
     if not isinstance(record, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -44,7 +45,7 @@ class LatentAttention:
 PublishedFamily = Literal[
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
     "deepseek_v2", "deepseek_v3", "gpt2", "t5", "mt5", "smollm3", "granite", "olmoe", "olmo3", "gemma", "starcoder2",
-    "glm", "glm4", "glm4_moe", "nemotron", "internlm2", "kimi_k2", "gpt_oss",
+    "glm", "glm4", "glm4_moe", "nemotron", "internlm2", "kimi_k2", "gpt_oss", "llama4_text",
 ]  # fmt: skip
 # "gpt": Megatron's GPT in custom sizes, which has no published name. "transformers": a model that this package
 # computes; only its sizes are known here.
@@ -72,7 +73,8 @@ _LATER = (
     "logit_softcap", "scaled_embedding", "latent", "num_dense_layers", "dense_ffn_hidden_size", "router_score",
     "router_bias", "router_num_groups", "router_group_topk", "router_scale", "rotary_dim", "rotary_interleaved",
     "no_rope_every", "attention_sinks", "gate_clamp", "up_offset", "embedding_scale", "residual_scale", "score_scale",
-    "logit_divisor",
+    "logit_divisor", "experts_every", "router_on_inputs", "attention_chunk", "qk_unit_norm", "temperature_floor",
+    "temperature_scale",
 )  # fmt: skip
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
@@ -93,14 +95,18 @@ class Architecture:
     multiplies them. With `router_num_groups` the router takes experts from the best `router_group_topk` groups.
     `router_bias` adds a bias, which is no parameter, where the router chooses, but not to the weights. A shared expert
     of `shared_ffn_hidden_size` sees every token; `shared_expert_gate` multiplies its output by a sigmoid. The first
-    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead.
+    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead; or all but every `experts_every`-th layer
+    (0: none). With `router_on_inputs` a weight multiplies what enters its expert, not what comes out.
 
     Attention: `qk_norm` normalises queries and keys, each head alone or all together (`qk_norm_whole`). With `latent`
     attention is multi-head latent attention, and `head_dim` is the width of a query. A position sees
     `sliding_window` positions, except in every `full_attention_every`-th layer; layers with a window use
     `local_rope_theta` unless it is 0. Scores are divided by sqrt(`query_pre_attn_scalar`) (0: `head_dim`). Where a cap
     is not 0, scores or logits pass through cap x tanh(x / cap). With `attention_sinks` each head has a learned score
-    that takes its share beside those of positions, and gives nothing.
+    that takes its share beside those of positions, and gives nothing. In layers that turn, a position sees those of its
+    chunk of `attention_chunk` positions alone (0: all), and with `qk_unit_norm` each head's query and key have a mean
+    square of 1. In layers that turn nothing, the query at position p is multiplied by
+    1 + `temperature_scale` x log(1 + floor((p + 1) / `temperature_floor`)) (0: by nothing).
 
     MLPs: `activation` of the gate multiplies the up values and `up_offset`; where `gate_clamp` is not 0, the gate is at
     most that, and up values are between it and its negative. `mlp_bias` of experts is their routers', too.
@@ -174,6 +180,12 @@ class Architecture:
     router_num_groups: int = 0
     router_group_topk: int = 0
     router_scale: float = 1.0
+    experts_every: int = 0
+    router_on_inputs: bool = False
+    attention_chunk: int = 0
+    qk_unit_norm: bool = False
+    temperature_floor: int = 0
+    temperature_scale: float = 0.0
     dtype: str = "float32"
 
     @classmethod
@@ -337,8 +349,9 @@ class Architecture:
                 f"rotary_dim is {short(self.rotary_dim)} but must be even and below head_dim {self.head_dim}, or 0 for"
                 " whole heads"
             )
-        if not 0 <= self.no_rope_every <= MOST:
-            raise ConfigError(f"no_rope_every is {short(self.no_rope_every)} but must be 0 to {MOST:,}")
+        for name in ("no_rope_every", "attention_chunk", "temperature_floor"):
+            if not 0 <= getattr(self, name) <= MOST:
+                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be 0 to {MOST:,}")
         if self.norm_eps <= 0 or not math.isfinite(self.norm_eps):
             raise ConfigError(f"norm_eps is {self.norm_eps} but must be above 0")
 
@@ -388,7 +401,7 @@ class Architecture:
     def divided_sizes(self) -> dict[str, int]:
         """Sizes, by name, that tensor parallel ranks always divide."""
         sizes = {name: getattr(self, name) for name in ("num_heads", "ffn_hidden_size", "shared_ffn_hidden_size")}
-        if self.num_dense_layers:
+        if self.dense_ffn_hidden_size:
             sizes["dense_ffn_hidden_size"] = self.dense_ffn_hidden_size
         if self.latent:
             sizes["q_lora_rank"] = self.latent.q_rank
@@ -417,6 +430,11 @@ class Architecture:
         every = self.full_attention_every
         return bool(self.sliding_window) and not (every and (layer + 1) % every == 0)
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of a layer (from 0) is a mixture."""
+        every = self.experts_every
+        return bool(self.num_experts) and layer >= self.num_dense_layers and not (every and (layer + 1) % every)
+
     def turns(self, layer: int) -> bool:
         """Whether a layer (from 0) turns its queries and keys by their positions."""
         return self.position == "rope" and not (self.no_rope_every and (layer + 1) % self.no_rope_every == 0)
@@ -436,6 +454,11 @@ class Architecture:
             return (
                 f"{self.family} has attention windows (sliding_window {self.sliding_window}), which do not go on"
                 " from piece to piece: plan whole samples"
+            )
+        if self.attention_chunk or self.temperature_floor:
+            return (
+                f"{self.family} attends in chunks, or scales queries by their positions, which pieces would count anew:"
+                " plan whole samples"
             )
         if self.attention_sinks:
             return f"{self.family} has attention sinks, which pieces would each count: plan whole samples"
@@ -489,15 +512,15 @@ class Architecture:
 
 
 @lru_cache(maxsize=64)
-def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, range], ...]:
-    """Each kind of layer: the model as if all its layers were of this kind, and the range of layers that are.
+def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, Sequence[int]], ...]:
+    """Each kind of layer: the model as if all its layers were of this kind, and the layers that are, in order.
 
     An encoder-decoder has one kind, for its encoder. Attention windows make no kind, since they change no weights.
     """
     a = architecture
-    if not a.num_dense_layers:
+    if not a.dense_ffn_hidden_size:
         return ((a, range(a.num_layers)),)
-    experts = replace(a, num_dense_layers=0, dense_ffn_hidden_size=0)
+    experts = replace(a, num_dense_layers=0, experts_every=0, dense_ffn_hidden_size=0)
     dense = replace(
         experts,
         ffn_hidden_size=a.dense_ffn_hidden_size,
@@ -508,8 +531,11 @@ def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, range],
         router_bias=False,
         router_num_groups=0,
         router_group_topk=0,
+        router_on_inputs=False,
     )
-    return ((dense, range(a.num_dense_layers)), (experts, range(a.num_dense_layers, a.num_layers)))
+    layers = range(a.num_layers)
+    kinds = [(dense, [i for i in layers if not a.has_experts(i)]), (experts, [i for i in layers if a.has_experts(i)])]
+    return tuple((kind, tuple(own)) for kind, own in kinds)
 
 
 def kinds_of_stages(
@@ -524,7 +550,7 @@ def kinds_of_stages(
 def kinds_of_ranges(architecture: Architecture, stages: Sequence[range]) -> list[tuple[Architecture, tuple[int, ...]]]:
     """Each kind of layer, with the number of such layers among those of every stage."""
     return [
-        (kind, tuple(max(0, min(stage.stop, layers.stop) - max(stage.start, layers.start)) for stage in stages))
+        (kind, tuple(bisect_left(layers, stage.stop) - bisect_left(layers, stage.start) for stage in stages))
         for kind, layers in layer_kinds(architecture)
     ]
 
@@ -541,8 +567,13 @@ def check_experts(a: Architecture) -> None:
             f" {a.shared_expert_gate} with num_experts {a.num_experts}: a gate needs a shared expert, which"
             " needs a mixture"
         )
-    dense, width = a.num_dense_layers, a.dense_ffn_hidden_size
-    if not 0 <= dense < a.num_layers or (dense > 0) != (width > 0) or (dense and not a.num_experts):
+    dense, width, every = a.num_dense_layers, a.dense_ffn_hidden_size, a.experts_every
+    if every and not (1 < every <= a.num_layers and not dense):
+        raise ConfigError(
+            f"experts_every is {every} of {a.num_layers} layers, {dense} of them dense before others: give 2 to the"
+            " number of layers, and no num_dense_layers"
+        )
+    if not 0 <= dense < a.num_layers or (dense + every > 0) != (width > 0) or (width and not a.num_experts):
         raise ConfigError(
             f"num_dense_layers is {dense} of {a.num_layers} layers, dense_ffn_hidden_size {width}, num_experts"
             f" {a.num_experts}: dense layers come before layers with experts, and need a width of their own"

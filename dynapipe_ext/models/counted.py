@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dynapipe_ext.models.flops import Positions, StepFlops
+from dynapipe_ext.models.flops import Sight, StepFlops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,7 @@ class CountedModel:
         """Of forward and backward of samples by their lengths, each attending to itself alone, as `flops.step_flops`
         counts them."""
         tokens, half = sum(lengths), 2 if causal else 1
-        pairs = {
-            own.window: sum(Positions.of_rows(length, window=own.window).encoder_squares for length in lengths)
-            for own in self.attention
-        }
+        pairs = {own.window: sum(map(Sight(window=own.window).pairs, lengths)) for own in self.attention}
         products = sum(
             own.layers * (2 * (own.query_size + own.value_size) * pairs[own.window] // half) for own in self.attention
         )

@@ -26,6 +26,8 @@ from dynapipe_ext.models.family_configs import (
     glm4_moe_values,
     gpt_oss_values,
     layers_without_rope,
+    llama4_config,
+    llama4_values,
     t5_config,
     t5_values,
 )
@@ -499,6 +501,34 @@ FORMS: Mapping[str, PublishedForm] = MappingProxyType({
         default_window=128,
         full_attention_every=2,
         read=gpt_oss_values,
+    ),
+    "llama4_text": PublishedForm(
+        model_class="Llama4ForCausalLM",
+        fields=(
+            *_sizes(1e-5, 131_072, groups=8, head_dim=128),
+            *_ATTENTION_BIAS,
+            ConfigField("num_experts", "num_local_experts", default=16),
+            ConfigField("top_k", "num_experts_per_tok", default=1),
+        ),
+        traits={
+            "rotary_interleaved": True, "norm_topk_prob": False, "router_score": "sigmoid", "router_on_inputs": True,
+        },
+        names=TensorNames(
+            mlp_in=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            mlp_out="feed_forward.down_proj",
+            router="feed_forward.router",
+            expert_in=("feed_forward.experts.gate_up_proj",),
+            expert_out="feed_forward.experts.down_proj",
+            shared_expert="feed_forward.shared_expert",
+            joined_experts="halves",
+        ),
+        aliases={"num_experts": "num_local_experts"},
+        refused=_WHOLE,
+        written={"pad_token_id": None, "bos_token_id": None, "eos_token_id": None},
+        ropes=("default", "llama3"),
+        rope_theta=5e5,
+        read=llama4_values,
+        write=llama4_config,
     ),
 })  # fmt: skip
 

@@ -220,6 +220,60 @@ def layers_without_rope(fields: ConfigFields, values: Values) -> dict[str, int]:
     return {"no_rope_every": every}
 
 
+def llama4_values(fields: ConfigFields, values: Values) -> dict[str, Any]:
+    """Chunks, scaled queries and layers with experts. Errors: ConfigError for what no layer of Megatron computes."""
+    fields.refuse("num_experts_per_tok", 1)  # megatron-core scales what enters an expert where a token has one
+    num_layers, turning = values["num_layers"], layers_without_rope(fields, values)
+    every = turning["no_rope_every"]
+    kinds = ["chunked_attention" if not every or (i + 1) % every else "full_attention" for i in range(num_layers)]
+    if (types := fields.raw.get("layer_types")) not in (None, kinds):
+        raise ConfigError(
+            f"{fields.where}: layer_types is {short(types)} but must be chunked_attention where no_rope_layers is 1,"
+            " and full_attention elsewhere"
+        )
+    experts_every = _experts_every(fields, num_layers)
+    tuned = fields.flag("attn_temperature_tuning", True)
+    return turning | {
+        "shared_ffn_hidden_size": values["ffn_hidden_size"],
+        "experts_every": experts_every,
+        "dense_ffn_hidden_size": fields.integer("intermediate_size_mlp", 16_384) if experts_every else 0,
+        "attention_chunk": fields.integer("attention_chunk_size", 8192),
+        "qk_unit_norm": fields.flag("use_qk_norm", True),
+        "temperature_floor": fields.integer("floor_scale", 8192) if tuned else 0,
+        "temperature_scale": fields.number("attn_scale", 0.1) if tuned else 0.0,
+    }
+
+
+def _experts_every(fields: ConfigFields, num_layers: int) -> int:
+    """n, where every n-th layer has experts; 0: all have. Errors: ConfigError for others."""
+    layers = fields.raw.get("moe_layers")
+    step = fields.integer("interleave_moe_layer_step", 1)
+    if layers is not None:
+        step = layers[0] + 1 if isinstance(layers, list) and layers and isinstance(layers[0], int) else 0
+    if not 1 <= step <= num_layers or layers not in (None, list(range(step - 1, num_layers, step))):
+        raise ConfigError(
+            f"{fields.where}: moe_layers is {short(layers)} (interleave_moe_layer_step {step}) of {num_layers} layers:"
+            " exactly every n-th layer, from the n-th on, must have experts"
+        )
+    return step if step > 1 else 0
+
+
+def llama4_config(a: Architecture) -> dict[str, Any]:
+    turns = [a.turns(layer) for layer in range(a.num_layers)]
+    return {
+        "no_rope_layers": [int(turned) for turned in turns],
+        "layer_types": ["chunked_attention" if turned else "full_attention" for turned in turns],
+        "moe_layers": [layer for layer in range(a.num_layers) if a.has_experts(layer)],
+        "interleave_moe_layer_step": a.experts_every or 1,
+        "intermediate_size_mlp": a.dense_ffn_hidden_size or 2 * a.ffn_hidden_size,
+        "attention_chunk_size": a.attention_chunk,
+        "use_qk_norm": a.qk_unit_norm,
+        "attn_temperature_tuning": bool(a.temperature_floor),
+        "floor_scale": a.temperature_floor or 8192,
+        "attn_scale": a.temperature_scale,
+    }
+
+
 def t5_values(fields: ConfigFields, values: Values, *, default: str = "relu") -> dict[str, Any]:
     """transformers 5 writes tie_word_embeddings true for every T5: only the weight files tell whether a head is
     tied."""

@@ -22,6 +22,32 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What a position attends to at most in some of all `layers`: `window` positions, or those of its `chunk` (0: all).
+
+    >>> Sight(window=3).pairs(8), Sight(chunk=3).pairs(8), Sight().pairs(8)
+    (24, 22, 64)
+    """
+
+    window: int = 0
+    chunk: int = 0
+    layers: tuple[int, int] = (1, 1)
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> Sight:
+        a = architecture
+        if a.attention_chunk:
+            return cls(chunk=a.attention_chunk, layers=(sum(map(a.turns, range(a.num_layers))), a.num_layers))
+        return cls(window=a.sliding_window, layers=(a.num_window_layers, a.num_layers))
+
+    def pairs(self, length: int) -> int:
+        """Of queries and keys in such a layer."""
+        if self.chunk:
+            return (length // self.chunk) * self.chunk**2 + (length % self.chunk) ** 2
+        return length * min(length, self.window or length)
+
+
 @dataclass(frozen=True, slots=True)
 class Positions:
     """Counts of positions, and of the pairs that attention computes. Squares are sums of length^2 over sequences that
@@ -42,21 +68,16 @@ class Positions:
         return self.encoder + self.decoder
 
     @classmethod
-    def of_rows(
-        cls, encoder: int, decoder: int = 0, rows: int = 1, *, window: int = 0, window_layers: tuple[int, int] = (1, 1)
-    ) -> Positions:
-        """Positions of `rows` rows of one length. With a `window` no position attends to more positions than that in
-        some of all layers (`window_layers`); squares are then the mean over layers, rounded down."""
-        seen, (some, layers) = min(encoder, window or encoder), window_layers
-        squares = rows * encoder * (some * seen + (layers - some) * encoder) // layers
+    def of_rows(cls, encoder: int, decoder: int = 0, rows: int = 1, *, sight: Sight = Sight()) -> Positions:
+        """Positions of `rows` rows of one length; squares are the mean over layers, rounded down."""
+        some, layers = sight.layers
+        squares = rows * (some * sight.pairs(encoder) + (layers - some) * encoder**2) // layers
         return cls(rows * encoder, rows * decoder, squares, rows * decoder**2, rows * encoder * decoder)
 
     @classmethod
-    def of_samples(
-        cls, lengths: Iterable[tuple[int, int]], *, window: int = 0, window_layers: tuple[int, int] = (1, 1)
-    ) -> Positions:
+    def of_samples(cls, lengths: Iterable[tuple[int, int]], *, sight: Sight = Sight()) -> Positions:
         """Positions of samples by (encoder, decoder) lengths; each sample attends to itself alone."""
-        positions = (cls.of_rows(e, d, window=window, window_layers=window_layers) for e, d in lengths)
+        positions = (cls.of_rows(e, d, sight=sight) for e, d in lengths)
         return sum(positions, cls())
 
 

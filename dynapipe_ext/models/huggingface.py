@@ -17,8 +17,7 @@ from dynapipe_ext.models.rope_scaling import LongRope
 # Families that resemble supported ones, and why they are refused.
 _REFUSED = {
     "gemma3": "it has a vision tower; give its text_config, of model_type gemma3_text, and the weights of that",
-    "llama4": "it has a vision tower",
-    "llama4_text": "its chunks of attention and its scaled queries have no equal in the layers here",
+    "llama4": "it has a vision tower; give its text_config, of model_type llama4_text, and the weights of that",
     "olmo": "its norms have no weights",
     "qwen2_vl": "it has a vision tower",
     "qwen3_next": "its linear attention has no equal in Megatron",

@@ -48,11 +48,13 @@ class LayerPattern:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenCut:
     """A pattern that was proven. `attention` is the attn_implementation of packed rows, None the model's own;
-    `packed_fault` says why rows cannot be packed, empty where they can."""
+    `packed_fault` says why rows cannot be packed, empty where they can. `num_idle_weights` are in what no text runs
+    through."""
 
     pattern: LayerPattern
     attention: str | None = None
     packed_fault: str = ""
+    num_idle_weights: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -387,12 +387,13 @@ def refuse_other_pairs(kind: object) -> None:
 Backend = Literal["auto", "megatron", "transformers"]
 
 # Families give one size different names in config.json; the first name that is present counts.
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
-_HEADS = ("num_attention_heads", "n_head", "num_heads")
-_FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "decoder_attention_heads")
+_FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
+_ANY_LENGTH = 1 << 20  # of states, and of scores by distance, whose configurations have no positions
 _DROPOUTS = (
     "attention_dropout", "attn_pdrop", "dropout_rate", "embd_pdrop", "resid_pdrop", "embedding_dropout",
     "residual_dropout",
@@ -461,6 +462,13 @@ def raw_config(model: str) -> Mapping[str, Any]:
     return raw if isinstance(raw, dict) else {}
 
 
+def is_float32_folder(model: str) -> bool:
+    """Whether a model's folder says that its weights have 32 bits; its config.json without a type means that."""
+    raw = raw_config(model)
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return bool(raw) and dtype == "float32"
+
+
 def document_attention_fault(model: str) -> str:
     """Why attention document by document differs from the model in a config.json; empty where it does not."""
     raw = raw_config(model)
@@ -488,7 +496,7 @@ def config_file(model: str) -> Path:
 
 def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
     """A GPT of the named sizes, those of its text where it reads more than that, without what else a family computes
-    (norms, windows); experts are counted.
+    (norms, windows); experts are counted. A family of states has one head, as wide as the model.
 
     Errors: ConfigError naming a missing size, and for a model with an encoder.
     """
@@ -506,9 +514,10 @@ def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architectu
             raise ConfigError(f"{where}: {' or '.join(names)} is {short(value)} but must be an integer above 0")
         return value
 
-    hidden, heads = size(_HIDDEN), size(_HEADS)
+    kinds = raw.get("layers_block_type")  # Nemotron-H's configuration counts its layers there alone
+    hidden, heads = size(_HIDDEN), size(_HEADS, 1)
     gpt = Architecture.gpt(
-        num_layers=size(_LAYERS),
+        num_layers=size(_LAYERS, len(kinds) if isinstance(kinds, list) else None),
         hidden_size=hidden,
         num_heads=heads,
         num_query_groups=size(("num_key_value_heads",), heads),
@@ -516,7 +525,7 @@ def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architectu
         ffn_hidden_size=size(_FFN, 4 * hidden),
         gated_mlp=(raw.get("hidden_activation") or raw.get("hidden_act")) in _GATED,
         vocab_size=size(("vocab_size",)),
-        max_seq_len=size(_POSITIONS),
+        max_seq_len=size(_POSITIONS, _ANY_LENGTH),
         tied_embeddings=bool(raw.get("tie_word_embeddings", True)),
         position="rope",
         norm="rmsnorm",

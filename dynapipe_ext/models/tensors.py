@@ -100,9 +100,9 @@ def _decoder_only(a: Architecture) -> Iterator[TensorGroup]:
     yield _group("embedding", (f"{names.embedding}.weight", (a.vocab_size, h)))
     if names.position:
         yield _group("position", (f"{names.position}.weight", (a.max_seq_len, h)))
-    for kind, layers in layer_kinds(a):
-        for i in layers:
-            yield from _layer(kind, names, i)
+    kind_of = {i: kind for kind, layers in layer_kinds(a) for i in layers}
+    for i in range(a.num_layers):
+        yield from _layer(kind_of[i], names, i)
     yield _group("final_norm", *_norm(a, names.final_norm))
     if not a.tied_embeddings:
         yield _group("head", (f"{names.head}.weight", (a.vocab_size, h)))

@@ -62,9 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     plan = read_plan_file(args.plan)
-    config = _config(args, plan)
-    priced = settled_planning(args, config, plan.topology)
+    packs_rows = any(m.layout == "packed" for replica in plan.replicas for m in replica.micro_batches)
+    priced = settled_planning(args, _config(args, plan, packs_rows), plan.topology, layout_is_named=packs_rows)
     planning = priced.planning
+    config = planning.config
     limit_bytes, message_format, costs = (
         memory_limit_bytes(args, config),
         planning.message_format,
@@ -110,8 +111,8 @@ def _step_plan(
     return StepPlan(batch, tuple(schedules), predictions, priced)
 
 
-def _config(args: argparse.Namespace, plan: PlanFile) -> TrainConfig:
-    """The file's settings, or the defaults, for the plan's topology, with the limit of the flags."""
+def _config(args: argparse.Namespace, plan: PlanFile, packs_rows: bool) -> TrainConfig:
+    """The file's settings, or the defaults, for the plan's topology and rows, with the limit of the flags."""
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
     t = plan.topology
     tables: dict[str, dict[str, Any]] = {
@@ -120,8 +121,9 @@ def _config(args: argparse.Namespace, plan: PlanFile) -> TrainConfig:
     name = t.placement_name.partition(",")[0]
     if name != "custom":
         tables["topology"] |= {"placement": name, "stages_per_rank": 0 if name == "linear" else t.num_stages // t.pp}
+    tables["plan"] = {"layout": "packed"} if packs_rows else {}
     if args.memory_limit_gb is not None:
-        tables["plan"] = {"memory_limit_gb": args.memory_limit_gb}
+        tables["plan"]["memory_limit_gb"] = args.memory_limit_gb
     return config.with_values(**tables)
 
 

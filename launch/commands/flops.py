@@ -20,7 +20,7 @@ from dynapipe_ext.launch.commands.counted_models import (
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.flops import Positions, Work
+from dynapipe_ext.models.flops import Positions, Sight, Work
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.tools.account.flops import Account, account, accounts_of_report, flops_table, read_log
 from dynapipe_ext.tools.console import deliver
@@ -155,7 +155,7 @@ def _of_step(args: argparse.Namespace, peak: float) -> Account:
                 " give as many at least, of a decoder-only model"
             )
         a = architecture
-        row = Positions.of_rows(longest, window=a.sliding_window, window_layers=(a.num_window_layers, a.num_layers))
+        row = Positions.of_rows(longest, sight=Sight.of(a))
         squares = args.padded_tokens * row.encoder_squares // longest
         executed = Positions(args.padded_tokens, 0, max(squares, real.encoder_squares))
     return account(
@@ -181,7 +181,7 @@ def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Sha
     if (args.lengths is None) == (shape.seq_len is None):
         raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
     t5 = bool(architecture.num_decoder_layers)
-    window, layers = architecture.sliding_window, (architecture.num_window_layers, architecture.num_layers)
+    sight = Sight.of(architecture)
     if args.lengths is not None:
         if shape.batch_size is not None or shape.decoder_len is not None:
             raise ConfigError("--lengths has all samples: leave --batch-size and --decoder-len out")
@@ -193,12 +193,10 @@ def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Sha
                 f"--lengths {args.lengths}: samples of a {architecture.family} model have"
                 f" {'a decoder length' if t5 else 'one length'} each"
             )
-        return Positions.of_samples(((e, d) for e, d in pairs), window=window, window_layers=layers), max(
-            e for e, _ in pairs
-        )
+        return Positions.of_samples(((e, d) for e, d in pairs), sight=sight), max(e for e, _ in pairs)
     batch_size, seq_len, decoder_len = shape.batch_size or 0, shape.seq_len or 0, shape.decoder_len or 0
     if min(batch_size, seq_len) < 1 or decoder_len < 0:
         raise ConfigError(f"--seq-len {seq_len} and --batch-size {batch_size}: give both, at least 1")
     if t5 != bool(decoder_len):
         raise ConfigError(f"--decoder-len is {decoder_len}: above 0 for t5 models, and for them alone")
-    return Positions.of_rows(seq_len, decoder_len, batch_size, window=window, window_layers=layers), seq_len
+    return Positions.of_rows(seq_len, decoder_len, batch_size, sight=sight), seq_len

@@ -24,6 +24,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     settled_planning,
 )
 from dynapipe_ext.launch.job.configured import followed_placement, trials_table
+from dynapipe_ext.launch.job.model_cut import layout_line, names_layout
 from dynapipe_ext.launch.job.settled import placed_planning
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags, settings_of_flags
 from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds
@@ -108,8 +109,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = _config(args)
     _refuse_too_many_ranks(config)
-    priced = settled_planning(args, config)
+    layout_is_named = args.layout is not None or names_layout(args.config)
+    priced = settled_planning(args, config, layout_is_named=layout_is_named)
     planning = priced.planning
+    config = planning.config
     memory_limit_bytes(args, config)
     samples, batch_name, notes = batch_samples(args, config, planning.costs.facts.has_decoder)
     if priced.is_measured_grid and args.pad_multiple is None:
@@ -128,8 +131,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"costs: {priced.provenance}")
     if trials:
         console.print(trials_table(trials))
-    if followed := followed_placement(config):
-        console.print(followed)
+    for line in filter(None, (followed_placement(config), layout_line(config))):
+        console.print(line, soft_wrap=True)
     _show(made, args, console)
     if args.json:
         deliver(args.json, _json(made, args))

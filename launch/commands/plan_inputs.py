@@ -25,6 +25,8 @@ from dynapipe_ext.launch.job.configured import (
     placed_stages,
     topology_of,
 )
+from dynapipe_ext.launch.job.model_cut import settled_cut
+from dynapipe_ext.launch.job.requested import refuse_settings
 from dynapipe_ext.launch.job.run_costs import costs_of_settings, refuse_table_of_other_model
 from dynapipe_ext.launch.job.settled import SettledPlanning
 from dynapipe_ext.launch.setting_flags import DEGREES, add_flag
@@ -70,13 +72,19 @@ def add_length_arguments(parser: argparse.ArgumentParser) -> None:
     add_truncate(parser, "the settings' max_seq_len")
 
 
-def settled_planning(args: argparse.Namespace, config: TrainConfig, topology: Topology | None = None) -> Priced:
+def settled_planning(
+    args: argparse.Namespace, config: TrainConfig, topology: Topology | None = None, *, layout_is_named: bool
+) -> Priced:
     """What flags and settings plan with, over `topology`, or over that of flags and settings.
 
     A file of settings describes the model, unless all that it has is [plan], the rules of plans alone: then the costs
-    say what they are of. Errors: ConfigError for flags that do not go together; those of a cost file and of the CSV
-    folder.
+    say what they are of. A model that it describes is refused, cut and laid out as `train` would. `layout_is_named`:
+    padded or packed rows are asked for. Errors: ConfigError of such a run, and for flags that do not go together; those
+    of a cost file and of the CSV folder.
     """
+    if _describes_model(args):
+        refuse_settings(config, compare=False)
+        config = settled_cut(config, layout_is_named=layout_is_named)
     path = args.costs or config.plan.costs
     if (args.model or args.layers is not None) and not (path and Path(path).is_dir()):
         raise ConfigError("--model and --layers go with a folder of measured CSV files: name it with --costs DIR")

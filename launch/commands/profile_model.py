@@ -259,9 +259,9 @@ def _job(args: argparse.Namespace) -> _Job:
     config = _config(args)
     model, tp = architecture_of(config, config.data.vocab_size), config.topology.tp
     refuse_undivided(config.model, tp)
-    if model.num_dense_layers:
+    if model.dense_ffn_hidden_size:
         raise ConfigError(
-            f"{model.family} has {model.num_dense_layers} dense layers before those of experts, and a cost table knows"
+            f"{model.family} has dense layers beside those of experts, and a cost table knows"
             " one kind of layer: train without it, counted costs at a measured rate tell them apart"
         )
     return _Job(args, config, model, _range(args, model, tp if config.topology.sequence_parallel else 1))

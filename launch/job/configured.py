@@ -31,18 +31,18 @@ from dynapipe_ext.batch.topology import (
     placement_of,
     refuse_half_layers,
 )
-from dynapipe_ext.costs.adapters import adapter_costs
+from dynapipe_ext.costs.adapters import adapter_costs, with_idle_weights
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, state_bytes
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, LowMemoryError, PlanError, format_bytes
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
-from dynapipe_ext.models.named_models import dropout_rates
+from dynapipe_ext.models.named_models import dropout_rates, is_float32_folder
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -247,7 +247,31 @@ def planned_kinds(config: TrainConfig, costs: CostModel) -> tuple[Recompute, ...
 
 
 def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:
-    """`costs`, over `topology` and of a model that trains whole, of what the settings train, and how it is summed."""
+    """`costs`, over `topology` and of a model that trains whole, of what the settings train, and how it is summed; with
+    the weights that no text runs through, where the model's cut knows of some."""
+    costs = _trained_alone(config, costs, topology)
+    idle = idle_bytes(config)
+    return with_idle_weights(costs, (idle,) + (0,) * (costs.num_stages - 1)) if idle else costs
+
+
+def idle_bytes(config: TrainConfig) -> int:
+    """What the first stage holds of weights that no text runs through (a tower of images), on its device: as wide as
+    the folder has them, or the run, whichever is wider."""
+    model, engine = config.model, config.deepspeed
+    number = model.cut.num_idle_weights if model.cut else 0
+    recipe: StateRecipe = "fp32" if keeps_wide_idle(config) else trained_recipe(config)
+    dp, moved = config.topology.dp, engine.offload
+    states = state_bytes(0, recipe, zero_stage=engine.zero_stage, dp=dp, frozen_parameters=number, offload=moved)
+    return int(states.weights[0])
+
+
+def keeps_wide_idle(config: TrainConfig) -> bool:
+    """Whether weights that no text runs through stay in the 32 bits that their folder has, beside others of 16."""
+    model = config.model
+    return model.dtype != "float32" and not config.deepspeed.config and is_float32_folder(model.init_from)
+
+
+def _trained_alone(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:
     model, recipe, exact_sums = config.model, trained_recipe(config), config.optimizer.deterministic
     if not config.lora.enabled or model.described is None:
         return costs.with_exact_sums(BYTES_PER_PARAMETER[recipe][0]) if exact_sums else costs

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION
 from dynapipe_ext.errors import ConfigError
@@ -25,6 +28,27 @@ def configured_cut(config: TrainConfig) -> ProvenCut:
     from dynapipe_ext.executor.stages.transformers.parts import proven_cut_of_folder
 
     return proven_cut_of_folder(config.model.architecture, named_pattern(config))
+
+
+def names_layout(file: str | None) -> bool:
+    """Whether a file of settings, which has been read before, says how rows are laid out."""
+    if not file:
+        return False
+    return "layout" in tomllib.loads(Path(file).read_text(encoding="utf-8-sig")).get("plan", {})
+
+
+def settled_cut(
+    config: TrainConfig,
+    prove: Callable[[TrainConfig], ProvenCut] = configured_cut,
+    *,
+    layout_is_named: bool,
+    compare: bool = False,
+) -> TrainConfig:
+    """The settings as all who train or plan go on with them: where transformers computes the model, with its proven
+    cut and rows that are exact. Errors: ConfigError of the proof, and as `with_cut`."""
+    if not needs_cut(config):
+        return config
+    return with_cut(config, prove(config), layout_is_named=layout_is_named, compare=compare)
 
 
 def with_cut(config: TrainConfig, cut: ProvenCut, *, layout_is_named: bool, compare: bool = False) -> TrainConfig:

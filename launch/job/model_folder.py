@@ -9,12 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.states import parameters_per_stage
-from dynapipe_ext.errors import ConfigError, install_advice
+from dynapipe_ext.errors import ConfigError, format_bytes, install_advice
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
+from dynapipe_ext.launch.job.configured import idle_bytes
 from dynapipe_ext.launch.job.model_cut import needs_cut
 from dynapipe_ext.launch.processes.env import visible_devices
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.named_models import config_file, dropout_rates, raw_config, refuse_adapters
+from dynapipe_ext.models.named_models import (
+    config_file,
+    dropout_rates,
+    is_float32_folder,
+    raw_config,
+    refuse_adapters,
+)
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import percent
 
@@ -65,6 +72,20 @@ def widened_line(config: TrainConfig) -> str:
         f"note: the {dtype} weights of {folder} {what}, in twice the bytes: --dtype bf16 keeps them in"
         " 16 bits, beside float32 masters"
     )
+
+
+def idle_line(config: TrainConfig) -> str:
+    """What becomes of the weights that no text runs through; else nothing."""
+    model, cut = config.model, config.model.cut
+    if cut is None or not cut.num_idle_weights:
+        return ""
+    named = f"{cut.num_idle_weights:,} weights of {', '.join(cut.pattern.idle)}"
+    if config.deepspeed.config and model.dtype != "float32" and is_float32_folder(model.init_from):
+        return (
+            f"note: the engine rounds {named}, through which no text runs, to {model.dtype}: leave --deepspeed out to"
+            " keep them as they are"
+        )
+    return f"no text runs through {named}: they stay as they are on stage 0, in {format_bytes(idle_bytes(config))}"
 
 
 def adapters_line(config: TrainConfig) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, refuse_guessable
+from dynapipe_ext.launch.job.model_cut import names_layout
 from dynapipe_ext.launch.job.model_folder import refuse_unsupported, settings_of_model, usual_settings
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_data import named_files
@@ -164,15 +164,8 @@ def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str 
         secret=secret,
         overwrite=args.overwrite,
         num_shown=args.show_samples,
-        layout_is_named=args.layout is not None or bool(args.resume) or _names_layout(args.config),
+        layout_is_named=args.layout is not None or bool(args.resume) or names_layout(args.config),
     )
-
-
-def _names_layout(file: str | None) -> bool:
-    """Whether a file of settings, which has been read before, says how rows are laid out."""
-    if not file:
-        return False
-    return "layout" in tomllib.loads(Path(file).read_text(encoding="utf-8-sig")).get("plan", {})
 
 
 def _open_weights(config: TrainConfig) -> None:

@@ -48,8 +48,8 @@ from dynapipe_ext.launch.job.configured import (
     with_placement,
 )
 from dynapipe_ext.launch.job.job_keys import JobKeys
-from dynapipe_ext.launch.job.model_cut import layout_line, needs_cut, with_cut
-from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, prediction_line, widened_line
+from dynapipe_ext.launch.job.model_cut import layout_line, settled_cut
+from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, idle_line, prediction_line, widened_line
 from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_costs import resumed_costs, settle_costs
@@ -255,10 +255,9 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
 
     Errors: ConfigError, DataError and PlanError.
     """
-    if needs_cut(request.config):
-        cut = machine.proven_cut(request.config)
-        named = request.layout_is_named
-        request = replace(request, config=with_cut(request.config, cut, layout_is_named=named, compare=request.compare))
+    named, compare = request.layout_is_named, request.compare
+    config = settled_cut(request.config, machine.proven_cut, layout_is_named=named, compare=compare)
+    request = replace(request, config=config)
     assert request.address is not None
     assert request.keys is not None
     config, data = _settled_data(request, console)
@@ -312,6 +311,7 @@ def _say_notices(config: TrainConfig, console: Console) -> None:
         followed_placement(config),
         layout_line(config),
         adapters_line(config),
+        idle_line(config),
         widened_line(config),
         dropout_line(config),
         prediction_line(config.model.architecture),

@@ -65,6 +65,7 @@ SPREAD = {
         "granite-bias",
         "glm4-moe-groups",
         "gpt-oss",
+        "maverick",
     ),
     (Topology(1, 4, 1), False): ("llama-tied", "gpt2", "phi3", "gemma2"),
     (Topology(2, 1, 2), False): ("t5", "t5-v1.1"),
@@ -86,6 +87,7 @@ SPREAD = {
         "glm4-moe",
         "nemotron",
         "gpt-oss",
+        "maverick",
     ),
 }
 

@@ -80,6 +80,7 @@ def loss_of(model: Any, dataset: TokenDataset) -> float:
         ("qwen2_moe", None),
         ("deepseek_v3", None),
         ("gpt_oss", ["--tp", "1", "--pp", "2"]),
+        ("llama4_text", ["--tp", "2", "--pp", "2"]),
     ],
 )
 def test_the_first_loss_is_that_of_transformers(
@@ -90,7 +91,7 @@ def test_the_first_loss_is_that_of_transformers(
     # A large epsilon shows in the loss; a default in its place would not.
     shared = {"num_key_value_heads": 1} if family == "gemma3_text" else {}  # one key head for two ranks, as in 3 1B
     model = tiny(family, vocab_size=VOCABULARY, rms_norm_eps=0.03, **shared)
-    has_experts = family in ("qwen2_moe", "deepseek_v3", "gpt_oss")
+    has_experts = family in ("qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text")
     folder = saved(model, tmp_path / "model")
     weights = folder
     if converted:

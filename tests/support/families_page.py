@@ -36,6 +36,7 @@ def page() -> str:
 def _line(family: str, form: PublishedForm) -> str:
     by_type = {"full_attention": _SIZES["rope_parameters"], "sliding_attention": _SIZES["rope_parameters"]}
     sizes: dict[str, Any] = {**_SIZES, **({"rope_parameters": by_type} if form.window_rope else {})}
+    sizes |= {"num_experts_per_tok": 1} if family == "llama4_text" else {}
     a = read_config({"model_type": family, **sizes})
     ropes = ", ".join(kind for kind in form.ropes if kind != "default")
     cells = (_attention(a, form), _mlp(a), _norms(a), ropes)
@@ -54,6 +55,8 @@ def _attention(a: Architecture, form: PublishedForm) -> str:
         "neighbours turn": a.rotary_interleaved,
         "some layers turn nothing": bool(a.no_rope_every),
         "capped scores": bool(a.attention_softcap),
+        "chunks": bool(a.attention_chunk),
+        "queries scaled by position": bool(a.temperature_floor),
     }
     return _listed(parts)
 
@@ -67,7 +70,9 @@ def _mlp(a: Architecture) -> str:
         "with biases": bool(a.num_experts) and a.mlp_bias,
         "shared ones": bool(a.shared_ffn_hidden_size),
         "after dense layers": bool(a.num_dense_layers),
+        "between dense layers": bool(a.experts_every),
         "chosen by sigmoid": a.router_score == "sigmoid",
+        "scaled at their inputs": a.router_on_inputs,
     }
     return _listed(parts)
 
@@ -78,7 +83,7 @@ def _norms(a: Architecture) -> str:
         "after attention and MLP": a.norm_placement == "post",
         "before and after": a.norm_placement == "both",
         "weights from 1 on": a.zero_centered_norm,
-        "of queries and keys": a.qk_norm,
+        "of queries and keys": a.qk_norm or a.qk_unit_norm,
     }
     return _listed(parts)
 

@@ -120,6 +120,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt-oss-plain": ("gpt_oss", {"attention_bias": False, "tie_word_embeddings": True, "num_experts_per_tok": 3}),
+    "scout": (  # experts in every layer, all of which turn
+        "llama4_text",
+        {
+            "interleave_moe_layer_step": 1,
+            "no_rope_layer_interval": 9,
+            "tie_word_embeddings": True,
+            "use_qk_norm": False,
+        },
+    ),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     "t5-few-buckets": (
         "t5",

@@ -167,6 +167,14 @@ def test_a_pattern_is_read_from_toml_and_json(tmp_path: Path) -> None:
             read_pattern(toml)
 
 
+@pytest.mark.parametrize("family", ["olmo2", "gemma3", "gpt_oss"])
+def test_a_model_that_was_published_in_16_bits_is_cut_like_one_of_32(family: str) -> None:
+    wide, narrow = FAMILIES[family](), FAMILIES[family]()
+    for part in (narrow, *(part for part in vars(narrow).values() if hasattr(part, "to_dict"))):
+        part.dtype = torch.bfloat16
+    assert cut_of(narrow) == cut_of(wide)
+
+
 def test_a_pattern_is_refused_where_transformers_computes_no_decoder() -> None:
     sizes = preset("llama-3.2-1b")
     for model in ({}, {"architecture": "m", "described": sizes}, {"architecture": "m", "described": preset("t5-3b")}):

@@ -13,7 +13,7 @@ from dynapipe_ext.data.examples import Example
 from dynapipe_ext.data.preprocessing import compressed, inputs
 from dynapipe_ext.data.preprocessing import encoding as reading
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
-from dynapipe_ext.data.preprocessing.record_forms import RecordFields
+from dynapipe_ext.data.preprocessing.record_forms import RecordFields, chat_of
 from dynapipe_ext.errors import DataError
 
 LINES = b'{"input": "2 + 3", "target": "5", "task": "sum"}\n{"text": "h\xc3\xa9llo"}\n'
@@ -166,3 +166,25 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, suffix):
         return peak
 
     assert peak_bytes(2_500) < peak_bytes(500) + (1 << 20)
+
+
+def test_a_key_that_text_of_json_within_a_record_has_twice_is_refused_by_name():
+    record = {"tools": '[{"a": 1, "a": 2}]', "messages": [{"role": "assistant", "content": "a"}]}
+    with pytest.raises(DataError, match="field 'tools': an object has the key 'a' twice: keep one of the two"):
+        chat_of(record, RecordFields(), "line 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("d.jsonl", LINES + b'{"input": "a", "target": "b", "input": "c"}\n', "line 3: an object has the key 'input'"),
+        ("d.json", b'[{"text": "a"},\n {"text": "b", "text": "c"}]', "item 2: an object has the key 'text'"),
+        (
+            "chat.jsonl",
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "x", "content": "b", "role": "assistant"}]}\n',
+            "line 1: an object has the key 'role'",
+        ),
+    ],
+)
+def test_a_key_that_an_object_has_twice_is_refused_by_name(tmp_path, name, content, place):
+    assert refusal(written(tmp_path, content, name)).endswith(f"{name}, {place} twice: keep one of the two")

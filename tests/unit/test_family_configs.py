@@ -55,7 +55,9 @@ _MSCALES = {"mscale": 1.3, "mscale_all_dim": 0.7}
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("glm", {"head_dim": 6}, "rotary_dim is 3 but must be even"),
         ("llama", {"rope_scaling": _YARN | {"attention_factor": 1.2}}, "attention_factor is 1.2: only 1.36"),
-        ("llama4_text", {}, "model_type is 'llama4_text': its chunks of attention"),
+        ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2: only 1 is supported"),
+        ("llama4_text", {"moe_layers": [0]}, r"moe_layers is \[0\] .* exactly every n-th layer"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 2}, "layer_types is .* must be chunked_attention where"),
         ("gpt_oss", {"swiglu_alpha": 1.5} | _PLAIN, "swiglu_alpha is 1.5: only 1.702 is supported"),
         ("gpt_oss", {}, "rope_parameters are missing"),
         ("deepseek_v3", {"rope_scaling": _YARN | {"truncate": False}}, "truncate is False: only True"),
@@ -131,7 +133,7 @@ def test_dense_layers_and_those_of_experts_cost_what_models_of_each_alone_cost()
     model = read_config({"model_type": "deepseek_v3"} | _SMALL | _DEEPSEEK | {"num_hidden_layers": 6}).padded()
     model = replace(model, num_dense_layers=2)
     (dense, first), (experts, others) = layer_kinds(model)
-    assert (first, others) == (range(2), range(2, 6))
+    assert (first, others) == ((0, 1), (2, 3, 4, 5))
     micro_batches = [MicroBatch((SampleLength(0, 48, 0, 9),), recompute=kind) for kind in ("none", "selective", "full")]
 
     def costs(a: Architecture, layers: tuple[int, ...]) -> MicroBatchCosts:

@@ -92,6 +92,16 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 32, "num_local_experts": 3, "num_experts_per_tok": 2, "attention_bias": False}
         | {"layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
+    "llama4": (
+        "llama4_text",
+        _SMALL
+        | {"num_hidden_layers": 5, "num_local_experts": 3, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2}
+        | {"intermediate_size_mlp": 80, "attention_chunk_size": 16, "head_dim": 16},
+    ),
+    "llama4, experts everywhere": (
+        "llama4_text",
+        _SMALL | {"num_local_experts": 2, "attn_temperature_tuning": False, "attention_bias": True},
+    ),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 131}),
     "t5": ("t5", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131}),
     "t5 of many languages": ("mt5", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4,
@@ -250,7 +260,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         Architecture(family="t5", **sizes)
 
 
-_LOST = ("t5", "olmo", "gemma", "smollm3", "granite", "glm", "nemotron", "gpt-oss")
+_LOST = ("t5", "olmo", "gemma", "smollm3", "granite", "glm", "nemotron", "gpt-oss", "llama4")
 
 
 @pytest.mark.parametrize("case", [case for case in _CASES if not case.startswith(_LOST)])

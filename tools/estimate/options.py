@@ -255,7 +255,8 @@ def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
     num_stages = topology.num_stages
     if a.num_decoder_layers or num_stages == 1:
         return ()
-    each = [weights for kind, run in layer_kinds(a) for weights in [layer_weights(kind)] * len(run)]
+    of_layer = {i: layer_weights(kind) for kind, layers in layer_kinds(a) for i in layers}
+    each = [of_layer[i] for i in range(a.num_layers)]
     before = [0.0, *accumulate(weights / each[-1] for weights in each)]  # in layers like the last
     head = a.vocab_size * a.hidden_size / each[-1]
     layers = [1] * num_stages

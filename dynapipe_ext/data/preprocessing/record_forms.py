@@ -11,12 +11,19 @@ or, where a run learns preferences, to a prompt with two answers (`preference_re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dynapipe_ext.data.examples import PREFERENCE, Example, json_type, lacking, string_field
+from dynapipe_ext.data.examples import (
+    PREFERENCE,
+    Example,
+    RepeatedKeyError,
+    json_type,
+    lacking,
+    parsed_json,
+    string_field,
+)
 from dynapipe_ext.errors import DataError, short
 
 Template = Literal["chat", "prompt", "text", "preference"]
@@ -348,6 +355,8 @@ def _without_nulls(value: Any) -> Any:
 def _parsed(text: object, what: str) -> object:
     """Errors: DataError, which begins with `what`, for text that is not JSON."""
     try:
-        return json.loads(text) if isinstance(text, str) else text
+        return parsed_json(text) if isinstance(text, str) else text
+    except RepeatedKeyError as error:
+        raise DataError(f"{what}: {error}: keep one of the two") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{what} is not JSON ({error}): write the object, or its JSON as a string") from None

@@ -1,4 +1,4 @@
-"""What some families add to core attention: sinks, capped scores.
+"""What some families add to core attention: sinks, capped scores, chunks, scales by position.
 
 Each function takes a class of core attention (`layers.py`) and gives one of the same protocol.
 """
@@ -11,9 +11,58 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dynapipe_ext.batch.packed_attention import DocumentRule
+from dynapipe_ext.batch.packed_attention import Borders, DocumentRule
+from dynapipe_ext.executor.stages.megatron.core_attention import document_lengths
 
 _SINK_WIDTH = 8  # by which queries and keys widen: kernels want widths of whole vectors
+
+
+class UnitNorm(torch.nn.Module):
+    """Each head of a query or key over the root of its mean square; it has no weights. Computed in float32."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        wide = heads.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(heads)
+
+
+def in_chunks(attention: Any, size: int) -> type:
+    """Where a position sees those of its chunk of `size` positions alone: each chunk is a document of its own."""
+
+    class Chunked(attention):  # type: ignore[misc]
+        carries = False
+        gathers_keys = False
+
+        def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
+            chunks = zip(*(x_BHSD.split(size, dim=2) for x_BHSD in (q_BHSD, k_BHSD, v_BHSD)), strict=True)
+            return torch.cat([super(Chunked, self)._sdpa(*chunk) for chunk in chunks], dim=2)
+
+        def _by_kernel(self, q_THD: torch.Tensor, *others: torch.Tensor, borders: Borders, **options: Any) -> Any:
+            lengths = [min(size, length - start) for length in borders.lengths for start in range(0, length, size)]
+            return super()._by_kernel(q_THD, *others, borders=Borders.of(lengths, q_THD.device), **options)
+
+    return Chunked
+
+
+def scaled_by_position(attention: Any, floor: int, scale: float) -> type:
+    """Where the query at position p of its document is multiplied by 1 + scale x log(1 + floor((p + 1) / floor))."""
+
+    class Scaled(attention):  # type: ignore[misc]
+        carries = False
+        gathers_keys = False
+
+        def _whole_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
+            lengths = [len(query)] if packed is None else document_lengths(packed)
+            places = torch.cat([torch.arange(length, device=query.device) for length in lengths])
+            scales = torch.log1p(torch.floor((places.float() + 1.0) / floor)) * scale + 1.0
+            query = (query * scales.view(-1, *[1] * (query.dim() - 1))).to(query.dtype)
+            whole: torch.Tensor = super()._whole_rows(query, key, value, packed)
+            return whole
+
+    return Scaled
 
 
 def capped(attention: Any, cap: float) -> type:

@@ -18,7 +18,13 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from dynapipe_ext.batch.topology import StageLayers
-from dynapipe_ext.executor.stages.megatron.attention_variants import capped, with_sinks
+from dynapipe_ext.executor.stages.megatron.attention_variants import (
+    UnitNorm,
+    capped,
+    in_chunks,
+    scaled_by_position,
+    with_sinks,
+)
 from dynapipe_ext.executor.stages.megatron.core_attention import CoreAttention, WindowAttention
 from dynapipe_ext.executor.stages.megatron.rotation import rotary_frequencies, turned_by
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
@@ -171,9 +177,10 @@ class WholeKeyNorm(WholeNorm):
 def gpt_layers(architecture: Architecture, config: Any, layers: StageLayers) -> list[Any]:
     """Megatron's specs of a stage's layers of a decoder-only model."""
     a = architecture
-    makes = [(i, (kind, a.has_window(i))) for kind, run in layer_kinds(a) for i in run if i in layers.held]
-    specs = {make: _gpt_layer(make[0], config, make[1]) for _, make in makes}
-    return [_half_layer(specs[make], layers, i) for i, make in makes]
+    kinds = {i: kind for kind, run in layer_kinds(a) for i in run if i in layers.held}
+    makes = {i: (kinds[i], a.has_window(i), a.turns(i)) for i in sorted(kinds)}
+    specs = {make: _gpt_layer(make[0], config, has_window=make[1], turns=make[2]) for make in makes.values()}
+    return [_half_layer(specs[make], layers, i) for i, make in makes.items()]
 
 
 def _half_layer(layer: Any, layers: StageLayers, number: int) -> Any:
@@ -188,7 +195,7 @@ def _half_layer(layer: Any, layers: StageLayers, number: int) -> Any:
     return replace(layer, submodules=replace(layer.submodules, **absent)) if absent else layer
 
 
-def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any:
+def _gpt_layer(architecture: Architecture, config: Any, *, has_window: bool, turns: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
@@ -211,6 +218,13 @@ def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any
     attention.core_attention = WindowAttention if has_window else CoreAttention
     if a.attention_softcap:
         attention.core_attention = capped(attention.core_attention, a.attention_softcap)
+    if a.attention_chunk and turns:
+        attention.core_attention = in_chunks(attention.core_attention, a.attention_chunk)
+    if a.temperature_floor and not turns:
+        scales = a.temperature_floor, a.temperature_scale
+        attention.core_attention = scaled_by_position(attention.core_attention, *scales)
+    if a.qk_unit_norm and turns:  # the whole head turns, which leaves its norm as it is
+        attention.q_layernorm = attention.k_layernorm = UnitNorm
     if a.attention_sinks:
         attention.core_attention = with_sinks(attention.core_attention)
     if has_window and a.local_rope_theta:

@@ -253,6 +253,7 @@ def _expert_arguments(a: Architecture) -> dict[str, Any]:
         "moe_router_pre_softmax": not a.norm_topk_prob,
         "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
         "moe_shared_expert_gate": a.shared_expert_gate,
+        "moe_apply_probs_on_input": a.router_on_inputs,
         "moe_router_bias_update_rate": 0.0,  # a bias stays what it is: the loss says nothing of it
     } | router_arguments(a)
 

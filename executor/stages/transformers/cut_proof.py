@@ -32,6 +32,7 @@ from dynapipe_ext.executor.stages.transformers.part import cut_out
 from dynapipe_ext.executor.stages.transformers.quiet import quietly
 from dynapipe_ext.executor.stages.transformers.twin import built_twin, token_ids, twin_config
 from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut
+from dynapipe_ext.models.module_tree import meta_model, num_weights
 from dynapipe_ext.models.named_models import changing_lengths, rotary_settings, shorten
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -82,13 +83,22 @@ def _proven(subject: _Subject, attentions: tuple[str | None, ...], pattern: Laye
             _refuse_weights_everywhere(twin, named)
             _prove_stages(twin, named)
             _prove_padding(twin, named)
-            return _with_packing(twin, small, named, attentions)
+            cut = _with_packing(twin, small, named, attentions)
+            return replace(cut, num_idle_weights=_num_idle_weights(whole, config, named))
         except DynaPipeError:
             raise
         except Exception as error:  # of the model's own code
             raise ConfigError(
                 f"{whole.__name__} cannot be cut into stages: its code fails where it is tried ({in_one_line(error)})"
             ) from error
+
+
+def _num_idle_weights(whole: Any, config: Any, pattern: LayerPattern) -> int:
+    """Of the model in its own sizes."""
+    if not pattern.idle:
+        return 0
+    model = meta_model(whole, config)
+    return sum(num_weights(model.get_submodule(name)) for name in pattern.idle)
 
 
 def _refuse_weights_everywhere(twin: Any, pattern: LayerPattern) -> None:

@@ -6,7 +6,7 @@ whole model is described on torch's meta device, cut, and only what is left gets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,7 +22,7 @@ from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.stages.chunk_runner import seed_of, seed_torch
 from dynapipe_ext.executor.stages.transformers.causal import CausalCut, has_tied_ends
 from dynapipe_ext.executor.stages.transformers.cut_proof import proven_cut
-from dynapipe_ext.executor.stages.transformers.layers import PartPlace, places_of, remove
+from dynapipe_ext.executor.stages.transformers.layers import AbsentModule, PartPlace, places_of, remove
 from dynapipe_ext.executor.stages.transformers.part import ModelCut, TransformersPart, cut_out, hold_shared_once
 from dynapipe_ext.executor.stages.transformers.quiet import quietly
 from dynapipe_ext.executor.stages.transformers.t5 import T5Cut
@@ -78,7 +78,9 @@ def parts_of_folder(
         for part in parts:
             part.model.config.tie_word_embeddings = cut.tied  # which transformers says of every T5, and saves
         return parts
-    parts = _built(whole, config, topology, pp_rank, _causal_cut(whole, config, pattern, options), load)
+    causal = _causal_cut(whole, config, pattern, options)
+    load = partial(load, idle=causal.pattern.idle)
+    parts = _built(whole, config, topology, pp_rank, causal, load)
     for model in (part.model for part in parts):
         head, embedding = (
             getattr(end(), "weight", None) for end in (model.get_output_embeddings, model.get_input_embeddings)
@@ -91,8 +93,14 @@ def parts_of_folder(
     return parts
 
 
-def _loaded(folder: str | Path, config: Any, options: Mapping[str, Any], part_class: Any) -> Any:
-    """A part with its weights. Errors: DataError; ConfigError where they need more memory than there is."""
+def _loaded(
+    folder: str | Path, config: Any, options: Mapping[str, Any], part_class: Any, *, idle: Sequence[str] = ()
+) -> Any:
+    """A part with its weights, those of `idle` modules as the folder has them. Errors: DataError; ConfigError where
+    they need more memory than there is."""
+    if idle:  # read as float32, whatever the others are
+        kept = getattr(part_class, "_keep_in_fp32_modules_strict", None) or ()
+        part_class._keep_in_fp32_modules_strict = [*kept, *(name + "." for name in idle)]
     try:
         model, loading = part_class.from_pretrained(
             folder, config=config, local_files_only=True, output_loading_info=True, **options
@@ -111,7 +119,17 @@ def _loaded(folder: str | Path, config: Any, options: Mapping[str, Any], part_cl
             f"{folder} lacks weights of {type(model).__name__} or has them in other shapes: {', '.join(lacking)}:"
             " give the folder of a whole model"
         )
+    if idle and (dtype := options.get("dtype")) in (torch.float16, torch.bfloat16):
+        _narrow_without_loss([model.get_submodule(name) for name in idle], dtype)
     return model
+
+
+def _narrow_without_loss(modules: Sequence[Any], dtype: torch.dtype) -> None:
+    """Have all weights and buffers of the modules in a type of 16 bits, unless that would round one of them."""
+    values = [value for module in modules for value in module.state_dict().values() if value.is_floating_point()]
+    if all(torch.equal(value.to(dtype).to(value.dtype), value) for value in values):
+        for module in modules:
+            module.to(dtype)
 
 
 def parts_of_config(
@@ -227,6 +245,14 @@ def _part_class(whole: Any, leave: Callable[[Any], None]) -> Any:
         def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
             super().__init__(config, *inputs, **kwargs)
             leave(self)
+
+        def _init_weights(self, module: Any) -> None:
+            """As the family does, but for what a module would draw for a child that another stage has."""
+            try:
+                super()._init_weights(module)
+            except AttributeError:
+                if not any(isinstance(child, AbsentModule) for child in module.children()):
+                    raise
 
         def tie_weights(self, *arguments: Any, **kwargs: Any) -> Any:
             """Of the weights that are one in the whole model, those that are here."""

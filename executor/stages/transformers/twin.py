@@ -47,13 +47,17 @@ def twin_config(whole: Any, config: Any) -> Any:
 
 
 def built_twin(whole: Any, small: Any, attention: str | None = None) -> Any:
-    """The twin of a small configuration, in training mode; its weights are always the same.
+    """The twin of a small configuration, in training mode; its weights are always the same, and float32 whatever the
+    configuration's own type is, so that rounding hides nothing and stands for nothing.
 
     `attention` is its attn_implementation, None the one that transformers chooses.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        twin = whole._from_config(copy.deepcopy(small), **({"attn_implementation": attention} if attention else {}))
+        small = copy.deepcopy(small)
+        for part in _parts_of(small):
+            part.dtype = torch.float32
+        twin = whole._from_config(small, **({"attn_implementation": attention} if attention else {}))
         _draw(twin)
     return twin.train()
 

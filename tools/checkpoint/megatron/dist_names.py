@@ -71,7 +71,7 @@ def written_keys(architecture: Architecture, tensor: MegatronTensor) -> tuple[St
     """The keys to write a tensor under: stacked layers, or each by itself where not all are alike, and each name that
     a model of Megatron may ask for."""
     ways = [way[0] for way in keys_of(architecture, tensor) if len(way) == 1]
-    apart = tensor.layer >= 0 and architecture.num_dense_layers > 0
+    apart = tensor.layer >= 0 and architecture.dense_ffn_hidden_size > 0
     keys = [key for key in ways if (_LAYER.fullmatch(key.name) is not None) == apart]
     return tuple(key for key in keys if not _EXPERT_APART.search(key.name))
 

@@ -32,6 +32,7 @@ from dynapipe_ext.tools.files import write_atomic
 _INVISIBLE = (  # in the shapes of tensors
     "num_heads", "num_query_groups", "activation", "norm_eps", "top_k", "norm_topk_prob", "rope_theta", "rope_scaling",
     "sliding_window", "router_score", "router_num_groups", "router_group_topk", "router_scale",
+    "router_on_inputs", "attention_chunk", "qk_unit_norm", "temperature_floor", "temperature_scale",
 )  # fmt: skip
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
