@@ -52,9 +52,6 @@ UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Arguments of Megatron-LM that planned data cannot follow: their steps are not made of batches of one shape.
 UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
-    "rampup_batch_size": ((), "leave it out: every global batch of planned data has --global-batch-size samples"),
-    "full_validation": ((False,), "give --eval-iters instead"),
-    "multiple_validation_sets": ((False,), "leave it out: planned data have one validation set"),
     "phase_transition_iterations": ((), "leave it out: planned data have one phase"),
     "iterations_to_skip": (([],), "leave it out: it reads batches of one shape"),
     "decoder_seq_length": ((), "leave --dynapipe-data out: planned data have one side"),
@@ -90,6 +87,14 @@ def check_planned_arguments(args: Any, *, from_path: bool) -> None:
     one of --dynapipe-data. Errors: ConfigError."""
     _check(args, UNSUPPORTED_DATA | (UNSUPPORTED_BESIDE_DATA if from_path else {}))
     check_planned_experts(args)
+    if getattr(args, "multiple_validation_sets", False):
+        stages = getattr(args, "virtual_pipeline_model_parallel_size", None)
+        if not getattr(args, "full_validation", False) or stages is not None:
+            raise ConfigError(
+                f"multiple_validation_sets is True with full_validation {getattr(args, 'full_validation', False)} and"
+                f" {stages or 1} stages a rank, but Megatron-LM validates on several sets in full, and with one stage a"
+                " rank alone: give --full-validation, and no virtual stages"
+            )
 
 
 def check_planned_experts(settings: Any) -> None:
