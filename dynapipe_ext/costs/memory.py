@@ -47,7 +47,8 @@ def _sizes(architecture: Architecture) -> dict[tuple[str, int, GroupKind, bool],
     Only the first layer of each kind counts, since layers of one kind and side are alike. T5's position biases count
     outside layers.
     """
-    first_layers = [layers.start for _, layers in layer_kinds(architecture)]
+    first_runs = dict(reversed([(kind, layers.start) for kind, layers in layer_kinds(architecture)]))
+    first_layers = sorted(first_runs.values())
     totals: Counter[tuple[str, int, GroupKind, bool]] = Counter()
     for group in tensor_groups(architecture):
         if group.is_buffer or (group.layer >= 0 and group.layer not in first_layers):

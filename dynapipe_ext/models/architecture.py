@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Literal, get_args
 
 from dynapipe_ext.errors import ConfigError, short
@@ -71,8 +71,8 @@ _LATER = (
     "shared_expert_gate", "full_attention_every", "local_rope_theta", "query_pre_attn_scalar", "attention_softcap",
     "logit_softcap", "scaled_embedding", "latent", "num_dense_layers", "dense_ffn_hidden_size", "router_score",
     "router_bias", "router_num_groups", "router_group_topk", "router_scale", "rotary_dim", "rotary_interleaved",
-    "no_rope_every", "attention_sinks", "gate_clamp", "up_offset", "embedding_scale", "residual_scale", "score_scale",
-    "logit_divisor",
+    "no_rope_every", "dense_layers", "attention_sinks", "gate_clamp", "up_offset", "embedding_scale", "residual_scale",
+    "score_scale", "logit_divisor",
 )  # fmt: skip
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
@@ -93,7 +93,8 @@ class Architecture:
     multiplies them. With `router_num_groups` the router takes experts from the best `router_group_topk` groups.
     `router_bias` adds a bias, which is no parameter, where the router chooses, but not to the weights. A shared expert
     of `shared_ffn_hidden_size` sees every token; `shared_expert_gate` multiplies its output by a sigmoid. The first
-    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead.
+    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead, or the layers of these numbers,
+    `dense_layers`.
 
     Attention: `qk_norm` normalises queries and keys, each head alone or all together (`qk_norm_whole`). With `latent`
     attention is multi-head latent attention, and `head_dim` is the width of a query. A position sees
@@ -169,6 +170,7 @@ class Architecture:
     latent: LatentAttention | None = None
     num_dense_layers: int = 0
     dense_ffn_hidden_size: int = 0
+    dense_layers: tuple[int, ...] = ()
     router_score: RouterScore = "softmax"
     router_bias: bool = False
     router_num_groups: int = 0
@@ -283,6 +285,8 @@ class Architecture:
                 parts["rope_scaling"] = kinds.get(scaling["kind"], RopeScaling)(**{**scaling, **lists})
             if (latent := raw.get("latent")) is not None:
                 parts["latent"] = LatentAttention(**latent)
+            if (dense := raw.get("dense_layers")) is not None:
+                parts["dense_layers"] = tuple(dense)
             return cls(**{**raw, **parts})
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"a model's description cannot be read ({error}): it is of another version") from error
@@ -388,7 +392,7 @@ class Architecture:
     def divided_sizes(self) -> dict[str, int]:
         """Sizes, by name, that tensor parallel ranks always divide."""
         sizes = {name: getattr(self, name) for name in ("num_heads", "ffn_hidden_size", "shared_ffn_hidden_size")}
-        if self.num_dense_layers:
+        if self.dense_ffn_hidden_size:
             sizes["dense_ffn_hidden_size"] = self.dense_ffn_hidden_size
         if self.latent:
             sizes["q_lora_rank"] = self.latent.q_rank
@@ -490,14 +494,14 @@ class Architecture:
 
 @lru_cache(maxsize=64)
 def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, range], ...]:
-    """Each kind of layer: the model as if all its layers were of this kind, and the range of layers that are.
+    """Runs of layers of one kind: the model as if all its layers were of this kind, and the range of layers that are.
 
     An encoder-decoder has one kind, for its encoder. Attention windows make no kind, since they change no weights.
     """
     a = architecture
-    if not a.num_dense_layers:
+    if not a.dense_ffn_hidden_size:
         return ((a, range(a.num_layers)),)
-    experts = replace(a, num_dense_layers=0, dense_ffn_hidden_size=0)
+    experts = replace(a, num_dense_layers=0, dense_ffn_hidden_size=0, dense_layers=())
     dense = replace(
         experts,
         ffn_hidden_size=a.dense_ffn_hidden_size,
@@ -509,7 +513,10 @@ def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, range],
         router_num_groups=0,
         router_group_topk=0,
     )
-    return ((dense, range(a.num_dense_layers)), (experts, range(a.num_dense_layers, a.num_layers)))
+    if not a.dense_layers:
+        return ((dense, range(a.num_dense_layers)), (experts, range(a.num_dense_layers, a.num_layers)))
+    runs = [(kind, [*layers]) for kind, layers in groupby(range(a.num_layers), a.dense_layers.__contains__)]
+    return tuple((dense if is_dense else experts, range(run[0], run[-1] + 1)) for is_dense, run in runs)
 
 
 def kinds_of_stages(
@@ -523,10 +530,12 @@ def kinds_of_stages(
 
 def kinds_of_ranges(architecture: Architecture, stages: Sequence[range]) -> list[tuple[Architecture, tuple[int, ...]]]:
     """Each kind of layer, with the number of such layers among those of every stage."""
-    return [
-        (kind, tuple(max(0, min(stage.stop, layers.stop) - max(stage.start, layers.start)) for stage in stages))
-        for kind, layers in layer_kinds(architecture)
-    ]
+    kinds: dict[Architecture, list[int]] = {}
+    for kind, layers in layer_kinds(architecture):
+        counts = kinds.setdefault(kind, [0] * len(stages))
+        for number, stage in enumerate(stages):
+            counts[number] += max(0, min(stage.stop, layers.stop) - max(stage.start, layers.start))
+    return [(kind, tuple(counts)) for kind, counts in kinds.items()]
 
 
 def check_experts(a: Architecture) -> None:
@@ -541,11 +550,18 @@ def check_experts(a: Architecture) -> None:
             f" {a.shared_expert_gate} with num_experts {a.num_experts}: a gate needs a shared expert, which"
             " needs a mixture"
         )
-    dense, width = a.num_dense_layers, a.dense_ffn_hidden_size
+    if a.dense_layers and (
+        a.num_dense_layers or sorted({*a.dense_layers} & {*range(a.num_layers)}) != [*a.dense_layers]
+    ):
+        raise ConfigError(
+            f"dense_layers is {short(a.dense_layers)} of {a.num_layers} layers, with num_dense_layers"
+            f" {a.num_dense_layers}: give ascending numbers of layers, or how many come first"
+        )
+    dense, width = a.num_dense_layers or len(a.dense_layers), a.dense_ffn_hidden_size
     if not 0 <= dense < a.num_layers or (dense > 0) != (width > 0) or (dense and not a.num_experts):
         raise ConfigError(
             f"num_dense_layers is {dense} of {a.num_layers} layers, dense_ffn_hidden_size {width}, num_experts"
-            f" {a.num_experts}: dense layers come before layers with experts, and need a width of their own"
+            f" {a.num_experts}: dense layers stand beside layers with experts, and need a width of their own"
         )
     groups, best = a.router_num_groups, a.router_group_topk
     if (groups or best) and not (

@@ -137,7 +137,7 @@ def unsayable(architecture: Architecture) -> tuple[str, ...]:
         lost_properties.append("attention sinks, clamped gates and their offset (--enable-gpt-oss is not written here)")
     if a.zero_centered_norm and not a.scaled_embedding:
         lost_properties.append("norms' weights as their distance from 1")
-    if (a.num_dense_layers or a.router_score != "softmax") and not a.latent:
+    if (a.dense_ffn_hidden_size or a.router_score != "softmax") and not a.latent:
         lost_properties.append("routers by sigmoid or layers without experts beside plain attention")
     if a.top_k == 1 and a.norm_topk_prob:
         lost_properties.append("one expert a token with a weight of 1 (it wants --moe-router-pre-softmax)")
@@ -207,8 +207,9 @@ def router_arguments(architecture: Architecture) -> dict[str, Any]:
         arguments |= {"moe_router_num_groups": a.router_num_groups, "moe_router_group_topk": a.router_group_topk}
     if a.router_scale != 1:
         arguments["moe_router_topk_scaling_factor"] = a.router_scale
-    if a.num_dense_layers:
-        arguments["moe_layer_freq"] = [int(layer >= a.num_dense_layers) for layer in range(a.num_layers)]
+    if a.dense_ffn_hidden_size:
+        dense = a.dense_layers or range(a.num_dense_layers)
+        arguments["moe_layer_freq"] = [int(layer not in dense) for layer in range(a.num_layers)]
     return arguments
 
 

@@ -27,6 +27,7 @@ from dynapipe_ext.executor.drop_in.forward_step import (
     LoopStep,
     MicroBatchShapes,
 )
+from dynapipe_ext.executor.drop_in.gains import GainLog
 from dynapipe_ext.executor.drop_in.given_micro_batches import (
     GivenPlanner,
     GivenShapes,
@@ -77,8 +78,8 @@ class ForwardBackward:
     It keeps, for each model it has seen, its process groups and plans.
     """
 
-    def __init__(self, settings: DropInSettings | None = None) -> None:
-        self.settings = settings or DropInSettings()
+    def __init__(self, settings: DropInSettings | None = None, gains: GainLog | None = None) -> None:
+        self.settings, self._gains = settings or DropInSettings(), gains
         self._models: WeakKeyDictionary[Any, _PlannedModel] = WeakKeyDictionary()
         self._asked: tuple[int | None, int | None] | None = None
 
@@ -191,7 +192,13 @@ class ForwardBackward:
         if model.pipeline.topology.dp > 1 and not any(model.pipeline.replica_collectives.of_micro_batches):
             step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
         micro_batches, plan = next(iterator)
-        reports = _run(step, model, plan, micro_batches, lambda _, __, batch: batch_once(batch), around=model.around)
+        timed = None
+        if self._gains is not None and not step.forward_only:
+            timed = self._gains.timed(plan, model.pipeline)
+            self._gains.count(steps.last_lengths, model.pipeline, args)
+        reports = _run(
+            step, model, plan, micro_batches, lambda _, __, batch: batch_once(batch), around=model.around, timed=timed
+        )
         if step.config.num_moe_experts and not step.forward_only and micro_batches:
             rescale_router_losses(step.num_micro_batches / len(micro_batches))
         if step.forward_only and getattr(args, "sft", False):
@@ -315,13 +322,14 @@ def _run(
     data: BatchIterator,
     *,
     around: Around = lambda *_: nullcontext(),
+    timed: Callable[[str], Any] | None = None,
 ) -> list[Any]:
     pipeline = model.pipeline
     with StepGradients(
         step.chunks, step.config, model.groups, force_all_reduce=step.force_all_reduce, in_v=pipeline.in_v
     ) as gradients:
         stage = ForwardStepStage(step, gradients, data, around)
-        PipelineExecutor(stage, pipeline.transport).execute(plan, micro_batches)
+        PipelineExecutor(stage, pipeline.transport, ranges=timed).execute(plan, micro_batches)
     return sent_to_last_rank(stage.reports, pipeline.topology, pipeline.coordinates, pipeline.device)
 
 

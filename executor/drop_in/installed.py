@@ -19,11 +19,12 @@ from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.drop_in.datasets import check_data_at_start, planned_iterators, real_flops
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
 from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
+from dynapipe_ext.executor.drop_in.gains import GainLog, log_gains
 from dynapipe_ext.executor.drop_in.megatron_lm import parsed_arguments, training_loop
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.drop_in.placement import as_interleaved, check_placement, placed
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
-from dynapipe_ext.executor.drop_in.refusals import check_arguments, check_counted
+from dynapipe_ext.executor.drop_in.refusals import check_arguments
 from dynapipe_ext.executor.drop_in.sample_streams import LongSamples
 from dynapipe_ext.executor.store.address import StoreAddress, named_store
 
@@ -73,8 +74,10 @@ def installed(
     with ExitStack() as patches:
         _install_norm(patches)
         _install_router(patches)
-        install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
-        if training is not None:
+        gains = None if training is None else GainLog()
+        install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments()), gains))
+        if training is not None and gains is not None:
+            _replace(patches, training, "training_log", log_gains(gains, training))
             _install_arguments(patches, wishes)
             _install_placement(patches, wishes, training)
             _install_data(patches, wishes, training)
@@ -139,10 +142,8 @@ def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
 
         args = original(provide, *others, **keywords)
         check_arguments(args)
-        settings = wishes.settings(args)  # what is wrong with them is said now, not at the first step
+        wishes.settings(args)  # what is wrong with them is said now, not at the first step
         if (data := wishes.data_wishes(args)).data:
-            if settings.costs is None:
-                check_counted(args)
             check_data_at_start(data, args)
         return args
 
@@ -178,8 +179,6 @@ def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
             chunk = getattr(provider, "keywords", {}).get("vp_stage")
             with as_interleaved(chunk) if wishes.wish(args, "placement") == "v" else nullcontext():
                 return build(provider)
-        if wishes.wish(args, "costs") is None:
-            check_counted(args)
         # With virtual stages the first chunk's iterator is the one that moves.
         if not trained and planned[0] is not None:
             trained.append(planned[0])

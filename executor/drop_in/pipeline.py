@@ -16,7 +16,7 @@ from dynapipe_ext.costs.model import CostModel, as_cost_model
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import device_bytes
-from dynapipe_ext.executor.drop_in.refusals import num_dense_layers
+from dynapipe_ext.executor.drop_in.refusals import dense_layers
 from dynapipe_ext.executor.free_memory import usable_bytes
 from dynapipe_ext.executor.protocols import Transport
 from dynapipe_ext.executor.stages.collectives import gather_json
@@ -196,9 +196,9 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
     model = unwrapped(chunk)
     if type(model).__name__ != "GPTModel" or not topology.layers_per_stage:
         return None
-    num_experts, num_dense = config.num_moe_experts or 0, num_dense_layers(config)
-    if num_dense is None:
-        return None
+    dense = dense_layers(config)
+    num_experts = (config.num_moe_experts or 0) if len(dense) < config.num_layers else 0
+    come_first = dense == tuple(range(len(dense)))
     ddp_config = getattr(chunk, "ddp_config", None)
     is_gated = bool(config.gated_linear_unit)
     architecture = Architecture.gpt(
@@ -222,8 +222,9 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
     architecture = replace(
         architecture,
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0 if num_experts else 0,
-        num_dense_layers=num_dense,
-        dense_ffn_hidden_size=config.ffn_hidden_size if num_dense else 0,
+        num_dense_layers=len(dense) if num_experts and come_first else 0,
+        dense_layers=dense if num_experts and not come_first else (),
+        dense_ffn_hidden_size=config.ffn_hidden_size if num_experts and dense else 0,
         **_latent(config),
     )
     num_bytes = 4 if config.params_dtype == torch.float32 else 2

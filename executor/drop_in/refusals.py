@@ -118,27 +118,18 @@ def check_planned_experts(settings: Any) -> None:
         )
 
 
-def num_dense_layers(settings: Any) -> int | None:
-    """How many layers without experts come before those with; None where they come in another order, or have none.
+def dense_layers(settings: Any) -> tuple[int, ...]:
+    """The numbers of the layers without experts, by `moe_layer_freq`; empty for a model that has none at all.
     `settings` are Megatron-LM's arguments, or a TransformerConfig.
     """
     num_experts = getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)
     frequency, num_layers = getattr(settings, "moe_layer_freq", 1), settings.num_layers
     if not num_experts or frequency == 1:
-        return 0
-    with_experts = [int(i % frequency == 0) for i in range(num_layers)] if isinstance(frequency, int) else [*frequency]
-    num_dense = with_experts.index(1) if 1 in with_experts else num_layers
-    return num_dense if with_experts[num_dense:] == [1] * (num_layers - num_dense) and num_dense < num_layers else None
-
-
-def check_counted(settings: Any) -> None:
-    """Errors: ConfigError where planned data need costs that are not counted, and none are given."""
-    if num_dense_layers(settings) is None:
-        raise ConfigError(
-            f"moe_layer_freq is {settings.moe_layer_freq!r}, but costs of planned data are counted for layers without"
-            " experts before all with: give costs in a script of your own, installed(costs=TokenCosts(…)), or leave"
-            " planned data out"
-        )
+        return ()
+    has_experts = (
+        [i % frequency == 0 for i in range(num_layers)] if isinstance(frequency, int) else map(bool, frequency)
+    )
+    return tuple(layer for layer, one in enumerate(has_experts) if not one)
 
 
 def check_arguments(args: Any) -> None:

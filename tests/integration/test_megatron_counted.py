@@ -4,6 +4,7 @@ steps of planned data run."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent, a dense layer first": {**LATENT, "q_lora_rank": 24, "first_k_dense_replace": 1},
     "latent, whole queries, two dense layers": {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 2},
 }  # fmt: skip
+# By model the numbers of its layers without experts, as --moe-layer-freq has them: [1, 0, 1, 0], and none with experts.
+PATTERNS = {"experts in every other layer": (1, 3)}
+MODELS["experts in every other layer"] = {**MODELS["experts"], "model_type": "qwen3_moe"}
 
 
 class Samples:
@@ -65,7 +69,11 @@ def counted(_rank: int) -> dict[str, tuple[AnalyticCosts | None, int, float]]:
     found = {}
     for name, sizes in MODELS.items():
         architecture, topology = read_config(LLAMA | sizes, name), Topology(layers_per_stage=(4,))
+        if dense := PATTERNS.get(name, ()):
+            architecture = replace(architecture, dense_layers=dense, dense_ffn_hidden_size=LLAMA["intermediate_size"])
         config = transformer_config(architecture, topology, dtype="float32")
+        if dense:
+            config.moe_layer_freq = [int(layer not in dense) for layer in range(config.num_layers)]
         model: Any = build_model(architecture, topology, 0, config, seed=0, device=torch.device("cpu"))
         costs, built = _counted(model, config, topology, 1), sum(p.numel() for p in model.parameters())
         model.model_type = ModelType.encoder_or_decoder
@@ -86,7 +94,7 @@ def test_counted_parameters_are_those_that_megatron_builds_and_planned_data_have
     (found,) = ranks(1, tmp_path, counted)
     for name, (costs, built, loss) in found.items():
         assert costs is not None, name
-        norms = 4 * 2 * 8 if name == "experts" else 0  # of queries and keys, which are not counted
+        norms = 0 if name.startswith("latent") else 4 * 2 * 8  # of queries and keys, which are not counted
         assert int(replica_and_expert_parameters(costs.architecture, costs.topology, 1).sum()) + norms == built, name
         pipeline = MegatronPipeline(
             topology=costs.topology,
