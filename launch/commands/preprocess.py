@@ -135,9 +135,8 @@ def _add_input(reading: argparse._ArgumentGroup) -> None:
     reading.add_argument("--input-format", choices=get_args(Form), help="form of the files (default: by their names)")
     add_flags(reading, "data.template", "data.loss_on", "data.input_key", "data.target_key", "data.text_key")
     reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="--input-key and --target-key")
-    reading.add_argument(
-        "--json-keys", "--json-key", nargs="+", metavar="KEY", help="fields with text; other fields are ignored"
-    )
+    reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields with text; other fields are ignored")
+    reading.add_argument("--json-key", metavar="KEY", help="Fast-LLM's: one such field")
     reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")
     reading.add_argument(
         "--split-sentences", action="store_true", help="Megatron's: a sequence a sentence, split by NLTK (.bin/.idx)"
@@ -188,6 +187,10 @@ def _add_output(writing: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
+    if args.json_key is not None:
+        if args.json_keys is not None:
+            raise ConfigError("--json-keys and --json-key both name fields with text: give one of them")
+        args.json_keys = [args.json_key]
     if args.lengths_only or any(map(is_indexed, args.input)):
         return _from_index(args, console)
     output = args.output_prefix if args.output is None else args.output
