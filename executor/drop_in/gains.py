@@ -265,4 +265,6 @@ def _mean(seconds: Sequence[float | None]) -> float | None:
 
 
 def _ms(seconds: float | None) -> str:
-    return "unknown to these costs" if seconds is None else f"{1e3 * seconds:,.1f} ms"
+    if seconds is None:
+        return "unknown to these costs"
+    return f"{1e3 * seconds:,.1f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.3g} ms"

@@ -116,7 +116,7 @@ def test_each_interval_of_the_log_says_what_was_gained_once(
     ]
     assert "bubble: 25.0% predicted, " in lines[0]
     assert "measured (ranks share this machine's cores) | predicted step: 500.0 ms" in lines[0]
-    stock = f"(simulated): {1e3 * one_f_one_b_s(4):.1f} ms padded, {1e3 * one_f_one_b_s(1):.1f} ms in full rows"
+    stock = f"(simulated): {1e3 * one_f_one_b_s(4):.3g} ms padded, {1e3 * one_f_one_b_s(1):.3g} ms in full rows"
     assert lines[0].endswith(f"the same samples in stock's micro-batches under 1F1B {stock}")
     assert tensorboard.scalars["dynapipe/padding at 4"] == pytest.approx(0.2)
     assert tensorboard.scalars["dynapipe/step of stock, padded (s) at 2"] == one_f_one_b_s(4)
