@@ -13,6 +13,7 @@ from dynapipe_ext.batch.micro_batches import Recompute
 from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel, as_cost_model
+from dynapipe_ext.costs.states import replica_and_expert_parameters
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import device_bytes
@@ -25,6 +26,7 @@ from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pi
 from dynapipe_ext.models.architecture import Architecture, LatentAttention
 
 MegatronPlacement = Literal["interleaved", "v"]  # of the stages of ranks that hold several
+_ALIKE = 0.05  # of a stage's parameters: norms of queries and keys, and biases here and there, are not counted
 _SPECULATIVE_NS = 1_000  # a parameter, where nothing better is known: only ratios between stages matter
 
 
@@ -84,6 +86,7 @@ def megatron_pipeline(
     free_bytes = min(gather_json(_usable_bytes(device), device))
     if costs is None and num_expert_ranks % topology.tp == 0:  # else experts are cut otherwise than other layers
         costs = _counted(chunks[0], config, topology, ep)
+        costs = costs if costs is not None and _has_counted_parameters(costs, num_parameters) else None
     if costs is not None:
         costs, topology = as_cost_model(costs).over(topology)
     rank = dist.get_rank()
@@ -239,6 +242,12 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
         dropout=bool(config.hidden_dropout or config.attention_dropout),
         ep=ep,
     )
+
+
+def _has_counted_parameters(costs: AnalyticCosts, num_parameters: Sequence[int]) -> bool:
+    """Whether the stages were built with about as many as were counted: else layers are of kinds that were not."""
+    counted = replica_and_expert_parameters(costs.architecture, costs.topology, costs.ep).sum(axis=0).tolist()
+    return all(abs(one - built) <= _ALIKE * built for one, built in zip(counted, num_parameters, strict=True))
 
 
 def _latent(config: Any) -> dict[str, Any]:

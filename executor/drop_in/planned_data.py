@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from dynapipe_ext.batch.micro_batches import as_length_array
+from dynapipe_ext.batch.micro_batches import as_length_array, round_up
 from dynapipe_ext.batch.topology import ScheduleName
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatchRule, array_digest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
@@ -63,6 +64,7 @@ class PlannedSteps:
         self._batches = self._rule.batches(self._lengths, 0)  # of the latest epoch that was asked for
         self.forward_only = forward_only
         self._steps: Generator[LoadedStep, None, None] | None = None
+        self._loader: DynaPipeDataLoader | None = None
 
     def __len__(self) -> int:
         """Steps of an epoch."""
@@ -76,7 +78,7 @@ class PlannedSteps:
         """
         if self._steps is not None:
             return None
-        planner = data_planner(pipeline, settings, forward_only=self.forward_only)
+        planner = self._planner(pipeline, settings)
         replicas = pipeline.topology.dp
         if self._rule.tokens_per_batch and (least := self._batches.least_samples) < replicas:
             raise ConfigError(
@@ -87,6 +89,21 @@ class PlannedSteps:
         data = (array_digest(self._lengths), self._batch_size, self._rule.to_json(), self._next_step)
         rules = (planner.memory_limit_bytes, planner.as_keywords(), settings.store, settings.timeout_s)
         return repr((data, planner.topology, planner.costs.fingerprint(), rules))
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sample."""
+        return int(self._lengths[:, 0].max())
+
+    def plan_with(self, pipeline: MegatronPipeline, settings: DropInSettings) -> None:
+        """Plan by the pipeline's costs from the next step on; all ranks after the same one."""
+        if self._loader is not None:
+            self._loader.plan_with(self._planner(pipeline, settings))
+
+    def _planner(self, pipeline: MegatronPipeline, settings: DropInSettings) -> Planner:
+        if pipeline.counts_memory:
+            return data_planner(pipeline, settings, forward_only=self.forward_only)
+        return cautious_planner(pipeline, settings, longest=self.longest, forward_only=self.forward_only)
 
     def close(self) -> None:
         """End the planner process, if there is one; no step comes after."""
@@ -139,6 +156,7 @@ class PlannedSteps:
             coordinates=pipeline.coordinates,
             **processes,
         ) as loader:
+            self._loader = loader
             epoch, step = divmod(self._next_step, len(self))
             loader.load_state_dict(
                 loader.state_dict() | {"epoch": epoch, "step": step, "global_step": self._next_step, "order": None}
@@ -165,12 +183,7 @@ def steps_taken(consumed_samples: int, batch_size: int, first_sizes: Sequence[in
 
 
 def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forward_only: bool) -> Planner:
-    """The same on every rank. Errors: ConfigError for a model whose bytes nobody has said."""
-    if not pipeline.counts_memory:
-        raise ConfigError(
-            "micro-batches can only be cut for a model whose costs are known, which are counted for GPTModel alone:"
-            " give costs in a script of your own, installed(costs=TokenCosts(…)), or leave planned data out"
-        )
+    """The same on every rank. Errors: ConfigError for rules that do not go together."""
     schedule = _schedule(pipeline, settings)
     of_model = {
         "schedule": schedule,
@@ -186,6 +199,32 @@ def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forwar
         **settings.as_keywords() | of_model,
         format=pipeline.activation_format,
         collectives=pipeline.replica_collectives,
+    )
+    return replace(planner.for_forwards(), layout=settings.layout) if forward_only else planner
+
+
+def cautious_planner(
+    pipeline: MegatronPipeline, settings: DropInSettings, *, longest: int, forward_only: bool
+) -> Planner:
+    """For a model whose costs are unknown: micro-batches of no more tokens than the longest sample has, in 1F1B, by
+    which no schedule holds less. Errors: as those of `data_planner`."""
+    if pipeline.in_v:
+        raise ConfigError(
+            "this model's costs are not counted, and a V has no schedule to measure them by: give costs in a script of"
+            " your own, installed(costs=TokenCosts(…)), or leave --dynapipe-placement out"
+        )
+    multiple = math.lcm(settings.pad_multiple, pipeline.pad_multiple)
+    topology = pipeline.topology
+    costs = TokenCosts(topology.num_stages, bytes_per_token=1, overhead_ns=0)
+    planner = replace(
+        data_planner(
+            replace(pipeline, costs=costs, recompute=pipeline.recompute or "none"), settings, forward_only=False
+        ),
+        max_tokens=round_up(longest, multiple),
+        schedule="interleaved-1f1b" if topology.placement else "1f1b",
+        split_backward=False,
+        replica_counts="equal",
+        pieces="off",
     )
     return replace(planner.for_forwards(), layout=settings.layout) if forward_only else planner
 

@@ -128,7 +128,8 @@ def test_steps_that_cannot_be_are_refused() -> None:
     steps = PlannedSteps(Source(), batch_size=8, seed=0)
     unknown = pipeline(Topology())
     object.__setattr__(unknown, "counts_memory", False)
-    with pytest.raises(ConfigError, match="give costs"):
+    object.__setattr__(unknown, "topology", Topology(pp=2, placement=(0, 1, 1, 0)))
+    with pytest.raises(ConfigError, match="a V has no schedule to measure them by: give costs"):
         steps.bind(unknown, DropInSettings())
 
 
