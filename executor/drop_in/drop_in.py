@@ -347,8 +347,8 @@ def _measurement(step: LoopStep, model: _PlannedModel, plan: ExecutionPlan) -> S
     model.num_uncounted_steps += 1
     if model.num_uncounted_steps == 1 and dist.get_rank() == 0:
         print(
-            f"dynapipe: this model's costs are not counted: {STEPS_BEFORE + 1} steps run a sample at a time under 1F1B,"
-            " and costs are measured in the last of them",
+            f"dynapipe: this model's costs are not counted: {STEPS_BEFORE + 1} steps run under 1F1B in micro-batches"
+            " of no more tokens than the longest sample has, and costs are measured in the last of them",
             flush=True,
         )
     if model.num_uncounted_steps <= STEPS_BEFORE:

@@ -106,12 +106,12 @@ def with_measured_costs(
     if dist.get_rank() == 0:  # the others take its numbers, whatever processors they have
         rows = [StageRow(*map(int, row[:3]), *row[3:5], int(row[5])) for _, rows in of_ranks for row in rows]
         static_bytes = max(int(one) for one, _ in of_ranks)
-        fitted = fitted_costs(rows, pipeline.topology.num_stages, longest=longest, static_bytes=static_bytes).to_json()
+        fitted = costs_of_rows(rows, pipeline.topology.num_stages, longest=longest, static_bytes=static_bytes).to_json()
     costs = TokenCosts.from_json(gather_json(fitted, pipeline.device)[0])
     return replace(pipeline, costs=costs, counts_memory=True, recompute=pipeline.recompute or "none")
 
 
-def fitted_costs(rows: Sequence[StageRow], num_stages: int, *, longest: int, static_bytes: int) -> TokenCosts:
+def costs_of_rows(rows: Sequence[StageRow], num_stages: int, *, longest: int, static_bytes: int) -> TokenCosts:
     """From rows of every stage: the slowest stage's polynomial, the others in proportion, and the bytes of the stage
     that keeps most, a position of a sample of `longest`.
 

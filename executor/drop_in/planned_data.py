@@ -206,8 +206,8 @@ def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forwar
 def cautious_planner(
     pipeline: MegatronPipeline, settings: DropInSettings, *, longest: int, forward_only: bool
 ) -> Planner:
-    """For a model whose costs are unknown: micro-batches of no more tokens than the longest sample has, in 1F1B, by
-    which no schedule holds less. Errors: as those of `data_planner`."""
+    """For a model whose costs are unknown: micro-batches of no more tokens than the longest sample has, in 1F1B.
+    Errors: as those of `data_planner`."""
     if pipeline.in_v:
         raise ConfigError(
             "this model's costs are not counted, and a V has no schedule to measure them by: give costs in a script of"

@@ -20,7 +20,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.states import replica_and_expert_parameters
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
-from dynapipe_ext.executor.drop_in.measured_costs import StageRow, fitted_costs
+from dynapipe_ext.executor.drop_in.measured_costs import StageRow, costs_of_rows
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline, _counted, _has_counted_parameters
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, data_planner
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
@@ -135,7 +135,7 @@ def test_a_model_that_is_not_counted_is_measured_in_its_second_step_and_planned_
         assert [known for *_, known in counted_steps] == [True] * 4
         assert [known for *_, known in steps] == [False, True, True, True]  # after the step
         assert all(count > steps[2][1] for _, count, _ in steps[:2])  # then small samples join
-        assert ("this model's costs are not counted: 2 steps run a sample at a time" in said) == (rank == 0)
+        assert ("this model's costs are not counted: 2 steps run under 1F1B" in said) == (rank == 0)
 
 
 def test_costs_are_those_of_the_rows_that_were_measured() -> None:
@@ -153,7 +153,7 @@ def test_costs_are_those_of_the_rows_that_were_measured() -> None:
         for stage in range(2)
         for count, length in shapes
     ]
-    costs = fitted_costs(rows, 2, longest=100, static_bytes=7)
+    costs = costs_of_rows(rows, 2, longest=100, static_bytes=7)
     assert costs.ns_per_token == pytest.approx(4000, abs=2)
     assert costs.ns_per_token_squared == pytest.approx(60, rel=1e-3)
     assert costs.overhead_ns == pytest.approx(100_000, rel=1e-3)
