@@ -104,6 +104,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "split_backward",
         "run backwards in two parts: input gradients first, weight gradients where a rank would wait",
     )
+    _add_data(group)
+    add_rule(
+        "layout",
+        "of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
+    )
+    group.add_argument(
+        "--dynapipe-placement",
+        choices=get_args(MegatronPlacement),
+        help="of the stages where ranks hold several: interleaved as in Megatron-LM (default), or v, down the ranks and"
+        " back up, for two a rank whose layers --pipeline-model-parallel-layout says",
+    )
+    add_rule(
+        "pieces",
+        "run packed samples of more than N tokens in pieces; auto: where that is faster (default: off)",
+    )
+    return parser
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    """Which data are planned, and who plans them."""
     group.add_argument(
         "--dynapipe-data",
         nargs="+",
@@ -136,18 +156,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="a file of mode 600 with the address of a Redis-compatible store and its password: plans are then made"
         " by a process beside the training (or DYNAPIPE_KV_HOST, DYNAPIPE_KV_PORT and DYNAPIPE_STORE_PASSWORD)",
     )
-    add_rule(
-        "layout",
-        "of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
-    )
-    group.add_argument(
-        "--dynapipe-placement",
-        choices=get_args(MegatronPlacement),
-        help="of the stages where ranks hold several: interleaved as in Megatron-LM (default), or v, down the ranks and"
-        " back up, for two a rank whose layers --pipeline-model-parallel-layout says",
-    )
-    add_rule(
-        "pieces",
-        "run packed samples of more than N tokens in pieces; auto: where that is faster (default: off)",
-    )
-    return parser

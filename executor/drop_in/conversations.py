@@ -78,8 +78,8 @@ def kept_conversations(path: str | Path, tokenizer: Any, *, kept_in: Path, share
     is_kept = share.first(
         lambda: _is_kept(folder, file, tokenizer) or _made(partial)
     )  # on this host: others may lack it
-    share.each(lambda: is_kept or _tokenize_share(file, tokenizer, partial, share.place, count))
-    share.first(lambda: is_kept or _join(partial, folder, count, str(file)))
+    share.each(lambda: _tokenize_share(file, tokenizer, partial, share.place, count, is_kept=is_kept))
+    share.first(lambda: _join(partial, folder, count, what=str(file), is_kept=is_kept))
     return TokenDataset.open(folder)
 
 
@@ -126,8 +126,10 @@ def _is_kept(folder: Path, path: Path, tokenizer: Any) -> bool:
     return True
 
 
-def _tokenize_share(path: Path, tokenizer: Any, partial: Path, place: int, count: int) -> None:
+def _tokenize_share(path: Path, tokenizer: Any, partial: Path, place: int, count: int, *, is_kept: bool) -> None:
     """Write this rank's blocks of lines: tokens, targets, and the sizes of the conversations of each block."""
+    if is_kept:
+        return
     sizes: list[list[int]] = []
     with _part(partial, place, "tokens").open("wb") as tokens_file, _part(partial, place, "targets").open("wb") as mask:
         for number, lines in enumerate(_blocks(_read(path))):
@@ -147,8 +149,10 @@ def _part(partial: Path, place: int, name: str) -> Path:
     return partial / f"{place}.{name}"
 
 
-def _join(partial: Path, folder: Path, count: int, what: str) -> None:
+def _join(partial: Path, folder: Path, count: int, *, what: str, is_kept: bool) -> None:
     """One folder of all ranks' blocks, in the order of the file."""
+    if is_kept:
+        return
     sizes = [json.loads(_part(partial, place, "sizes").read_text()) for place in range(count)]
     blocks = [(place, number) for number in range(max(map(len, sizes))) for place in range(count)]
     blocks = [(place, number) for place, number in blocks if number < len(sizes[place])]

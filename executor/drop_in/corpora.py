@@ -19,6 +19,7 @@ from dynapipe_ext.executor.drop_in.conversations import HostShare, kept_conversa
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, steps_taken
 from dynapipe_ext.executor.drop_in.sample_streams import (
     LongSamples,
+    SampleStream,
     end_to_end,
     growing,
     mixture,
@@ -186,7 +187,7 @@ class StepMaker:
     def _eval_size(self) -> int:
         return int(getattr(self.args, "eval_global_batch_size", None) or self.args.global_batch_size)  # from 0.18 on
 
-    def _mixed(self, part: Part, count: int) -> SampleSource:
+    def _mixed(self, part: Part, count: int) -> SampleStream:
         return mixture(part.sources, part.shares, seed=self.args.seed, count=count)
 
     def _bounded(self, part: Part, use: str) -> Part:

@@ -69,6 +69,7 @@ def planned_iterators(
     if is_provided and wishes.data:
         raise ConfigError("--dynapipe-data was given, but the script has a datasets_provider: leave one of them out")
     check_planned_arguments(args, from_path=not is_provided)
+    parts: Sequence[Part | None]
     if is_provided:
         parts = _provided_parts(provider(training.get_train_valid_test_num_samples()))
     else:

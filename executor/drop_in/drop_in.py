@@ -195,7 +195,7 @@ class ForwardBackward:
             step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
         micro_batches, plan = next(iterator)
         timed = None
-        if self._gains is not None and not step.forward_only:
+        if self._gains is not None and args is not None and not step.forward_only:
             timed = self._gains.timed(plan, model.pipeline)
             self._gains.count(steps.last_lengths, model.pipeline, args)
         measured = _measurement(step, model, plan)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
+
+_MOST_STEPS = 10_000  # that are kept for a log, which a loop of another kind may never write
 
 
 class ActionClock:
@@ -51,7 +54,7 @@ class ActionClock:
     def _mark(self) -> Any:
         if not self._on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -161,8 +164,8 @@ class GainLog:
     """Collects the planned steps of a training, and reports each interval of its log."""
 
     def __init__(self) -> None:
-        self._steps: list[StepFigures] = []
-        self._stock: list[tuple[float | None, float | None]] = []
+        self._steps: deque[StepFigures] = deque(maxlen=_MOST_STEPS)
+        self._stock: deque[tuple[float | None, float | None]] = deque(maxlen=_MOST_STEPS)
         self._rows: StockRows | None = None
         self._clock: ActionClock | None = None
         self._untimed: ExecutionPlan | None = None
@@ -186,8 +189,9 @@ class GainLog:
         self._end_step()
         if not self._steps or self._clock is None:
             return ""
-        steps, self._steps = self._steps, []
-        stock, self._stock = self._stock, []
+        steps, stock = list(self._steps), list(self._stock)
+        self._steps.clear()
+        self._stock.clear()
         device = torch.device("cuda", torch.cuda.current_device()) if self._clock._on_cuda else torch.device("cpu")
         ranks = gather_json([step.of_rank for step in steps], device)
         if not stock:

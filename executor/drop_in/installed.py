@@ -76,12 +76,17 @@ def installed(
         _install_router(patches)
         gains = None if training is None else GainLog()
         install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments()), gains))
-        if training is not None and gains is not None:
-            _replace(patches, training, "training_log", log_gains(gains, training))
-            _install_arguments(patches, wishes)
-            _install_placement(patches, wishes, training)
-            _install_data(patches, wishes, training)
+        if gains is not None:
+            _install_loop(patches, wishes, training, gains)
         yield
+
+
+def _install_loop(patches: ExitStack, wishes: Wishes, training: Any, gains: GainLog) -> None:
+    """What Megatron-LM's own training loop calls; `training` is its module."""
+    _replace(patches, training, "training_log", log_gains(gains, training))
+    _install_arguments(patches, wishes)
+    _install_placement(patches, wishes, training)
+    _install_data(patches, wishes, training)
 
 
 def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -> None:

@@ -38,6 +38,11 @@ class StageRow:
     backward_s: float
     stored_bytes: int
 
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> StageRow:
+        stage, tokens, squares, forward_s, backward_s, stored_bytes = numbers
+        return cls(int(stage), int(tokens), int(squares), forward_s, backward_s, int(stored_bytes))
+
     @property
     def numbers(self) -> list[float]:
         return [self.stage, self.tokens, self.squares, self.forward_s, self.backward_s, self.stored_bytes]
@@ -104,7 +109,7 @@ def with_measured_costs(
     of_ranks = gather_json(own, pipeline.device)
     fitted: Any = None
     if dist.get_rank() == 0:  # the others take its numbers, whatever processors they have
-        rows = [StageRow(*map(int, row[:3]), *row[3:5], int(row[5])) for _, rows in of_ranks for row in rows]
+        rows = [StageRow.of_numbers(numbers) for _, rows in of_ranks for numbers in rows]
         static_bytes = max(int(one) for one, _ in of_ranks)
         fitted = costs_of_rows(rows, pipeline.topology.num_stages, longest=longest, static_bytes=static_bytes).to_json()
     costs = TokenCosts.from_json(gather_json(fitted, pipeline.device)[0])

@@ -153,7 +153,7 @@ def _targets(
     targets = np.where(lengths[indices, 2] == lengths[indices, 0], sizes, 0)
     is_part = (sizes < lengths[indices, 0]) & (lengths[indices, 2] < lengths[indices, 0])
     targets[sizes == lengths[indices, 0]] = lengths[indices, 2][sizes == lengths[indices, 0]]
-    last, mask = -1, np.empty(0)
+    last, mask = -1, np.empty(0, np.float32)
     for run in np.flatnonzero(is_part):
         if indices[run] != last:
             last, mask = int(indices[run]), LabelledSample.of(source[int(indices[run])]).loss_mask

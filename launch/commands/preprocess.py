@@ -187,22 +187,13 @@ def _add_output(writing: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
-    if args.json_key is not None:
-        if args.json_keys is not None:
-            raise ConfigError("--json-keys and --json-key both name fields with text: give one of them")
-        args.json_keys = [args.json_key]
+    _take_other_names(args, console)
     if args.lengths_only or any(map(is_indexed, args.input)):
         return _from_index(args, console)
     output = args.output_prefix if args.output is None else args.output
     parts = _parts(args, output)
     files = tuple(file for inputs, _ in parts for file in inputs)
     settings, encoder = chosen_encoding(args, files, console)
-    if (args.partitions or 1) > 1 and not args.keep_sequential_samples:
-        console.print(
-            "note: documents keep the order of the input, as with --keep-sequential-samples; preprocess_data.py would"
-            f" deal them to {args.partitions} partitions in turn",
-            soft_wrap=True,
-        )
     if lost := lost_characters(encoder):
         console.print(
             f"warning: the tokenizer has no token for {', '.join(lost)} and drops such characters without notice"
@@ -244,6 +235,20 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     return 0
+
+
+def _take_other_names(args: argparse.Namespace, console: Console) -> None:
+    """Take what other packages' lines say. Errors: ConfigError."""
+    if args.json_key is not None:
+        if args.json_keys is not None:
+            raise ConfigError("--json-keys and --json-key both name fields with text: give one of them")
+        args.json_keys = [args.json_key]
+    if (args.partitions or 1) > 1 and not args.keep_sequential_samples:
+        console.print(
+            "note: documents keep the order of the input, as with --keep-sequential-samples; preprocess_data.py would"
+            f" deal them to {args.partitions} partitions in turn",
+            soft_wrap=True,
+        )
 
 
 def _note_tasks(tasks: Tasks, outputs: Sequence[str], console: Console) -> None:
