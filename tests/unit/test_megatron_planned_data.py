@@ -36,7 +36,9 @@ from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, batch_once,
 from dynapipe_ext.executor.drop_in.samples import LabelledSample, megatron_arrays, open_samples, split_source
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.proven_step import prove, prove_step
+from dynapipe_ext.executor.store.address import named_store
 from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.schedules.actions import Kind
 from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
@@ -391,6 +393,32 @@ def test_conversations_are_tokenized_once_for_all_ranks_of_a_host_and_kept(tmp_p
     upper, anew = ranks(UpperTokenizer, ["one"] * 2)
     assert sum(anew) == 301
     assert chr(upper[0][6].tokens[-2]) == "X"
+
+
+def test_a_store_is_named_by_a_file_of_ones_own_or_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "store"
+    file.touch(0o600)
+    file.write_text("rediss://:hidden@node0:6380/0\n")
+    for store_of in (named_store, asked_store):
+        store = Wishes(store_of=store_of).settings(Namespace(dynapipe_store=str(file))).store
+        assert store is not None
+        assert (store.url, store.password) == ("rediss://node0:6380/0", "hidden")
+        assert Wishes(store_of=store_of).settings(Namespace()).store is None
+    monkeypatch.setenv("DYNAPIPE_KV_HOST", "node1")
+    monkeypatch.setenv("DYNAPIPE_STORE_PASSWORD", "secret")
+    store = Wishes(store_of=asked_store).settings(Namespace()).store
+    assert store is not None
+    assert store.password == "secret"
+    assert "node1" in store.url
+    Wishes(store_of=asked_store).check_unplanned(Namespace())  # which other runs of a shell that has it may ignore
+    with pytest.raises(ConfigError, match="store was given, but no data are planned"):
+        Wishes().check_unplanned(Namespace(dynapipe_store=str(file)))
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others, who would see the password") as error:
+        Wishes().settings(Namespace(dynapipe_store=str(file)))
+    assert "hidden" not in str(error.value)
 
 
 @settings(max_examples=25)

@@ -194,6 +194,18 @@ def test_small_validation_sets_repeat_each_sample_as_often() -> None:
     assert said == ["the validation data are 6 samples, fewer than a global batch of 8: they repeat"]
 
 
+def test_a_mixture_is_validated_in_its_shares_and_on_after_what_was_consumed() -> None:
+    part = Part((Source([3] * 20), Source([7] * 20)), (1.0, 3.0))
+
+    def validated(consumed: int, num_steps: int) -> list[list[int]]:
+        maker = StepMaker(args=arguments(), wishes=DataWishes(), num_samples=lambda: (72, 40, 16), say=lambda _: None)
+        return _samples(maker.evaluation(part, "validation", consumed), num_steps)
+
+    steps = validated(0, 5)
+    assert Counter(length for step in steps for length in step) == {3: 10, 7: 30}
+    assert validated(24, 2) == steps[3:]
+
+
 @pytest.mark.parametrize("count", [2, 7, 8, 9, 17])
 def test_a_full_validation_takes_each_sample_once(count: int) -> None:
     steps = _maker(arguments()).whole(Part((Source(list(range(1, count + 1))),), (None,)))
