@@ -41,7 +41,8 @@ __all__ = [
 
 if __name__ == "__main__":
     from dynapipe_ext.executor.drop_in.script import main
+    from dynapipe_ext.launch.store import asked_store
 
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], asked_store))
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

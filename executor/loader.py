@@ -125,9 +125,10 @@ class DynaPipeDataLoader:
     Arguments that torch's DataLoader has mean the same; these are new or differ:
 
     planner: plans a global batch; equal on all ranks. batch_size | tokens_per_batch: size of a global batch over all
-    replicas. seed: of the shuffle. sampler: indices of the whole epoch, the same on all ranks (`set_epoch` is called if
-    it has it). coordinates: the place of this rank (default: from torch.distributed). needs_data=False (ranks without
-    embedding or loss): no sample is read, and packed micro-batches have `cu_seqlens` only.
+    replicas; first_sizes: the samples of an epoch's first batches instead. seed: of the shuffle. sampler: indices of
+    the whole epoch, the same on all ranks (`set_epoch` is called if it has it). coordinates: the place of this rank
+    (default: from torch.distributed). needs_data=False (ranks without embedding or loss): no sample is read, and packed
+    micro-batches have `cu_seqlens` only.
     num_workers: planner processes of a node; 0 plans in line. Others need a store: the address of a Redis-compatible
     one, or an open Store. delivery: how their plans reach the ranks, with the limit of waiting for one.
 
@@ -147,6 +148,7 @@ class DynaPipeDataLoader:
         sampler: Iterable[int] | None = None,
         batch_size: int | None = None,
         tokens_per_batch: int | None = None,
+        first_sizes: Sequence[int] = (),
         pin_memory: bool = False,
         drop_last: bool = False,
         shuffle: bool | None = None,
@@ -173,6 +175,7 @@ class DynaPipeDataLoader:
         self._rule = GlobalBatchRule(
             batch_size=batch_size,
             tokens_per_batch=tokens_per_batch,
+            first_sizes=tuple(first_sizes),
             shuffle=bool(shuffle),
             drop_last=drop_last,
             seed=seed,

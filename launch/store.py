@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from dynapipe_ext.errors import ConfigError, StoreError, StoreRefusedError
 from dynapipe_ext.executor.parent_death import before_exec, ends_within
-from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.executor.store.address import StoreAddress, url_in_file
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.wire import MAX_PLAN_BYTES
 from dynapipe_ext.launch.processes.env import kv_store_url, store_password
@@ -382,9 +382,6 @@ def _quoted(path: str) -> str:
     return f'"{escaped}"'
 
 
-_MOST_URL_BYTES = 4096
-
-
 def greet_store(address: StoreAddress, wait_s: float | None = None) -> None:
     """Errors: StoreRefusedError for a store that refuses the password or does not answer. With `wait_s`, one that has
     served this job before is waited for so long: StoreError."""
@@ -411,7 +408,7 @@ def asked_store(flag: str | None, password: str | None = None, *, insecure: bool
 def store_address(url_or_file: str, password: str | None = None, *, insecure: bool = False) -> StoreAddress:
     """The user's own store, by its URL or a file with it. `password` comes from a file or the environment, since others
     can see the command line. `insecure` allows a network without TLS."""
-    url = url_or_file if "://" in url_or_file else _url_in(Path(url_or_file))
+    url = url_or_file if "://" in url_or_file else url_in_file(Path(url_or_file))
     address = StoreAddress.parse(url, password or store_password(), insecure=insecure)
     if missing := [file for file in address.files if not os.access(file, os.R_OK)]:
         raise ConfigError(f"--store names {missing[0]}, which cannot be read here: put it on every machine")
@@ -422,15 +419,3 @@ def store_address(url_or_file: str, password: str | None = None, *, insecure: bo
             file=sys.stderr,
         )
     return address
-
-
-def _url_in(file: Path) -> str:
-    try:
-        with file.open() as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            url = opened.read(_MOST_URL_BYTES).strip()
-    except (OSError, ValueError):
-        raise ConfigError("--store is neither a URL (redis://, rediss://, unix://) nor a file with one") from None
-    if mode & 0o077:
-        raise ConfigError(f"--store {file} can be read by others, who would see the password: chmod 600 {file}")
-    return url

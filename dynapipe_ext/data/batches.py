@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from types import UnionType
 from typing import Any, get_args
 
@@ -67,8 +68,8 @@ class GlobalBatches:
 
     Samples are taken in shuffled order (`permutation`), in index order without `shuffle`, or in a given `order` (a
     sampler's; then `shuffle` and `seed` have no effect). A batch ends after `batch_size` samples, or before the sample
-    that would take it over `tokens_per_batch` real tokens (encoder plus decoder). `drop_last` leaves out the last batch
-    where the data end before it is full.
+    that would take it over `tokens_per_batch` real tokens (encoder plus decoder). The first batches are of
+    `first_sizes` samples instead. `drop_last` leaves out the last batch where the data end before it is full.
 
     lengths: (N,), (N, 2) or (N, 3) as in `lengths.py`. Errors: ConfigError unless exactly one of the two sizes is given
     and positive; DataError for a sample over `tokens_per_batch`, and for an `order` that names an unknown sample, or
@@ -86,6 +87,7 @@ class GlobalBatches:
         *,
         batch_size: int | None = None,
         tokens_per_batch: int | None = None,
+        first_sizes: Sequence[int] = (),
         seed: int,
         epoch: int = 0,
         drop_last: bool = False,
@@ -102,6 +104,8 @@ class GlobalBatches:
         for name, value in (("batch_size", batch_size), ("tokens_per_batch", tokens_per_batch)):
             if value is not None:
                 check_integer(name, value, least=1)
+        if first_sizes and (batch_size is None or min(first_sizes) < 1):
+            raise ConfigError(f"first_sizes {short(first_sizes)} must be positive, and go with batch_size alone")
 
         self.seed, self.epoch = seed, epoch
         if order is not None:
@@ -111,7 +115,7 @@ class GlobalBatches:
         else:
             self._order = np.arange(len(table), dtype=np.int64)
         tokens = (table[:, 0] + table[:, 1])[self._order]
-        self._starts = _borders(tokens, self._order, batch_size, tokens_per_batch, drop_last=drop_last)
+        self._starts = _borders(tokens, self._order, batch_size, tokens_per_batch, first_sizes, drop_last=drop_last)
         self.num_samples = int(self._starts[-1])
         if order is not None:
             self._refuse_repeats(len(table))
@@ -123,6 +127,11 @@ class GlobalBatches:
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} is outside of the {len(self)} global batches of epoch {self.epoch}")
         return tuple(self._order[self._starts[step] : self._starts[step + 1]].tolist())
+
+    @property
+    def least_samples(self) -> int:
+        """Samples of the smallest batch."""
+        return int(np.diff(self._starts).min())
 
     def _refuse_repeats(self, num_indices: int) -> None:
         steps = np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self._starts))
@@ -140,14 +149,17 @@ def _borders(
     order: npt.NDArray[np.int64],
     batch_size: int | None,
     tokens_per_batch: int | None,
+    first_sizes: Sequence[int] = (),
     *,
     drop_last: bool,
 ) -> npt.NDArray[np.int64]:
     """The first place of every batch in `order`, and the end of the last batch."""
     if tokens_per_batch is None:
         assert batch_size is not None
-        starts = list(range(0, len(order), batch_size))
-        last_is_full = len(order) % batch_size == 0
+        first = [0, *accumulate(first_sizes)]
+        starts = [*first[:-1], *range(first[-1], len(order), batch_size)]
+        starts = starts[: bisect_left(starts, len(order))]
+        last_is_full = len(order) == (first[len(starts)] if len(starts) < len(first) else starts[-1] + batch_size)
     else:
         _refuse_too_long(tokens, order, tokens_per_batch)
         starts = _budget_starts(tokens, tokens_per_batch)
@@ -373,19 +385,21 @@ class StepPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatchRule:
-    """How an epoch is cut into global batches; exactly one of the two sizes is set. See `GlobalBatches`."""
+    """How an epoch is cut into global batches; `batch_size` or `tokens_per_batch` is set. See `GlobalBatches`."""
 
     batch_size: int | None = None
     tokens_per_batch: int | None = None
     shuffle: bool = False
     drop_last: bool = False
     seed: int = 0
+    first_sizes: tuple[int, ...] = ()
 
     def batches(self, lengths: LengthArray, epoch: int, order: SampleOrder | None = None) -> GlobalBatches:
         return GlobalBatches(
             lengths,
             batch_size=self.batch_size,
             tokens_per_batch=self.tokens_per_batch,
+            first_sizes=self.first_sizes,
             seed=self.seed,
             epoch=epoch,
             drop_last=self.drop_last,
@@ -394,7 +408,12 @@ class GlobalBatchRule:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """As `from_json` reads it; `first_sizes` only where there are some, as states of before have none."""
+        return {name: value for name, value in asdict(self).items() if name != "first_sizes" or value}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> GlobalBatchRule:
+        return cls(**{**raw, "first_sizes": tuple(raw.get("first_sizes", ()))})
 
 
 def step_positions(

@@ -72,9 +72,9 @@ _LATER = (
     "shared_expert_gate", "full_attention_every", "local_rope_theta", "query_pre_attn_scalar", "attention_softcap",
     "logit_softcap", "scaled_embedding", "latent", "num_dense_layers", "dense_ffn_hidden_size", "router_score",
     "router_bias", "router_num_groups", "router_group_topk", "router_scale", "rotary_dim", "rotary_interleaved",
-    "no_rope_every", "attention_sinks", "gate_clamp", "up_offset", "embedding_scale", "residual_scale", "score_scale",
-    "logit_divisor", "experts_every", "router_on_inputs", "attention_chunk", "qk_unit_norm", "temperature_floor",
-    "temperature_scale",
+    "no_rope_every", "dense_layers", "attention_sinks", "gate_clamp", "up_offset", "embedding_scale", "residual_scale",
+    "score_scale", "logit_divisor", "experts_every", "router_on_inputs", "attention_chunk", "qk_unit_norm",
+    "temperature_floor", "temperature_scale",
 )  # fmt: skip
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
@@ -95,8 +95,8 @@ class Architecture:
     multiplies them. With `router_num_groups` the router takes experts from the best `router_group_topk` groups.
     `router_bias` adds a bias, which is no parameter, where the router chooses, but not to the weights. A shared expert
     of `shared_ffn_hidden_size` sees every token; `shared_expert_gate` multiplies its output by a sigmoid. The first
-    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead; or all but every `experts_every`-th layer
-    (0: none). With `router_on_inputs` a weight multiplies what enters its expert, not what comes out.
+    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead, or the layers `dense_layers`, or all
+    but every `experts_every`-th. With `router_on_inputs` a weight multiplies what enters its expert, not its output.
 
     Attention: `qk_norm` normalises queries and keys, each head alone or all together (`qk_norm_whole`). With `latent`
     attention is multi-head latent attention, and `head_dim` is the width of a query. A position sees
@@ -175,6 +175,7 @@ class Architecture:
     latent: LatentAttention | None = None
     num_dense_layers: int = 0
     dense_ffn_hidden_size: int = 0
+    dense_layers: tuple[int, ...] = ()
     router_score: RouterScore = "softmax"
     router_bias: bool = False
     router_num_groups: int = 0
@@ -295,6 +296,8 @@ class Architecture:
                 parts["rope_scaling"] = kinds.get(scaling["kind"], RopeScaling)(**{**scaling, **lists})
             if (latent := raw.get("latent")) is not None:
                 parts["latent"] = LatentAttention(**latent)
+            if (dense := raw.get("dense_layers")) is not None:
+                parts["dense_layers"] = tuple(dense)
             return cls(**{**raw, **parts})
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"a model's description cannot be read ({error}): it is of another version") from error
@@ -432,8 +435,8 @@ class Architecture:
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of a layer (from 0) is a mixture."""
-        every = self.experts_every
-        return bool(self.num_experts) and layer >= self.num_dense_layers and not (every and (layer + 1) % every)
+        is_dense = layer < self.num_dense_layers or layer in self.dense_layers
+        return bool(self.num_experts) and not is_dense and not (self.experts_every and (layer + 1) % self.experts_every)
 
     def turns(self, layer: int) -> bool:
         """Whether a layer (from 0) turns its queries and keys by their positions."""
@@ -520,7 +523,7 @@ def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, Sequenc
     a = architecture
     if not a.dense_ffn_hidden_size:
         return ((a, range(a.num_layers)),)
-    experts = replace(a, num_dense_layers=0, experts_every=0, dense_ffn_hidden_size=0)
+    experts = replace(a, num_dense_layers=0, experts_every=0, dense_layers=(), dense_ffn_hidden_size=0)
     dense = replace(
         experts,
         ffn_hidden_size=a.dense_ffn_hidden_size,
@@ -567,16 +570,22 @@ def check_experts(a: Architecture) -> None:
             f" {a.shared_expert_gate} with num_experts {a.num_experts}: a gate needs a shared expert, which"
             " needs a mixture"
         )
-    dense, width, every = a.num_dense_layers, a.dense_ffn_hidden_size, a.experts_every
+    dense, width, every = a.num_dense_layers or len(a.dense_layers), a.dense_ffn_hidden_size, a.experts_every
     if every and not (1 < every <= a.num_layers and not dense):
         raise ConfigError(
-            f"experts_every is {every} of {a.num_layers} layers, {dense} of them dense before others: give 2 to the"
-            " number of layers, and no num_dense_layers"
+            f"experts_every is {every} of {a.num_layers} layers, {dense} of them dense otherwise: give 2 to the"
+            " number of layers, and neither num_dense_layers nor dense_layers"
+        )
+    in_order = sorted({*a.dense_layers} & {*range(a.num_layers)})
+    if a.dense_layers and (a.num_dense_layers or in_order != [*a.dense_layers]):
+        raise ConfigError(
+            f"dense_layers is {short(a.dense_layers)} of {a.num_layers} layers, with num_dense_layers"
+            f" {a.num_dense_layers}: give ascending numbers of layers, or how many come first"
         )
     if not 0 <= dense < a.num_layers or (dense + every > 0) != (width > 0) or (width and not a.num_experts):
         raise ConfigError(
             f"num_dense_layers is {dense} of {a.num_layers} layers, dense_ffn_hidden_size {width}, num_experts"
-            f" {a.num_experts}: dense layers come before layers with experts, and need a width of their own"
+            f" {a.num_experts}: dense layers stand beside layers with experts, and need a width of their own"
         )
     groups, best = a.router_num_groups, a.router_group_topk
     if (groups or best) and not (

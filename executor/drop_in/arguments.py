@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,10 +12,12 @@ from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.corpora import DataWishes
 from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
+from dynapipe_ext.executor.drop_in.sample_streams import LongSamples
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
-from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.executor.store.address import StoreAddress, named_store
 from dynapipe_ext.settings.declared import declared
 from dynapipe_ext.settings.tables import PlanSettings, TopologySettings
 
@@ -30,8 +33,12 @@ class Wishes:
     placement: MegatronPlacement | None = None
     pieces: Pieces | None = None
     width: Literal["auto"] | int | None = None
-    data: str | Path | None = None
-    store: str | StoreAddress | None = None  # no argument has it: its password would be seen by all
+    data: str | Path | Sequence[str | Path] | None = None
+    valid_data: Sequence[str | Path] | None = None
+    long_samples: LongSamples | None = None
+    tokens_per_batch: int | None = None
+    store: str | StoreAddress | None = None
+    store_of: Callable[[str | None], StoreAddress | None] = named_store
     shape_of: ShapeOf | None = None
 
     def wish(self, args: Any, name: str) -> Any:
@@ -49,16 +56,33 @@ class Wishes:
             wishes["timeout_s"] = 60.0 * minutes
         return DropInSettings(
             costs=read_cost_file(costs) if isinstance(costs, str | Path) else costs,
-            store=StoreAddress.parse(self.store) if isinstance(self.store, str) else self.store,
+            store=self._store(args),
             shape_of=self.shape_of,
             **wishes,
         )
 
+    def data_wishes(self, args: Any) -> DataWishes:
+        """What planned data are to be."""
+        names = {name: self.wish(args, name) for name in ("data", "valid_data")}
+        lists = {name: (value,) if isinstance(value, str | Path) else value or () for name, value in names.items()}
+        return DataWishes(
+            **{name: tuple(map(str, values)) for name, values in lists.items()},
+            long_samples=self.wish(args, "long_samples"),
+            tokens_per_batch=self.wish(args, "tokens_per_batch"),
+        )
+
+    def _store(self, args: Any) -> StoreAddress | None:
+        if self.store is None:
+            return self.store_of(getattr(args, "dynapipe_store", None))
+        return StoreAddress.parse(self.store) if isinstance(self.store, str) else self.store
+
     def check_unplanned(self, args: Any) -> None:
         """Refuse what data of one length would silently ignore. Errors: ConfigError."""
         wishes = {name: self.wish(args, name) for name in ("layout", "pieces", "width")}
+        wishes |= {name: self.wish(args, name) for name in ("valid_data", "long_samples", "tokens_per_batch")}
         ignored = [f"{name} is {value!r}" for name, value in wishes.items() if value not in (None, "padded", "off", 1)]
-        ignored += ["store was given"] * (self.store is not None)
+        has_store = self.store is not None or getattr(args, "dynapipe_store", None) is not None
+        ignored += ["store was given"] * has_store
         if ignored:
             raise ConfigError(
                 f"{' and '.join(ignored)}, but no data are planned: give --dynapipe-data or a datasets_provider, or"
@@ -81,12 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "split_backward",
         "run backwards in two parts: input gradients first, weight gradients where a rank would wait",
     )
-    group.add_argument(
-        "--dynapipe-data",
-        metavar="PATH",
-        help="samples of uneven length, cut into planned micro-batches: a folder that `dynapipe preprocess` wrote,"
-        " Megatron's .bin/.idx (a sample a document), or with --sft JSON lines of messages; divided by --split",
-    )
+    _add_data(group)
     add_rule(
         "layout",
         "of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
@@ -108,3 +127,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         " many as are fastest for each step (default: 1)",
     )
     return parser
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    """Which data are planned, and who plans them."""
+    group.add_argument(
+        "--dynapipe-data",
+        nargs="+",
+        metavar="PATH",
+        help="samples of uneven length, cut into planned micro-batches: a folder that `dynapipe preprocess` wrote,"
+        " Megatron's .bin/.idx (a sample a document), or with --sft JSON lines of messages; divided by --split;"
+        " several are mixed, by the weights before them (0.5 A 0.5 B) or by their numbers of samples",
+    )
+    group.add_argument(
+        "--dynapipe-valid-data",
+        nargs="+",
+        metavar="PATH",
+        help="to validate on instead of a part by --split; with --multiple-validation-sets each is a set",
+    )
+    group.add_argument(
+        "--dynapipe-long-samples",
+        choices=get_args(LongSamples),
+        help="what becomes of samples of more than --seq-length positions: refused (default), truncated (default of"
+        " --sft), or cut into chunks that are samples of their own",
+    )
+    group.add_argument(
+        "--dynapipe-tokens-per-batch",
+        type=int,
+        metavar="N",
+        help="steps of at most N tokens instead of --global-batch-size samples, which is what the loop still counts",
+    )
+    group.add_argument(
+        "--dynapipe-store",
+        metavar="FILE",
+        help="a file of mode 600 with the address of a Redis-compatible store and its password: plans are then made"
+        " by a process beside the training (or DYNAPIPE_KV_HOST, DYNAPIPE_KV_PORT and DYNAPIPE_STORE_PASSWORD)",
+    )

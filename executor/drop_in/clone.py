@@ -36,13 +36,15 @@ class EntryPoint:
     """A function of Megatron-LM, and the parameters that this package relies on.
 
     Where this package replaces the function, Megatron may call it with any of its parameters: it must have no others.
-    Where this package calls the function, it must have all of these, and others only with defaults.
+    Where this package calls the function, it must have all of these, and others only with defaults. Where it hands on
+    what the function is called with (`wrapped`), it must have all of these.
     """
 
     file: str
     name: str
     parameters: frozenset[str] = frozenset()
     replaced: bool = False
+    wrapped: bool = False
 
     def misfit(self, actual: ast.arguments) -> str:
         """How the parameters in the clone's source differ from what is needed; empty where they fit."""
@@ -50,7 +52,8 @@ class EntryPoint:
         if self.replaced:
             others, missing = names - self.parameters, frozenset[str]()
         else:
-            others, missing = required - self.parameters, self.parameters - names
+            others = frozenset[str]() if self.wrapped else required - self.parameters
+            missing = self.parameters - names
         faults = {"takes": others, "does not take": missing}
         return ", ".join(f"{verb} {' and '.join(sorted(names))}" for verb, names in faults.items() if names)
 
@@ -84,6 +87,7 @@ ENTRY_POINTS = (
     EntryPoint(_TRAINING, "get_model", _named("model_provider_func")),
     EntryPoint(_TRAINING, "num_floating_point_operations", _named("args", "batch_size")),
     EntryPoint(_TRAINING, "get_train_valid_test_num_samples"),
+    EntryPoint(_TRAINING, "training_log", _named("iteration"), wrapped=True),
 )
 
 

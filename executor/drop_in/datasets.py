@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.corpora import USES, DataWishes, Part, StepMaker, opened_parts
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
 from dynapipe_ext.executor.drop_in.refusals import check_planned_arguments
-from dynapipe_ext.executor.drop_in.samples import SampleSource, check_longest, open_samples, split_source
+from dynapipe_ext.executor.drop_in.sample_streams import of_bounded_length
 
-Sources = Sequence[SampleSource | None]  # to train on, to validate on, to test on
-_USES = ("training", "validation", "test")
+Sources = Sequence[Any]  # to train on, to validate on (one source, or a list of several), to test on
 
 
 class PlannedDatasets:
@@ -31,7 +31,11 @@ class PlannedDatasets:
 
     def __call__(self, num_samples: Sequence[int], vp_stage: int | None = None) -> Sources:
         sources = self._provider(num_samples)
-        for use, source in zip(_USES, sources, strict=True):
+        several = [
+            source if isinstance(source, list | tuple) and use == "validation" else [source]
+            for use, source in zip(USES, sources, strict=True)
+        ]
+        for use, source in ((use, one) for use, ones in zip(USES, several, strict=True) for one in ones):
             if source is not None and not hasattr(source, "lengths"):
                 raise ConfigError(
                     f"the {use} data set is a {type(source).__name__} without `lengths`: give an integer array with the"
@@ -45,66 +49,100 @@ def datasets_provider(provider: Callable[..., Sources]) -> PlannedDatasets:
     return PlannedDatasets(provider)
 
 
+PlannedIterators = tuple[PlannedSteps | None, PlannedSteps | list[PlannedSteps] | None, PlannedSteps | None]
+
+
 def planned_iterators(
-    provider: Any, args: Any, path: str | None, training: Any
-) -> tuple[PlannedSteps | None, ...] | None:
-    """For training, validation and test; None where the script's data are Megatron's own. `training` is Megatron-LM's
-    module of that name.
+    provider: Any, args: Any, wishes: DataWishes, training: Any, say: Callable[[str], None] = print
+) -> PlannedIterators | None:
+    """For training, validation (a list where there are several sets) and test; None where the script's data are
+    Megatron's own. `training` is Megatron-LM's module of that name.
 
     `args` are Megatron-LM's: of the samples that they say were consumed, none comes again. Their do_train, do_valid
-    and do_test are set. Errors: ConfigError, DataError.
+    and do_test are set, and with --full-validation eval_iters. Errors: ConfigError, DataError.
     """
     while isinstance(provider, functools.partial):
         provider = provider.func
-    if not isinstance(provider, PlannedDatasets):
-        if path is None:
-            return None
-        sources: Sources = split_source(_opened(path, args, training), args.split)
-    elif path is not None:
+    is_provided = isinstance(provider, PlannedDatasets)
+    if not is_provided and not wishes.data:
+        return None
+    if is_provided and wishes.data:
         raise ConfigError("--dynapipe-data was given, but the script has a datasets_provider: leave one of them out")
+    check_planned_arguments(args, from_path=not is_provided)
+    parts: Sequence[Part | None]
+    if is_provided:
+        parts = _provided_parts(provider(training.get_train_valid_test_num_samples()))
     else:
-        sources = provider(training.get_train_valid_test_num_samples())
-    check_planned_arguments(args, from_path=path is not None)
-    if path is not None:
-        check_parts(sources, args)
-    train, valid, test = sources
+        parts = opened_parts(wishes, args, training.get_tokenizer() if args.sft else None)
+        check_training_part(parts, args)
     if not args.consumed_train_samples and args.iteration:  # a checkpoint that does not say, as Megatron-LM takes it
         args.consumed_train_samples = args.iteration * args.global_batch_size
-    consumed_valid_samples = 0 if args.skip_train else args.consumed_valid_samples
-    args.do_train = int(train is not None and not args.skip_train and args.train_iters > 0)
-    args.do_valid = int(valid is not None and args.eval_iters > 0)
-    args.do_test = int(test is not None and args.eval_iters > 0)
-    return (
-        _steps(train, args, "training", args.consumed_train_samples) if args.do_train else None,
-        _steps(valid, args, "validation", consumed_valid_samples, forward_only=True) if args.do_valid else None,
-        _steps(test, args, "test", 0, forward_only=True) if args.do_test else None,
+    maker = StepMaker(
+        args=args, wishes=wishes, num_samples=lambda: training.get_train_valid_test_num_samples(), say=say
     )
+    return _steps_of_uses(parts, maker)
 
 
-def check_data_at_start(path: str, args: Any) -> None:
+def _provided_parts(sources: Sources) -> list[Part | None]:
+    lists = [list(one) if isinstance(one, list | tuple) else [one] for one in sources]
+    held = [tuple(source for source in ones if source is not None) for ones in lists]
+    return [Part(ones, (None,) * len(ones)) if ones else None for ones in held]
+
+
+def _steps_of_uses(parts: Sequence[Part | None], maker: StepMaker) -> PlannedIterators:
+    train, valid, test = parts
+    args = maker.args
+    is_full, are_several = (
+        bool(getattr(args, name, False)) for name in ("full_validation", "multiple_validation_sets")
+    )
+    uses_parts = args.eval_iters > 0 or is_full
+    args.do_train = int(train is not None and not args.skip_train and args.train_iters > 0)
+    args.do_valid = int(valid is not None and uses_parts)
+    args.do_test = int(test is not None and uses_parts and not are_several)
+    if test is not None and are_several:
+        maker.say("the test data are left out: Megatron-LM has no test with --multiple-validation-sets")
+    train_steps = maker.training(train) if train is not None and args.do_train else None
+    valid_steps: PlannedSteps | list[PlannedSteps] | None = None
+    if valid is not None and args.do_valid:
+        if are_several:
+            valid_steps = [maker.whole(Part((source,), (None,))) for source in valid.sources]
+            args.eval_iters = [len(steps) for steps in valid_steps]
+        elif is_full:
+            valid_steps = maker.whole(valid)
+            # Of one set Megatron-LM 0.16 loses the number of steps after the first time; this number it keeps.
+            args.eval_iters, args.full_validation = len(valid_steps), False
+        else:
+            consumed = 0 if args.skip_train else args.consumed_valid_samples
+            valid_steps = maker.evaluation(valid, "validation", consumed)
+    test_steps = maker.evaluation(test, "test", 0) if test is not None and args.do_test else None
+    return train_steps, valid_steps, test_steps
+
+
+def check_data_at_start(wishes: DataWishes, args: Any) -> None:
     """What Megatron-LM would find only once the model is built, as far as its arguments say enough by now: they may
     leave the global batch to the ranks, and conversations need its tokenizer. Errors: ConfigError, DataError."""
+    wishes.check(args)
     if args.sft or not args.global_batch_size:
         return
-    check_parts(split_source(open_samples(path, max_positions=args.seq_length), args.split), args)
+    parts = opened_parts(wishes, args, None)
+    check_training_part(parts, args)
+    how = wishes.long_samples or "refuse"
+    for use, part in zip(USES, parts, strict=True):
+        for source in part.sources if part is not None and how == "refuse" else ():
+            of_bounded_length(source, args.seq_length, long_samples=how, what=f"{use} data")
 
 
-def check_parts(sources: Sources, args: Any) -> None:
-    """Errors: ConfigError naming a part by --split that is used and does not fill one global batch."""
+def check_training_part(parts: Sequence[Part | None], args: Any) -> None:
+    """Errors: ConfigError for training data that do not fill one global batch."""
+    size, needed = 0 if parts[0] is None else len(parts[0]), args.global_batch_size
     weights = [float(word) for word in (args.split or "1").replace("/", ",").split(",") if word.strip()]
-    total = sum(len(source) for source in sources if source is not None)
-    uses_part = (not args.skip_train, args.eval_iters > 0, args.eval_iters > 0)
-    for use, source, weight, is_used in zip(_USES, sources, [*weights, 0.0, 0.0][:3], uses_part, strict=True):
-        own_size = getattr(args, "eval_global_batch_size", None) if use != "training" else None
-        needed, size = own_size or args.global_batch_size, 0 if source is None else len(source)
-        is_left_out = source is None and use != "training"  # as stock leaves out a part that rounds to nothing
-        if not (is_used and weight) or size >= needed or is_left_out:
-            continue
-        instead = "lower --global-batch-size" if use == "training" else "give it the weight 0, or --eval-iters 0"
-        raise ConfigError(
-            f"--split {args.split or '1'} leaves the {use} data {size:,} of {total:,} samples, fewer than a global"
-            f" batch of {needed:,}: raise its weight, or {instead}"
-        )
+    if args.skip_train or not weights[0] or size >= needed:
+        return
+    total = sum(len(part) for part in parts if part is not None)
+    raise ConfigError(
+        f"--split {args.split or '1'} leaves the training data {size:,} of {total:,} samples, fewer than a global batch"
+        f" of {needed:,}: raise its weight, or lower --global-batch-size"
+    )
 
 
 def real_flops(original: Callable[[Any, int], float], steps: PlannedSteps, args: Any, batch_size: int) -> float:
@@ -115,36 +153,4 @@ def real_flops(original: Callable[[Any, int], float], steps: PlannedSteps, args:
         own = copy.copy(args)
         own.seq_length = length
         total += original(own, count)
-    return total * batch_size / lengths.total()
-
-
-def _opened(path: str, args: Any, training: Any) -> SampleSource:
-    tokenizer = training.get_tokenizer() if args.sft else None
-    source = open_samples(path, tokenizer=tokenizer, max_positions=args.seq_length, sft=args.sft)
-    vocab_size = getattr(source, "vocab_size", 0)
-    if vocab_size > args.padded_vocab_size:  # tensor parallel ranks would embed the others as zeros, and say nothing
-        raise DataError(
-            f"{path} has tokens of a vocabulary of {vocab_size}, but the model's has {args.padded_vocab_size}: give the"
-            " tokenizer (or --vocab-size) that it was prepared with"
-        )
-    return source
-
-
-def _steps(
-    source: SampleSource | None, args: Any, use: str, consumed_samples: int, *, forward_only: bool = False
-) -> PlannedSteps:
-    assert source is not None
-    check_longest(source, args.seq_length, what=f"{use} data")
-    own_size = getattr(args, "eval_global_batch_size", None) if forward_only else None  # from 0.18 on
-    try:
-        return PlannedSteps(
-            source,
-            batch_size=own_size or args.global_batch_size,
-            seed=args.seed,
-            consumed_samples=consumed_samples,
-            forward_only=forward_only,
-        )
-    except ConfigError as error:
-        raise ConfigError(
-            f"{use} data of {len(source)} samples: {error} (or change --split or --eval-iters)"
-        ) from error
+    return total * batch_size / steps.last_count

@@ -28,6 +28,7 @@ from dynapipe_ext.executor.drop_in.forward_step import (
     LoopStep,
     MicroBatchShapes,
 )
+from dynapipe_ext.executor.drop_in.gains import GainLog
 from dynapipe_ext.executor.drop_in.given_micro_batches import (
     GivenPlanner,
     GivenShapes,
@@ -36,6 +37,7 @@ from dynapipe_ext.executor.drop_in.given_micro_batches import (
 )
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients, check_sync
 from dynapipe_ext.executor.drop_in.groups import groups_of_call, ranks_in_groups
+from dynapipe_ext.executor.drop_in.measured_costs import STEPS_BEFORE, StepMeasurement, with_measured_costs
 from dynapipe_ext.executor.drop_in.megatron_lm import (
     check_collects,
     check_collects_planned,
@@ -72,6 +74,7 @@ class _PlannedModel:
     plans: dict[GivenShapes, ExecutionPlan] = field(default_factory=dict)  # the latest
     around: Around | None = None  # of planned data's micro-batches
     joined: Joined = field(default_factory=dict)  # the ranks that planned data may join, by width
+    num_uncounted_steps: int = 0  # of planned data, before its costs were measured
 
 
 class ForwardBackward:
@@ -80,8 +83,8 @@ class ForwardBackward:
     It keeps, for each model it has seen, its process groups and plans.
     """
 
-    def __init__(self, settings: DropInSettings | None = None) -> None:
-        self.settings = settings or DropInSettings()
+    def __init__(self, settings: DropInSettings | None = None, gains: GainLog | None = None) -> None:
+        self.settings, self._gains = settings or DropInSettings(), gains
         self._models: WeakKeyDictionary[Any, _PlannedModel] = WeakKeyDictionary()
         self._asked: tuple[int | None, int | None] | None = None
 
@@ -198,7 +201,21 @@ class ForwardBackward:
         if model.pipeline.topology.dp > 1 and not any(model.pipeline.replica_collectives.of_micro_batches):
             step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
         micro_batches, plan = next(iterator)
-        reports = _run(step, model, plan, micro_batches, lambda _, __, batch: batch_once(batch), around=model.around)
+        timed = None
+        if self._gains is not None and args is not None and not step.forward_only:
+            timed = self._gains.timed(plan, model.pipeline)
+            self._gains.count(steps.last_lengths, model.pipeline, args)
+        measured = _measurement(step, model, plan)
+        seen = _Seen(timed=timed, measured=measured)
+        reports = _run(
+            step, model, plan, micro_batches, lambda _, __, batch: batch_once(batch), around=model.around, seen=seen
+        )
+        if measured is not None:
+            num_parameters = sum(p.numel() for chunk in step.chunks for p in chunk.parameters())
+            model.pipeline = with_measured_costs(
+                model.pipeline, measured, longest=steps.longest, num_parameters=num_parameters
+            )
+            steps.plan_with(model.pipeline, settings)
         if step.config.num_moe_experts and not step.forward_only and micro_batches:
             rescale_router_losses(step.num_micro_batches / len(micro_batches))
         if step.forward_only and getattr(args, "sft", False):
@@ -314,6 +331,38 @@ def _as_planned(chunks: Sequence[Any], pipeline: MegatronPipeline, *, restarts_a
     return around
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """Who sees the actions of a step: the log's clock, and what measures costs."""
+
+    timed: Callable[[str], Any] | None = None
+    measured: StepMeasurement | None = None
+
+    def executor(self, stage: ForwardStepStage, pipeline: MegatronPipeline) -> PipelineExecutor:
+        if self.measured is None:
+            return PipelineExecutor(stage, pipeline.transport, ranges=self.timed)
+        stage.measure_bytes()
+        return PipelineExecutor(
+            stage, pipeline.transport, ranges=self.timed, recorder=self.measured, clock=self.measured.clock
+        )
+
+
+def _measurement(step: LoopStep, model: _PlannedModel, plan: ExecutionPlan) -> StepMeasurement | None:
+    """Of the step that is to be measured: the first one after those that begin, of a model that is not counted."""
+    if model.pipeline.counts_memory or step.forward_only:
+        return None
+    model.num_uncounted_steps += 1
+    if model.num_uncounted_steps == 1 and dist.get_rank() == 0:
+        print(
+            f"dynapipe: this model's costs are not counted: {STEPS_BEFORE + 1} steps run under 1F1B in micro-batches"
+            " of no more tokens than the longest sample has, and costs are measured in the last of them",
+            flush=True,
+        )
+    if model.num_uncounted_steps <= STEPS_BEFORE:
+        return None
+    return StepMeasurement(plan, model.pipeline.device)
+
+
 def _run(
     step: LoopStep,
     model: _PlannedModel,
@@ -322,13 +371,15 @@ def _run(
     data: BatchIterator,
     *,
     around: Around = lambda *_: nullcontext(),
+    seen: _Seen | None = None,
 ) -> list[Any]:
     pipeline = model.pipeline
     with StepGradients(
         step.chunks, step.config, model.groups, force_all_reduce=step.force_all_reduce, in_v=pipeline.in_v
     ) as gradients:
         stage = ForwardStepStage(step, gradients, data, around, model.joined)
-        PipelineExecutor(stage, pipeline.transport).execute(plan, micro_batches)
+        executor = (seen or _Seen()).executor(stage, pipeline)
+        executor.execute(plan, micro_batches)
     return sent_to_last_rank(stage.reports, pipeline.topology, pipeline.coordinates, pipeline.device)
 
 

@@ -90,6 +90,10 @@ class ForwardStepStage:
         self._reports: dict[int, list[Any]] = {}
         self._num_tokens: dict[int, torch.Tensor] = {}
 
+    def measure_bytes(self) -> None:
+        """Count what forwards keep (`held_bytes`), by hooks that cost some time."""
+        self._runner.measure_bytes = True
+
     @property
     def reports(self) -> list[Any]:
         return [report for _, reports in sorted(self._reports.items()) for report in reports]

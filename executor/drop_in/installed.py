@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
+
+import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.model import CostModel
@@ -17,12 +19,14 @@ from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.drop_in.datasets import check_data_at_start, planned_iterators, real_flops
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
 from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
+from dynapipe_ext.executor.drop_in.gains import GainLog, log_gains
 from dynapipe_ext.executor.drop_in.megatron_lm import parsed_arguments, training_loop
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.drop_in.placement import as_interleaved, check_placement, placed
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
-from dynapipe_ext.executor.drop_in.refusals import check_arguments, check_counted
-from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.executor.drop_in.refusals import check_arguments
+from dynapipe_ext.executor.drop_in.sample_streams import LongSamples
+from dynapipe_ext.executor.store.address import StoreAddress, named_store
 
 
 @contextmanager
@@ -31,20 +35,25 @@ def installed(
     costs: CostModel | str | Path | None = None,
     memory_limit_gb: float | None = None,
     split_backward: bool | None = None,
-    data: str | Path | None = None,
+    data: str | Path | Sequence[str | Path] | None = None,
+    valid_data: Sequence[str | Path] | None = None,
+    long_samples: LongSamples | None = None,
+    tokens_per_batch: int | None = None,
     layout: Layout | None = None,
     placement: MegatronPlacement | None = None,
     pieces: Pieces | None = None,
     width: Literal["auto"] | int | None = None,
     store: str | StoreAddress | None = None,
+    store_of: Callable[[str | None], StoreAddress | None] = named_store,
     shape_of: ShapeOf | None = None,
 ) -> Iterator[None]:
     """Within: Megatron's training loops run planned schedules; on exit all is as before.
 
     What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
     With a `store` (the address of a Redis-compatible one, with its password) a process of the first rank plans the next
-    steps of planned data while ranks train. Under `variable_seq_lengths`, `shape_of` says the rows and length of what
-    the loop's data iterator yields; without, its `forward_step` is asked.
+    steps of planned data while ranks train; `store_of` makes an address of what --dynapipe-store says. Under
+    `variable_seq_lengths`, `shape_of` says the rows and length of what the loop's data iterator yields; without, its
+    `forward_step` is asked.
     Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
     """
     wishes = Wishes(
@@ -52,23 +61,34 @@ def installed(
         memory_limit_gb=memory_limit_gb,
         split_backward=split_backward,
         data=data,
+        valid_data=valid_data,
+        long_samples=long_samples,
+        tokens_per_batch=tokens_per_batch,
         layout=layout,
         placement=placement,
         pieces=pieces,
         width=width,
         store=store,
+        store_of=store_of,
         shape_of=shape_of,
     )
     training = training_loop()  # before all names of what is replaced are looked for
     with ExitStack() as patches:
         _install_norm(patches)
         _install_router(patches)
-        install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
-        if training is not None:
-            _install_arguments(patches, wishes)
-            _install_placement(patches, wishes, training)
-            _install_data(patches, wishes, training)
+        gains = None if training is None else GainLog()
+        install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments()), gains))
+        if gains is not None:
+            _install_loop(patches, wishes, training, gains)
         yield
+
+
+def _install_loop(patches: ExitStack, wishes: Wishes, training: Any, gains: GainLog) -> None:
+    """What Megatron-LM's own training loop calls; `training` is its module."""
+    _replace(patches, training, "training_log", log_gains(gains, training))
+    _install_arguments(patches, wishes)
+    _install_placement(patches, wishes, training)
+    _install_data(patches, wishes, training)
 
 
 def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -> None:
@@ -129,11 +149,9 @@ def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
 
         args = original(provide, *others, **keywords)
         check_arguments(args)
-        settings = wishes.settings(args)  # what is wrong with them is said now, not at the first step
-        if (path := wishes.wish(args, "data")) is not None:
-            if settings.costs is None:
-                check_counted(args)
-            check_data_at_start(str(path), args)
+        wishes.settings(args)  # what is wrong with them is said now, not at the first step
+        if (data := wishes.data_wishes(args)).data:
+            check_data_at_start(data, args)
         return args
 
     _replace_everywhere(patches, original, parse_args)
@@ -158,23 +176,21 @@ def _install_placement(patches: ExitStack, wishes: Wishes, training: Any) -> Non
 def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
     build, count = training.build_train_valid_test_data_iterators, training.num_floating_point_operations
     trained: list[PlannedSteps] = []
+    said: set[str] = set()
 
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         args = parsed_arguments()
-        path = wishes.wish(args, "data")
-        planned = planned_iterators(provider, args, None if path is None else str(path), training)
+        planned = planned_iterators(provider, args, wishes.data_wishes(args), training, _say_once(said))
         if planned is None:
             wishes.check_unplanned(args)
             chunk = getattr(provider, "keywords", {}).get("vp_stage")
             with as_interleaved(chunk) if wishes.wish(args, "placement") == "v" else nullcontext():
                 return build(provider)
-        if wishes.wish(args, "costs") is None:
-            check_counted(args)
         # With virtual stages the first chunk's iterator is the one that moves.
         if not trained and planned[0] is not None:
             trained.append(planned[0])
             patches.callback(planned[0].close)
-        return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in planned)
+        return tuple(_rerun(steps, training) for steps in planned)
 
     def num_floating_point_operations(args: Any, batch_size: int, *others: Any, **keywords: Any) -> float:
         if trained:
@@ -183,6 +199,24 @@ def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
 
     _replace(patches, training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators)
     _replace(patches, training, "num_floating_point_operations", num_floating_point_operations)
+
+
+def _rerun(steps: Any, training: Any) -> Any:
+    """As Megatron-LM's loops read them: a list of several sets."""
+    if isinstance(steps, list):
+        return [training.RerunDataIterator(one) for one in steps]
+    return None if steps is None else training.RerunDataIterator(steps)
+
+
+def _say_once(said: set[str]) -> Callable[[str], None]:
+    """Prints on the first rank, what was not said before: with virtual stages the data are built for each."""
+
+    def say(text: str) -> None:
+        if text not in said and dist.get_rank() == 0:
+            print(f"dynapipe: {text}", flush=True)
+        said.add(text)
+
+    return say
 
 
 def _replace_everywhere(patches: ExitStack, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:

@@ -13,10 +13,11 @@ from dynapipe_ext.batch.micro_batches import Recompute
 from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel, as_cost_model
+from dynapipe_ext.costs.states import replica_and_expert_parameters
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import device_bytes
-from dynapipe_ext.executor.drop_in.refusals import num_dense_layers
+from dynapipe_ext.executor.drop_in.refusals import dense_layers
 from dynapipe_ext.executor.free_memory import usable_bytes
 from dynapipe_ext.executor.protocols import Transport
 from dynapipe_ext.executor.stages.collectives import gather_json
@@ -25,6 +26,7 @@ from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pi
 from dynapipe_ext.models.architecture import Architecture, LatentAttention
 
 MegatronPlacement = Literal["interleaved", "v"]  # of the stages of ranks that hold several
+_ALIKE = 0.05  # of a stage's parameters: norms of queries and keys, and biases here and there, are not counted
 _SPECULATIVE_NS = 1_000  # a parameter, where nothing better is known: only ratios between stages matter
 
 
@@ -84,6 +86,7 @@ def megatron_pipeline(
     free_bytes = min(gather_json(_usable_bytes(device), device))
     if costs is None and num_expert_ranks % topology.tp == 0:  # else experts are cut otherwise than other layers
         costs = _counted(chunks[0], config, topology, ep)
+        costs = costs if costs is not None and _has_counted_parameters(costs, num_parameters) else None
     if costs is not None:
         costs, topology = as_cost_model(costs).over(topology)
     rank = dist.get_rank()
@@ -196,9 +199,9 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
     model = unwrapped(chunk)
     if type(model).__name__ != "GPTModel" or not topology.layers_per_stage:
         return None
-    num_experts, num_dense = config.num_moe_experts or 0, num_dense_layers(config)
-    if num_dense is None:
-        return None
+    dense = dense_layers(config)
+    num_experts = (config.num_moe_experts or 0) if len(dense) < config.num_layers else 0
+    come_first = dense == tuple(range(len(dense)))
     ddp_config = getattr(chunk, "ddp_config", None)
     is_gated = bool(config.gated_linear_unit)
     architecture = Architecture.gpt(
@@ -222,8 +225,9 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
     architecture = replace(
         architecture,
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0 if num_experts else 0,
-        num_dense_layers=num_dense,
-        dense_ffn_hidden_size=config.ffn_hidden_size if num_dense else 0,
+        num_dense_layers=len(dense) if num_experts and come_first else 0,
+        dense_layers=dense if num_experts and not come_first else (),
+        dense_ffn_hidden_size=config.ffn_hidden_size if num_experts and dense else 0,
         **_latent(config),
     )
     num_bytes = 4 if config.params_dtype == torch.float32 else 2
@@ -238,6 +242,12 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
         dropout=bool(config.hidden_dropout or config.attention_dropout),
         ep=ep,
     )
+
+
+def _has_counted_parameters(costs: AnalyticCosts, num_parameters: Sequence[int]) -> bool:
+    """Whether the stages were built with about as many as were counted: else layers are of kinds that were not."""
+    counted = replica_and_expert_parameters(costs.architecture, costs.topology, costs.ep).sum(axis=0).tolist()
+    return all(abs(one - built) <= _ALIKE * built for one, built in zip(counted, num_parameters, strict=True))
 
 
 def _latent(config: Any) -> dict[str, Any]:

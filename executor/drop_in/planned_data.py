@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from dynapipe_ext.batch.micro_batches import as_length_array
+from dynapipe_ext.batch.micro_batches import as_length_array, round_up
 from dynapipe_ext.batch.topology import ScheduleName, widths_of
-from dynapipe_ext.data.batches import GlobalBatches, array_digest
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.batches import GlobalBatchRule, array_digest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.drop_in.samples import SampleSource, megatron_arrays
@@ -31,24 +32,43 @@ class PlannedSteps:
 
     Each global batch has `batch_size` samples, in an order that depends on `seed` and epoch alone, so the step after
     `consumed_samples` of them is the same on any number of ranks; samples that do not fill the last batch of an epoch
-    are in another order, and so mostly trained, in the next. `bind` says for which model, before the first `next`.
-    Errors: ConfigError for a batch that the samples do not fill, and where `consumed_samples` is no multiple of it.
+    are in another order, and so mostly trained, in the next. The first batches of an epoch have `first_sizes` samples
+    instead. With `tokens_per_batch` a batch has as many samples as these tokens hold, and counts as `batch_size`.
+    `in_order` takes samples in their own order. `bind` says for which model, before the first `next`.
+    Errors: ConfigError for a batch that the samples do not fill, and where `consumed_samples` ends within one.
     """
 
     def __init__(
-        self, source: SampleSource, *, batch_size: int, seed: int, consumed_samples: int = 0, forward_only: bool = False
+        self,
+        source: SampleSource,
+        *,
+        batch_size: int,
+        seed: int,
+        consumed_samples: int = 0,
+        forward_only: bool = False,
+        first_sizes: Sequence[int] = (),
+        tokens_per_batch: int | None = None,
+        in_order: bool = False,
     ) -> None:
-        if consumed_samples % batch_size:
-            raise ConfigError(
-                f"{consumed_samples} samples were consumed, which is no multiple of the global batch of {batch_size}:"
-                " go on with the global batch size that the run began with"
-            )
-        self._source, self._batch_size, self._seed = source, batch_size, seed
+        self._next_step = steps_taken(consumed_samples, batch_size, first_sizes)
+        self._source, self._batch_size = source, batch_size
         self._lengths = as_length_array(source.lengths)
-        self._num_steps = len(GlobalBatches(self._lengths, batch_size=batch_size, seed=seed, drop_last=True))
-        self._next_step = consumed_samples // batch_size
+        self._rule = GlobalBatchRule(
+            batch_size=None if tokens_per_batch else batch_size,
+            tokens_per_batch=tokens_per_batch,
+            first_sizes=tuple(first_sizes),
+            shuffle=not in_order,
+            drop_last=True,
+            seed=seed,
+        )
+        self._batches = self._rule.batches(self._lengths, 0)  # of the latest epoch that was asked for
         self.forward_only = forward_only
         self._steps: Generator[LoadedStep, None, None] | None = None
+        self._loader: DynaPipeDataLoader | None = None
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return len(self._batches)
 
     def bind(self, pipeline: MegatronPipeline, settings: DropInSettings) -> str | None:
         """Plan for this model; once. The first time, what must be the same on all ranks for their plans to be; with a
@@ -58,12 +78,33 @@ class PlannedSteps:
         """
         if self._steps is not None:
             return None
-        planner = data_planner(pipeline, settings, forward_only=self.forward_only)
+        planner = self._planner(pipeline, settings)
+        replicas = pipeline.topology.dp
+        if self._rule.tokens_per_batch and (least := self._batches.least_samples) < replicas:
+            raise ConfigError(
+                f"a step of {self._rule.tokens_per_batch:,} tokens has {least} samples for {replicas} replicas, each of"
+                " which needs one: raise --dynapipe-tokens-per-batch"
+            )
         self._steps = self._loaded(planner, pipeline, self._planner_processes(pipeline, settings))
-        data = (array_digest(self._lengths), self._batch_size, self._seed, self._next_step)
+        data = (array_digest(self._lengths), self._batch_size, self._rule.to_json(), self._next_step)
         rules = (planner.memory_limit_bytes, planner.as_keywords(), settings.store, settings.timeout_s)
         widths = planner.allowed_widths
         return repr((data, planner.topology, widths, planner.costs.fingerprint(), rules))
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sample."""
+        return int(self._lengths[:, 0].max())
+
+    def plan_with(self, pipeline: MegatronPipeline, settings: DropInSettings) -> None:
+        """Plan by the pipeline's costs from the next step on; all ranks after the same one."""
+        if self._loader is not None:
+            self._loader.plan_with(self._planner(pipeline, settings))
+
+    def _planner(self, pipeline: MegatronPipeline, settings: DropInSettings) -> Planner:
+        if pipeline.counts_memory:
+            return data_planner(pipeline, settings, forward_only=self.forward_only)
+        return cautious_planner(pipeline, settings, longest=self.longest, forward_only=self.forward_only)
 
     def close(self) -> None:
         """End the planner process, if there is one; no step comes after."""
@@ -81,12 +122,16 @@ class PlannedSteps:
     @property
     def last_lengths(self) -> Sequence[int]:
         """Positions of each sample of the last global batch, over all replicas."""
-        epoch, step = divmod(self._next_step - 1, self._num_steps)
-        batches = GlobalBatches(
-            self._lengths, batch_size=self._batch_size, seed=self._seed, epoch=epoch, drop_last=True
-        )
-        lengths: list[int] = self._lengths[np.array(batches[step]), 0].tolist()
+        epoch, step = divmod(self._next_step - 1, len(self))
+        if epoch != self._batches.epoch:
+            self._batches = self._rule.batches(self._lengths, epoch)
+        lengths: list[int] = self._lengths[np.array(self._batches[step]), 0].tolist()
         return lengths
+
+    @property
+    def last_count(self) -> int:
+        """Samples of the last global batch as the training loop counts them."""
+        return self._batch_size if self._rule.tokens_per_batch else len(self.last_lengths)
 
     def _planner_processes(self, pipeline: MegatronPipeline, settings: DropInSettings) -> dict[str, Any]:
         """What a loader needs to know of them. Evaluation plans in line: its steps are few, and far between."""
@@ -103,14 +148,17 @@ class PlannedSteps:
             self._source,
             planner,
             collate_fn=megatron_arrays,
-            batch_size=self._batch_size,
-            drop_last=True,
-            shuffle=True,
-            seed=self._seed,
+            batch_size=self._rule.batch_size,
+            tokens_per_batch=self._rule.tokens_per_batch,
+            first_sizes=self._rule.first_sizes,
+            drop_last=self._rule.drop_last,
+            shuffle=self._rule.shuffle,
+            seed=self._rule.seed,
             coordinates=pipeline.coordinates,
             **processes,
         ) as loader:
-            epoch, step = divmod(self._next_step, self._num_steps)
+            self._loader = loader
+            epoch, step = divmod(self._next_step, len(self))
             loader.load_state_dict(
                 loader.state_dict() | {"epoch": epoch, "step": step, "global_step": self._next_step, "order": None}
             )
@@ -120,13 +168,23 @@ class PlannedSteps:
                     yield loaded
 
 
-def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forward_only: bool) -> Planner:
-    """The same on every rank. Errors: ConfigError for a model whose bytes nobody has said."""
-    if not pipeline.counts_memory:
+def steps_taken(consumed_samples: int, batch_size: int, first_sizes: Sequence[int] = ()) -> int:
+    """How many steps took the samples. Errors: ConfigError where they end within a step."""
+    step, left = 0, consumed_samples
+    while step < len(first_sizes) and left >= first_sizes[step]:
+        left -= first_sizes[step]
+        step += 1
+    size = batch_size if step == len(first_sizes) else first_sizes[step]
+    if left % size or (left and step < len(first_sizes)):
         raise ConfigError(
-            "micro-batches can only be cut for a model whose costs are known, which are counted for GPTModel alone:"
-            " give costs in a script of your own, installed(costs=TokenCosts(…)), or leave planned data out"
+            f"{consumed_samples} samples were consumed, which is no multiple of the global batch of {size}: go on with"
+            " the global batch size that the run began with"
         )
+    return step + left // size
+
+
+def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forward_only: bool) -> Planner:
+    """The same on every rank. Errors: ConfigError for rules that do not go together."""
     schedule = _schedule(pipeline, settings)
     of_model = {
         "schedule": schedule,
@@ -145,6 +203,32 @@ def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forwar
         format=pipeline.activation_format,
         collectives=pipeline.replica_collectives,
         widths=widths_of(topology.dp) if is_chosen else (),
+    )
+    return replace(planner.for_forwards(), layout=settings.layout) if forward_only else planner
+
+
+def cautious_planner(
+    pipeline: MegatronPipeline, settings: DropInSettings, *, longest: int, forward_only: bool
+) -> Planner:
+    """For a model whose costs are unknown: micro-batches of no more tokens than the longest sample has, in 1F1B.
+    Errors: as those of `data_planner`."""
+    if pipeline.in_v:
+        raise ConfigError(
+            "this model's costs are not counted, and a V has no schedule to measure them by: give costs in a script of"
+            " your own, installed(costs=TokenCosts(…)), or leave --dynapipe-placement out"
+        )
+    multiple = math.lcm(settings.pad_multiple, pipeline.pad_multiple)
+    topology = pipeline.topology
+    costs = TokenCosts(topology.num_stages, bytes_per_token=1, overhead_ns=0)
+    planner = replace(
+        data_planner(
+            replace(pipeline, costs=costs, recompute=pipeline.recompute or "none"), settings, forward_only=False
+        ),
+        max_tokens=round_up(longest, multiple),
+        schedule="interleaved-1f1b" if topology.placement else "1f1b",
+        split_backward=False,
+        replica_counts="equal",
+        pieces="off",
     )
     return replace(planner.for_forwards(), layout=settings.layout) if forward_only else planner
 

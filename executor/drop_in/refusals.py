@@ -52,9 +52,6 @@ UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 # Arguments of Megatron-LM that planned data cannot follow: their steps are not made of batches of one shape.
 UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
-    "rampup_batch_size": ((), "leave it out: every global batch of planned data has --global-batch-size samples"),
-    "full_validation": ((False,), "give --eval-iters instead"),
-    "multiple_validation_sets": ((False,), "leave it out: planned data have one validation set"),
     "phase_transition_iterations": ((), "leave it out: planned data have one phase"),
     "iterations_to_skip": (([],), "leave it out: it reads batches of one shape"),
     "decoder_seq_length": ((), "leave --dynapipe-data out: planned data have one side"),
@@ -90,6 +87,14 @@ def check_planned_arguments(args: Any, *, from_path: bool) -> None:
     one of --dynapipe-data. Errors: ConfigError."""
     _check(args, UNSUPPORTED_DATA | (UNSUPPORTED_BESIDE_DATA if from_path else {}))
     check_planned_experts(args)
+    if getattr(args, "multiple_validation_sets", False):
+        stages = getattr(args, "virtual_pipeline_model_parallel_size", None)
+        if not getattr(args, "full_validation", False) or stages is not None:
+            raise ConfigError(
+                f"multiple_validation_sets is True with full_validation {getattr(args, 'full_validation', False)} and"
+                f" {stages or 1} stages a rank, but Megatron-LM validates on several sets in full, and with one stage a"
+                " rank alone: give --full-validation, and no virtual stages"
+            )
 
 
 def check_planned_experts(settings: Any) -> None:
@@ -113,27 +118,18 @@ def check_planned_experts(settings: Any) -> None:
         )
 
 
-def num_dense_layers(settings: Any) -> int | None:
-    """How many layers without experts come before those with; None where they come in another order, or have none.
+def dense_layers(settings: Any) -> tuple[int, ...]:
+    """The numbers of the layers without experts, by `moe_layer_freq`; empty for a model that has none at all.
     `settings` are Megatron-LM's arguments, or a TransformerConfig.
     """
     num_experts = getattr(settings, "num_experts", None) or getattr(settings, "num_moe_experts", None)
     frequency, num_layers = getattr(settings, "moe_layer_freq", 1), settings.num_layers
     if not num_experts or frequency == 1:
-        return 0
-    with_experts = [int(i % frequency == 0) for i in range(num_layers)] if isinstance(frequency, int) else [*frequency]
-    num_dense = with_experts.index(1) if 1 in with_experts else num_layers
-    return num_dense if with_experts[num_dense:] == [1] * (num_layers - num_dense) and num_dense < num_layers else None
-
-
-def check_counted(settings: Any) -> None:
-    """Errors: ConfigError where planned data need costs that are not counted, and none are given."""
-    if num_dense_layers(settings) is None:
-        raise ConfigError(
-            f"moe_layer_freq is {settings.moe_layer_freq!r}, but costs of planned data are counted for layers without"
-            " experts before all with: give costs in a script of your own, installed(costs=TokenCosts(…)), or leave"
-            " planned data out"
-        )
+        return ()
+    has_experts = (
+        [i % frequency == 0 for i in range(num_layers)] if isinstance(frequency, int) else map(bool, frequency)
+    )
+    return tuple(layer for layer, one in enumerate(has_experts) if not one)
 
 
 def check_arguments(args: Any) -> None:

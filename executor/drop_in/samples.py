@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,56 +77,17 @@ class SampleRange:
         return LabelledSample.of(self.whole[self.first + index])
 
 
-class Conversations:
-    """Megatron-LM's SFT data, a JSON line of "messages" each: every conversation is a sample, its prompts masked.
-
-    `tokenizer` is Megatron-LM's (`tokenize_conversation`). A line with several conversations, each begun by a system
-    message, holds as many samples. What is over `max_positions` is cut off on the right, as Megatron-LM does.
-    """
-
-    def __init__(self, path: str | Path, tokenizer: Any, *, max_positions: int) -> None:
-        self._samples = [
-            _conversation(messages, tokenizer, max_positions) for messages in _read_conversations(Path(path))
-        ]
-        sizes = [(len(sample.tokens), 0, int(sample.loss_mask.sum())) for sample in self._samples]
-        if not sizes:
-            raise DataError(f'{path} holds no conversations: give lines of {{"messages": [...]}}')
-        self.lengths: LengthArray = np.array(sizes, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> LabelledSample:
-        return self._samples[index]
-
-
-def open_samples(path: str | Path, *, tokenizer: Any = None, max_positions: int, sft: bool = False) -> SampleSource:
-    """Samples at a path: a folder that `dynapipe preprocess` wrote, Megatron's `.bin/.idx` (a sample a document), or
-    with `sft` a file of conversations. Errors: DataError, also for a sample of more than `max_positions`."""
-    source: SampleSource
-    if sft:
-        return Conversations(path, tokenizer, max_positions=max_positions)
+def open_samples(path: str | Path) -> SampleSource:
+    """Samples at a path: a folder that `dynapipe preprocess` wrote, or Megatron's `.bin/.idx` (a sample a document).
+    Errors: DataError."""
     if is_prepared(path):
-        source = TokenDataset.open(path)
-    elif is_indexed(path):
-        source = IndexedTokens(path, skip_empty=True)
-    else:
-        raise DataError(
-            f"{path} holds neither prepared tokens nor .bin and .idx: write them with `dynapipe preprocess`, or give"
-            " --sft for JSON lines of messages"
-        )
-    check_longest(source, max_positions, what=str(path))
-    return source
-
-
-def check_longest(source: SampleSource, max_positions: int, *, what: str) -> None:
-    """Errors: DataError for a sample that is longer than the model's rows."""
-    lengths = as_length_array(source.lengths)[:, 0]
-    if len(lengths) and (longest := int(lengths.max())) > max_positions:
-        raise DataError(
-            f"{what}: sample {int(lengths.argmax())} has {longest} positions but --seq-length is {max_positions}: raise"
-            " it (and --max-position-embeddings), or prepare the data with --max-seq-len and --truncate"
-        )
+        return TokenDataset.open(path)
+    if is_indexed(path):
+        return IndexedTokens(path, skip_empty=True)
+    raise DataError(
+        f"{path} holds neither prepared tokens nor .bin and .idx: write them with `dynapipe preprocess`, or give --sft"
+        " for JSON lines of messages"
+    )
 
 
 def megatron_arrays(micro_batch: MicroBatch, samples: Sequence[Any]) -> dict[str, npt.NDArray[np.generic]]:
@@ -183,35 +143,3 @@ def split_source(source: SampleSource, split: str | None) -> tuple[SampleSource 
         SampleRange(source, first, end - first) if end > first else None
         for first, end in zip(starts, ends, strict=True)
     )
-
-
-def _read_conversations(path: Path) -> Iterator[list[Mapping[str, Any]]]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                raw = json.loads(line)
-                messages = raw.get("messages") if isinstance(raw, dict) else None
-                if not isinstance(messages, list) or not messages:
-                    raise DataError(f'{path}, line {number}: it has no "messages", a list of role and content')
-                current: list[Mapping[str, Any]] = []
-                for message in messages:
-                    if not (isinstance(message, dict) and {"role", "content"} <= message.keys()):
-                        raise DataError(f"{path}, line {number}: a message has no role and content but is {message!r}")
-                    if message["role"] == "system" and current:
-                        yield current
-                        current = []
-                    current.append(message)
-                yield current
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON lines: {error}") from error
-
-
-def _conversation(messages: list[Mapping[str, Any]], tokenizer: Any, max_positions: int) -> LabelledSample:
-    tokens, targets = tokenizer.tokenize_conversation(messages, return_target=True, add_generation_prompt=False)
-    tokens, targets = np.asarray(tokens, np.int64), np.asarray(targets, np.int64)
-    if tokens[-1] != tokenizer.eod:
-        tokens, targets = np.append(tokens, tokenizer.eod), np.append(targets, tokenizer.eod)
-    tokens, targets = tokens[: max_positions + 1], targets[: max_positions + 1]
-    return LabelledSample.of({"tokens": tokens[:-1], "labels": targets[1:]})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dynapipe_ext.errors import DynaPipeError, in_one_line
+from dynapipe_ext.executor.store.address import StoreAddress, named_store
 
 _USAGE = """usage: torchrun ... -m dynapipe_ext.megatron SCRIPT ARGUMENTS
 
@@ -16,8 +17,9 @@ the --help of scripts that use Megatron-LM's parser.
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Exit status 2, and one line, for what this package refuses."""
+def main(arguments: Sequence[str], store_of: Callable[[str | None], StoreAddress | None] = named_store) -> int:
+    """Exit status 2, and one line, for what this package refuses. `store_of` makes an address of what
+    --dynapipe-store says, or of the environment."""
     if not arguments or arguments[0].startswith("-"):
         print(_USAGE, file=sys.stderr, end="")
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     sys.argv = [str(script), *arguments[1:]]
     sys.path.insert(0, str(script.resolve().parent))  # as python itself does for a script
     try:
-        with installed():
+        with installed(store_of=store_of):
             runpy.run_path(str(script), run_name="__main__")
     except DynaPipeError as error:
         print(f"dynapipe: {in_one_line(error)}", file=sys.stderr)

@@ -70,7 +70,7 @@ def measure_rate(
 
     torch.distributed must not be initialised; it is not afterwards either.
     """
-    kinds = [kind for kind, _ in layer_kinds(architecture)]
+    kinds = list(dict.fromkeys(kind for kind, _ in layer_kinds(architecture)))
     small = _of_layers(kinds[-1], _NUM_LAYERS)
     shapes = _within(architecture, _SHAPES)
     timed_shapes = shapes if device.type == "cpu" else _within(architecture, _LARGE_SHAPES)

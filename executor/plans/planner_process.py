@@ -208,7 +208,7 @@ class PlannerJob:
         fields = json.loads(text)
         parts = {
             "store": StoreAddress.from_json(fields["store"]),
-            "rule": GlobalBatchRule(**fields["rule"]),
+            "rule": GlobalBatchRule.from_json(fields["rule"]),
             "start": StepPosition(**fields["start"]),
         }
         return cls(**fields | parts)

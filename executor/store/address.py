@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
@@ -11,6 +13,7 @@ from dynapipe_ext.errors import ConfigError
 
 _FORMS = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS) or unix:///PATH/TO/SOCKET"
 _DEFAULT_PORT = 6379
+_MOST_URL_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +156,24 @@ def _without_password(parts: SplitResult) -> str:
         location = f"{parts.username}@{location}"
     options = urlencode([(k, v) for k, v in parse_qsl(parts.query, keep_blank_values=True) if k != "password"])
     return f"{parts.scheme}://{location}{parts.path}" + (f"?{options}" if options else "")
+
+
+def url_in_file(file: Path, *, flag: str = "--store") -> str:
+    """What a file of mode 600 holds, the address of a store. Errors: ConfigError, which never shows it."""
+    try:
+        with file.open() as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            url = opened.read(_MOST_URL_BYTES).strip()
+    except (OSError, ValueError):
+        raise ConfigError(f"{flag} is neither a URL (redis://, rediss://, unix://) nor a file with one") from None
+    if mode & 0o077:
+        raise ConfigError(f"{flag} {file} can be read by others, who would see the password: chmod 600 {file}")
+    return url
+
+
+def named_store(url_or_file: str | None) -> StoreAddress | None:
+    """The store of a URL with its password, or of a file with such a URL; None of None. Errors: ConfigError."""
+    if url_or_file is None:
+        return None
+    flag = "--dynapipe-store"
+    return StoreAddress.parse(url_or_file if "://" in url_or_file else url_in_file(Path(url_or_file), flag=flag))

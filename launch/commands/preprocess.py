@@ -68,6 +68,7 @@ _OF_TEXT = (  # flags for text, which an .idx no longer has
     "text_key",
     "append_eod",
     "separator",
+    "split_sentences",
     "special_tokens",
     "add_special_tokens",
     "max_seq_len",
@@ -105,6 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument(
         "--workers", type=int, metavar="N", help="processes (default: one for each core, or CPU of Ray)"
     )
+    running.add_argument(
+        "--partitions",
+        type=int,
+        metavar="N",
+        help="Megatron's, taken and not needed: workers read blocks of all files, and documents keep their order",
+    )
+    running.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="Megatron's: with --partitions, which here does so anyway",
+    )
+    running.add_argument("--log-interval", type=int, metavar="N", help="say every N documents what is done")
     running.add_argument("--ray", action="store_true", help="encode on a Ray cluster")
     running.add_argument(
         "--ray-address", metavar="ADDRESS", help="of a running cluster, or auto (default: a new local one)"
@@ -123,7 +136,15 @@ def _add_input(reading: argparse._ArgumentGroup) -> None:
     add_flags(reading, "data.template", "data.loss_on", "data.input_key", "data.target_key", "data.text_key")
     reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="--input-key and --target-key")
     reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields with text; other fields are ignored")
+    reading.add_argument("--json-key", metavar="KEY", help="Fast-LLM's: one such field")
     reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")
+    reading.add_argument(
+        "--split-sentences", action="store_true", help="Megatron's: a sequence a sentence, split by NLTK (.bin/.idx)"
+    )
+    reading.add_argument("--lang", default="english", metavar="LANGUAGE", help="of --split-sentences")
+    reading.add_argument(
+        "--keep-newlines", action="store_true", help="with --split-sentences: keep what stands between sentences"
+    )
     reading.add_argument(
         "--skip-empty", action="store_true", help="leave out and count records with nothing to train on"
     )
@@ -166,6 +187,7 @@ def _add_output(writing: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
+    _take_other_names(args, console)
     if args.lengths_only or any(map(is_indexed, args.input)):
         return _from_index(args, console)
     output = args.output_prefix if args.output is None else args.output
@@ -178,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
         )
     started_s, outcomes = time.monotonic(), []
     for inputs, target in parts:
-        with _progress(console) as show, _noted_when_stopped(console):
+        with _progress(console, args.log_interval) as show, _noted_when_stopped(console):
             outcomes.append(
                 work.preprocess(
                     inputs,
@@ -213,6 +235,20 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     return 0
+
+
+def _take_other_names(args: argparse.Namespace, console: Console) -> None:
+    """Take what other packages' lines say. Errors: ConfigError."""
+    if args.json_key is not None:
+        if args.json_keys is not None:
+            raise ConfigError("--json-keys and --json-key both name fields with text: give one of them")
+        args.json_keys = [args.json_key]
+    if (args.partitions or 1) > 1 and not args.keep_sequential_samples:
+        console.print(
+            "note: documents keep the order of the input, as with --keep-sequential-samples; preprocess_data.py would"
+            f" deal them to {args.partitions} partitions in turn",
+            soft_wrap=True,
+        )
 
 
 def _note_tasks(tasks: Tasks, outputs: Sequence[str], console: Console) -> None:
@@ -304,9 +340,10 @@ def _noted_when_stopped(console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Any]:
-    """A function that shows each `Progress`: as a bar on a terminal, else as a line at each tenth of the input."""
-    live = console.is_terminal
+def _progress(console: Console, log_interval: int | None = None) -> Iterator[Any]:
+    """A function that shows each `Progress`: as a bar on a terminal, else as a line at each tenth of the input, or
+    wherever with `log_interval` as many documents more are done."""
+    live = console.is_terminal and log_interval is None
     bar = Progress(
         TextColumn("tokenizing"),
         BarColumn(),
@@ -318,15 +355,19 @@ def _progress(console: Console) -> Iterator[Any]:
     )
     task = bar.add_task("tokenizing", total=None, figures="")
     started_s = time.monotonic()
-    tenth = 0
+    tenth = num_said = 0
 
     def show(progress: work.Progress) -> None:
-        nonlocal tenth
+        nonlocal tenth, num_said
         new_tokens = progress.num_tokens - progress.num_kept_tokens
         rate = new_tokens / max(1e-9, time.monotonic() - started_s)
         figures = f"{progress.num_tokens:,} tokens  {rate:,.0f} tokens/s"
         if live:
             bar.update(task, completed=progress.done_bytes, total=progress.total_bytes, figures=figures)
+        elif log_interval is not None:
+            if progress.num_samples // log_interval > num_said // log_interval:
+                num_said = progress.num_samples
+                console.print(f"tokenizing: {num_said:,} documents  {figures}", soft_wrap=True)
         elif (now := 10 * progress.done_bytes // max(1, progress.total_bytes)) > tenth:
             tenth = now
             console.print(f"tokenizing: {10 * tenth} %  {figures}", soft_wrap=True)
@@ -391,6 +432,13 @@ def _choices(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_together(args: argparse.Namespace) -> None:
+    for name in ("partitions", "log_interval"):
+        if (number := getattr(args, name)) is not None and number < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {number} but must be at least 1")
+    if args.keep_newlines and not args.split_sentences:
+        raise ConfigError("--keep-newlines is of --split-sentences: give both, or leave it out")
+    if args.output is not None and args.split_sentences:
+        raise ConfigError("--split-sentences is for --output-prefix: a sample of a dataset folder is a whole text")
     names = ("template", "loss_on", "input_key", "target_key", "text_key")
     of_records = [name for name in names if getattr(args, name)]
     flags = [f"--{name.replace('_', '-')}" for name in of_records]
@@ -456,6 +504,8 @@ def _settings(args: argparse.Namespace, form: DataForm) -> EncodeSettings:
         truncate=args.truncate is not None,
         tasks=tasks,
         skip_empty=args.skip_empty,
+        sentences=args.lang if args.split_sentences else "",
+        keep_newlines=args.keep_newlines,
         template=form.template,
         is_instruction=form.fields.is_instruction,
         loss_on=form.loss_on,

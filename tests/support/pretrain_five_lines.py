@@ -35,7 +35,7 @@ class Samples:
 
 def provide(_num_samples: Any) -> list[Samples | None]:
     args = get_args()
-    source = open_samples(args.padded_data, max_positions=args.seq_length)
+    source = open_samples(args.padded_data)
     return [part and Samples(part) for part in split_source(source, args.split)]
 
 

@@ -57,7 +57,7 @@ def add_data(parser: Any) -> Any:
 
 def provide(_num_samples: Any, vp_stage: int | None = None) -> list[Padded | None]:
     args = get_args()
-    source = open_samples(args.padded_data, max_positions=args.seq_length)
+    source = open_samples(args.padded_data)
     parts = split_source(source, args.split)
     return [part and Padded(part, args.global_batch_size, args.seq_length, args.seed) for part in parts]
 

@@ -46,6 +46,13 @@ def test_the_keywords_are_those_of_the_function_that_takes_the_place_of_megatron
         ("core/pipeline_parallel/schedules.py", ", schedule_pg_collection", "", ""),
         ("core/pipeline_parallel/schedules.py", "vp_stage", "chunk", "takes chunk, does not take vp_stage"),
         ("core/pipeline_parallel/schedules.py", "pg_collection", "groups", "takes groups"),
+        (
+            "training/training.py",
+            "log(iteration)",
+            "log(loss, step)",
+            "training.py does not take iteration",
+        ),
+        ("training/training.py", "log(iteration)", "log(loss, iteration)", ""),
         ("training/arguments.py", "(extra", "(parser, extra", "takes parser"),
         ("training/global_vars.py", "(args)", "(args, other=None)", ""),
     ],

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -23,15 +26,19 @@ from dynapipe_ext.data.dataset import TokenSample, prepare
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
+from dynapipe_ext.executor.drop_in.conversations import HostShare, kept_conversations
+from dynapipe_ext.executor.drop_in.corpora import DataWishes
 from dynapipe_ext.executor.drop_in.datasets import PlannedDatasets, planned_iterators, real_flops
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward, _say_planned
 from dynapipe_ext.executor.drop_in.given_micro_batches import GivenPlanner, GivenShapes
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, batch_once, data_planner
-from dynapipe_ext.executor.drop_in.samples import Conversations, megatron_arrays, open_samples, split_source
+from dynapipe_ext.executor.drop_in.samples import LabelledSample, megatron_arrays, open_samples, split_source
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.proven_step import prove, prove_step
+from dynapipe_ext.executor.store.address import named_store
 from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.schedules.actions import Kind
 from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
@@ -123,7 +130,8 @@ def test_steps_that_cannot_be_are_refused() -> None:
     steps = PlannedSteps(Source(), batch_size=8, seed=0)
     unknown = pipeline(Topology())
     object.__setattr__(unknown, "counts_memory", False)
-    with pytest.raises(ConfigError, match="give costs"):
+    object.__setattr__(unknown, "topology", Topology(pp=2, placement=(0, 1, 1, 0)))
+    with pytest.raises(ConfigError, match="a V has no schedule to measure them by: give costs"):
         steps.bind(unknown, DropInSettings())
 
 
@@ -192,22 +200,18 @@ def test_wishes_for_planned_data_are_refused_without(wishes: Wishes, argument: s
 def test_iterators_are_made_for_what_the_arguments_ask() -> None:
     provider = PlannedDatasets(lambda _: (Source(24), Source(6), None))
     args = arguments()
-    assert planned_iterators(lambda _: None, args, None, None) is None
+    assert planned_iterators(lambda _: None, args, DataWishes(), None) is None
     sources = provider([1, 1, 1])
     steps = [steps for steps in (_iterators(provider, args)) if steps is not None]
     assert [one.forward_only for one in steps] == [False, True]
     assert (args.do_train, args.do_valid, args.do_test) == (1, 1, 0)
     assert sources[2] is None
-    with pytest.raises(ConfigError, match="rampup_batch_size"):
-        _iterators(provider, arguments(rampup_batch_size=[4, 4, 100]))
-    with pytest.raises(ConfigError, match="validation data of 6 samples"):
-        _iterators(provider, arguments(global_batch_size=8))
     with pytest.raises(DataError, match="sample 7 has 11 positions but --seq-length is 10"):
         _iterators(provider, arguments(seq_length=10))
     with pytest.raises(ConfigError, match="the training data set is a list without `lengths`"):
         _iterators(PlannedDatasets(lambda _: ([1], None, None)), arguments())  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match="--dynapipe-data was given, but the script has a datasets_provider"):
-        planned_iterators(provider, arguments(), "data", None)
+        planned_iterators(provider, arguments(), DataWishes(data=("data",)), None)
 
 
 def test_a_checkpoint_that_says_no_samples_goes_on_by_its_steps_and_evaluation_alone_begins_anew() -> None:
@@ -240,10 +244,11 @@ def test_prepared_data_of_another_vocabulary_are_refused(tmp_path: Path) -> None
         truncate=True,
     )
     args = arguments(padded_vocab_size=256, global_batch_size=2, split="1,0,0")
+    data = DataWishes(data=(str(tmp_path / "data"),))
     with pytest.raises(DataError, match="tokens of a vocabulary of 258, but the model's has 256"):
-        planned_iterators(lambda _: None, args, str(tmp_path / "data"), None)
+        planned_iterators(lambda _: None, args, data, None)
     args.padded_vocab_size = 258
-    assert planned_iterators(lambda _: None, args, str(tmp_path / "data"), None)
+    assert planned_iterators(lambda _: None, args, data, None)
 
 
 def test_data_planned_for_training_are_not_evaluated_on() -> None:
@@ -254,7 +259,7 @@ def test_data_planned_for_training_are_not_evaluated_on() -> None:
 
 def _iterators(provider: PlannedDatasets, args: Namespace) -> Any:
     training = Namespace(get_train_valid_test_num_samples=lambda: (20, 4, 4))
-    return planned_iterators(provider, args, None, training)
+    return planned_iterators(provider, args, DataWishes(), training)
 
 
 def test_flops_are_those_of_samples_at_their_own_lengths() -> None:
@@ -299,30 +304,121 @@ class Tokenizer:
         return np.array(tokens), np.array(targets)
 
 
-def test_conversations_teach_what_the_assistant_says(tmp_path: Path) -> None:
-    def said(*messages: tuple[str, str]) -> list[dict[str, str]]:
-        return [{"role": role, "content": content} for role, content in messages]
+def said(*messages: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
 
+
+def test_conversations_teach_what_the_assistant_says(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     first = said(("system", "ab"), ("user", "c"), ("assistant", "de"))
     path.write_text(json.dumps({"messages": [*first, *said(("system", "f"), ("assistant", "ghijkl"))]}) + "\n\n")
-    found = open_samples(path, tokenizer=Tokenizer(), max_positions=5, sft=True)
-    assert isinstance(found, Conversations)
-    assert found.lengths.tolist() == [[5, 0, 3], [5, 0, 5]]  # the second was cut
-    assert found[0].tokens.tolist() == [*map(ord, "abcde")]
-    assert found[0].loss_mask.tolist() == [0, 0, 1, 1, 1]
-    assert found[0].labels.tolist()[2:] == [ord("d"), ord("e"), Tokenizer.eod]
+
+    def kept() -> Any:
+        return kept_conversations(path, Tokenizer(), kept_in=tmp_path / "kept", share=HostShare())
+
+    found = kept()
+    assert found.lengths.tolist() == [[5, 0, 3], [7, 0, 7]]
+    sample = LabelledSample.of(found[0])
+    assert sample.tokens.tolist() == [*map(ord, "abcde")]
+    assert sample.loss_mask.tolist() == [0, 0, 1, 1, 1]
+    assert sample.labels.tolist()[2:] == [ord("d"), ord("e"), Tokenizer.eod]
     for line, told in (
         ("{}", 'it has no "messages"'),
         ('{"messages": [{"from": "a"}]}', "a message has no role and con"),
+        ('{"messages": [{"role": "assistant", "content": 5}]}', "the tokenizer refuses the conversation"),
     ):
         path.write_text(line)
         with pytest.raises(DataError, match=f"line 1: {told}"):
-            open_samples(path, tokenizer=Tokenizer(), max_positions=5, sft=True)
+            kept()
+    path.write_text("\n")
+    with pytest.raises(DataError, match="holds no conversations"):
+        kept()
     with pytest.raises(DataError, match="neither prepared tokens"):
-        open_samples(tmp_path / "nothing", max_positions=5)
+        open_samples(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="split is 'a,b'"):
         split_source(Source(), "a,b")
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def tokenize_conversation(self, messages: Any, **others: Any) -> tuple[Any, Any]:
+        self.num_asked += 1
+        return super().tokenize_conversation(messages, **others)
+
+
+class UpperTokenizer(CountingTokenizer):
+    """Of the same name, with another template."""
+
+    def tokenize_conversation(self, messages: Any, **others: Any) -> tuple[Any, Any]:
+        return super().tokenize_conversation([m | {"content": m["content"].upper()} for m in messages], **others)
+
+
+def test_conversations_are_tokenized_once_for_all_ranks_of_a_host_and_kept(tmp_path: Path) -> None:
+    """Three ranks are three threads, whose gathered values meet at a barrier."""
+    path = tmp_path / "chat.jsonl"
+    texts = [f"{i} {'x' * (i % 7)}" for i in range(300)]
+    path.write_text("".join(json.dumps({"messages": said(("user", "a"), ("assistant", t))}) + "\n" for t in texts))
+
+    def ranks(make: Callable[[], CountingTokenizer], hosts: Sequence[str]) -> tuple[list[Any], list[int]]:
+        table: list[Any] = [None] * len(hosts)
+        barrier, tokenizers = threading.Barrier(len(hosts), timeout=60), [make() for _ in hosts]
+
+        def run(rank: int) -> Any:
+            def gather(value: Any) -> list[Any]:
+                table[rank] = value
+                barrier.wait()
+                values = list(table)
+                barrier.wait()
+                return values
+
+            share = HostShare.of_ranks(hosts[rank], rank, gather)
+            return kept_conversations(path, tokenizers[rank], kept_in=tmp_path / hosts[rank], share=share)
+
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            found = list(pool.map(run, range(len(hosts))))
+        return found, [tokenizer.num_asked for tokenizer in tokenizers]
+
+    found, asked = ranks(CountingTokenizer, ["one"] * 3)
+    assert sum(asked) == 300
+    assert max(asked) < 150  # blocks of lines are shared
+    for one in found:
+        assert ["".join(map(chr, sample.tokens[1:-1])) for sample in one] == texts  # in the order of the file
+    _, again = ranks(CountingTokenizer, ["one", "two", "one"])  # whose disks are their own
+    assert again == [16, 300, 0]  # the first of a host looks at 16
+    UpperTokenizer.__name__ = "CountingTokenizer"
+    upper, anew = ranks(UpperTokenizer, ["one"] * 2)
+    assert sum(anew) == 301
+    assert chr(upper[0][6].tokens[-2]) == "X"
+
+
+def test_a_store_is_named_by_a_file_of_ones_own_or_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "store"
+    file.touch(0o600)
+    file.write_text("rediss://:hidden@node0:6380/0\n")
+    for store_of in (named_store, asked_store):
+        store = Wishes(store_of=store_of).settings(Namespace(dynapipe_store=str(file))).store
+        assert store is not None
+        assert (store.url, store.password) == ("rediss://node0:6380/0", "hidden")
+        assert Wishes(store_of=store_of).settings(Namespace()).store is None
+    monkeypatch.setenv("DYNAPIPE_KV_HOST", "node1")
+    monkeypatch.setenv("DYNAPIPE_STORE_PASSWORD", "secret")
+    store = Wishes(store_of=asked_store).settings(Namespace()).store
+    assert store is not None
+    assert store.password == "secret"
+    assert "node1" in store.url
+    Wishes(store_of=asked_store).check_unplanned(Namespace())  # which other runs of a shell that has it may ignore
+    with pytest.raises(ConfigError, match="store was given, but no data are planned"):
+        Wishes().check_unplanned(Namespace(dynapipe_store=str(file)))
+    file.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others, who would see the password") as error:
+        Wishes().settings(Namespace(dynapipe_store=str(file)))
+    assert "hidden" not in str(error.value)
 
 
 @settings(max_examples=25)

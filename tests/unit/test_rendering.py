@@ -108,7 +108,7 @@ def test_the_loss_of_every_source_falls_on_the_targets_alone(tokenizers: Path, t
     chats = [{"messages": TWO_TURNS}, {"messages": TWO_TURNS[1:3]}]
     for records in (chats, [{"prompt": "how are", "response": " you"}], [{"text": "two and three"}]):
         dataset = prepared(tokenizers / "chatml", records, tmp_path)
-        source = open_samples(dataset.directory, max_positions=512)
+        source = open_samples(dataset.directory)
         part, _, _ = split_source(source, None)
         assert part is not None
         for index, sample in enumerate(dataset[i] for i in range(len(dataset))):

@@ -134,7 +134,7 @@ def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
 def _placed(question: Question, topology: Topology, dropped: Dropped) -> Iterator[Topology]:
     """The topology under the placement that is asked for, where its layers fill it."""
     name, rounds = question.limits.placement, question.limits.stages_per_rank
-    if name in ("linear", "auto"):
+    if name == "linear" or name == "auto":
         yield topology
     else:
         yield from _filled(question.architecture, topology, name, rounds or (2,), dropped)

@@ -30,6 +30,7 @@ from dynapipe_ext.data.preprocessing.record_forms import (
 )
 from dynapipe_ext.data.preprocessing.records import Record, all_records, records
 from dynapipe_ext.data.preprocessing.rendering import Renderer, first_target
+from dynapipe_ext.data.preprocessing.sentences import sentence_splitter
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.errors import ConfigError, DataError
 
@@ -49,9 +50,10 @@ class EncodeSettings:
     separator, if any, stands between them and the end of text at the end. Without a `pair` every record is a text;
     `keys_only` also ignores tasks. With a `template` a model's own tokenizer renders the records;
     `loss_on` says on which answers of a chat loss falls.
-    megatron: each of `keys` becomes a data set with the tokens of each text, or of each sentence in a list. With
-    `append_eod` the end of text follows the last one. A text without tokens is a document without a sequence, as in
-    Megatron's preprocess_data.py.
+    megatron: each of `keys` becomes a data set with the tokens of each text, or of each sentence in a list, into which
+    texts are split where `sentences` names a language (`sentence_splitter`; `keep_newlines`). With `append_eod` the end
+    of text follows the last one. A text without tokens is a document without a sequence, as in Megatron's
+    preprocess_data.py.
     `unread` are fields that hold the words of records, too, and are not read.
     """
 
@@ -69,6 +71,13 @@ class EncodeSettings:
     is_instruction: bool = False
     loss_on: LossOn = "answers"
     unread: tuple[str, ...] = ()
+    sentences: str = ""
+    keep_newlines: bool = False
+
+    @property
+    def level(self) -> str:
+        """What a sequence of a data set for Megatron is, which is in its name."""
+        return "sentence" if self.sentences else "document"
 
     @property
     def bounds(self) -> LengthBounds:
@@ -89,7 +98,8 @@ class EncodeSettings:
     def digest(self, encoder: Encoder) -> str:
         """sha256 of everything besides the block that determines its output."""
         described = {"version": _VERSION, "tokenizer": digest_of(encoder), **asdict(self)}
-        del described["unread"]
+        for name in ("unread", *(() if self.sentences else ("sentences", "keep_newlines"))):
+            del described[name]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     def dtype(self, encoder: Encoder) -> np.dtype[Any]:
@@ -124,7 +134,17 @@ def stream_names(settings: EncodeSettings) -> tuple[str, ...]:
 
 def encode_block(block: Block, settings: EncodeSettings, encoder: Encoder) -> EncodedBlock:
     """The token streams of a block. Errors: DataError naming file and line or row of the record at fault."""
-    rows = records(block, text_key=settings.keys[0])
+    return _encoded(block, records(block, text_key=settings.keys[0]), settings, encoder)
+
+
+def look_at(block: Block, settings: EncodeSettings, encoder: Encoder) -> None:
+    """Encode its first record. Errors: as those of `encode_block`."""
+    _encoded(block, islice(records(block, text_key=settings.keys[0]), 1), settings, encoder)
+
+
+def _encoded(
+    block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
+) -> EncodedBlock:
     if settings.target == "megatron":
         return _encode_texts(block, rows, settings, encoder)
     if settings.template is not None:
@@ -291,7 +311,10 @@ def _texts(where: str, record: Record, settings: EncodeSettings) -> list[list[st
     for key in settings.keys:
         value = record[key]
         sentences = [{key: sentence} for sentence in value] if isinstance(value, list) else [record]
-        texts.append([string_field(sentence, key, where=where) for sentence in sentences])
+        parts = [string_field(sentence, key, where=where) for sentence in sentences]
+        if settings.sentences and not isinstance(value, list):
+            parts = sentence_splitter(settings.sentences, keep_newlines=settings.keep_newlines)(parts[0])
+        texts.append(parts)
     return texts
 
 

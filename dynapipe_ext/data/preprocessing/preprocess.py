@@ -40,10 +40,12 @@ from dynapipe_ext.data.preprocessing.encoding import (
     TOKENS,
     EncodedBlock,
     EncodeSettings,
+    look_at,
     stream_names,
     texts_of,
 )
-from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile
+from dynapipe_ext.data.preprocessing.inputs import Block, BlockStream, InputFile
+from dynapipe_ext.data.preprocessing.sentences import sentence_splitter
 from dynapipe_ext.data.preprocessing.workers import InlineWorkers, Workers
 from dynapipe_ext.data.tokenizer import BpeTokenizer, train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError, writing_move
@@ -289,7 +291,7 @@ def preprocess(
     _refuse_other(place, work, settings, key, overwrite)
     with StreamJournal(work, key, stream_names(settings)) as journal:
         encoding = _Pass(files, settings, journal, progress)
-        encoding.encode(workers or InlineWorkers(settings, encoder))
+        encoding.encode(workers or InlineWorkers(settings, encoder), lambda block: look_at(block, settings, encoder))
         journal.finished()
         if settings.target == "dataset":
             outputs = _finish_dataset(place, journal, settings, encoder, encoding, source)
@@ -304,6 +306,8 @@ def check_settings(settings: EncodeSettings, encoder: Encoder) -> None:
     if settings.target == "megatron":
         if settings.max_seq_len is not None or settings.truncate or settings.tasks.bind:
             raise ConfigError(".bin/.idx holds whole documents: leave out --max-seq-len, --truncate and other bounds")
+        if settings.sentences:
+            sentence_splitter(settings.sentences, keep_newlines=settings.keep_newlines)
         if not settings.keys or len(set(settings.keys)) < len(settings.keys):
             raise ConfigError(f"the keys are {list(settings.keys)}: give one or more, each once")
         for name in settings.keys:
@@ -334,9 +338,9 @@ def source_digest(files: Sequence[InputFile]) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-def megatron_prefix(output: str | Path, key: str) -> Path:
-    """`OUTPUT_KEY_document`, the name that Megatron's own tool gives its output."""
-    return Path(f"{output}_{key}_document")
+def megatron_prefix(output: str | Path, key: str, level: str) -> Path:
+    """`OUTPUT_KEY_document`, the name that Megatron's own tool gives its output; of sentences `OUTPUT_KEY_sentence`."""
+    return Path(f"{output}_{key}_{level}")
 
 
 class _Pass:
@@ -375,9 +379,13 @@ class _Pass:
             num_kept_samples=self.num_kept_samples,
         )
 
-    def encode(self, workers: Workers) -> None:
-        """Bring the journal to the end of the input."""
+    def encode(self, workers: Workers, look: Callable[[Block], None]) -> None:
+        """Bring the journal to the end of the input. `look` may refuse its next block before workers start, which may
+        be a cluster."""
         if self._keep():
+            if (block := next(self._blocks, None)) is not None:
+                look(block)
+                self._blocks.put_back(block)
             with workers:
                 for encoded in workers.run(self._blocks):
                     self._append(encoded)
@@ -451,7 +459,7 @@ def _refuse_other(place: Path, work: Path, settings: EncodeSettings, key: str, o
     if settings.target == "dataset":
         existing = [place] if is_prepared(place) else []
     else:
-        prefixes = [megatron_prefix(place, name) for name in settings.keys]
+        prefixes = [megatron_prefix(place, name, settings.level) for name in settings.keys]
         existing = [path for prefix in prefixes for path in (idx_path(prefix), bin_path(prefix)) if path.exists()]
     if existing:
         raise ConfigError(f"{existing[0]} exists, made from other files or settings: pass --overwrite or name another")
@@ -518,7 +526,7 @@ def _finish_megatron(
     place: Path, journal: StreamJournal, settings: EncodeSettings, encoder: Encoder
 ) -> tuple[Path, ...]:
     """Put all files in place, the index files last: without its index a data set does not count."""
-    prefixes = [megatron_prefix(place, key) for key in settings.keys]
+    prefixes = [megatron_prefix(place, key, settings.level) for key in settings.keys]
     made: list[dict[Path, Path]] = []  # for each key the finished files and their places, the index last
     for number, prefix in enumerate(prefixes):
         sizes = _stream(journal, f"{SIZES}-{number}", "<i8")

@@ -1,6 +1,6 @@
 """What some families add to core attention: sinks, capped scores, chunks, scales by position.
 
-Each function takes a class of core attention (`layers.py`) and gives one of the same protocol.
+Each function takes a class of core attention (`core_attention.py`) and gives one of the same protocol.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def in_chunks(attention: Any, size: int) -> type:
         gathers_keys = False
 
         def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
-            chunks = zip(*(x_BHSD.split(size, dim=2) for x_BHSD in (q_BHSD, k_BHSD, v_BHSD)), strict=True)
+            chunks = zip(*(torch.split(x, size, dim=2) for x in (q_BHSD, k_BHSD, v_BHSD)), strict=True)
             return torch.cat([super(Chunked, self)._sdpa(*chunk) for chunk in chunks], dim=2)
 
         def _by_kernel(self, q_THD: torch.Tensor, *others: torch.Tensor, borders: Borders, **options: Any) -> Any:
