@@ -76,9 +76,8 @@ def test_a_model_that_would_train_wrongly_on_slices_is_refused(made: Any, says: 
 def test_two_sides_take_no_more_joined_ranks_than_divide_their_heads() -> None:
     made = model(PairAttention(CORE, 1))
     take_slices(made, SimpleNamespace(width=2, number=0))  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=r"has 6 heads .* which 4 joined ranks cannot divide, .* take a width up to 2"
-    ):
+    says = r"has 6 heads .* which 4 joined ranks cannot divide, .* take a width up to 2"
+    with pytest.raises(ConfigError, match=says):
         take_slices(made, FOUR)
 
 
