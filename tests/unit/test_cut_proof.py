@@ -51,6 +51,7 @@ FAMILIES: dict[str, Any] = {
     "modernbert-decoder": lambda: transformers.ModernBertDecoderConfig(
         **_NO_HEAD_DIM | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "local_attention": 8}
     ),
+    "doge": lambda: transformers.DogeConfig(**_NO_HEAD_DIM),  # scores of its own in the mask, zero at first
     "gemma3": lambda: transformers.Gemma3Config(
         text_config=SIZES | {"sliding_window": 5, "query_pre_attn_scalar": 8},
         vision_config=_VISION, mm_tokens_per_image=4, image_token_index=5, boi_token_index=6, eoi_token_index=7,
