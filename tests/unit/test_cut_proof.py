@@ -236,3 +236,14 @@ def test_a_tower_of_images_stays_bit_for_bit_in_what_its_trained_text_is_saved_w
     with torch.no_grad():
         x = parts[1](parts[0](tokens, batch=batch), batch=batch)
         torch.testing.assert_close(whole(input_ids=tokens, use_cache=False).logits, x)
+
+
+def test_a_part_is_read_where_its_family_draws_weights_of_a_head_that_another_stage_has(tmp_path: Path) -> None:
+    config = FAMILIES["modernbert-decoder"]()
+    model = tiny_model(config)
+    model.save_pretrained(tmp_path)
+    topology, tokens, batch = Topology(pp=2), torch.arange(8, 20)[None], {"model_inputs": {}}
+    parts = [part for rank in range(2) for part in parts_of_folder(tmp_path, topology, rank)]
+    with torch.no_grad():
+        logits = parts[1](parts[0](tokens, batch=batch), batch=batch)
+        torch.testing.assert_close(logits, model(input_ids=tokens, use_cache=False).logits)
