@@ -51,6 +51,7 @@ FAMILIES: dict[str, Any] = {
     "modernbert-decoder": lambda: transformers.ModernBertDecoderConfig(
         **_NO_HEAD_DIM | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "local_attention": 8}
     ),
+    "doge": lambda: transformers.DogeConfig(**_NO_HEAD_DIM),  # scores of its own in the mask, zero at first
     "gemma3": lambda: transformers.Gemma3Config(
         text_config=SIZES | {"sliding_window": 5, "query_pre_attn_scalar": 8},
         vision_config=_VISION, mm_tokens_per_image=4, image_token_index=5, boi_token_index=6, eoi_token_index=7,
@@ -235,3 +236,14 @@ def test_a_tower_of_images_stays_bit_for_bit_in_what_its_trained_text_is_saved_w
     with torch.no_grad():
         x = parts[1](parts[0](tokens, batch=batch), batch=batch)
         torch.testing.assert_close(whole(input_ids=tokens, use_cache=False).logits, x)
+
+
+def test_a_part_is_read_where_its_family_draws_weights_of_a_head_that_another_stage_has(tmp_path: Path) -> None:
+    config = FAMILIES["modernbert-decoder"]()
+    model = tiny_model(config)
+    model.save_pretrained(tmp_path)
+    topology, tokens, batch = Topology(pp=2), torch.arange(8, 20)[None], {"model_inputs": {}}
+    parts = [part for rank in range(2) for part in parts_of_folder(tmp_path, topology, rank)]
+    with torch.no_grad():
+        logits = parts[1](parts[0](tokens, batch=batch), batch=batch)
+        torch.testing.assert_close(logits, model(input_ids=tokens, use_cache=False).logits)

@@ -16,6 +16,7 @@ from dynapipe_ext.models.architecture import FAMILIES, Architecture, LatentAtten
 from dynapipe_ext.models.families import FORMS
 from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.models.megatron_arguments import FOLLOWED, LEFT_AS_IT_IS, is_harmless, read_arguments
+from dynapipe_ext.models.named_models import read_sizes
 from dynapipe_ext.models.rope_scaling import RopeScaling
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
 from dynapipe_ext.models.written_arguments import command_line, unsayable, write_arguments
@@ -439,3 +440,21 @@ def test_what_megatrons_command_line_cannot_say_is_said(change: dict[str, Any], 
     else:
         assert not unsayable(architecture)
         assert read_arguments(write_arguments(architecture)) == architecture
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "heads", "longest"),
+    [
+        ("bloom", 2, 8, 1 << 20),  # scores by distance: any length
+        ("mamba", 32, 1, 1 << 20),  # states: no heads
+        ("mpt", 24, 16, 2048),
+        ("xglm", 24, 16, 2048),
+        ("nemotron_h", 4, 32, 4096),  # its layers are a list of kinds alone
+        ("kimi_linear", 27, 32, 1 << 20),
+    ],
+)
+def test_sizes_are_read_by_the_names_that_a_family_gives_them(
+    family: str, layers: int, heads: int, longest: int
+) -> None:
+    sizes = read_sizes(transformers.AutoConfig.for_model(family).to_dict())
+    assert (sizes.num_layers, sizes.num_heads, sizes.max_seq_len) == (layers, heads, longest)

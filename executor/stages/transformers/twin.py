@@ -193,10 +193,10 @@ def _without_dropout(config: Any) -> None:
 
 def _draw(model: Any) -> None:
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             if weight.dim() >= 2:
                 weight.normal_(0.0, 1.0 / math.sqrt(weight.shape[-1]))
-            elif name.endswith("bias"):
+            else:  # of norms, biases, and what begins at zero, and so would hide what it is a factor of
                 weight.add_(0.1 * torch.randn_like(weight))
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
