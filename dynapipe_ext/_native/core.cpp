@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "balance.hpp"
 #include "regroup.hpp"
 #include "search.hpp"
 #include "splits.hpp"
@@ -222,11 +223,23 @@ Groups regrouped(const Groups& groups, const std::vector<i64>& encoder, const st
   return dynapipe::Regrouping(groups, encoder, decoder, law, most_tokens).after(moves, seed);
 }
 
+Groups balanced(const Groups& groups, const std::vector<i64>& costs, i64 floor, i64 rounds, bool equal_counts) {
+  if (groups.empty()) throw std::invalid_argument("there are no groups to balance");
+  for (const auto& group : groups) {
+    for (int item : group) {
+      if (item < 0 || item >= static_cast<int>(costs.size())) throw std::invalid_argument("a group has an item without a cost");
+    }
+  }
+  nb::gil_scoped_release unlocked;
+  return dynapipe::Balance(groups, costs, equal_counts).refined(floor, rounds);
+}
+
 }  // namespace
 
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of planning; the twins in Python are the reference";
   module.def("search", &search);
+  module.def("balanced", &balanced);
   module.def("regrouped", &regrouped);
   module.def("stage_costs", &stage_costs);
   module.def("cheapest_cuts", &cheapest_cuts);
