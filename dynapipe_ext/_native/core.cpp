@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "balance.hpp"
+#include "levelling.hpp"
 #include "regroup.hpp"
 #include "search.hpp"
 #include "splits.hpp"
@@ -222,11 +224,54 @@ Groups regrouped(const Groups& groups, const std::vector<i64>& encoder, const st
   return dynapipe::Regrouping(groups, encoder, decoder, law, most_tokens).after(moves, seed);
 }
 
+Groups balanced(const Groups& groups, const std::vector<i64>& costs, i64 floor, i64 rounds, bool equal_counts) {
+  if (groups.empty()) throw std::invalid_argument("there are no groups to balance");
+  for (const auto& group : groups) {
+    for (int item : group) {
+      if (item < 0 || item >= static_cast<int>(costs.size())) throw std::invalid_argument("a group has an item without a cost");
+    }
+  }
+  nb::gil_scoped_release unlocked;
+  return dynapipe::Balance(groups, costs, equal_counts).refined(floor, rounds);
+}
+
+using Times = nb::ndarray<const i64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ranges = std::vector<std::pair<int, int>>;
+
+// Cuts (first < 0: merged away) and groups of cuts after so many moves.
+std::pair<Ranges, Groups> levelled(const Integers& work, const Integers& head, const Integers& tail, const Times& total,
+                                   const Shapes& shapes, const Ranges& cuts, const Groups& groups, i64 moves,
+                                   std::uint64_t seed, bool equal_counts) {
+  const std::size_t count = total.shape(0), ranks = work.shape(1);
+  for (const Integers* one : {&work, &head, &tail}) {
+    if (one->shape(0) != count || one->shape(1) != ranks) throw std::invalid_argument("times of shapes have sizes that do not match");
+  }
+  int item = 0;
+  for (auto [first, end] : cuts) {
+    if (first != item || end <= first || end > static_cast<int>(shapes.shape(0))) throw std::invalid_argument("cuts must cover the items in turn");
+    item = end;
+  }
+  if (item != static_cast<int>(shapes.shape(0))) throw std::invalid_argument("cuts must cover the items in turn");
+  std::vector<int> times_held(cuts.size(), 0);
+  for (const auto& group : groups) {
+    for (int m : group) {
+      if (m < 0 || m >= static_cast<int>(cuts.size()) || times_held[m]++) throw std::invalid_argument("every cut is in one group");
+    }
+  }
+  nb::gil_scoped_release unlocked;
+  const dynapipe::RankTimes times{static_cast<int>(ranks), work.data(), head.data(), tail.data(), total.data()};
+  dynapipe::Levelling job(times, shapes.data(), static_cast<int>(shapes.shape(0)), static_cast<int>(shapes.shape(1)), cuts, groups, equal_counts);
+  job.improve(moves, seed);
+  return {job.cuts(), job.groups()};
+}
+
 }  // namespace
 
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of planning; the twins in Python are the reference";
   module.def("search", &search);
+  module.def("levelled", &levelled);
+  module.def("balanced", &balanced);
   module.def("regrouped", &regrouped);
   module.def("stage_costs", &stage_costs);
   module.def("cheapest_cuts", &cheapest_cuts);

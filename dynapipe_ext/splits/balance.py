@@ -214,7 +214,7 @@ _BOTH_WAYS = 128  # items up to which the largest differencing method is tried a
 
 
 def assign_replicas(
-    costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False, seed: int = 0
+    costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False, seed: int = 0, use_native: bool = True
 ) -> list[list[int]]:
     """Indices of the micro-batches of each replica, in the given order within each.
 
@@ -232,10 +232,9 @@ def assign_replicas(
     _check(costs_ns, num_replicas, equal_counts)
     groups = _longest_first(costs_ns, num_replicas, count // num_replicas if equal_counts else count)
     if num_replicas > 1:
-        _refine(groups, costs_ns, equal_counts)
+        groups = _refined(groups, costs_ns, equal_counts, use_native)
         if count <= _BOTH_WAYS and not equal_counts and not _is_close(groups, costs_ns):
-            other = karmarkar_karp(costs_ns, num_replicas)
-            _refine(other, costs_ns, equal_counts)
+            other = _refined(karmarkar_karp(costs_ns, num_replicas), costs_ns, equal_counts, use_native)
             groups = min(groups, other, key=lambda one: _largest(one, costs_ns))
     shift = seed % num_replicas
     return [sorted(group) for group in groups[-shift:] + groups[:-shift]] if shift else [sorted(g) for g in groups]
@@ -287,30 +286,43 @@ def _longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> li
     return min(groups, rows, key=lambda one: _largest(one, costs))
 
 
-def _refine(groups: list[list[int]], costs: Sequence[int], equal_counts: bool) -> None:
-    """Lower the largest load in place by exchanges with other groups, until none helps or it is close to the mean.
+def _refined(
+    groups: Sequence[Sequence[int]], costs: Sequence[int], equal_counts: bool, use_native: bool
+) -> list[list[int]]:
+    """The groups after exchanges that lower the largest load, until none helps or it is close to the mean.
 
     Single items first, with the least loaded groups first; where these do not help, up to two items each way with the
     few least loaded groups.
     """
-    loads = [sum(costs[i] for i in group) for group in groups]
-    num, floor = len(groups), load_floor(costs, len(groups), equal_counts=equal_counts)
-    for group in groups:
-        group.sort(key=lambda i: (costs[i], i))
+    floor = load_floor(costs, len(groups), equal_counts=equal_counts)
+    rounds = _ROUNDS_PER_ITEM * len(costs)
+    if native is not None and use_native:
+        refined: list[list[int]] = native.balanced(groups, list(map(int, costs)), floor, rounds, equal_counts)
+        return refined
+    return _refined_in_python(groups, costs, floor, rounds, equal_counts)
+
+
+def _refined_in_python(
+    shares: Sequence[Sequence[int]], costs: Sequence[int], floor: int, rounds: int, equal_counts: bool
+) -> list[list[int]]:
+    """The twin of the native core's `balance.hpp`."""
+    groups = [sorted(share, key=lambda i: (costs[i], i)) for share in shares]
+    num, loads = len(groups), [sum(costs[i] for i in group) for group in groups]
     values = [np.array([costs[i] for i in group], np.int64) for group in groups]
-    for _ in range(_ROUNDS_PER_ITEM * len(costs)):
+    for _ in range(rounds):
         top = max(range(num), key=lambda g: (loads[g], -g))
         if (loads[top] - floor) * _CLOSE_ENOUGH <= floor:
-            return
+            break
         exchange = _best_exchange(groups, values, loads, top, equal_counts)
         if exchange is None:
-            return
+            break
         other, to_give, to_take = exchange.other, exchange.to_give, exchange.to_take
         for g, less, more in ((top, to_give, to_take), (other, to_take, to_give)):
             left = [i for i in groups[g] if i not in less]
             groups[g] = sorted([*left, *more], key=lambda i: (costs[i], i))
             loads[g] += sum(costs[i] for i in more) - sum(costs[i] for i in less)
             values[g] = np.array([costs[i] for i in groups[g]], np.int64)
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from dynapipe_ext.splits.padded import Cut
 
 _TRIAL = 16  # of the moves, one part in so many for each of several starts
 _REPLICAS = 4  # that one measure of effort is for
+_MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves
 _ROWS = 12  # likewise, where samples come in pieces, which are many rows: moves are fewer, as each costs more
 _CORE_HAS_NO_CAP = 1 << 20  # how the native core is told of a rule without a cap
 
@@ -42,7 +43,8 @@ _CORE_HAS_NO_CAP = 1 << 20  # how the native core is told of a rule without a ca
 class Settings:
     """What the search is asked for; `seed` and `effort` make it a function.
 
-    `effort` is the number of random moves for up to 7 replicas, twice as many for 8, three times for 12, and so on.
+    `effort` is the number of random moves for up to 7 replicas, twice as many for 8, three times for 12, and so on, but
+    fewer where `has_long_replicas`.
     """
 
     memory_limit_bytes: int
@@ -211,8 +213,17 @@ def _trials(candidates: Sequence[_Candidate], settings: Settings, are_several: b
 
 def _num_moves(start: Start, settings: Settings) -> int:
     """The moves of an effort; where samples come in pieces, no more work than that of a few rows."""
-    moves = settings.effort * max(1, len(start.groups) // _REPLICAS)
+    replicas, cuts = len(start.groups), len(start.cuts)
+    times = replicas // _REPLICAS
+    if has_long_replicas(replicas, cuts):  # a simulation takes as long as a replica has micro-batches
+        times = times * _MANY * replicas // cuts
+    moves = settings.effort * max(1, times)
     return moves * _ROWS // max(_ROWS, len(start.cuts)) if start.sample_pieces else moves
+
+
+def has_long_replicas(num_replicas: int, num_micro_batches: int) -> bool:
+    """Whether replicas are many and each has many micro-batches: then the search has few moves for each."""
+    return num_replicas >= _MANY and num_micro_batches > _MANY * num_replicas
 
 
 def _in_turn(state: SearchState) -> tuple[list[Cut], list[list[list[int]]]]:

@@ -16,7 +16,8 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.schedules.search.optimizer import Start
+from dynapipe_ext.schedules.search.levelling import RankTimes, levelled
+from dynapipe_ext.schedules.search.optimizer import Start, has_long_replicas
 from dynapipe_ext.schedules.search.regrouping import exchanged
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
@@ -28,6 +29,7 @@ from dynapipe_ext.splits.padded import (
     ShapeEvaluate,
     SortOrder,
     bottleneck,
+    fastest,
     members_of,
     ordered,
     price_cuts,
@@ -43,6 +45,7 @@ MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
 _MOVES_A_TRY = 1000  # of the effort, for each number of packed rows that is tried about the best
+_EFFORT_A_MOVE = 160  # of levelling, for each cut
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
@@ -87,6 +90,8 @@ class Proposals:
                 groups=tuple(map(tuple, self._assigned(priced.times(cuts), samples, step))),
             )
             proposed.append(Proposal(start, priced.micro_batch))
+        if has_long_replicas(self.topology.dp, len(firsts[-1])) and not self.cores_are_shared:
+            proposed += self._levelled(priced, proposed[-1].start, in_flight[-1], step)
         if any(s.decoder for s in samples):
             with suppress(PlanError):  # shapes that the law did not know may be refused
                 made = _possible(partial(exchanged, priced, cuts) for cuts in firsts)
@@ -94,6 +99,29 @@ class Proposals:
         if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not self.rules.equal_counts:
             proposed += self.fixed(self._few(samples, step))
         return proposed
+
+    def _levelled(self, priced: PricedCuts, start: Start, min_in_flight: int, step: int) -> list[Proposal]:
+        """The start with more even cuts and replicas, each cut under the fastest kind of which so many can be held.
+
+        None where not all cuts of the start can.
+        """
+        answers = (bottleneck(costs, min_in_flight, priced.stage_ranks) for costs in priced.kind_costs)
+        time_ns, kinds = fastest(answers, self.limit_bytes)
+        shapes = np.where(np.append(time_ns < INFEASIBLE, False)[priced.shapes], priced.shapes, -1).astype(np.int32)
+        if any(shapes[cut.end - 1, cut.end - cut.first - 1] < 0 for cut in start.cuts):
+            return []
+        costs = MicroBatchCosts.choose(priced.kind_costs, kinds, np.arange(len(kinds)))
+        cuts, groups = levelled(
+            RankTimes.of(costs, self.topology.stage_ranks, split=self.rules.split_backward),
+            shapes,
+            [(cut.first, cut.end) for cut in start.cuts],
+            start.groups,
+            moves=self.rules.effort * len(start.cuts) // _EFFORT_A_MOVE,
+            seed=step,
+            equal_counts=self.rules.equal_counts,
+        )
+        even = tuple(Cut(a, b, int(kinds[shapes[b - 1, b - a - 1]])) for a, b in cuts)
+        return [Proposal(replace(start, cuts=even, groups=tuple(map(tuple, groups))), priced.micro_batch)]
 
     def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Good splits of a few samples with decoder sides, which cuts of one order may miss."""

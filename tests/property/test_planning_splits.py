@@ -296,6 +296,24 @@ def test_equal_counts_are_equal(costs: list[int], replicas: int) -> None:
 
 
 @STEADY
+@given(
+    st.lists(st.one_of(st.integers(0, 9), st.integers(0, 10**6)), min_size=1, max_size=140),
+    st.integers(1, 12),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_both_cores_balance_alike(costs: list[int], replicas: int, seed: int, equal_counts: bool) -> None:
+    replicas = min(replicas, len(costs))
+    if equal_counts:
+        costs = costs[: len(costs) // replicas * replicas]
+    ways = [
+        assign_replicas(costs, replicas, equal_counts=equal_counts, seed=seed, use_native=use_native)
+        for use_native in (True, False)
+    ]
+    assert ways[0] == ways[1]
+
+
+@STEADY
 @given(batches(most=25), st.integers(0, 3))
 def test_splits_do_not_depend_on_the_order_of_the_batch(samples: list[SampleLength], turn: int) -> None:
     turned = [*samples[turn:], *samples[:turn]]

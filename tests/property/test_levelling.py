@@ -1,0 +1,62 @@
+"""Levelling: both cores make the same moves, cuts stay a cover, and no result is worse than its start."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.core import native
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.search import proposals
+from dynapipe_ext.schedules.search.levelling import Groups, RankTimes, levelled
+
+Case = tuple[RankTimes, np.ndarray, list[tuple[int, int]], Groups]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Times of random shapes, which of them may be, and single items over the replicas."""
+    items, width, ranks, dp = (draw(st.integers(1, most)) for most in (24, 5, 3, 5))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    work, head, tail = rng.integers(0, draw(st.sampled_from([3, 100, 10**6])), (3, items * width, ranks))
+    shapes = np.full((items, width), -1, np.int32)
+    for end in range(items):
+        for r in range(min(width, end + 1)):
+            shapes[end, r] = end * width + r if r == 0 or rng.random() < 0.8 else -1
+    groups: Groups = [[] for _ in range(dp)]
+    for item in range(items):
+        groups[int(rng.integers(0, dp))].append(item)
+    times = RankTimes(work_ns=work, head_ns=head, tail_ns=tail, total_ns=work.sum(axis=1))
+    return times, shapes, [(i, i + 1) for i in range(items)], groups
+
+
+@pytest.mark.skipif(native is None, reason="a pure build was asked for")
+@settings(max_examples=150)
+@given(case=cases(), moves=st.integers(0, 250), seed=st.integers(0, 2**64 - 1), equal=st.booleans())
+def test_both_cores_level_alike(case: Case, moves: int, seed: int, equal: bool) -> None:
+    ways = [levelled(*case, moves=moves, seed=seed, equal_counts=equal, use_native=one) for one in (True, False)]
+    assert ways[0] == ways[1]
+
+
+@settings(max_examples=60)
+@given(case=cases(), moves=st.integers(0, 250), seed=st.integers(0, 9), equal=st.booleans())
+def test_levelled_cuts_cover_the_items_and_may_all_be(case: Case, moves: int, seed: int, equal: bool) -> None:
+    _, shapes, first_cuts, first_groups = case
+    cuts, groups = levelled(*case, moves=moves, seed=seed, equal_counts=equal)
+    assert [item for first, end in cuts for item in range(first, end)] == list(range(len(first_cuts)))
+    assert all(shapes[end - 1, end - first - 1] >= 0 for first, end in cuts)
+    assert sorted(m for group in groups for m in group) == list(range(len(cuts)))
+    if equal:
+        assert list(map(len, groups)) == list(map(len, first_groups))
+
+
+def test_steps_of_many_long_replicas_are_shorter_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, 2400)
+    costs = TokenCosts(8, ns_per_token=1_000, ns_per_token_squared=2, bytes_per_token=4_096, overhead_ns=3_000)
+    planner = Planner(Topology(tp=1, pp=8, dp=16), costs, 64e9, effort=300)
+    with_it = planner.plan(lengths.tolist())
+    monkeypatch.setattr(proposals, "has_long_replicas", lambda *_: False)
+    without = planner.plan(lengths.tolist())
+    assert with_it.makespan_ns < without.makespan_ns
