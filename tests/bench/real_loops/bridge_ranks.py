@@ -38,6 +38,7 @@ with megatron_cpu.triton_named():
     from megatron.bridge.data.datasets.packed_sequence import PackedSequenceSpecs
     from megatron.bridge.models.llama.llama_provider import LlamaModelProvider
     from megatron.bridge.models.qwen.qwen_provider import Qwen3MoEModelProvider
+    from megatron.bridge.data import finetuning
     from megatron.bridge.training import initialize, setup, train
     from megatron.bridge.training.config import (
         CheckpointConfig,
@@ -56,9 +57,15 @@ with megatron_cpu.triton_named():
 import dynapipe_ext.megatron as dynapipe
 from dynapipe_ext.executor.loops import megatron_bridge
 from dynapipe_ext.executor.loops.replaced import replaced
+from tests.support.model_folders import write_model_tokenizer
 
 STEPS, ROWS, PACK = 20, 16, 256  # rows of a global batch, positions of one
 VOCAB, PP = 320, 2
+
+
+def write_data(folder: Path) -> None:
+    write_packs(folder / "packs.npy")
+    write_model_tokenizer(folder / "model")
 
 
 def write_packs(path: Path) -> None:
@@ -154,9 +161,10 @@ def configuration(folder: Path, kind: str) -> ConfigContainer:
     )
 
 
-def main(folder: Path, model: str, kind: str) -> dict[str, Any]:
+def main(folder: Path, kind: str, model: str = "llama") -> dict[str, Any]:
     pretend_device()
     steps: list[dict[str, Any]] = []
+    cuts: list[dict[str, Any]] = []
     with ExitStack() as stack:
         stack.enter_context(
             replaced(setup, initialize_megatron=partial(initialize.initialize_megatron, allow_no_cuda=True))
@@ -171,26 +179,36 @@ def main(folder: Path, model: str, kind: str) -> dict[str, Any]:
         own = train.train_step
 
         def recorded(*arguments: Any) -> Any:
-            started_s = time.perf_counter()
+            started_s, cpu_s = time.perf_counter(), time.process_time()
             found = own(*arguments)
             steps.append(
                 {
                     "loss": [float(x) for x in found[0].values()],
-                    "grad_norm": float(found[5]),
+                    "grad_norm": [float(found[5])],
                     "seconds": time.perf_counter() - started_s,
+                    "cpu_seconds": time.process_time() - cpu_s,
+                    **cuts.pop(),
                 }
             )
             print(steps[-1], flush=True)
             return found
 
+        own_split = finetuning.prepare_finetuning_batch
+
+        def recorded_split(*arguments: Any, **keywords: Any) -> Any:
+            batches, length = own_split(*arguments, **keywords)
+            batches = list(batches)
+            cuts.append(_told(batches))
+            return iter(batches), length
+
+        stack.enter_context(replaced(finetuning, prepare_finetuning_batch=recorded_split))
         stack.enter_context(replaced(train, train_step=recorded))
         pretrain(configuration(folder, model), forward_step)
     return {"steps": steps}
 
 
-if __name__ == "__main__":
-    import sys
-
-    f = Path(sys.argv[1])
-    r = main(f, sys.argv[2], sys.argv[3])
-    json.dump(r, open(f"/tmp/loops/bridge-{sys.argv[2]}-{sys.argv[3]}.{os.environ['RANK']}", "w"))
+def _told(batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """The lengths of each row's segments, padding among them, and how many positions are padding."""
+    ends = [b["cu_seqlens"][0, : int(b["cu_seqlens_argmin"][0])].diff().tolist() for b in batches]
+    padding = sum(b["tokens"].numel() - sum(b["token_count"]) for b in batches)
+    return {"micro_batches": [ends], "padding": padding}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.moe import moe_utils
 
 from dynapipe_ext.executor.stages.megatron.layers import CoreAttention
 
@@ -26,6 +27,9 @@ LOCAL = {
 }
 
 _block_spec = gpt_layer_specs.get_gpt_decoder_block_spec
+
+
+vars(moe_utils).setdefault("te_general_gemm", None)  # routers ask for it, by a name that is undefined without it
 
 
 def local_block_spec(config: Any, use_transformer_engine: bool = False, **keywords: Any) -> Any:
@@ -47,7 +51,10 @@ def pretend_device() -> None:
 
 
 class _Nothing(type):
-    """Of classes that have every attribute, each another such class."""
+    """Of classes that have every attribute, each another such class; called, they decorate."""
+
+    def __call__(cls, *arguments: Any, **_: Any) -> Any:
+        return arguments[0] if arguments and callable(arguments[0]) else cls
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

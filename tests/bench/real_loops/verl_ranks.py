@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import torch.distributed as dist
 from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import mbridge.core.llm_bridge  # noqa: E402
 from mbridge.core.bridge import Bridge  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+import transformers  # noqa: E402
+from tests.support.model_folders import write_model_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
@@ -34,6 +37,7 @@ from verl.workers.config import (  # noqa: E402
     McoreOptimizerConfig,
     TrainingWorkerConfig,
 )
+from verl.workers.engine.megatron import transformer_impl  # noqa: E402
 from verl.workers.engine_workers import TrainingWorker  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding  # noqa: E402
@@ -48,6 +52,17 @@ from tests.bench.real_loops.stand_ins import LOCAL, local_block_spec, pretend_de
 STEPS, ROLLOUTS, MINI_BATCH, CAP = 20, 32, 16, 512  # rollouts of a step and of an update; tokens of a micro-batch
 VOCAB, PROMPT, LONGEST = 320, 8, 400
 PP = 2
+
+
+def write_data(folder: Path) -> None:
+    """A tiny Qwen2 with random weights, and a tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.Qwen2Config(
+        vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, **sizes
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder / "model")
+    write_model_tokenizer(folder / "model")
 
 
 def _load_weights(_bridge: Any, models: list[Any], path: str, *_: Any, **__: Any) -> None:
@@ -107,19 +122,33 @@ def worker(model: str) -> TrainingWorker:
 
 def main(folder: Path, kind: str) -> dict[str, Any]:
     pretend_device()
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     with ExitStack() as stack:
         stack.enter_context(replaced(mbridge.core.llm_bridge, get_gpt_decoder_block_spec=local_block_spec))
         stack.enter_context(replaced(Bridge, load_weights=_load_weights))
+        cuts: list[list[list[int]]] = []
+        stack.enter_context(_recorded_cuts(cuts))
         if kind == "installed":
             stack.enter_context(dynapipe.installed())
         elif kind == "planned":
             dp = int(os.environ["WORLD_SIZE"]) // PP
             stack.enter_context(verl.planned(mini_batch=MINI_BATCH // dp))
-        return trained(worker(str(folder / "model")))
+        return trained(worker(str(folder / "model")), cuts)
 
 
-def trained(actor: TrainingWorker) -> dict[str, Any]:
+@contextmanager
+def _recorded_cuts(cuts: list[list[list[int]]]) -> Iterator[None]:
+    """Within: the rollouts' lengths in every micro-batch, as the engine hands them to the schedule."""
+    own = transformer_impl.make_batch_generator
+
+    def recorded(batches: Any, vpp_size: int) -> Any:
+        cuts.append([batch["input_ids"].offsets().diff().tolist() for batch in batches])
+        return own(batches, vpp_size)
+
+    with replaced(transformer_impl, make_batch_generator=recorded):
+        yield
+
+
+def trained(actor: TrainingWorker, cuts: list[list[list[int]]]) -> dict[str, Any]:
     settings = ActorConfig(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True)
     steps: list[dict[str, Any]] = []
     ratios: list[float] = []
@@ -134,23 +163,26 @@ def trained(actor: TrainingWorker) -> dict[str, Any]:
     dp_rank, dp = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     for step in range(STEPS):
         tensors = rollouts(step, dp_rank, dp)
-        started_s = time.perf_counter()
+        started_s, cpu_s = time.perf_counter(), time.process_time()
         old = log_probabilities(actor, tensors)
-        middle_s = time.perf_counter()
         ratios.clear()
         update = {"global_batch_size": MINI_BATCH, "mini_batch_size": MINI_BATCH, "epochs": 1, "seed": 1}
         batch = as_batch({**tensors, "old_log_probs": old}, **update, compute_loss=True, calculate_entropy=False)
         output = actor.train_mini_batch(batch)
         metrics = {} if output is None else tu.get(output, "metrics")
+        found = [float(one) for one in metrics.get("actor/pg_loss", ())]
         steps.append(
             {
-                "loss": [float(one) for one in metrics.get("actor/pg_loss", ())]
-                + [float(old.sum() / tensors["response_mask"].sum())],
+                "loss": [*found, float(old.sum() / tensors["response_mask"].sum())],
                 "grad_norm": [float(one) for one in metrics.get("grad_norm", ())],
-                "first_ratio": max(ratios[:1], default=0.0),
+                "first_ratio": max(ratios[: len(cuts[1])], default=0.0),  # off 1, in the first update
                 "seconds": time.perf_counter() - started_s,
+                "cpu_seconds": time.process_time() - cpu_s,
+                "micro_batches": cuts[1:],  # of the updates
+                "padding": 0,
             }
         )
+        cuts.clear()
         print(steps[-1], flush=True)
     return {"steps": steps}
 
@@ -164,11 +196,3 @@ def log_probabilities(actor: TrainingWorker, tensors: dict[str, Any]) -> Any:
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast(old, last, group=parallel_state.get_pipeline_model_parallel_group())
     return old
-
-
-if __name__ == "__main__":
-    import sys
-
-    r = main(Path(sys.argv[1]), sys.argv[2])
-    json.dump(r, open(f"/tmp/loops/verl-{sys.argv[2]}.{os.environ['RANK']}", "w"))
-    dist.destroy_process_group()
