@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from dynapipe_ext.errors import PlanError
 
-Groups = list[list[int]]  # the samples of each micro-batch
+MicroBatchSamples = list[list[int]]  # the samples of each micro-batch
 
 
-def in_count(groups: Groups, lengths: Sequence[int], count: int) -> Groups:
+def in_count(groups: MicroBatchSamples, lengths: Sequence[int], count: int) -> MicroBatchSamples:
     """So many micro-batches, `count` of them, by halving those of most tokens in their place.
 
     >>> in_count([[0, 1, 2], [3]], [5, 4, 4, 9], 3)
@@ -30,9 +30,9 @@ def in_count(groups: Groups, lengths: Sequence[int], count: int) -> Groups:
     return groups
 
 
-def halves(group: Sequence[int], lengths: Sequence[int]) -> Groups:
+def halves(group: Sequence[int], lengths: Sequence[int]) -> MicroBatchSamples:
     """Two micro-batches of about as many tokens, each of its samples in their order."""
-    parts: Groups = [[], []]
+    parts: MicroBatchSamples = [[], []]
     for i in sorted(group, key=lambda i: -lengths[i]):
         min(parts, key=lambda part: sum(lengths[j] for j in part)).append(i)
     return [sorted(part) for part in parts]

@@ -2,7 +2,7 @@
 
 from dynapipe_ext.executor.loops import megatron_bridge
 
-with megatron_bridge.planned():
+with megatron_bridge.planned_loop():
     finetune(config, forward_step)
 """
 
@@ -23,11 +23,11 @@ from dynapipe_ext.executor.loops.running_model import RunningModel
 from dynapipe_ext.megatron import installed
 
 _ROWS = ("tokens", "labels", "loss_mask", "position_ids")  # of a batch: tensors of rows x positions
-Batch = dict[str, Any]
+BridgeBatch = dict[str, Any]
 
 
 @contextmanager
-def planned(*, max_tokens: int = 0, **settings: Any) -> Iterator[None]:
+def planned_loop(*, max_tokens: int = 0, **settings: Any) -> Iterator[None]:
     """Within: the documents of each step's packed rows are packed anew by the planning call, each replica its own, in
     rows of their own lengths without padding.
 
@@ -77,7 +77,7 @@ class _Step:
     config: Any
     count: int = 0  # of micro-batches, where they were cut here
 
-    def cut(self, batch: Batch) -> list[Batch]:
+    def cut(self, batch: BridgeBatch) -> list[BridgeBatch]:
         """The documents of a replica's rows as micro-batches. Errors: PlanError, ConfigError."""
         transformer = self.model.config
         if not transformer.calculate_per_token_loss:
@@ -103,7 +103,7 @@ class _Step:
         return forward_backward
 
 
-def _documents(batch: Batch) -> Iterator[Batch]:
+def _documents(batch: BridgeBatch) -> Iterator[BridgeBatch]:
     """Each document of packed rows, without the padding at a row's end."""
     for row, real in enumerate(batch["token_count"]):
         ends = batch["cu_seqlens"][row, : int(batch["cu_seqlens_argmin"][row])].tolist()
@@ -112,7 +112,7 @@ def _documents(batch: Batch) -> Iterator[Batch]:
                 yield {name: batch[name][row, first:end] for name in _ROWS}
 
 
-def _row(documents: list[Batch], multiple: int) -> Batch:
+def _row(documents: list[BridgeBatch], multiple: int) -> BridgeBatch:
     """One micro-batch as the loop's own collation leaves it: a row of documents, padded to a `multiple` by one more."""
     row = {name: torch.cat([document[name] for document in documents]) for name in _ROWS}
     lengths = [document["tokens"].numel() for document in documents]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.drop_in.pipeline import counted_architecture, expert_ranks
-from dynapipe_ext.executor.loops.counts import Groups, in_count
+from dynapipe_ext.executor.loops.counts import MicroBatchSamples, in_count
 from dynapipe_ext.executor.stages.megatron.stage import unwrapped
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planning_call import plan_micro_batches
@@ -47,7 +47,7 @@ class RunningModel:
             config=config,
         )
 
-    def cut(self, lengths: Sequence[int], max_tokens: int, *, forward_only: bool = False, multiple: int = 1) -> Groups:
+    def cut(self, lengths: Sequence[int], max_tokens: int, *, forward_only: bool = False, multiple: int = 1) -> MicroBatchSamples:
         """The samples of every micro-batch of this replica, in order of entry; their number a multiple of `multiple`.
 
         Forwards alone are cut like the step of the same samples. Where experts lie over replicas all have as many, and

@@ -2,7 +2,7 @@
 
 from dynapipe_ext.executor.loops import torchtitan
 
-with torchtitan.planned():
+with torchtitan.planned_loop():
     trainer.train()
 """
 
@@ -34,11 +34,11 @@ from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 
 _EFFORT = 500
 _NS_A_TOKEN = 1_000  # only ratios matter
-Shape = tuple[int, int]  # rows and positions
+RowsPositions = tuple[int, int]  # rows and positions
 
 
 @contextmanager
-def planned(*, split_backward: bool = False) -> Iterator[None]:
+def planned_loop(*, split_backward: bool = False) -> Iterator[None]:
     """Within: trainers build a `PlannedSchedule` in the place of the schedule that their configuration names, whose
     placement of stages they keep. Parts wrapped in FSDP are refused: their collectives run in every backward."""
     pipeline: Any = importlib.import_module("torchtitan.distributed.pipeline_parallel")
@@ -116,7 +116,7 @@ class PlannedSchedule:
         """What a step divides by its divisor, which this one already has."""
         return self._loss_fn(output, batch["target"], **batch["loss_kwargs"]) * batch["divisor"]
 
-    def _plan(self, shapes: tuple[Shape, ...]) -> ExecutionPlan:
+    def _plan(self, shapes: tuple[RowsPositions, ...]) -> ExecutionPlan:
         """This rank's proven plan of a step. Replicas run their own: none meets another before the end."""
         samples = iter(range(sum(rows for rows, _ in shapes)))
         micro_batches = tuple(
@@ -151,7 +151,7 @@ def _entries(args: Any, keywords: Any, targets: Any) -> Iterator[dict[str, Any]]
         yield {**found, "tokens": own[0]} if own else found
 
 
-def _shape(entry: dict[str, Any]) -> Shape:
+def _shape(entry: dict[str, Any]) -> RowsPositions:
     for tensor in (entry.get("tokens"), entry["keywords"].get("positions"), entry["target"]):
         if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
             return int(tensor.shape[0]), int(tensor.shape[1])

@@ -4,7 +4,7 @@ In the file that `actor_rollout_ref.model.external_lib` names, which every worke
 
     from dynapipe_ext.executor.loops import verl
 
-    verl.install()
+    verl.plan_always()
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.loops.counts import Groups
+from dynapipe_ext.executor.loops.counts import MicroBatchSamples
 from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.executor.loops.running_model import RunningModel
 from dynapipe_ext.megatron import installed
 
 
-def install(*, mini_batch: int = 0, **settings: Any) -> None:
-    """`planned` until the process ends."""
+def plan_always(*, mini_batch: int = 0, **settings: Any) -> None:
+    """`planned_loop` until the process ends."""
     stack = ExitStack()
-    stack.enter_context(planned(mini_batch=mini_batch, **settings))
+    stack.enter_context(planned_loop(mini_batch=mini_batch, **settings))
     atexit.register(stack.close)
 
 
 @contextmanager
-def planned(*, mini_batch: int = 0, **settings: Any) -> Iterator[None]:
+def planned_loop(*, mini_batch: int = 0, **settings: Any) -> Iterator[None]:
     """Within: each replica's rollouts are cut by the planning call, where verl cuts by tokens (`use_dynamic_bsz`).
 
     Forwards alone (old and reference log probabilities) are cut like the update that follows, by its token cap. Where
@@ -78,7 +78,7 @@ class _Step:
     mini_batch: int  # rollouts of a replica that an update takes at once; 0 for all
     forward_only: bool
 
-    def groups(self, data: Any, sp_size: int, multiple: int) -> Groups:
+    def groups(self, data: Any, sp_size: int, multiple: int) -> MicroBatchSamples:
         """The rollouts of every micro-batch. Errors: PlanError for a rollout above the token cap, by name."""
         lengths = data["input_ids"].offsets().diff().tolist()
         size = self.mini_batch or len(lengths)
@@ -86,7 +86,7 @@ class _Step:
             raise ConfigError(f"mini_batch is {size}, which does not divide the {len(lengths)} rollouts of a replica")
         cap = (self.forward_only and self.engine.engine_config.max_token_len_per_gpu) or data["max_token_len_per_gpu"]
         model = RunningModel.of(self.engine.module)
-        found: Groups = []
+        found: MicroBatchSamples = []
         for first in range(0, len(lengths), size):
             groups = model.cut(
                 lengths[first : first + size], cap * sp_size, forward_only=self.forward_only, multiple=multiple

@@ -4,10 +4,9 @@ Put out of the way, outside of the step: Transformer Engine and ModelOpt (layers
 provider's own `transformer_layer_spec`), the assertion that CUDA exists, and the compilation of dataset helpers.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import json
-import os
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
-from tests.bench.real_loops.stand_ins import LOCAL, local_block_spec, name_absent, pretend_device  # noqa: E402
+from tests.bench.real_loops.stand_ins import LOCAL, local_block_spec, name_absent, pretend_device
 
 name_absent(
     "transformer_engine",
@@ -35,10 +34,10 @@ name_absent(
     "qwen_vl_utils",
 )
 with megatron_cpu.triton_named():
+    from megatron.bridge.data import finetuning
     from megatron.bridge.data.datasets.packed_sequence import PackedSequenceSpecs
     from megatron.bridge.models.llama.llama_provider import LlamaModelProvider
     from megatron.bridge.models.qwen.qwen_provider import Qwen3MoEModelProvider
-    from megatron.bridge.data import finetuning
     from megatron.bridge.training import initialize, setup, train
     from megatron.bridge.training.config import (
         CheckpointConfig,
@@ -175,7 +174,7 @@ def main(folder: Path, kind: str, model: str = "llama") -> dict[str, Any]:
         if kind == "installed":
             stack.enter_context(dynapipe.installed())
         elif kind == "planned":
-            stack.enter_context(megatron_bridge.planned())
+            stack.enter_context(megatron_bridge.planned_loop())
         own = train.train_step
 
         def recorded(*arguments: Any) -> Any:

@@ -5,6 +5,7 @@ freeze the shape of the first micro-batch. Triton, which its imports name, is pu
 `parallelize_llama` wraps parts in, for one replica too).
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import os
@@ -19,14 +20,14 @@ import torch.distributed as dist
 from tests.bench.real_loops.stand_ins import name_absent
 
 name_absent("triton")
-from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.distributed import ParallelDims, parallel_dims  # noqa: E402
-from torchtitan.models import llama3  # noqa: E402
-from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.models import llama3
+from torchtitan.models.common.attention import ScaledDotProductAttention
 
-from dynapipe_ext.executor.loops import torchtitan  # noqa: E402
-from dynapipe_ext.executor.loops.replaced import replaced  # noqa: E402
+from dynapipe_ext.executor.loops import torchtitan
+from dynapipe_ext.executor.loops.replaced import replaced
 
 STEPS, PP, VOCAB = 20, 2, 2048
 SHAPES = [(2, 40), (1, 96), (4, 16), (1, 33), (3, 57), (2, 8)]  # rows and positions of a step's micro-batches
@@ -62,7 +63,7 @@ def build(pp: int) -> tuple[Any, list[Any]]:
     dims = ParallelDims(
         dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=pp, ep=1, world_size=pp, spmd_backend="partial_dtensor"
     )
-    with torchtitan.planned(split_backward=True), replaced(parallel_dims, device_type="cpu"):
+    with torchtitan.planned_loop(split_backward=True), replaced(parallel_dims, device_type="cpu"):
         schedule, parts, _, _ = llama3.pipeline_llm(
             model,
             parallel_dims=dims,
@@ -89,10 +90,7 @@ def main(_folder: Path, kind: str) -> dict[str, Any]:
         valid = torch.tensor(sum(int((b["labels"] != -100).sum()) for b in batches))
         started_s, cpu_s = time.perf_counter(), time.process_time()
         optimizer.zero_grad()
-        if schedule is None:
-            loss = whole_step(parts[0], batches, valid)
-        else:
-            loss = pipeline_step(schedule, batches, valid)
+        loss = whole_step(parts[0], batches, valid) if schedule is None else pipeline_step(schedule, batches, valid)
         optimizer.step()
         steps.append(
             {

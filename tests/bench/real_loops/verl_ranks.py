@@ -5,6 +5,7 @@ attention to documents, by mbridge's spec), mbridge's reading of weights (its na
 the controller (rollouts and old log probabilities are handed over here), and the check that precision is of 16 bits.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import json
@@ -22,32 +23,32 @@ from dynapipe_ext.executor.stages import megatron_cpu
 megatron_cpu.install()
 from contextlib import ExitStack, contextmanager
 
-import mbridge.core.llm_bridge  # noqa: E402
-from mbridge.core.bridge import Bridge  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-import transformers  # noqa: E402
-from tests.support.model_folders import write_model_tokenizer  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers.config import (  # noqa: E402
+import mbridge.core.llm_bridge
+import transformers
+from mbridge.core.bridge import Bridge
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import (
     ActorConfig,
     HFModelConfig,
     McoreEngineConfig,
     McoreOptimizerConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine.megatron import transformer_impl  # noqa: E402
-from verl.workers.engine_workers import TrainingWorker  # noqa: E402
-from verl.workers.utils.losses import ppo_loss  # noqa: E402
-from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding  # noqa: E402
+from verl.workers.engine.megatron import transformer_impl
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 import dynapipe_ext.megatron as dynapipe
 from dynapipe_ext.executor.loops import verl
 from dynapipe_ext.executor.loops.replaced import replaced
-from dynapipe_ext.models.huggingface import read_config  # noqa: E402
-from dynapipe_ext.tools.checkpoint import load_hf_weights  # noqa: E402
-from tests.bench.real_loops.stand_ins import LOCAL, local_block_spec, pretend_device  # noqa: E402
+from dynapipe_ext.models.huggingface import read_config
+from dynapipe_ext.tools.checkpoint import load_hf_weights
+from tests.bench.real_loops.stand_ins import LOCAL, local_block_spec, pretend_device
+from tests.support.model_folders import write_model_tokenizer
 
 STEPS, ROLLOUTS, MINI_BATCH, CAP = 20, 32, 16, 512  # rollouts of a step and of an update; tokens of a micro-batch
 VOCAB, PROMPT, LONGEST = 320, 8, 400
@@ -131,7 +132,7 @@ def main(folder: Path, kind: str) -> dict[str, Any]:
             stack.enter_context(dynapipe.installed())
         elif kind == "planned":
             dp = int(os.environ["WORLD_SIZE"]) // PP
-            stack.enter_context(verl.planned(mini_batch=MINI_BATCH // dp))
+            stack.enter_context(verl.planned_loop(mini_batch=MINI_BATCH // dp))
         return trained(worker(str(folder / "model")), cuts)
 
 
