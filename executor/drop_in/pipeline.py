@@ -196,13 +196,31 @@ def _with_found_layers(
 
 def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCosts | None:
     """Costs counted from the configuration of a GPTModel whose layers all lie where they should; None for others."""
-    model = unwrapped(chunk)
-    if type(model).__name__ != "GPTModel" or not topology.layers_per_stage:
+    architecture = counted_architecture(unwrapped(chunk), config)
+    if architecture is None or not topology.layers_per_stage:
+        return None
+    ddp_config = getattr(chunk, "ddp_config", None)
+    num_bytes = 4 if config.params_dtype == torch.float32 else 2
+    return AnalyticCosts(
+        architecture,
+        topology,
+        activation_bytes_per_value=num_bytes,  # type: ignore[arg-type]
+        param_bytes=num_bytes,  # type: ignore[arg-type]
+        sequence_parallel=bool(config.sequence_parallel),
+        flash=config.transformer_impl != "local",
+        distributed_optimizer=bool(getattr(ddp_config, "use_distributed_optimizer", False)),
+        dropout=bool(config.hidden_dropout or config.attention_dropout),
+        ep=ep,
+    )
+
+
+def counted_architecture(model: Any, config: Any) -> Architecture | None:
+    """The sizes of a running GPTModel, of its whole layers on all ranks; None for other models."""
+    if type(model).__name__ != "GPTModel":
         return None
     dense = dense_layers(config)
     num_experts = (config.num_moe_experts or 0) if len(dense) < config.num_layers else 0
     come_first = dense == tuple(range(len(dense)))
-    ddp_config = getattr(chunk, "ddp_config", None)
     is_gated = bool(config.gated_linear_unit)
     architecture = Architecture.gpt(
         num_layers=config.num_layers,
@@ -222,25 +240,13 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
         head_dim=config.kv_channels,
         qkv_bias=bool(config.add_qkv_bias),
     )
-    architecture = replace(
+    return replace(
         architecture,
         shared_ffn_hidden_size=config.moe_shared_expert_intermediate_size or 0 if num_experts else 0,
         num_dense_layers=len(dense) if num_experts and come_first else 0,
         dense_layers=dense if num_experts and not come_first else (),
         dense_ffn_hidden_size=config.ffn_hidden_size if num_experts and dense else 0,
         **_latent(config),
-    )
-    num_bytes = 4 if config.params_dtype == torch.float32 else 2
-    return AnalyticCosts(
-        architecture,
-        topology,
-        activation_bytes_per_value=num_bytes,  # type: ignore[arg-type]
-        param_bytes=num_bytes,  # type: ignore[arg-type]
-        sequence_parallel=bool(config.sequence_parallel),
-        flash=config.transformer_impl != "local",
-        distributed_optimizer=bool(getattr(ddp_config, "use_distributed_optimizer", False)),
-        dropout=bool(config.hidden_dropout or config.attention_dropout),
-        ep=ep,
     )
 
 

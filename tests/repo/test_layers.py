@@ -38,6 +38,7 @@ RIM = {
         "executor/stages/chunk_runner.py",
         "executor/loader.py",
         "executor/drop_in/*.py",  # inside Megatron's own loops
+        "executor/loops/*.py",  # inside other loops
         "executor/measuring/rate.py",  # it times the user's model
         "executor/measuring/profiling.py",  # so does this one
         "executor/measuring/profiler_ranges.py",
@@ -76,6 +77,8 @@ RIM = {
         "dynapipe_ext/megatron.py",
         "executor/checkpoints/megatron*.py",
         "executor/drop_in/*.py",
+        "executor/loops/running_model.py",
+        "executor/loops/megatron_bridge.py",
         "executor/stages/megatron/*.py",
         "executor/stages/megatron_cpu.py",
         "launch/megatron_core.py",
@@ -89,6 +92,10 @@ RIM = {
         "dynapipe_ext/models/module_tree.py",  # the modules of any of its models
         "executor/stages/transformers/*.py",
     ),
+    "verl": ("executor/loops/verl.py",),
+    "torchtitan": ("executor/loops/torchtitan.py",),
+    "swift": ("executor/loops/ms_swift.py",),
+    "slime": ("executor/loops/slime.py",),
     "peft": ("executor/stages/transformers/adapters.py",),
     "flash_attn": ("dynapipe_ext/batch/packed_attention.py",),
 }

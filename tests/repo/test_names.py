@@ -13,6 +13,7 @@ OF_EVERY = {
     "add_arguments": "commands",
     "run": "commands",
     "open_checkpoint": "checkpoint formats",
+    "planned_loop": "adapters of loops",
 }
 
 

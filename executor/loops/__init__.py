@@ -1,0 +1,6 @@
+"""Adapters of training loops that are not ours, a file each. In: the loop as its users start it. Out: the same loop,
+whose micro-batches our planning call cuts and whose steps our schedules run.
+
+They import the loop where they are called, and use public calls of this package alone. Who writes a loop of their own
+calls `plan_micro_batches` and `dynapipe_ext.megatron` instead.
+"""

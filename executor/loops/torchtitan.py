@@ -1,0 +1,161 @@
+"""torchtitan's pipelines, and others of torch.distributed.pipelining: `TorchStage` over their model parts.
+
+from dynapipe_ext.executor.loops import torchtitan
+
+with torchtitan.planned_loop():
+    trainer.train()
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, ReplicaPlan, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.loops.replaced import replaced
+from dynapipe_ext.executor.proven_step import prove
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
+from dynapipe_ext.executor.transport.parallel_context import ParallelContext
+from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate
+from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+
+_EFFORT = 500
+_NS_A_TOKEN = 1_000  # only ratios matter
+RowsPositions = tuple[int, int]  # rows and positions
+
+
+@contextmanager
+def planned_loop(*, split_backward: bool = False) -> Iterator[None]:
+    """Within: trainers build a `PlannedSchedule` in the place of the schedule that their configuration names, whose
+    placement of stages they keep. Parts wrapped in FSDP are refused: their collectives run in every backward."""
+    pipeline: Any = importlib.import_module("torchtitan.distributed.pipeline_parallel")
+
+    def build(*, stages: Sequence[Any], loss_fn: Callable[..., Any], **_: Any) -> PlannedSchedule:
+        def scalar(*arguments: Any, **keywords: Any) -> torch.Tensor:
+            loss: torch.Tensor = loss_fn(*arguments, **keywords)[0]
+            return loss
+
+        hidden_size = stages[0].submod.config.dim
+        return PlannedSchedule(stages, scalar, hidden_size=hidden_size, split_backward=split_backward)
+
+    with replaced(pipeline, _build_pipeline_schedule=build):
+        yield
+
+
+class PlannedSchedule:
+    """What steps the `stages` of a rank, whose `submod` are its model parts; made on all ranks at the same point.
+
+    `loss_fn(output, target, **loss_kwargs)` is a sum, divided as the loop wants. Micro-batches may have other numbers
+    of rows and positions each, told by what every stage is given: no message says a shape.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        loss_fn: Callable[..., torch.Tensor],
+        *,
+        hidden_size: int,
+        dtype: str = "float32",
+        split_backward: bool = False,
+    ) -> None:
+        by_stage = stages[0].stage_index_to_group_rank
+        ranks = tuple(by_stage[stage] for stage in range(len(by_stage)))
+        pp = max(ranks) + 1
+        self._topology = Topology(pp=pp, dp=dist.get_world_size() // pp, placement=ranks if len(ranks) > pp else ())
+        self._format = ActivationFormat(hidden_size, dtype, order="bsh")
+        self._loss_fn, self._split = loss_fn, split_backward
+        device = next(stages[0].submod.parameters()).device
+        self._parallel = ParallelContext(self._topology, device=device)
+        self._parts = [stage.submod for stage in stages]
+        self._stage = TorchStage(
+            {stage.stage_index: partial(_call, stage.submod) for stage in stages},
+            self._loss,
+            parameters=[p for part in self._parts for p in part.parameters()],
+            parallel=self._parallel,
+        )
+        self._executor = PipelineExecutor(self._stage, self._parallel.transport)
+
+    def step(
+        self,
+        *,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[torch.Tensor] | None = None,
+        losses: list[torch.Tensor] | None = None,
+        loss_kwargs: dict[str, Any] | None = None,
+        return_outputs: bool = False,
+    ) -> None:
+        """Forwards and backwards of ready-cut micro-batches; gradients add up to those there are.
+
+        Errors: ConfigError for micro-batches that do not tell their shape on this rank.
+        """
+        given = [*_entries(arg_mbs, kwarg_mbs, target_mbs)]
+        plan = self._plan(tuple(_shape(one) for one in given))
+        batches = [{**one, "loss_kwargs": loss_kwargs or {}, "divisor": plan.loss_divisor} for one in given]
+        before = [(p, p.grad) for part in self._parts for p in part.parameters() if p.grad is not None]
+        self._executor.execute(plan, batches)
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if losses is not None:
+            losses[:] = [torch.tensor(loss) for _, loss in sorted(self._stage.losses().items())]
+
+    def _loss(self, output: Any, batch: Any) -> torch.Tensor:
+        """What a step divides by its divisor, which this one already has."""
+        return self._loss_fn(output, batch["target"], **batch["loss_kwargs"]) * batch["divisor"]
+
+    def _plan(self, shapes: tuple[RowsPositions, ...]) -> ExecutionPlan:
+        """This rank's proven plan of a step. Replicas run their own: none meets another before the end."""
+        samples = iter(range(sum(rows for rows, _ in shapes)))
+        micro_batches = tuple(
+            MicroBatch(tuple(SampleLength(next(samples), length, 0, length) for _ in range(rows)), recompute="none")
+            for rows, length in shapes
+        )
+        costs = TokenCosts(self._topology.num_stages, ns_per_token=_NS_A_TOKEN).evaluate(micro_batches)
+        ranks = self._topology.stage_ranks
+        schedule = optimize(costs, memory_limit_bytes=1 << 60, split=self._split, effort=_EFFORT, stage_ranks=ranks)
+        trace = simulate(schedule, costs)
+        prediction = Prediction(
+            makespan_ns=round(trace.makespan_s * 1e9),
+            lower_bound_ns=0,
+            peak_bytes=peak_bytes(schedule, costs),
+            bubble_ratio=trace.bubble_ratio,
+        )
+        batch = GlobalBatchPlan(step=0, replicas=(ReplicaPlan(0, micro_batches),))
+        proven = prove(StepPlan(batch, (schedule,), (prediction,), (costs,)), self._format, ReplicaCollectives())
+        here = self._parallel.coordinates
+        return replace(proven.plans[0][here.pp_rank], dp_rank=here.dp_rank)
+
+
+def _call(part: torch.nn.Module, x: torch.Tensor, batch: Any) -> Any:
+    return part(x, **batch["keywords"])
+
+
+def _entries(args: Any, keywords: Any, targets: Any) -> Iterator[dict[str, Any]]:
+    """What a schedule's `step` is given, by micro-batch."""
+    for i in range(len(args or keywords or targets or ())):
+        own = args[i] if args else ()
+        found = {"keywords": keywords[i] if keywords else {}, "target": targets[i] if targets else None}
+        yield {**found, "tokens": own[0]} if own else found
+
+
+def _shape(entry: dict[str, Any]) -> RowsPositions:
+    for tensor in (entry.get("tokens"), entry["keywords"].get("positions"), entry["target"]):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
+            return int(tensor.shape[0]), int(tensor.shape[1])
+    raise ConfigError(
+        "a stage between the first and the last is given nothing that tells a micro-batch's shape: give positions, of"
+        " rows x positions, in kwarg_mbs"
+    )

@@ -1,0 +1,113 @@
+"""Stages of torch.distributed.pipelining's kind, stepped by `PlannedSchedule`: one process's losses and gradients."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.loops import torchtitan
+from dynapipe_ext.executor.loops.torchtitan import PlannedSchedule
+
+VOCAB, HIDDEN = 64, 16
+SHAPES = [(2, 13), (1, 5), (3, 8), (1, 16), (2, 7)]
+
+
+class Part(torch.nn.Module):
+    """As torchtitan's parts: what lies on other stages is None."""
+
+    def __init__(self, whole: torch.nn.ModuleDict, held: list[str]) -> None:
+        super().__init__()
+        self.held = torch.nn.ModuleDict({name: whole[name] for name in held})
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        for module in self.held.values():
+            x = module(x)
+        assert positions is not None
+        return x * (1 + positions.unsqueeze(-1) / 100)
+
+
+def parts(num_stages: int) -> list[Part]:
+    torch.manual_seed(0)
+    whole = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(VOCAB, HIDDEN)})
+    whole.update({f"layer{i}": torch.nn.Linear(HIDDEN, HIDDEN) for i in range(4)})
+    whole["head"] = torch.nn.Linear(HIDDEN, VOCAB)
+    names = ["embedding", *(f"layer{i}" for i in range(4)), "head"]
+    cuts = [round(i * len(names) / num_stages) for i in range(num_stages + 1)]
+    return [Part(whole, names[first:end]) for first, end in pairwise(cuts)]
+
+
+def micro_batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for rows, length in SHAPES:
+        tokens = torch.randint(0, VOCAB, (rows, length + 1), generator=generator)
+        positions = torch.arange(length).expand(rows, length)
+        found.append({"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions})
+    return found
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor, *, divisor: int) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / divisor
+
+
+def one_process(num_stages: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    chain, losses = parts(num_stages), []
+    for one in micro_batches():
+        x = one["tokens"]
+        for part in chain:
+            x = part(x, positions=one["positions"])
+        loss = loss_of(x, one["labels"], divisor=99)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses, {f"{s}.{n}": p.grad for s, part in enumerate(chain) for n, p in part.named_parameters()}  # type: ignore[misc]
+
+
+def stepped(env: Any, placement: tuple[int, ...], split: bool) -> bool:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
+    chain, where = parts(len(placement)), dict(enumerate(placement))
+    own = [stage for stage, rank in where.items() if rank == env.rank]
+    stages = [SimpleNamespace(submod=chain[s], stage_index=s, stage_index_to_group_rank=where) for s in own]
+    schedule = PlannedSchedule(stages, loss_of, hidden_size=HIDDEN, split_backward=split)
+    batches, losses = micro_batches(), [] if len(placement) - 1 in own else None
+    keywords = {
+        "arg_mbs": [(one["tokens"],) for one in batches] if 0 in own else None,
+        "target_mbs": [one["labels"] for one in batches] if losses is not None else None,
+        "loss_kwargs": {"divisor": 99},
+        "losses": losses,
+    }
+    for _ in range(2):  # gradients add up
+        schedule.step(kwarg_mbs=[{"positions": one["positions"]} for one in batches], **keywords)
+    expected_losses, gradients = one_process(len(placement))
+    same = all(
+        torch.allclose(parameter.grad, 2 * gradients[f"{s}.{name}"], rtol=1e-5, atol=1e-6)
+        for s in own
+        for name, parameter in chain[s].named_parameters()
+    )
+    if losses is not None:
+        same &= torch.allclose(torch.stack(losses), torch.tensor(expected_losses), rtol=1e-6)
+    return same
+
+
+def steps(env: Any) -> list[bool]:
+    found = [stepped(env, *case) for case in (((0, 1), False), ((0, 1), True), ((0, 1, 0, 1), False))]
+    found.append(stepped(env, (0, 1, 1, 0), True))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_model_parts_have_the_losses_and_gradients_of_one_process(run_ranks: Any) -> None:
+    assert run_ranks(2, steps) == [[True] * 4] * 2
+
+
+def test_a_stage_that_is_told_no_shape_is_refused() -> None:
+    (entry,) = torchtitan._entries(None, [{}], None)
+    with pytest.raises(ConfigError, match="give positions"):
+        torchtitan._shape(entry)
