@@ -47,6 +47,7 @@ from dynapipe_ext.schedules.planner_checks import (
     class_of_costs,
     room_of,
 )
+from dynapipe_ext.schedules.rounds import in_rounds, takes_rounds
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
@@ -461,9 +462,15 @@ class Planner(PlanRules):
         proposals = replace(self._proposals, kinds=kinds)
         if self.schedule != "adaptive":
             return self._best_published(proposals.splits(samples, step), step)
-        if self.rule == "dynapipe-ext" and self.layout == "padded":
-            return self._predicted(*self._searched(proposals.cuts(samples, step)), step=step)
-        return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step=step)
+        is_cut = self.rule == "dynapipe-ext" and self.layout == "padded"
+        starts = proposals.cuts(samples, step) if is_cut else proposals.fixed(proposals.splits(samples, step))
+        plan = self._predicted(*self._searched(starts), step=step)
+        if not takes_rounds(self.topology, plan):
+            return plan
+        replicas = [list(replica.micro_batches) for replica in plan.batch.replicas]
+        return self._predicted(
+            replicas, in_rounds(plan, int(self.memory_limit_bytes)), plan.costs, step=step, like=plan
+        )
 
     def _least_ns(self, samples: Sequence[SampleLength], *, pieces: bool) -> int:
         """No plan of these samples ends earlier, whole or also in pieces; 0 where no such bound is known."""
