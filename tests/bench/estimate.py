@@ -5,7 +5,8 @@
 Memory: models and micro-batches drawn at random, none of which was looked at when the count was made; real
 megatron-core ranks on this CPU, states to the byte, stored activations by saved-tensor hooks, the peak of forward and
 backward by the profiler's memory events. Time: predicted seconds of a step beside those that Korthikanti et al. 2022
-(table 5) measured on A100s; their pipelines interleave, which ours do not, so ours have more bubble.
+(table 5) measured on A100s, whose pipelines interleave, as the estimate's may. Rates: MFU of the best option that
+`dynapipe train` runs, beside what published runs reached (their tensor and pipeline parallel ranks, where published).
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ _PUBLISHED = {
     "175B": ((96, 12_288, 96, 64, 8, 8, 64), 13.75, 18.13),
     "530B": ((105, 20_480, 128, 280, 8, 35, 280), 37.83, 49.05),
     "1T": ((128, 25_600, 160, 512, 8, 64, 512), 71.49, 94.42),
+}
+# Model, device, devices, tp, pp (none: any), tokens of a batch, length; MFU. Dubey et al. 2024 (table 4); Touvron et
+# al. 2023 (table 2: 2T tokens in 1,720,320 hours of A100s).
+_RUNS = {
+    "Llama 3.1 405B on 16,384": (("llama-3.1-405b", "h100", 16_384, (8,), (16,), 1 << 24, 8192), 0.41),
+    "Llama 3.1 405B on 8,192": (("llama-3.1-405b", "h100", 8_192, (8,), (16,), 1 << 24, 8192), 0.43),
+    "Llama 2 70B on 2,000": (("llama-2-70b", "a100", 2_000, (), (), 1 << 22, 4096), 0.445),
 }
 _KINDS: tuple[RecomputeChoice, ...] = ("selective", "full")
 
@@ -101,6 +109,33 @@ def published() -> list[dict[str, Any]]:
     return rows
 
 
+def runs() -> list[dict[str, Any]]:
+    """Predicted beside published MFU."""
+    rows = []
+    for name, ((model, device, devices, tp, pp, tokens, length), mfu) in _RUNS.items():
+        a, start_s = preset(model), time.process_time()
+        question = Question(
+            architecture=a,
+            name=model,
+            cluster=Cluster.of(DEVICES[device], nodes=devices // 8, gpus_per_node=8),
+            data=distribution_data(f"uniform:{length}", a, 0),
+            limits=Limits(tp=tp, pp=pp),
+        )
+        best = estimate(question, Search(tokens_per_batch=(tokens, tokens), most_samples=1 << 12)).options[0]
+        rows.append(
+            {
+                "run": name,
+                "mfu": mfu,
+                "predicted_mfu": round(best.mfu, 3),
+                "error": round(best.mfu / mfu - 1, 3),
+                "option": best.candidate.name,
+                "bubble_ratio": round(best.bubble_ratio, 3),
+                "cpu_s": round(time.process_time() - start_s, 2),
+            }
+        )
+    return rows
+
+
 def question_of_70b() -> dict[str, Any]:
     """CPU seconds of an answer, and its first option."""
     a = preset("llama-2-70b")
@@ -127,6 +162,7 @@ def main() -> int:
         "command": f"python tests/bench/estimate.py --shapes {args.shapes}",
         "question_of_70b": question_of_70b(),
         "published_step_times": published(),
+        "published_runs": runs(),
         "memory": memory(args.shapes),
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
