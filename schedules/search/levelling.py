@@ -18,7 +18,7 @@ from dynapipe_ext.reproducible import splitmix64
 from dynapipe_ext.splits.padded import ShapeIndex
 
 Range = tuple[int, int]  # items first .. end - 1; (-1, -1): merged away
-Groups = list[list[int]]
+CutGroups = list[list[int]]
 
 _SHIFT, _DIVIDE, _GIVE, _EXCHANGE = range(4)
 _MOVES = (_SHIFT,) * 4 + (_DIVIDE,) * 2 + (_GIVE, _EXCHANGE)  # without the last two where there is one replica
@@ -63,7 +63,7 @@ def levelled(
     seed: int,
     equal_counts: bool = False,
     use_native: bool = True,
-) -> tuple[list[Range], Groups]:
+) -> tuple[list[Range], CutGroups]:
     """Cuts of the items in turn, and their indices of each replica, after so many random moves: the best of all.
 
     `shapes[j, r - 1]`: the shape of the r items that end at item j, or -1 where they may not be a micro-batch; `cuts`
@@ -98,7 +98,7 @@ class _Levelling:
         self.state = 0  # of the random numbers
         self.touched: list[int] = []  # replicas that the move changes
 
-    def improved(self, moves: int, seed: int) -> tuple[list[Range], Groups]:
+    def improved(self, moves: int, seed: int) -> tuple[list[Range], CutGroups]:
         """The best cuts and groups of so many moves. Record-to-record travel (Dueck 1993)."""
         self.state = seed % (1 << 64)
         best, best_cuts, best_groups = self.value, list(self.cuts), [list(group) for group in self.groups]

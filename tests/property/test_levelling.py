@@ -10,9 +10,9 @@ from dynapipe_ext.core import native
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search import proposals
-from dynapipe_ext.schedules.search.levelling import Groups, RankTimes, levelled
+from dynapipe_ext.schedules.search.levelling import CutGroups, RankTimes, levelled
 
-Case = tuple[RankTimes, np.ndarray, list[tuple[int, int]], Groups]
+Case = tuple[RankTimes, np.ndarray, list[tuple[int, int]], CutGroups]
 
 
 @st.composite
@@ -25,7 +25,7 @@ def cases(draw: st.DrawFn) -> Case:
     for end in range(items):
         for r in range(min(width, end + 1)):
             shapes[end, r] = end * width + r if r == 0 or rng.random() < 0.8 else -1
-    groups: Groups = [[] for _ in range(dp)]
+    groups: CutGroups = [[] for _ in range(dp)]
     for item in range(items):
         groups[int(rng.integers(0, dp))].append(item)
     times = RankTimes(work_ns=work, head_ns=head, tail_ns=tail, total_ns=work.sum(axis=1))
