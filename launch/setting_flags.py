@@ -31,7 +31,7 @@ def add_flags(parser: argparse._ActionsContainer, *names: str) -> None:
 def add_flag(parser: argparse._ActionsContainer, name: str, help: str, **options: Any) -> None:
     """That of one setting, with help of its own, and other `options` of argparse."""
     one = _named(name)
-    parser.add_argument(*one.flags, **one.flag_options | options, help=help)
+    parser.add_argument(one.flag, **one.flag_options | options, help=help)
 
 
 def _named(name: str) -> Setting:
@@ -42,7 +42,10 @@ def _named(name: str) -> Setting:
 def _add(parser: argparse._ActionsContainer, one: Setting) -> None:
     says_default = "default" in one.help or one.default in ("", False, ())
     default = "" if says_default else f" (default: {one.default})"
-    parser.add_argument(*one.flags, **one.flag_options, help=one.help + default)
+    parser.add_argument(one.flag, **one.flag_options, help=one.help + default)
+    if one.alias:
+        dest = one.flag.lstrip("-").replace("-", "_")
+        parser.add_argument(one.alias, dest=dest, **one.flag_options, help=f"another name of {one.flag}")
 
 
 def settings_of_flags(args: argparse.Namespace, tables: Mapping[str, Mapping[str, Any]], *, of_file: bool) -> Tables:

@@ -22,8 +22,8 @@ _MEMBERS: dict[object, tuple[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A declared field: `kind` is its type, `flag` its name on command lines (empty: it has none), `alias` another name
-    of the flag. `nargs` and `parse` are argparse's, where the kind does not say them."""
+    """A declared field: `kind` is its type, `flag` its name on command lines (empty: it has none), `alias` another flag
+    for it. `nargs` and `parse` are argparse's, where the kind does not say them."""
 
     name: str
     kind: Any
@@ -102,11 +102,6 @@ class Setting:
         if any(not isinstance(member, allowed) or isinstance(member, bool) for member in listed):
             raise ConfigError(f"{subject} but must be a list of {members}")
         return tuple(kind(member) for member in listed)
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """All names of the flag."""
-        return tuple(filter(None, (self.flag, self.alias)))
 
     @property
     def flag_options(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class TopologySettings:
     width: Literal["auto"] | int = setting(
         1,
         "--width",
-        "data parallel ranks that join into one replica (--cp N is another name); auto: each step's best",
+        "data parallel ranks that join into one replica; auto: each step's best",
         "auto|N",
         alias="--cp",
         parse=width,

@@ -29,9 +29,17 @@ from tests.support.limits import LIMIT_S
 # Where one word means a choice of another set in another subcommand: figures of a GPU, or torch's device.
 OWN_CHOICES = {"device", "dtype", "schedule", "recompute"}
 # `estimate` searches: it takes several, with commas, of what others take one of; and a range of tokens.
-SEARCHED = {("estimate", name) for name in ("tp", "pp", "layout", "recompute", "tokens_per_batch", "stages_per_rank")}
+SEARCHED = {
+    ("estimate", name) for name in ("tp", "pp", "cp", "layout", "recompute", "tokens_per_batch", "stages_per_rank")
+}
 SEARCHED.add(("profile", "recompute"))
-DECLARED = {one.flag: one for settings in declared_tables().values() for one in settings.values() if one.flag}
+DECLARED = {
+    flag: one
+    for settings in declared_tables().values()
+    for one in settings.values()
+    for flag in (one.flag, one.alias)
+    if flag
+}
 HOUSE = Path(__file__).parents[2]
 
 
@@ -83,7 +91,7 @@ def test_every_option_that_stands_for_a_setting_has_the_declared_form() -> None:
 
 
 def test_no_flag_of_a_setting_is_declared_by_hand() -> None:
-    """But `estimate` takes a range of tokens where others take a number."""
+    """But `estimate` takes a range of tokens, and several numbers of ranks, where others take a number."""
     sources = [*(HOUSE / "launch" / "commands").glob("*.py"), HOUSE / "launch" / "setting_flags.py"]
     by_hand = {
         (source.stem, call.args[0].value)
@@ -92,7 +100,7 @@ def test_no_flag_of_a_setting_is_declared_by_hand() -> None:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
         if call.args and isinstance(call.args[0], ast.Constant) and call.args[0].value in DECLARED
     }
-    assert by_hand == {("estimate", "--tokens-per-batch")}
+    assert by_hand == {("estimate", "--tokens-per-batch"), ("estimate", "--cp")}
 
 
 def test_every_key_of_the_settings_file_has_a_declared_type_and_default_within_its_bounds() -> None:
