@@ -126,7 +126,9 @@ def measured(family: str, preloaded: Preloaded) -> dict[str, Any]:
             try:
                 wanted, other = loop_losses(folder, run, None), None
             except Exception as error:  # noqa: BLE001 (of a family's own code; it is the result)
-                return {"refused": f"the plain loop fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+                return {
+                    "refused": f"the plain loop fails: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                }
 
         def worst(ours: list[float]) -> float:
             return max(abs(a - b) / b for a, b in zip(ours, wanted, strict=True))
