@@ -188,3 +188,11 @@ def test_a_key_that_text_of_json_within_a_record_has_twice_is_refused_by_name():
 )
 def test_a_key_that_an_object_has_twice_is_refused_by_name(tmp_path, name, content, place):
     assert refusal(written(tmp_path, content, name)).endswith(f"{name}, {place} twice: keep one of the two")
+
+
+def test_a_chat_whose_messages_are_text_of_json_is_that_chat():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chat, text = (chat_of({"messages": one}, RecordFields(), "line 1") for one in (messages, json.dumps(messages)))
+    assert chat == text
+    with pytest.raises(DataError, match="line 1: field 'messages' is not JSON"):
+        chat_of({"messages": "hello"}, RecordFields(), "line 1")

@@ -210,6 +210,8 @@ def chat_of(record: Mapping[str, object], fields: RecordFields, where: str, *, l
     num_context = 0
     if MESSAGES in record:
         messages = record[MESSAGES]
+        if isinstance(messages, str):  # as tables without lists have them
+            messages = _parsed(messages, f"{where}: field {MESSAGES!r}")
     elif CONVERSATIONS in record:
         messages = _turns(record, where)
     elif is_chat(record):
