@@ -35,7 +35,7 @@ def running_bytes(
     shapes: tuple[FloatArray, FloatArray, FloatArray],
     stages_held: Sequence[tuple[tuple[int, int], tuple[int, int]]],
 ) -> list[list[FloatArray]]:
-    """Per stage of (layers, halves), what it holds while the last of its encoder layers runs, and of its decoder layers."""
+    """Per stage of (layers, halves), what it holds while the last encoder layer runs, and the last decoder layer."""
     layer: dict[LayerKind, list[FloatArray]] = {}
     sides: dict[LayerKind, Sequence[FloatArray]] = {"encoder": shapes[:2], "decoder": shapes}
     sides |= dict.fromkeys(HALVES, shapes[:2])
