@@ -17,10 +17,9 @@ from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recom
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
 from dynapipe_ext.costs.blocks import BlockAttention
-from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, least_from_on
+from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
-    COLUMNS,
     HALVES,
     KINDS,
     WEIGHT,
@@ -36,6 +35,7 @@ from dynapipe_ext.costs.layers import (
     with_halves,
 )
 from dynapipe_ext.costs.links import Link, Links
+from dynapipe_ext.costs.measured_points import hardest, merged_axes, running_bytes, that_grow
 from dynapipe_ext.costs.model import (
     IntArray,
     MicroBatchCosts,
@@ -526,16 +526,12 @@ class CostTable:
         )
 
 
-# Numbers of rows that count as points besides the measured ones: how many fit is known to the row up to 16.
-_MORE_ROWS = (*range(1, 16), 20, 24, 28, 40, 48, 56)
-
-
 @lru_cache(maxsize=8)
 def table_points(
     table: CostTable, stage_ranks: tuple[int, ...], split: bool, least: PricesShapes | None
 ) -> TablePoints:
     """The points of a table, where `least` may price their times; kept for those in use, as they depend on no batch."""
-    rows_axis, encoder, decoder = _merged_axes(table)
+    rows_axis, encoder, decoder = merged_axes(table.grids, has_decoder=table.has_decoder)
     shape = (len(rows_axis), len(encoder), len(decoder))
     rows, enc, dec = (x.ravel() for x in np.meshgrid(rows_axis, encoder, decoder, indexing="ij"))
     firsts = [stage_ranks.index(rank) for rank in sorted(set(stage_ranks))]
@@ -543,6 +539,7 @@ def table_points(
     times: dict[str, list[list[FloatArray]]] = {name: [[] for _ in firsts] for name in names}
     chains: list[FloatArray] = []
     held: list[list[FloatArray]] = []
+    stages_held = list(zip(table.stage_layers(), table.stage_halves(), strict=True))
 
     def at_points(values: FloatArray, bad: BoolArray) -> FloatArray:
         return np.where(bad, NEVER_NS, values).reshape(shape)
@@ -559,10 +556,10 @@ def table_points(
         chains.append(at_points(priced.chain_ns(split=split), bad))
         running = [
             [part / table.topology.width for part in stage]
-            for stage in _running_bytes(table, recompute, (rows, enc, dec))
+            for stage in running_bytes(table.grids, recompute, (rows, enc, dec), stages_held)
         ]
         parts = [*priced.stored_bytes.astype(np.float64), *(part for stage in running for part in stage)]
-        held.append([_that_grow(at_points(part, bad)) for part in parts])
+        held.append([that_grow(at_points(part, bad)) for part in parts])
     static = [sum(int(priced.static_bytes[s]) for s, r in enumerate(stage_ranks) if r == rank) for rank in stage_ranks]
     beside = static + [static[stage] for stage, parts in enumerate(running) for _ in parts]
     work, head, tail = ([np.concatenate(parts) for parts in times[name]] for name in names)
@@ -581,7 +578,7 @@ def table_points(
         chain=PointTable.of(chain, num_rows),
         chain_of_row=PointTable.of(of_row, num_rows),
         attended_ns=_attended_ns(table, stage_ranks),
-        needed=_hardest([np.concatenate(parts) for parts in zip(*held, strict=True)], beside),
+        needed=hardest([np.concatenate(parts) for parts in zip(*held, strict=True)], beside),
         has_decoder=table.has_decoder,
     )
 
@@ -592,60 +589,3 @@ def _attended_ns(table: CostTable, stage_ranks: tuple[int, ...]) -> tuple[float,
     layers = table.stage_attentions()
     own = [sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))]
     return tuple(count * table.pieces.least_attended_ns / table.topology.width for count in own)
-
-
-def _merged_axes(table: CostTable) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Rows, encoder and decoder coordinates of all grids together; 0 for the decoder side of a decoder-only table."""
-    axes: tuple[list[FloatArray], ...] = ([], [], [])
-    for (_, kind), grid in table.grids.items():
-        places = (0, 2) if kind == "postprocess" and table.has_decoder else (0, 1, 2)
-        for place, axis in zip(places, grid.axes, strict=False):
-            axes[place].append(axis)
-    rows, encoder, decoder = (np.unique(np.concatenate(parts)) if parts else np.zeros(1) for parts in axes)
-    more = np.array([n for n in _MORE_ROWS if n < rows[-1]], np.float64)
-    return np.union1d(rows, more), encoder, decoder
-
-
-def _running_bytes(
-    table: CostTable, recompute: Recompute, shapes: tuple[FloatArray, FloatArray, FloatArray]
-) -> list[list[FloatArray]]:
-    """Per stage, what it holds while the last of its encoder layers runs, and the last of its decoder layers."""
-    layer: dict[LayerKind, list[FloatArray]] = {}
-    sides: dict[LayerKind, Sequence[FloatArray]] = {"encoder": shapes[:2], "decoder": shapes}
-    sides |= dict.fromkeys(HALVES, shapes[:2])
-    for kind, side in sides.items():
-        if grid := table.grids.get((recompute, kind)):
-            values = 1e6 * grid.at(list(side))[0]
-            layer[kind] = [values[grid.columns.index(name)] for name in COLUMNS[2:]]
-    stages = []
-    for (num_encoder, num_decoder), halves in zip(table.stage_layers(), table.stage_halves(), strict=True):
-        alone = [kind for kind, count in zip(HALVES, halves, strict=True) if count]
-        held = sum((layer[kind][0] for kind in alone), 0 * shapes[0])
-        parts = [num_encoder * layer["encoder"][0] + held - layer[kind][0] + layer[kind][1] for kind in alone]
-        if num_encoder:
-            parts.append((num_encoder - 1) * layer["encoder"][0] + layer["encoder"][1] + held)
-        if num_decoder:
-            before = num_encoder * layer["encoder"][0] + (num_decoder - 1) * layer["decoder"][0]
-            parts.append(before + layer["decoder"][1])
-        stages.append(parts)
-    return stages
-
-
-def _that_grow(values: FloatArray) -> FloatArray:
-    """The largest table that is nowhere above this one and grows with rows and lengths."""
-    for axis in range(3):
-        values = least_from_on(values, axis)
-    return values
-
-
-def _hardest(tables: Sequence[FloatArray], static: Sequence[int]) -> tuple[tuple[FloatArray, int], ...]:
-    """Equal tables once, with the most static bytes beside them."""
-    hardest: list[tuple[FloatArray, int]] = []
-    for table, beside in zip(tables, static, strict=True):
-        for i, (other, most) in enumerate(hardest):
-            if np.array_equal(table, other):
-                hardest[i] = (other, max(most, beside))
-                break
-        else:
-            hardest.append((table, beside))
-    return tuple(hardest)
