@@ -47,7 +47,9 @@ class RunningModel:
             config=config,
         )
 
-    def cut(self, lengths: Sequence[int], max_tokens: int, *, forward_only: bool = False, multiple: int = 1) -> MicroBatchSamples:
+    def cut(
+        self, lengths: Sequence[int], max_tokens: int, *, forward_only: bool = False, multiple: int = 1
+    ) -> MicroBatchSamples:
         """The samples of every micro-batch of this replica, in order of entry; their number a multiple of `multiple`.
 
         Forwards alone are cut like the step of the same samples. Where experts lie over replicas all have as many, and
