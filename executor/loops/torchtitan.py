@@ -114,7 +114,8 @@ class PlannedSchedule:
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:
         """What a step divides by its divisor, which this one already has."""
-        return self._loss_fn(output, batch["target"], **batch["loss_kwargs"]) * batch["divisor"]
+        loss: torch.Tensor = self._loss_fn(output, batch["target"], **batch["loss_kwargs"]) * batch["divisor"]
+        return loss
 
     def _plan(self, shapes: tuple[RowsPositions, ...]) -> ExecutionPlan:
         """This rank's proven plan of a step. Replicas run their own: none meets another before the end."""
