@@ -4,3 +4,5 @@ whose micro-batches our planning call cuts and whose steps our schedules run.
 They import the loop where they are called, and use public calls of this package alone. Who writes a loop of their own
 calls `plan_micro_batches` and `dynapipe_ext.megatron` instead.
 """
+
+TRIED = {"verl": "0.9.1", "megatron-bridge": "0.3.1", "torchtitan": "0.3.0"}  # by tests/bench/loops.py

@@ -11,30 +11,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, ReplicaPlan, SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.loops.plan_of_shapes import RowsPositions, plan_of_shapes
 from dynapipe_ext.executor.loops.replaced import replaced
-from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
-from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate
-from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
-
-_EFFORT = 500
-_NS_A_TOKEN = 1_000  # only ratios matter
-RowsPositions = tuple[int, int]  # rows and positions
 
 
 @contextmanager
@@ -103,7 +92,8 @@ class PlannedSchedule:
         Errors: ConfigError for micro-batches that do not tell their shape on this rank.
         """
         given = [*_entries(arg_mbs, kwarg_mbs, target_mbs)]
-        plan = self._plan(tuple(_shape(one) for one in given))
+        shapes = tuple(_shape(one) for one in given)
+        plan = plan_of_shapes(shapes, self._topology, self._format, self._parallel.coordinates, split=self._split)
         batches = [{**one, "loss_kwargs": loss_kwargs or {}, "divisor": plan.loss_divisor} for one in given]
         before = [(p, p.grad) for part in self._parts for p in part.parameters() if p.grad is not None]
         self._executor.execute(plan, batches)
@@ -114,29 +104,8 @@ class PlannedSchedule:
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:
         """What a step divides by its divisor, which this one already has."""
-        return self._loss_fn(output, batch["target"], **batch["loss_kwargs"]) * batch["divisor"]
-
-    def _plan(self, shapes: tuple[RowsPositions, ...]) -> ExecutionPlan:
-        """This rank's proven plan of a step. Replicas run their own: none meets another before the end."""
-        samples = iter(range(sum(rows for rows, _ in shapes)))
-        micro_batches = tuple(
-            MicroBatch(tuple(SampleLength(next(samples), length, 0, length) for _ in range(rows)), recompute="none")
-            for rows, length in shapes
-        )
-        costs = TokenCosts(self._topology.num_stages, ns_per_token=_NS_A_TOKEN).evaluate(micro_batches)
-        ranks = self._topology.stage_ranks
-        schedule = optimize(costs, memory_limit_bytes=1 << 60, split=self._split, effort=_EFFORT, stage_ranks=ranks)
-        trace = simulate(schedule, costs)
-        prediction = Prediction(
-            makespan_ns=round(trace.makespan_s * 1e9),
-            lower_bound_ns=0,
-            peak_bytes=peak_bytes(schedule, costs),
-            bubble_ratio=trace.bubble_ratio,
-        )
-        batch = GlobalBatchPlan(step=0, replicas=(ReplicaPlan(0, micro_batches),))
-        proven = prove(StepPlan(batch, (schedule,), (prediction,), (costs,)), self._format, ReplicaCollectives())
-        here = self._parallel.coordinates
-        return replace(proven.plans[0][here.pp_rank], dp_rank=here.dp_rank)
+        loss: torch.Tensor = self._loss_fn(output, batch["target"], **batch["loss_kwargs"]) * batch["divisor"]
+        return loss
 
 
 def _call(part: torch.nn.Module, x: torch.Tensor, batch: Any) -> Any:

@@ -12,6 +12,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -22,6 +23,7 @@ import dynapipe_ext.errors
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DynaPipeError, install_advice
 from dynapipe_ext.executor.drop_in.clone import clone_version, misfits
+from dynapipe_ext.executor.loops import TRIED
 from dynapipe_ext.executor.proven_step import PROVEN_RULE
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.processes.env import limit_threads
@@ -87,6 +89,7 @@ def all_checks(redis_server: str | None = None, megatron_lm: Path | None = None)
     clone: list[tuple[str, Callable[[], Check]]] = []
     if megatron_lm is not None:
         clone.append(("Megatron-LM", lambda: _megatron_lm(megatron_lm)))
+    loops = [(name, partial(_loop, name)) for name in TRIED if _version(name) is not None]
     probes: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("Python", _python),
         ("dynapipe-ext", _package),
@@ -96,6 +99,7 @@ def all_checks(redis_server: str | None = None, megatron_lm: Path | None = None)
         ("devices", _devices),
         ("megatron-core", _megatron),
         *clone,
+        *loops,
         ("tokenizers", lambda: _distribution("tokenizers", "train", required=True)),
         ("deepspeed", lambda: _distribution("deepspeed", "deepspeed")),
         ("transformers", lambda: _distribution("transformers", "transformers")),
@@ -141,6 +145,12 @@ def _distribution(name: str, extra: str, *, required: bool = False) -> Check:
     if version is not None:
         return Check(name, True, version, required)
     return Check(name, False, "not installed", required, install_advice(extra) if extra else f"pip install {name}")
+
+
+def _loop(name: str) -> Check:
+    version = _version(name)
+    hint = "" if version == TRIED[name] else f"its adapter was tried with {TRIED[name]}"
+    return Check(name, version == TRIED[name], version or "not installed", hint=hint)
 
 
 def _core() -> Check:

@@ -1,6 +1,6 @@
 """Real training loops, their own step, by their own schedule and by ours: 20 steps each on this machine's CPU.
 
-    python tests/bench/loops.py LOOP --python PYTHON [--work DIR] [--machine TEXT]
+    python tests/bench/loops.py LOOP --python PYTHON [--machine TEXT]
 
 PYTHON is the interpreter of an environment in which the loop and this package are importable; wheels without their
 dependencies (`pip install --no-deps`) beside this project's own environment are enough. What stands in for a GPU, and

@@ -13,10 +13,11 @@ import torch
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.executor.loops import megatron_bridge, verl
+from dynapipe_ext.executor.loops import TRIED, megatron_bridge, verl
 from dynapipe_ext.executor.loops.counts import in_count
 from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.executor.loops.running_model import RunningModel
+from dynapipe_ext.launch.commands import doctor
 
 LENGTHS = [30, 7, 90, 12, 55, 8, 21, 64]
 CAP = 128
@@ -182,3 +183,13 @@ def test_megatron_bridges_schedule_is_told_how_many_micro_batches_there_are(pp2:
     assert told(num_microbatches=9, seq_length=1) == (9, 1)
     found = step.cut(packed_rows([[30, 7, 90], [12, 55, 8]], CAP))
     assert told(num_microbatches=9, seq_length=1) == (len(found), 1)
+
+
+def test_doctor_says_which_version_of_a_loop_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"verl": "9.9", "torchtitan": TRIED["torchtitan"]}
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    found = {check.name: check for check in doctor.all_checks()}
+    assert (found["verl"].ok, found["verl"].required) == (False, False)
+    assert TRIED["verl"] in found["verl"].hint
+    assert found["torchtitan"].ok
+    assert "megatron-bridge" not in found
