@@ -407,7 +407,7 @@ class Planner(PlanRules):
         """Sizes of pieces to try; none where samples stay whole."""
         if self.pieces == "off":
             return ()
-        return piece_sizes(self.pieces, max(s.encoder for s in samples), self._rules.max_tokens)
+        return piece_sizes(self._rules.pieces, max(s.encoder for s in samples), self._rules.max_tokens)
 
     def _best_in_pieces(self, samples: list[SampleLength], step: int, choices: PieceChoices) -> StepPlan:
         """The best plan with long samples in pieces.
@@ -486,6 +486,8 @@ class Planner(PlanRules):
         if width == 1:
             return self
         of_rows: dict[str, Any] = {"pad_multiple": width * self.pad_multiple, "max_tokens": width * self.max_tokens}
+        if not isinstance(self.pieces, str):  # no piece is shorter than what rows are rounded up to
+            of_rows["pieces"] = max(self.pieces, of_rows["pad_multiple"])
         if self._frees_counts(width):
             of_rows["replica_counts"] = "free"
         return PlanRules(**{**self.as_keywords(), **of_rows})

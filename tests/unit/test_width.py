@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import StepPosition
@@ -19,6 +20,7 @@ from dynapipe_ext.errors import ConfigError, VerificationError
 from dynapipe_ext.executor.instructions import Send
 from dynapipe_ext.executor.loader import InlinePlanSource
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.notation import plan_json, read_plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -184,3 +186,11 @@ def test_all_ranks_of_a_block_take_one_plan_in_shapes_of_slices(width: int) -> N
         for send in (one for one in plan.instructions if isinstance(one, Send)):
             whole = plan.micro_batches[send.buffer.micro_batch].encoder_len
             assert send.specs[0].shape[0] * width * FORMAT.sequence_shards == whole
+
+
+def test_pieces_shorter_than_what_rows_are_rounded_up_to_are_as_long_as_that() -> None:
+    """Eight positions a rank: pieces of 8 tokens on 4 joined ranks have 32."""
+    costs = AnalyticCosts(preset("llama-3.2-1b"), Topology(pp=2, dp=4))
+    joined = Planner(Topology(pp=2, dp=4, width=4), costs.at_width(4), 400e9, layout="packed", pieces=8, pad_multiple=8)
+    pieces = [m.samples[0] for m in joined.plan([100, 20]).batch.micro_batches if m.attention == "carried"]
+    assert [(p.start, p.encoder) for p in pieces if p.index == 0] == [(0, 32), (32, 32), (64, 32), (96, 4)]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from dynapipe_ext.batch.packed_attention import Borders, DocumentRule
-from dynapipe_ext.executor.stages.megatron.core_attention import document_lengths
+from dynapipe_ext.executor.stages.megatron.core_attention import packed_lengths
 
 _SINK_WIDTH = 8  # by which queries and keys widen: kernels want widths of whole vectors
 
@@ -55,7 +55,7 @@ def scaled_by_position(attention: Any, floor: int, scale: float) -> type:
         gathers_keys = False
 
         def _whole_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
-            lengths = [len(query)] if packed is None else document_lengths(packed)
+            lengths = [len(query)] if packed is None else packed_lengths(packed)
             places = torch.cat([torch.arange(length, device=query.device) for length in lengths])
             scales = torch.log1p(torch.floor((places.float() + 1.0) / floor)) * scale + 1.0
             query = (query * scales.view(-1, *[1] * (query.dim() - 1))).to(query.dtype)

@@ -34,7 +34,7 @@ from dynapipe_ext.executor.stages.spread_attention import (
 )
 
 
-def document_lengths(packed: Any) -> Sequence[int]:
+def packed_lengths(packed: Any) -> Sequence[int]:
     """Those of a PackedSeqParams: from the host where the stage left them; else read back from the device."""
     if hasattr(packed, "document_lengths"):
         lengths: Sequence[int] = packed.document_lengths
@@ -105,7 +105,7 @@ class DocumentAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Of this rank's positions: it attends with a part of the heads over whole rows."""
         q_PBHD, k_PBHD, v_PBHD = (x if packed is None else x.unsqueeze(1) for x in (query, key, value))
-        lengths = [joined.width * len(query)] if packed is None else document_lengths(packed)
+        lengths = [joined.width * len(query)] if packed is None else packed_lengths(packed)
         rows = SpreadRows(joined, query.shape[-2], lengths)
         q_NBHD, k_TBHD, v_TBHD = rows.attended(q_PBHD, k_PBHD, v_PBHD)
         if rows.spans is not None:
@@ -153,7 +153,7 @@ class DocumentAttention(torch.nn.Module):
             return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
         if (row := getattr(packed_seq_params, "carried", None)) is not None:
             return self._carried(query, key, value, row)
-        lengths = list(document_lengths(packed_seq_params))
+        lengths = list(packed_lengths(packed_seq_params))
         if sum(lengths) != query.shape[0]:
             raise ValueError(f"documents of {sum(lengths)} positions do not fill a packed row of {query.shape[0]}")
         if (kernel := kernel_for(query, self._rule)) is not None:
