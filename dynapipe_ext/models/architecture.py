@@ -289,25 +289,22 @@ class Architecture:
     def from_json(cls, raw: Mapping[str, Any]) -> Architecture:
         """The architecture that `to_json` wrote. Errors: ConfigError."""
         try:
-            parts: dict[str, Any] = {}
+            parts: dict[str, Any] = {name: tuple(value) for name, value in raw.items() if isinstance(value, list)}
             if (scaling := raw.get("rope_scaling")) is not None:
                 kinds: dict[str, Any] = {"yarn": Yarn, "longrope": LongRope}
                 lists = {name: tuple(value) for name, value in scaling.items() if isinstance(value, list)}
                 parts["rope_scaling"] = kinds.get(scaling["kind"], RopeScaling)(**{**scaling, **lists})
             if (latent := raw.get("latent")) is not None:
                 parts["latent"] = LatentAttention(**latent)
-            if (dense := raw.get("dense_layers")) is not None:
-                parts["dense_layers"] = tuple(dense)
             return cls(**{**raw, **parts})
         except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"a model's description cannot be read ({error}): it is of another version") from error
 
     def to_json(self) -> dict[str, Any]:
-        defaults = {field.name: field.default for field in fields(self)}
         values = asdict(self)
         if (values["rope_scaling"] or {}).get("truncate"):
             del values["rope_scaling"]["truncate"]
-        return {name: value for name, value in values.items() if name not in _LATER or value != defaults[name]}
+        return without_defaults(values)
 
     def __post_init__(self) -> None:
         if self.family not in (*FAMILIES, "gpt", "transformers"):
@@ -333,18 +330,16 @@ class Architecture:
             raise ConfigError(
                 f"num_decoder_layers {self.num_decoder_layers} of family {self.family}: {both} alone have both"
             )
-        if not 0 <= self.shared_ffn_hidden_size <= MOST:
-            raise ConfigError(
-                f"shared_ffn_hidden_size is {short(self.shared_ffn_hidden_size)} but must be 0 to {MOST:,}"
-            )
+        for name in ("shared_ffn_hidden_size", "sliding_window", "full_attention_every", "dense_ffn_hidden_size"):
+            if not 0 <= getattr(self, name) <= MOST:
+                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be 0 to {MOST:,}")
         check_experts(self)
         if self.latent and self.head_dim != (width := self.latent.plain_dim + self.latent.rotary_dim):
             raise ConfigError(f"head_dim is {self.head_dim} but latent attention has queries of {width}: give that")
         if self.qk_norm_whole and not self.qk_norm:
             raise ConfigError("qk_norm_whole is true but qk_norm is false: set qk_norm too, or leave qk_norm_whole out")
-        for name in ("sliding_window", "full_attention_every", "query_pre_attn_scalar", "dense_ffn_hidden_size"):
-            if not 0 <= getattr(self, name) <= MOST:
-                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be 0 to {MOST:,}")
+        if not 0 <= self.query_pre_attn_scalar <= MOST:
+            raise ConfigError(f"query_pre_attn_scalar is {short(self.query_pre_attn_scalar)} but must be 0 to {MOST:,}")
         if (self.full_attention_every or self.local_rope_theta) and not self.sliding_window:
             raise ConfigError("full_attention_every and local_rope_theta need windows: give sliding_window")
         if not 0 <= self.rotary_dim < self.head_dim or self.rotary_dim % 2:
@@ -558,6 +553,13 @@ def kinds_of_ranges(architecture: Architecture, stages: Sequence[range]) -> list
     ]
 
 
+def without_defaults(description: Mapping[str, Any]) -> dict[str, Any]:
+    """A description, of any version, without the defaults of what older versions did not know."""
+    defaults = {field.name: [] if field.default == () else field.default for field in fields(Architecture)}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in description.items()}
+    return {name: value for name, value in values.items() if name not in _LATER or value != defaults[name]}
+
+
 def check_experts(a: Architecture) -> None:
     """Errors: ConfigError for sizes of experts, routers and dense layers that contradict each other."""
     if a.top_k and not a.num_experts:
@@ -566,9 +568,8 @@ def check_experts(a: Architecture) -> None:
         raise ConfigError(f"top_k is {a.top_k} but must be 1 to num_experts {a.num_experts}")
     if (a.shared_ffn_hidden_size and not a.num_experts) or (a.shared_expert_gate and not a.shared_ffn_hidden_size):
         raise ConfigError(
-            f"shared_ffn_hidden_size is {a.shared_ffn_hidden_size} and shared_expert_gate"
-            f" {a.shared_expert_gate} with num_experts {a.num_experts}: a gate needs a shared expert, which"
-            " needs a mixture"
+            f"shared_ffn_hidden_size is {a.shared_ffn_hidden_size} and shared_expert_gate {a.shared_expert_gate} with"
+            f" num_experts {a.num_experts}: a gate needs a shared expert, which needs a mixture"
         )
     dense, width, every = a.num_dense_layers or len(a.dense_layers), a.dense_ffn_hidden_size, a.experts_every
     if every and not (1 < every <= a.num_layers and not dense):

@@ -26,6 +26,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import MOST_NAME_BYTES, DataError, reason, short
 from dynapipe_ext.executor.protocols import OptimizerPlace
+from dynapipe_ext.models.architecture import without_defaults
 
 FORMAT = "dynapipe-checkpoint/1"
 MANIFEST = "dynapipe.json"
@@ -203,6 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def refuse_other_model(saved: Mapping[str, Any], configured: Mapping[str, Any], folder: Path) -> None:
     """Errors: DataError naming each size in which the checkpoint's model is another than the configured one."""
+    saved, configured = without_defaults(saved), without_defaults(configured)
     differing = [
         f"{name} {short(saved.get(name))} where {short(configured.get(name))} is configured"
         for name in sorted(saved.keys() | configured.keys())

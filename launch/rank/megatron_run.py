@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def build_megatron(
         exact = ExactMegatronGradients(chunks) if deterministic else None
         stage = MegatronStage(chunks, call=partial(gpt_call, of_positions=of_positions), gradients=exact, **options)
     num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
-    description = asdict(architecture) | {"dtype": config.model.dtype}
+    description = architecture.to_json() | {"dtype": config.model.dtype}
 
     def saver(root: Path, num_bytes: int) -> Saver:
         return CheckpointSaver(

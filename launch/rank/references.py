@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +130,7 @@ def _key(config: TrainConfig, architecture: Architecture, data: TokenDataset | S
     weights = files_of(Path(model.init_from)) if model.init_from else ["drawn", config.run.seed]
     samples = data.samples_fingerprint or [data.whole.fingerprint, data.indices.tolist()]
     backend = "transformers" if model.uses_transformers else "megatron"
-    made_of = [_FORMAT, asdict(architecture), model.dtype, backend, weights, samples]
+    made_of = [_FORMAT, architecture.to_json(), model.dtype, backend, weights, samples]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

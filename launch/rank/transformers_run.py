@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -64,7 +63,7 @@ def build_transformers(
 
 def model_description(config: TrainConfig, architecture: Architecture) -> dict[str, Any]:
     """What a checkpoint's model is told by."""
-    description = asdict(architecture) | {"dtype": config.model.dtype}
+    description = architecture.to_json() | {"dtype": config.model.dtype}
     if config.lora.enabled:
         description["lora"] = config.to_json()["lora"] | {"target_modules": list(config.lora.target_modules)}
     return description

@@ -12,7 +12,7 @@ import transformers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.transformers.counting import count_model
 from dynapipe_ext.launch import cli
-from dynapipe_ext.models.flops import Positions, Work, step_flops
+from dynapipe_ext.models.flops import Positions, Sight, Work, step_flops
 from dynapipe_ext.models.named_models import PRESETS, preset
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
 
@@ -27,9 +27,7 @@ _SMALL = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_familys_counts_are_those_of_its_description(name: str) -> None:
     a, counted = preset(name), count_model(dict(PRESETS[name]), name)
-    positions = Positions.of_samples(
-        ((length, 0) for length in LENGTHS), window=a.sliding_window, window_layers=(a.num_window_layers, a.num_layers)
-    )
+    positions = Positions.of_samples(((length, 0) for length in LENGTHS), sight=Sight.of(a))
     for causal in (False, True):
         known = step_flops(a, Work(positions, {"none": positions}), causal=causal)
         assert counted.step_flops(LENGTHS, causal=causal) == known
