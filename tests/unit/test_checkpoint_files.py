@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dynapipe_ext.executor.checkpoints.folder import (
     refuse_other_model,
 )
 from dynapipe_ext.executor.protocols import OptimizerPlace
+from dynapipe_ext.models.named_models import preset
 
 COSTS = TokenCosts(num_stages=2, ns_per_token=7)
 
@@ -183,3 +184,20 @@ def test_costs_that_are_not_those_of_the_run_are_refused(tmp_path: Path) -> None
     other = cost_model_to_json(TokenCosts(num_stages=2, ns_per_token=8))
     with pytest.raises(DataError, match="plans would differ"):
         read_manifest(edited(tmp_path, costs=other)).run.cost_model()
+
+
+def test_the_model_of_a_checkpoint_by_another_version_is_the_same_where_they_differ_in_defaults_alone() -> None:
+    """Older versions wrote every value that they knew, and did not know the later ones."""
+    a = preset("llama-3.2-1b")
+    now = a.to_json() | {"dtype": "float32"}
+    older = json.loads(json.dumps(asdict(a) | {"dtype": "float32"}))
+    del older["dense_layers"], older["experts_every"]
+    for saved, configured in ((older, now), (now, older), (json.loads(json.dumps(now)), now)):
+        refuse_other_model(saved, configured, Path("iter_1"))
+    mixed = replace(preset("mixtral-8x7b"), dense_layers=(1, 3), dense_ffn_hidden_size=64)
+    described = mixed.to_json()
+    refuse_other_model(json.loads(json.dumps(described)), described, Path("iter_1"))
+    with pytest.raises(DataError, match=r"dense_layers \[1, 3\] where \[1\] is configured"):
+        refuse_other_model(described, replace(mixed, dense_layers=(1,)).to_json(), Path("iter_1"))
+    with pytest.raises(DataError, match="experts_every 2 where None is configured"):
+        refuse_other_model({**older, "experts_every": 2}, now, Path("iter_1"))
