@@ -555,8 +555,8 @@ def kinds_of_ranges(architecture: Architecture, stages: Sequence[range]) -> list
 
 def without_defaults(description: Mapping[str, Any]) -> dict[str, Any]:
     """A description, of any version, without the defaults of what older versions did not know."""
-    defaults = {field.name: [] if field.default == () else field.default for field in fields(Architecture)}
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in description.items()}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(Architecture)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in description.items()}
     return {name: value for name, value in values.items() if name not in _LATER or value != defaults[name]}
 
 

@@ -204,7 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def refuse_other_model(saved: Mapping[str, Any], configured: Mapping[str, Any], folder: Path) -> None:
     """Errors: DataError naming each size in which the checkpoint's model is another than the configured one."""
-    saved, configured = without_defaults(saved), without_defaults(configured)
+    saved, configured = (without_defaults(json.loads(json.dumps(one))) for one in (saved, configured))
     differing = [
         f"{name} {short(saved.get(name))} where {short(configured.get(name))} is configured"
         for name in sorted(saved.keys() | configured.keys())

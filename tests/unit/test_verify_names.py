@@ -40,7 +40,7 @@ def misnamed(instruction: Instruction, stages: int, micro_batches: int) -> Instr
     """The same instruction, that many stages and micro-batches away."""
     if isinstance(instruction, Send | Recv | WaitSend | WaitRecv):
         buffer = instruction.buffer
-        moved = replace(buffer, stage=buffer.stage + stages, micro_batch=buffer.micro_batch + micro_batches)
+        moved = buffer._replace(stage=buffer.stage + stages, micro_batch=buffer.micro_batch + micro_batches)
         return replace(instruction, buffer=moved)
     if isinstance(instruction, Load):
         return replace(instruction, micro_batch=instruction.micro_batch + micro_batches)
