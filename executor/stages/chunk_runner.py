@@ -372,11 +372,9 @@ class ChunkRunner:
         if not plan.forward_only:
             self._gradients.begin(plan)
 
-    @contextmanager
-    def _named(self, action: str) -> Iterator[None]:
+    def _acting(self, action: str) -> AbstractContextManager[None]:
         """Within: what collectives raise says in which action."""
-        with named_collectives(action), self.joined_now.acting(action) if self.joined_now else nullcontext():
-            yield
+        return named_collectives(action) if self.joined_now is None else self.joined_now.acting(action)
 
     def _ranks_of(self, plan: ExecutionPlan) -> JoinedRanks | None:
         if plan.width == 1:
@@ -416,7 +414,7 @@ class ChunkRunner:
         stored = StoredBytes(self._weights, carried.storages if carried else set()) if self.measure_bytes else None
         with (
             carried.forward(stage, micro_batch) if carried else _NOTHING as piece,
-            self._named(f"step {plan.step}, {stage}F{micro_batch}"),
+            self._acting(f"step {plan.step}, {stage}F{micro_batch}"),
             torch.set_grad_enabled(learns and not comes_again),
             stored.counting() if stored else _NOTHING,
         ):
@@ -486,7 +484,7 @@ class ChunkRunner:
         plan = self._plan
         with (
             self._carried.backward(stage, micro_batch) if self._carried else _NOTHING as piece,
-            self._named(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
+            self._acting(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
         ):
             live = self._live.pop((stage, micro_batch))
             outputs = live.outputs if isinstance(live.outputs, tuple) else live.outputs(piece)

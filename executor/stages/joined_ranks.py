@@ -45,10 +45,11 @@ class JoinedRanks:
 
     @contextmanager
     def acting(self, action: str) -> Iterator[None]:
-        """Within: collectives are of this action of a step, which errors name."""
+        """Within: collectives, also over other ranks, are of this action of a step, which errors name."""
         before, self._action = self._action, action
         try:
-            yield
+            with named_collectives(action):
+                yield
         finally:
             self._action = before
 
