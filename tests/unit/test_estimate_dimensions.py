@@ -87,7 +87,10 @@ def test_what_train_runs_comes_first_even_where_other_ways_are_faster():
     assert options[0].num_samples == 2048
 
 
-@pytest.mark.parametrize(("dp", "lengths"), [(64, "uniform:2048"), (64, "lognormal:700,1,4096"), (1, "uniform:512")])
+_UNEQUAL = "lognormal:700,1,4096"
+
+
+@pytest.mark.parametrize(("dp", "lengths"), [(64, "uniform:2048"), (64, _UNEQUAL), (61, _UNEQUAL), (1, "uniform:512")])
 def test_some_replicas_tell_of_all(dp, lengths, monkeypatch):
     """A step of as many samples, as long and as short, takes what all replicas together take."""
     q = question(

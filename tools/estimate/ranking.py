@@ -404,12 +404,12 @@ def planned(question: Question, candidate: Candidate, tokens: int, effort: int, 
     and as short as those of all (`_of_replicas`). Errors: PlanError where one does not fit."""
     costs, rules = candidate.costs, replace(candidate.rules(question.limits.pieces), effort=effort)
     most = 1 if question.data.is_uniform else _MOST_REPLICAS
-    replicas = max(n for n in range(1, most + 1) if not costs.topology.dp % n)
+    replicas = min(costs.topology.dp, most)
     topology = replace(costs.topology, dp=replicas)
     planner = Planner(topology, costs, question.cluster.limit_bytes, question.seed, **rules.as_keywords())
     batches = [question.data.batch(tokens, question.seed, index) for index in range(num_batches)]
     plans = [
-        planner.plan(_of_replicas(batch, costs.topology.dp // replicas), step=index)
+        planner.plan(_of_replicas(batch, replicas, costs.topology.dp), step=index)
         for index, batch in enumerate(batches)
     ]
     fullest = max(plans, key=lambda plan: plan.peak_bytes)
@@ -441,10 +441,12 @@ def planned(question: Question, candidate: Candidate, tokens: int, effort: int, 
     )
 
 
-def _of_replicas(batch: Sequence[SampleLength], share: int) -> list[SampleLength]:
-    """One in `share` samples of a batch, from the longest on, so that as many are as long as in all of it."""
+def _of_replicas(batch: Sequence[SampleLength], some: int, dp: int) -> list[SampleLength]:
+    """What `some` of `dp` replicas have of a batch: evenly spaced samples in order of tokens, from the longest on, so
+    that as many are as long as in all of it."""
     by_tokens = sorted(batch, key=lambda sample: (-sample.tokens, sample.index))
-    return [replace(sample, index=place) for place, sample in enumerate(by_tokens[::share])]
+    chosen = [by_tokens[place * dp // some] for place in range(-(-len(batch) * some // dp))]
+    return [replace(sample, index=place) for place, sample in enumerate(chosen)]
 
 
 def _fixed_s(question: Question, strategy: Strategy) -> float:
