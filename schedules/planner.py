@@ -467,10 +467,11 @@ class Planner(PlanRules):
         plan = self._predicted(*self._searched(starts), step=step)
         if not takes_rounds(self.topology, plan):
             return plan
+        schedules = in_rounds(plan, int(self.memory_limit_bytes))
+        if schedules == plan.schedules:
+            return plan
         replicas = [list(replica.micro_batches) for replica in plan.batch.replicas]
-        return self._predicted(
-            replicas, in_rounds(plan, int(self.memory_limit_bytes)), plan.costs, step=step, like=plan
-        )
+        return self._predicted(replicas, schedules, plan.costs, step=step, like=plan)
 
     def _least_ns(self, samples: Sequence[SampleLength], *, pieces: bool) -> int:
         """No plan of these samples ends earlier, whole or also in pieces; 0 where no such bound is known."""

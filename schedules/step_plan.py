@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, SampleLength, sample_pieces
+from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, ReplicaPlan, SampleLength, sample_pieces
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
@@ -133,7 +133,7 @@ def predicted(
     costs: Sequence[MicroBatchCosts],
     *,
     cores: SharedCores | None,
-    memory_limit_bytes: int,
+    memory_limit_bytes: int | None,
     like: StepPlan | None = None,
 ) -> tuple[Prediction, ...]:
     """The prediction of each replica's step, from validating and simulating it anew; without lower bounds.
@@ -141,7 +141,7 @@ def predicted(
     Twins share their costs (`shared_by_twins`). Where each rank has a core of its own, a replica with the very schedule
     and costs objects of the plan `like` keeps that plan's prediction.
 
-    Errors: PlanError for a schedule that cannot run, or exceeds the limit.
+    Errors: PlanError for a schedule that cannot run, or exceeds the limit (None: there is none).
     """
     predictions: dict[int, Prediction] = {}
     if like is not None and cores is None:
@@ -154,7 +154,7 @@ def predicted(
             continue
         validate(schedules[d], len(replicas[d]), sample_pieces(replicas[d]))
         held = peaks[id(costs[d])] = peak_bytes(schedules[d], costs[d])
-        if max(held) > memory_limit_bytes:
+        if memory_limit_bytes is not None and max(held) > memory_limit_bytes:
             raise PlanError(
                 f"replica {d}: {schedules[d].name} needs {max(held)} B on pipeline rank {held.index(max(held))} but the"
                 f" limit is {memory_limit_bytes} B: use the adaptive schedule, smaller micro-batches, recomputation or"
@@ -168,6 +168,15 @@ def predicted(
             by_spans[id(spans)] = Prediction(makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=peak, bubble_ratio=bubble)
         predictions[d] = by_spans[id(spans)]
     return tuple(predictions[d] for d in range(len(schedules)))
+
+
+def plan_of_schedule(
+    schedule: PipelineSchedule, micro_batches: Sequence[MicroBatch], costs: MicroBatchCosts, *, step: int = 0
+) -> StepPlan:
+    """A step of one replica under a schedule that exists already, without lower bounds."""
+    predictions = predicted([micro_batches], [schedule], [costs], cores=None, memory_limit_bytes=None)
+    batch = GlobalBatchPlan(step=step, replicas=(ReplicaPlan(0, tuple(micro_batches)),))
+    return StepPlan(batch, (schedule,), predictions, (costs,))
 
 
 def step_spans(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, ReplicaPlan, SampleLength
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import MicroBatchCosts
@@ -19,10 +19,10 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate
+from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule
 from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.schedules.step_plan import StepPlan, plan_of_schedule
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 
 _EFFORT = 8000  # moves, as a Planner's default
@@ -101,16 +101,7 @@ class GivenPlanner:
         costs_of = self.pipeline.costs
         model = adjusted(costs_of, ForwardsAlone()) if self.given.forward_only else costs_of
         costs = model.evaluate(micro_batches)
-        schedule = self._scheduled(costs, reserve_bytes)
-        trace = simulate(schedule, costs)
-        prediction = Prediction(
-            makespan_ns=round(trace.makespan_s * 1e9),
-            lower_bound_ns=0,
-            peak_bytes=peak_bytes(schedule, costs),
-            bubble_ratio=trace.bubble_ratio,
-        )
-        batch = GlobalBatchPlan(step=step, replicas=(ReplicaPlan(0, micro_batches),))
-        return StepPlan(batch, (schedule,), (prediction,), (costs,))
+        return plan_of_schedule(self._scheduled(costs, reserve_bytes), micro_batches, costs, step=step)
 
     def to_json(self) -> Mapping[str, Any]:
         raise NotImplementedError("each rank plans the micro-batches of its loop for itself")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, MicroBatch, ReplicaPlan, SampleLength
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove
-from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate
 from dynapipe_ext.schedules.search.optimizer import optimize
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.schedules.step_plan import plan_of_schedule
 
 _EFFORT = 500
 _NS_A_TOKEN = 1_000  # only ratios matter
@@ -36,13 +35,5 @@ def plan_of_shapes(
     schedule = optimize(
         costs, memory_limit_bytes=1 << 60, split=split, effort=_EFFORT, stage_ranks=topology.stage_ranks
     )
-    trace = simulate(schedule, costs)
-    prediction = Prediction(
-        makespan_ns=round(trace.makespan_s * 1e9),
-        lower_bound_ns=0,
-        peak_bytes=peak_bytes(schedule, costs),
-        bubble_ratio=trace.bubble_ratio,
-    )
-    batch = GlobalBatchPlan(step=0, replicas=(ReplicaPlan(0, micro_batches),))
-    proven = prove(StepPlan(batch, (schedule,), (prediction,), (costs,)), activation_format, ReplicaCollectives())
+    proven = prove(plan_of_schedule(schedule, micro_batches, costs), activation_format, ReplicaCollectives())
     return replace(proven.plans[0][here.pp_rank], dp_rank=here.dp_rank)
