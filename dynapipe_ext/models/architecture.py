@@ -73,7 +73,7 @@ _LATER = (
     "logit_softcap", "scaled_embedding", "latent", "num_dense_layers", "dense_ffn_hidden_size", "router_score",
     "router_bias", "router_num_groups", "router_group_topk", "router_scale", "rotary_dim", "rotary_interleaved",
     "no_rope_every", "dense_layers", "attention_sinks", "gate_clamp", "up_offset", "embedding_scale", "residual_scale",
-    "score_scale", "logit_divisor", "experts_every", "router_on_inputs", "attention_chunk", "qk_unit_norm",
+    "score_scale", "logit_divisor", "router_on_inputs", "attention_chunk", "qk_unit_norm",
     "temperature_floor", "temperature_scale",
 )  # fmt: skip
 _AT_LEAST_ONE = (
@@ -95,8 +95,8 @@ class Architecture:
     multiplies them. With `router_num_groups` the router takes experts from the best `router_group_topk` groups.
     `router_bias` adds a bias, which is no parameter, where the router chooses, but not to the weights. A shared expert
     of `shared_ffn_hidden_size` sees every token; `shared_expert_gate` multiplies its output by a sigmoid. The first
-    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead, or the layers `dense_layers`, or all
-    but every `experts_every`-th. With `router_on_inputs` a weight multiplies what enters its expert, not its output.
+    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead, or those of the numbers `dense_layers`. With
+    `router_on_inputs` a weight multiplies what enters its expert, not what comes out.
 
     Attention: `qk_norm` normalises queries and keys, each head alone or all together (`qk_norm_whole`). With `latent`
     attention is multi-head latent attention, and `head_dim` is the width of a query. A position sees
@@ -181,7 +181,6 @@ class Architecture:
     router_num_groups: int = 0
     router_group_topk: int = 0
     router_scale: float = 1.0
-    experts_every: int = 0
     router_on_inputs: bool = False
     attention_chunk: int = 0
     qk_unit_norm: bool = False
@@ -431,7 +430,7 @@ class Architecture:
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of a layer (from 0) is a mixture."""
         is_dense = layer < self.num_dense_layers or layer in self.dense_layers
-        return bool(self.num_experts) and not is_dense and not (self.experts_every and (layer + 1) % self.experts_every)
+        return bool(self.num_experts) and not is_dense
 
     def turns(self, layer: int) -> bool:
         """Whether a layer (from 0) turns its queries and keys by their positions."""
@@ -518,7 +517,7 @@ def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, Sequenc
     a = architecture
     if not a.dense_ffn_hidden_size:
         return ((a, range(a.num_layers)),)
-    experts = replace(a, num_dense_layers=0, experts_every=0, dense_layers=(), dense_ffn_hidden_size=0)
+    experts = replace(a, num_dense_layers=0, dense_layers=(), dense_ffn_hidden_size=0)
     dense = replace(
         experts,
         ffn_hidden_size=a.dense_ffn_hidden_size,
@@ -571,19 +570,14 @@ def check_experts(a: Architecture) -> None:
             f"shared_ffn_hidden_size is {a.shared_ffn_hidden_size} and shared_expert_gate {a.shared_expert_gate} with"
             f" num_experts {a.num_experts}: a gate needs a shared expert, which needs a mixture"
         )
-    dense, width, every = a.num_dense_layers or len(a.dense_layers), a.dense_ffn_hidden_size, a.experts_every
-    if every and not (1 < every <= a.num_layers and not dense):
-        raise ConfigError(
-            f"experts_every is {every} of {a.num_layers} layers, {dense} of them dense otherwise: give 2 to the"
-            " number of layers, and neither num_dense_layers nor dense_layers"
-        )
+    dense, width = a.num_dense_layers or len(a.dense_layers), a.dense_ffn_hidden_size
     in_order = sorted({*a.dense_layers} & {*range(a.num_layers)})
     if a.dense_layers and (a.num_dense_layers or in_order != [*a.dense_layers]):
         raise ConfigError(
             f"dense_layers is {short(a.dense_layers)} of {a.num_layers} layers, with num_dense_layers"
             f" {a.num_dense_layers}: give ascending numbers of layers, or how many come first"
         )
-    if not 0 <= dense < a.num_layers or (dense + every > 0) != (width > 0) or (width and not a.num_experts):
+    if not 0 <= dense < a.num_layers or (dense > 0) != (width > 0) or (width and not a.num_experts):
         raise ConfigError(
             f"num_dense_layers is {dense} of {a.num_layers} layers, dense_ffn_hidden_size {width}, num_experts"
             f" {a.num_experts}: dense layers stand beside layers with experts, and need a width of their own"

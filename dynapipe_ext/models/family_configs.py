@@ -231,12 +231,12 @@ def llama4_values(fields: ConfigFields, values: Values) -> dict[str, Any]:
             f"{fields.where}: layer_types is {short(types)} but must be chunked_attention where no_rope_layers is 1,"
             " and full_attention elsewhere"
         )
-    experts_every = _experts_every(fields, num_layers)
+    dense_layers = _layers_between_experts(fields, num_layers)
     tuned = fields.flag("attn_temperature_tuning", True)
     return turning | {
         "shared_ffn_hidden_size": values["ffn_hidden_size"],
-        "experts_every": experts_every,
-        "dense_ffn_hidden_size": fields.integer("intermediate_size_mlp", 16_384) if experts_every else 0,
+        "dense_layers": dense_layers,
+        "dense_ffn_hidden_size": fields.integer("intermediate_size_mlp", 16_384) if dense_layers else 0,
         "attention_chunk": fields.integer("attention_chunk_size", 8192),
         "qk_unit_norm": fields.flag("use_qk_norm", True),
         "temperature_floor": fields.integer("floor_scale", 8192) if tuned else 0,
@@ -244,8 +244,8 @@ def llama4_values(fields: ConfigFields, values: Values) -> dict[str, Any]:
     }
 
 
-def _experts_every(fields: ConfigFields, num_layers: int) -> int:
-    """n, where every n-th layer has experts; 0: all have. Errors: ConfigError for others."""
+def _layers_between_experts(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
+    """All but every n-th layer, which have experts. Errors: ConfigError for other layers of experts."""
     layers = fields.raw.get("moe_layers")
     step = fields.integer("interleave_moe_layer_step", 1)
     if layers is not None:
@@ -255,16 +255,17 @@ def _experts_every(fields: ConfigFields, num_layers: int) -> int:
             f"{fields.where}: moe_layers is {short(layers)} (interleave_moe_layer_step {step}) of {num_layers} layers:"
             " exactly every n-th layer, from the n-th on, must have experts"
         )
-    return step if step > 1 else 0
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % step)
 
 
 def llama4_config(a: Architecture) -> dict[str, Any]:
     turns = [a.turns(layer) for layer in range(a.num_layers)]
+    experts = [layer for layer in range(a.num_layers) if a.has_experts(layer)]
     return {
         "no_rope_layers": [int(turned) for turned in turns],
         "layer_types": ["chunked_attention" if turned else "full_attention" for turned in turns],
-        "moe_layers": [layer for layer in range(a.num_layers) if a.has_experts(layer)],
-        "interleave_moe_layer_step": a.experts_every or 1,
+        "moe_layers": experts,
+        "interleave_moe_layer_step": experts[0] + 1,
         "intermediate_size_mlp": a.dense_ffn_hidden_size or 2 * a.ffn_hidden_size,
         "attention_chunk_size": a.attention_chunk,
         "use_qk_norm": a.qk_unit_norm,

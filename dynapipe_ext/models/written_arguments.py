@@ -234,8 +234,9 @@ def latent_options(architecture: Architecture, latent: LatentAttention) -> list[
     values = {**latent_arguments(architecture, latent), **router_arguments(architecture)}
     for name, value in values.items():
         if name == "moe_layer_freq":
-            dense = architecture.num_dense_layers
-            value = f"([0]*{dense}+[1]*{architecture.num_layers - dense})"
+            dense, num_experts = value.count(0), value.count(1)
+            if value == [0] * dense + [1] * num_experts:
+                value = f"([0]*{dense}+[1]*{num_experts})"
         if value is not None and name not in _WITHOUT_OPTION:
             options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return options

@@ -70,7 +70,7 @@ def _mlp(a: Architecture) -> str:
         "with biases": bool(a.num_experts) and a.mlp_bias,
         "shared ones": bool(a.shared_ffn_hidden_size),
         "after dense layers": bool(a.num_dense_layers),
-        "between dense layers": bool(a.experts_every),
+        "between dense layers": bool(a.dense_layers),
         "chosen by sigmoid": a.router_score == "sigmoid",
         "scaled at their inputs": a.router_on_inputs,
     }

@@ -191,7 +191,7 @@ def test_the_model_of_a_checkpoint_by_another_version_is_the_same_where_they_dif
     a = preset("llama-3.2-1b")
     now = a.to_json() | {"dtype": "float32"}
     older = json.loads(json.dumps(asdict(a) | {"dtype": "float32"}))
-    del older["dense_layers"], older["experts_every"]
+    del older["dense_layers"], older["attention_chunk"]
     for saved, configured in ((older, now), (now, older), (json.loads(json.dumps(now)), now)):
         refuse_other_model(saved, configured, Path("iter_1"))
     mixed = replace(preset("mixtral-8x7b"), dense_layers=(1, 3), dense_ffn_hidden_size=64)
@@ -199,5 +199,5 @@ def test_the_model_of_a_checkpoint_by_another_version_is_the_same_where_they_dif
     refuse_other_model(json.loads(json.dumps(described)), described, Path("iter_1"))
     with pytest.raises(DataError, match=r"dense_layers \(1, 3\) where \(1,\) is configured"):
         refuse_other_model(described, replace(mixed, dense_layers=(1,)).to_json(), Path("iter_1"))
-    with pytest.raises(DataError, match="experts_every 2 where None is configured"):
-        refuse_other_model({**older, "experts_every": 2}, now, Path("iter_1"))
+    with pytest.raises(DataError, match="attention_chunk 64 where None is configured"):
+        refuse_other_model({**older, "attention_chunk": 64}, now, Path("iter_1"))
