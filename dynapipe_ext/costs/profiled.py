@@ -13,7 +13,9 @@ from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, Layout, MicroBatc
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
+from dynapipe_ext.costs.measured_blocks import BlockTimes
 from dynapipe_ext.costs.memory import stage_parameters
+from dynapipe_ext.costs.packed_rows import PackedLayer
 from dynapipe_ext.costs.pieces import MeasurePieces, PieceSurcharge, PieceSurcharges, SampleInPieces
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.surface import (
@@ -145,6 +147,17 @@ class ProfileRange:
         samples = (SampleLength(0, size, start=number * size) for number in range(count))
         return [MicroBatch((sample,), "packed", recompute, "carried") for sample in samples]
 
+    def packed_rows(self, recompute: Recompute) -> list[MicroBatch]:
+        """Rows of a short document, a longer one, many short ones, and both; of pairs also of unlike sides."""
+        short = [least for least, _ in self.sides]
+        long = [max(least, most // 4 // self.multiple * self.multiple) for least, most in self.sides]
+        many = max(2, min(_MANY_PIECES, sum(long) // sum(short)))
+        rows = [[short], [long], [short] * many, [long, short, short]]
+        rows += [[pair] for pair in itertools.product(*zip(short, long, strict=True))] if self.max_decoder_len else []
+        rows = [row for row in rows if sum(map(sum, row)) <= self.most_tokens]
+        samples = [tuple(SampleLength(i, *sizes) for i, sizes in enumerate(row)) for row in rows]
+        return [MicroBatch(row, "packed", recompute, pad_multiple=self.multiple) for row in samples]
+
     def held_out(self, count: int, seed: int) -> list[MeasuredShape]:
         """Shapes within `max_tokens` that nobody chose, spread evenly over doublings."""
         random = np.random.default_rng(seed)
@@ -161,13 +174,14 @@ class ProfileRange:
 @dataclass(slots=True)
 class Profile:
     """What was measured: by part and recomputation, by what the part sees of a shape; None where that did not fit.
-    `packed`: bytes that a layer keeps for a packed row over those of padded rows with as many tokens and squares.
-    `pieces`: of long samples, by recomputation; under every kind or none.
+    `packed`: bytes of layers on packed rows, by recomputation. `pieces`: of long samples, by recomputation; under every
+    kind or none. `blocks`: of joined ranks, by width.
     """
 
     points: dict[tuple[ModelPart, Recompute], dict[MeasuredShape, Measured | None]] = field(default_factory=dict)
-    packed: dict[Recompute, float] = field(default_factory=dict)
+    packed: dict[tuple[Recompute, LayerKind], PackedLayer] = field(default_factory=dict)
     pieces: dict[Recompute, list[SampleInPieces]] = field(default_factory=dict)
+    blocks: dict[int, BlockTimes] = field(default_factory=dict)
 
     def kinds(self, within: ProfileRange) -> list[tuple[ModelPart, Recompute]]:
         """The head recomputes nothing."""
@@ -197,17 +211,14 @@ class Profile:
         return [s for s in self.shapes() if all(seen_by(part, s) in own for part, own in measured.items())]
 
     def pack(self, measure: MeasureShape, within: ProfileRange) -> None:
-        """Measure what packing keeps beyond padding, at a middle shape that fits."""
-        shapes = [s for s in self.fitting(within) if s[0] > 1]
-        if not shapes:
-            return
-        shape = sorted(shapes, key=_tokens)[len(shapes) // 2]
+        """Measure what layers keep of packed rows. Nothing where hardly any fit."""
         for part, recompute in itertools.product(within.parts[:-1], within.recomputes):
-            padded = self.measured(part, recompute).get(seen_by(part, shape))
-            row = measure(part, _micro_batch(shape, recompute, "packed"), bytes_only=True)
-            if padded and row:
-                ratios = row.stored_bytes / padded.stored_bytes, row.peak_bytes / padded.peak_bytes
-                self.packed[recompute] = max(1.0, self.packed.get(recompute, 1.0), *ratios)
+            rows = within.packed_rows(recompute)
+            measured = [(m, measure(part, m, bytes_only=True)) for m in rows]
+            if len(fitting := [(m, one) for m, one in measured if one]) >= _FEWEST:
+                kind = _LAYER_KINDS[part]
+                bytes_of = [(one.stored_bytes, one.peak_bytes) for _, one in fitting]
+                self.packed[recompute, kind] = PackedLayer.fit(kind, [m for m, _ in fitting], bytes_of)
 
     def cut(
         self, measure: MeasureShape, measure_pieces: MeasurePieces, within: ProfileRange, done: Callable[[], object]
@@ -338,7 +349,7 @@ def cost_table(
     kept_values = 2 * a.kv_size_on(tp)
     surcharges: dict[Recompute, PieceSurcharge] = {}
     for kind, samples in profile.pieces.items():
-        cut = [one.beside(grids[kind, "encoder"], profile.packed.get(kind, 1.0)) for one in samples]
+        cut = [one.beside(grids[kind, "encoder"], profile.packed.get((kind, "encoder"))) for one in samples]
         surcharges[kind] = PieceSurcharge.fit(cut, kept_values, value_bytes)
     return CostTable(
         grids=grids,
@@ -348,7 +359,8 @@ def cost_table(
         num_layers=a.num_layers,
         num_decoder_layers=a.num_decoder_layers,
         topology=Topology(tp=tp),
-        packed_bytes=profile.packed,
+        packed_layers=profile.packed,
+        blocks={width: times.block(width) for width, times in sorted(profile.blocks.items())},
         pieces=PieceSurcharges(kept_values=kept_values, by_recompute=surcharges) if surcharges else None,
         state_parts=(whole, optimizer) if distributed_optimizer else (whole + optimizer, 0.0),
         value_bytes=value_bytes,
