@@ -102,3 +102,15 @@ def fitted_link(seconds: Mapping[int, float]) -> Link:
     sizes, ns = np.array(list(seconds), np.float64), 1e9 * np.array(list(seconds.values()))
     latency_ns, ns_per_byte = non_negative_least_squares(np.stack([np.ones_like(sizes), sizes], axis=1), ns).tolist()
     return Link(round(latency_ns), max(1, min(_FASTEST, round(1e9 / ns_per_byte) if ns_per_byte else _FASTEST)))
+
+
+def blocks_in_words(blocks: Mapping[int, BlockTimes]) -> list[str]:
+    """A line a width."""
+    lines = []
+    for width, times in sorted(blocks.items()):
+        one = times.block(width)
+        links = (("exchange", one.even), ("gathering", one.gathered))
+        words = [f"{name} {link.latency_ns / 1e3:.0f} us + {link.bytes_per_s / 1e9:.2f} GB/s" for name, link in links]
+        error = 100 * float(times.errors(width).mean())
+        lines.append(f"width {width}: {', '.join(words)} (fits off by {error:.0f} %), tax {100 * one.tax:.0f} %")
+    return lines
