@@ -161,7 +161,7 @@ class CostTable:
             raise ConfigError(f"the cost table has no parameter sizes of {missing}")
         if (width := self.topology.width) > 1 and self._block is None:
             raise no_width("measured costs of this table", width)
-        if width not in (self.facts.measured_widths or (width,)):
+        if width not in (self.facts.priced_widths or (width,)):
             widths = ", ".join(map(str, self.blocks))
             raise ConfigError(
                 f"blocks of width {width} have no price: this cost table has those of {widths}: take one of these, or"
@@ -191,7 +191,7 @@ class CostTable:
             prices_pieces=self.pieces is not None,
             sharded_state_bytes=self.state_parts[1],
             width=self.topology.width,
-            measured_widths=(1, *self.blocks) if self.blocks else None,
+            priced_widths=(1, *self.blocks) if self.blocks else None,
             measured_sizes=sizes | {"hidden_size": self.hidden_size, "dtype": dtype},
         )
 

@@ -55,6 +55,7 @@ _MOST_WIDTH = 1024
 _LEAST_EXCHANGED, _MOST_EXCHANGED = 1 << 22, 1 << 28  # bytes: enough to tell a rate; larger ones take as long a byte
 # What ends when this share of the time is over: a later kind of measurement has the rest.
 _BLOCKS_END, _SHAPES_END, _PIECES_END = 0.15, 0.55, 0.8
+_LONGEST_END = 0.8  # of the one shape without which there is no table
 _EPILOG = """examples:
   dynapipe profile --config mine.toml --out costs.json
   dynapipe profile --model config.json --dtype bfloat16 --max-tokens 32768 --out costs.json
@@ -333,7 +334,10 @@ def _fill(profile: Profile, profiler: _TimedProfiler, job: _Job, part: _PartFile
             error_target=args.error_target,
             most_shapes=most_shapes,
             go_on=go_on,
-            in_time=lambda shape: spent.has(profile.expected_s(shape, spent, within), share=_SHAPES_END),
+            in_time=lambda shape: spent.has(
+                profile.expected_s(shape, spent, within),
+                share=_LONGEST_END if shape == within.longest_row else _SHAPES_END,
+            ),
         )
     if not job.model.pieces_fault:
         with WorkProgress("measuring samples in pieces", len(within.cut_samples), enabled=is_first) as progress:

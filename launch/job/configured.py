@@ -470,7 +470,7 @@ def make_planner(
     """The configured planner; `num_cores` are those that all ranks have together, None on accelerators. The rest is
     that of the configured model, unless it is named: costs may be of a model that the settings do not describe."""
     plan, topology = config.plan, topology or topology_of(config)
-    widths, priced = config.topology.widths, costs.facts.measured_widths
+    widths, priced = config.topology.widths, costs.facts.priced_widths
     return Planner(
         topology,
         trained_costs(config, costs, topology),

@@ -101,7 +101,7 @@ def test_widths_that_were_not_measured_are_refused_with_the_command_that_measure
     says = r"width 16 have no price: this cost table has those of 2, 4, 8: .*dynapipe profile --widths 16"
     with pytest.raises(ConfigError, match=says):
         table().at_width(16)
-    assert table(blocks={}).at_width(16).facts.measured_widths is None
+    assert table(blocks={}).at_width(16).facts.priced_widths is None
 
 
 def test_blocks_come_back_from_json_and_change_the_fingerprint() -> None:
