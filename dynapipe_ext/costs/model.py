@@ -256,6 +256,7 @@ class ModelFacts:
     prices_halves: bool = False
     prices_pieces: bool = False  # pieces of long samples (attention "carried")
     width: int = 1
+    priced_widths: tuple[int, ...] | None = None  # those with a price, where they are not all
     forwards_alone: bool = False  # no backward follows a forward
     offload: Offload = "none"
     slices_head: bool = False  # prices for kinds of recomputation with the head in slices

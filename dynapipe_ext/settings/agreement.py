@@ -75,8 +75,11 @@ def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_conf
         )
     if deepspeed_config:
         raise ConfigError(f"{at} but a DeepSpeed engine computes whole rows on each rank: leave one of both out")
-    if model.num_decoder_layers:
-        raise ConfigError(f"{at} but attention across the sides of an encoder-decoder has no price so: set width to 1")
+    if model.num_decoder_layers and model.uses_transformers:
+        raise ConfigError(
+            f"{at} but transformers' encoder-decoders add relative biases of whole rows, of which joined ranks have"
+            " slices: set width to 1, or train the model by megatron-core"
+        )
 
 
 def check_data_settings(data: DataSettings, where: str) -> None:

@@ -470,6 +470,7 @@ def make_planner(
     """The configured planner; `num_cores` are those that all ranks have together, None on accelerators. The rest is
     that of the configured model, unless it is named: costs may be of a model that the settings do not describe."""
     plan, topology = config.plan, topology or topology_of(config)
+    widths, priced = config.topology.widths, costs.facts.priced_widths
     return Planner(
         topology,
         trained_costs(config, costs, topology),
@@ -479,7 +480,9 @@ def make_planner(
         format=message_format or configured_format(config),
         collectives=collectives or ReplicaCollectives.of_zero(config.deepspeed.zero_stage),
         num_cores=num_cores,
-        widths=config.topology.widths if config.topology.width == "auto" and topology.dp > 1 else (),
+        widths=tuple(width for width in widths if width in (priced or widths))
+        if config.topology.width == "auto" and topology.dp > 1
+        else (),
     )
 
 
