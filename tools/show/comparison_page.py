@@ -62,13 +62,13 @@ def write_comparison_page(path: Path, comparison: Comparison) -> None:
 
 def _pane(way: Way) -> Pane:
     step = way.steps[0]
-    head = f"{way.name}: {figure(step.measured_s, 3)} s, {percent(step.idle_ratio, 0)} idle"
+    head = f"{way.name}: {figure(step.step_s, 3)} s, {percent(step.idle_ratio, 0)} idle"
     return Pane(head=html.escape(head), replicas=step.replicas)
 
 
 def _row(way: Way) -> str:
     figures = (
-        f"{figure(way.measured_s, 3)} s",
+        f"{figure(way.step_s, 3)} s",
         f"{figure(way.predicted_s, 3)} s",
         percent(way.idle_ratio),
         percent(way.padding_ratio),

@@ -43,7 +43,6 @@ RUN_FILES = {
     "costs.json": "the costs that its plans start from",
     "trace.json": "the recorded steps, to be read again",
     "trace.chrome.json": "the same for ui.perfetto.dev",
-    "loss.png": "the loss curve as a picture",
     "emulated.html": "the same samples under other schedules, on emulated ranks",
     "checkpoints": "what --resume goes on from",
     "tensorboard": "for TensorBoard",
