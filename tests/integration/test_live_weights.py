@@ -39,11 +39,11 @@ class Layout:
 
 
 SPREAD: dict[Layout, tuple[str, ...]] = {
-    Layout(Topology(2, 2, 2), ep=2): ("mixtral", "qwen3-moe", "deepseek-v3"),
+    Layout(Topology(2, 2, 2), ep=2): ("mixtral", "deepseek-v3"),
     Layout(Topology(2, 2, 2), ep=4, etp=1): ("qwen2-moe",),
     Layout(Topology(2, 2, 1), ep=2, etp=1): ("olmoe", "glm4-moe"),
     Layout(Topology(2, 2, 1), etp=1): ("mixtral",),
-    Layout(Topology(2, 2, 1)): ("llama-tied", "gpt2", "gemma3", "deepseek-v2-lite", "t5", "t5-v1.1"),
+    Layout(Topology(2, 2, 1)): ("llama-tied", "gpt2", "deepseek-v2-lite", "t5"),
     Layout(Topology(2, 2, 1, placement=(0, 1, 1, 0))): ("llama-tied", "qwen3-moe"),
     Layout(Topology(1, 2, 2, placement=(0, 1, 0, 1)), ep=2): ("qwen3-moe",),
 }

@@ -67,7 +67,6 @@ MAIN_JOB = Model(modern=False)  # as `dynapipe train` builds it where nothing el
 LAGS = {
     Case(Topology(), model=GPT2): (2,),
     Case(Topology(pp=2), "packed", UNTIED): (0, 2),
-    Case(TP2, model=UNTIED): (2,),
     Case(TP2, "packed", GPT2, sequence_parallel=True): (2,),
     Case(TP2PP2, model=GPT2, sequence_parallel=True, recompute="full"): (2,),
 }
@@ -80,9 +79,8 @@ HALVES = {
 }
 ZB_H1 = Case(Topology(pp=4), "packed", MAIN_JOB, schedule="zb-h1")
 SCHEDULES = [  # that split backwards
-    Case(Topology(pp=4), model=MAIN_JOB, schedule="adaptive-split"),
     Case(TP2PP2, "packed", MAIN_JOB, sequence_parallel=True, schedule="adaptive-split"),
-    Case(ALL, model=MAIN_JOB, schedule="zb-h2", distributed_optimizer=True),
+    Case(Topology(pp=2, dp=2), model=MAIN_JOB, schedule="zb-h2", distributed_optimizer=True),
 ]
 SPLIT = [  # each with the same unsplit
     *((replace(case, weights_lag=lag), case) for case, lags in LAGS.items() for lag in lags),
@@ -95,15 +93,11 @@ ONE_CHUNK = [
     Case(Topology(), "packed", loss_norm="samples"),
     Case(Topology(pp=2), schedule="adaptive"),
     Case(TP2, sequence_parallel=True, weights_lag=0),
-    Case(TP2, recompute="full", weights_lag=0),
     Case(TP2, model=ONE_KEY, weights_lag=1),
     Case(TP2PP2, "packed", ONE_KEY, sequence_parallel=True, recompute="selective"),
     Case(Topology(dp=2), loss_norm="samples"),
     Case(Topology(dp=2), "packed", UNTIED, distributed_optimizer=True),
     Case(replace(TP2PP2, layers_per_stage=(1, 3)), "packed", LEARNED, recompute="stage"),
-    Case(TP2PP2, "packed", recompute="selective"),
-    Case(TP2PP2, model=UNTIED, recompute="full"),
-    Case(Topology(pp=4), "packed", schedule="adaptive", weights_lag=2),
     Case(ALL, "packed", UNTIED, sequence_parallel=True, recompute="stage"),
     Case(Topology(pp=2), model=GPT2, recompute="head", weights_lag=1),
     Case(TP2PP2, "packed", sequence_parallel=True, recompute="head+full"),
@@ -112,8 +106,7 @@ ONE_CHUNK = [
 CHUNKS = [
     Case(INTERLEAVED, "packed", UNTIED, weights_lag=1, schedule="interleaved-1f1b"),
     Case(Topology(pp=2, placement=(0, 1, 0), layers_per_stage=(1, 2, 1)), model=LEARNED, schedule="adaptive"),
-    Case(TP2V, "packed", sequence_parallel=True, recompute="selective", schedule="zb-v"),
-    Case(replace(TP2V, dp=2), model=GPT2, recompute="full", schedule="adaptive", loss_norm="samples"),
+    Case(replace(V, dp=2), model=GPT2, recompute="full", schedule="adaptive", loss_norm="samples"),
     Case(V, "packed", recompute="head+stage", schedule="adaptive"),
     Case(
         replace(TP2V, layers_per_stage=(1.5, 0.5, 0.5, 1.5)),

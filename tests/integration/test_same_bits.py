@@ -41,7 +41,7 @@ from tests.support.preloaded import Preloaded
 from tests.support.rank_jobs import in_turn
 from tests.support.tiny_sizes import TINY_SIZES
 
-NUM_STEPS, SAVED = 3, 1
+NUM_STEPS, SAVED = 2, 1
 GPT2, MODERN = Model(modern=False, position="learned"), Model()
 V, INTERLEAVED = Topology(pp=2, placement=(0, 1, 1, 0)), Topology(pp=2, placement=(0, 1, 0, 1))
 REVERSED, SHUFFLED = ((4, 3, 2, 1, 0),), ((2, 0, 4, 1, 3),)
@@ -78,9 +78,8 @@ RUNS = [
     Run(exact(Topology(dp=2), deal=((3, 0), (4, 1, 2)), distributed_optimizer=True)),
     Run(exact(Topology(pp=4), "zb-h1", deal=REVERSED, recompute="full")),
     Run(exact(replace(INTERLEAVED, dp=2), "adaptive", deal=((0, 2), (4, 3, 1))), resumes=True),
-    Run(exact_tp(Topology(tp=2, pp=2), deal=REVERSED)),
+    Run(exact_tp(Topology(tp=2, pp=2), deal=REVERSED, recompute="head+full")),
     Run(exact(Topology(pp=2), deal=SHUFFLED, weights_lag=1, recompute="head")),
-    Run(exact_tp(Topology(tp=2, pp=2), recompute="head+full")),
     JOINED,
     Run(exact(replace(V, dp=2, width=2), "zb-v", deal=SHUFFLED)),
     Run(exact(Topology(dp=4, width=2), deal=((3, 0), (4, 1, 2)), distributed_optimizer=True, recompute="full")),
@@ -201,19 +200,16 @@ timeout_s = 480
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(
-    dtype: str, preloaded: Preloaded, tmp_path: Path
-):
+def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(preloaded: Preloaded, tmp_path: Path):
     """`dynapipe train --deterministic`, by a rule that cuts the same micro-batches whatever the topology.
 
-    Waits are filled, too."""
+    Waits are filled, too. Weights have 16 bits; what has 32 is above."""
     (tmp_path / "settings.toml").write_text(SETTINGS)
     write_costs(TrainConfig.read(tmp_path / "settings.toml"), 258, tmp_path / "costs.json")
     spread = "--pp 2 --dp 2 --placement v --split-backward --fill-waits"
     found = []
     for name, flags in (("one", []), ("four", spread.split())):
-        common = ["--config", "settings.toml", "--run-dir", name, "--deterministic", "--dtype", dtype]
+        common = ["--config", "settings.toml", "--run-dir", name, "--deterministic", "--dtype", "bfloat16"]
         common += ["--costs", "costs.json"]
         preloaded.train(*common, *flags, cwd=tmp_path)
         steps = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]

@@ -336,7 +336,7 @@ def corrections(seed: int, num_stages: int) -> FittedTimes:
     return FittedTimes(tuple({str(name): one() for name in names[: rng.integers(1, 10)]} for _ in range(num_stages)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(
     seed=st.integers(0, 10**6),
     base=st.sampled_from(["tokens", "analytic", "experts", "table"]),
@@ -400,7 +400,7 @@ def test_there_is_no_batch_bound_of_an_unknown_model_or_of_a_sample_that_cannot_
 PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0)}
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),
     stages=st.sampled_from(sorted(PLACEMENTS)),

@@ -102,7 +102,7 @@ def micro_batch_of(i: int, form: ActivationFormat) -> MicroBatch:
 plans = st.tuples(st.integers(0, 10**6), st.sampled_from(PLACEMENTS), st.integers(1, 6))
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(plans)
 def test_every_schedule_that_simulates_lowers_to_a_plan_that_is_proven_with_the_bytes_it_has_in_flight(drawn):
     schedule, programs = lowered(*drawn)
@@ -126,7 +126,7 @@ def most_in_flight(program) -> int:
     return most
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(plans)
 def test_every_send_has_one_recv_in_the_same_place_of_its_queue_and_the_shapes_of_its_boundary(drawn):
     form = ActivationFormat(8, first_decoder_stage=drawn[0] % len(drawn[1]))
@@ -148,7 +148,7 @@ def test_every_send_has_one_recv_in_the_same_place_of_its_queue_and_the_shapes_o
         assert specs == form.specs(micro_batch_of(buffer.micro_batch, form), boundary)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(plans)
 def test_each_rank_runs_exactly_its_schedule_loads_each_micro_batch_once_and_frees_what_it_sent_before_it_waits(drawn):
     schedule, programs = lowered(*drawn)
@@ -192,7 +192,7 @@ def damaged(rng: random.Random, programs):
     return [*programs[:rank], tuple(program), *programs[rank + 1 :]]
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(plans, st.integers(0, 10**6))
 def test_a_damaged_plan_is_refused(drawn, seed):
     schedule, programs = lowered(*drawn)
@@ -249,7 +249,7 @@ def test_a_transfer_that_the_other_side_never_posts_is_named():
         verify([[i for i in without_send if isinstance(i, Load | Forward)], programs[1]], schedule.stage_ranks, 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(1, 4), st.floats(1.0, 3.0))
 def test_no_published_plan_exceeds_the_limit_with_its_buffers_in_flight(lengths, num_stages, room):
     """The limit is what one micro-batch needs alone, with its buffers, times some room."""

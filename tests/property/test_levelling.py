@@ -33,14 +33,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(case=cases(), moves=st.integers(0, 250), seed=st.integers(0, 2**64 - 1), equal=st.booleans())
 def test_both_cores_level_alike(case: Case, moves: int, seed: int, equal: bool) -> None:
     ways = [levelled(*case, moves=moves, seed=seed, equal_counts=equal, use_native=one) for one in (True, False)]
     assert ways[0] == ways[1]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=cases(), moves=st.integers(0, 250), seed=st.integers(0, 9), equal=st.booleans())
 def test_levelled_cuts_cover_the_items_and_may_all_be(case: Case, moves: int, seed: int, equal: bool) -> None:
     _, shapes, first_cuts, first_groups = case

@@ -78,7 +78,7 @@ def pieced(draw):
 
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=35)
+@settings(max_examples=18)
 @given(case=pieced(), split=st.booleans(), effort=st.integers(0, 400), more=st.integers(0, 90), equal=st.booleans())
 def test_the_native_core_finds_what_its_twin_finds_with_samples_in_pieces(case, split, effort, more, equal) -> None:
     stage_ranks, start, least, _ = case
@@ -89,7 +89,7 @@ def test_the_native_core_finds_what_its_twin_finds_with_samples_in_pieces(case, 
     assert optimize_best([start], asked) == optimize_best([start], replace(asked, use_native=False))
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(case=pieced(), split=st.booleans(), effort=st.integers(0, 80), more=st.integers(0, 60))
 def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_says(case, split, effort, more) -> None:
     stage_ranks, start, least, _ = case
@@ -112,7 +112,7 @@ def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_s
         assert makespan_ns(schedule, costs) <= makespan
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(case=pieced(), split=st.booleans())
 def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_its_pieces(case, split) -> None:
     """Any interleaving of pieces and whole micro-batches, under every rule, with the bytes that the argument needs and

@@ -228,7 +228,7 @@ def test_peak_bytes_are_the_largest_sum_over_what_is_held_at_any_action(
         )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(random_costs(), st.integers(0, 2**32), st.booleans())
 def test_no_schedule_beats_the_lower_bound_of_its_placement(costs: MicroBatchCosts, seed: int, split: bool) -> None:
     schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=split)
@@ -275,7 +275,7 @@ def needed_bytes(costs: MicroBatchCosts) -> int:
     return int(max(costs.static_bytes.max(), alone.max(initial=0)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(random_costs(), st.floats(0, 1), st.integers(0, 2**32), st.sampled_from(["FBI", "F"]))
 def test_cyclic_is_a_whole_order_that_keeps_the_limit_and_the_injection_order(
     costs: MicroBatchCosts, slack: float, seed: int, working_in: Literal["FBI", "F"]
@@ -361,7 +361,7 @@ def _largest(costs: MicroBatchCosts) -> int:
     return int(np.unravel_index(need.argmax(), need.shape)[1])
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(random_costs(), st.floats(0, 1), st.integers(0, 2**64 - 1), st.integers(0, 12), st.booleans())
 def test_the_search_is_repeatable_and_never_worse_than_its_start(
     costs: MicroBatchCosts, slack: float, seed: int, effort: int, split: bool

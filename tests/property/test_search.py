@@ -85,7 +85,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
 
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=110)
+@settings(max_examples=50)
 @given(
     case=cases(),
     split=st.booleans(),
@@ -110,7 +110,7 @@ def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, eq
         assert optimize_best(starts, asked) == optimize_best(starts, replace(asked, use_native=False))
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(case=cases(), split=st.booleans(), effort=st.integers(0, 60), equal=st.booleans())
 def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, split, effort, equal) -> None:
     stage_ranks, start, limit = case
@@ -166,7 +166,7 @@ def compositions(total: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 6), st.sampled_from(["FBI", "F"]))
 def test_what_is_found_is_never_slower_than_1f1b_in_natural_order(seed, stages, count, working_in) -> None:
     costs = random_costs(np.random.default_rng(seed), stages, count, working_in)

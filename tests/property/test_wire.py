@@ -125,7 +125,7 @@ def example_plan(num_micro_batches: int = 3, rows: int = 2) -> ExecutionPlan:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(plans)
 def test_any_plan_comes_back_equal(plan: ExecutionPlan) -> None:
     assert wire.decode(wire.encode(plan, KEY, context=b"a"), KEY, context=b"a") == plan

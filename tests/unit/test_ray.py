@@ -25,9 +25,10 @@ OBJECT_STORE_BYTES = 80 << 20
 @pytest.fixture(scope="module")
 def cluster():
     """A local cluster of two CPUs that workers of ours started: those of the tests find it connected. It is asked again
-    where it has not started in its own 30 s, which no option lengthens."""
+    where it has not started in its own 30 s, which no option lengthens. Its workers, too, may start late."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv("RAY_gcs_server_port_wait_time_s", str(int(LIMIT_S)))
+        for patient in ("gcs_server_port_wait_time_s", "worker_register_timeout_seconds"):
+            patch.setenv(f"RAY_{patient}", str(int(LIMIT_S)))
         for has_more in (True, True, False):
             settings = EncodeSettings(target="dataset")
             workers = RayWorkers(settings, BYTES, local_cpus=2, object_store_bytes=OBJECT_STORE_BYTES)

@@ -66,7 +66,7 @@ def multipack_runs(lengths: Any, num_ranks: int, cap: int) -> tuple[int, int, fl
     return len(bins) // num_ranks, len(lengths) - len(samples), varied
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(epochs(), COEFFICIENTS)
 def test_an_epoch_has_no_more_steps_than_multipack_no_dearer_than_the_default_and_alike_in_length(
     epoch: tuple[Any, int, int], coefficients: tuple[float, float]
@@ -96,7 +96,7 @@ def test_an_epoch_has_no_more_steps_than_multipack_no_dearer_than_the_default_an
         assert mine <= other * (1 + 1e-12)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(epochs())
 def test_runs_end_where_multipacks_do_and_their_steps_keep_every_sample_and_the_cap(
     epoch: tuple[Any, int, int],
@@ -131,7 +131,7 @@ def longest_first(tokens: Any, ends: list[int], num_ranks: int) -> list[list[int
     return all_bins
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(epochs(), st.integers(1, 400), st.booleans())
 def test_runs_side_by_side_and_exchanges_in_parts_give_what_they_give_one_by_one(
     epoch: tuple[Any, int, int], cached: int, is_heavy: bool
