@@ -26,7 +26,8 @@ from dynapipe_ext.executor.stages.joined_ranks import join_ranks
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
-from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.architecture import Architecture, LatentAttention
+from dynapipe_ext.models.rope_scaling import Yarn
 from tests.support.limits import LIMIT_S
 from tests.support.megatron_ranks import (
     CPU,
@@ -66,6 +67,16 @@ class Mixtral(Model):
         return replace(super().shape, num_experts=4, top_k=2, ffn_hidden_size=16)
 
 
+class Latent(Model):
+    """DeepSeek's attention: keys and values of a latent vector, values narrower than keys, stretched positions."""
+
+    @property
+    def shape(self) -> Architecture:
+        latent = LatentAttention(q_rank=12, kv_rank=8, plain_dim=8, rotary_dim=4, value_dim=6)
+        yarn = Yarn(factor=4.0, original_max_seq_len=16, mscale=1.0, mscale_all_dim=1.0)
+        return replace(super().shape, num_query_groups=4, head_dim=12, latent=latent, rope_scaling=yarn)
+
+
 class TwoHeads(Model):
     """Fewer than joined ranks, which share them."""
 
@@ -79,6 +90,7 @@ MODELS = {
     "learned": Model(tied=False, position="learned", modern=False),
     "one key": Model(key_heads=1),
     "two heads": TwoHeads(),
+    "latent": Latent(tied=False),
     "windows and experts": Windowed(tied=False),
     "experts": Mixtral(tied=False),
 }
@@ -139,6 +151,7 @@ JOBS = {
     ),
     "windows and experts": Job(Topology(pp=2, dp=2), "windows and experts", dtype=DOUBLE, kinds=ROWS, widths=(2,)),
     "experts of two ranks": Job(Topology(dp=4), "experts", dtype=DOUBLE, kinds=(PIECES[1], ROWS[1]), ep=2),
+    "latent": Job(Topology(tp=2, dp=2), "latent", dtype=DOUBLE, sequence_parallel=True, kinds=ROWS, widths=(1, 2)),
     "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[0], ROWS[1]), widths=(4,)),
 }
 
