@@ -63,7 +63,7 @@ from dynapipe_ext.schedules.step_plan import (
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.schedules.trials import StepTrial, soonest, times_of_whole_ns, whole_or_pieces
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
-from dynapipe_ext.splits.halving import halved_splits
+from dynapipe_ext.splits.halving import finer_splits
 from dynapipe_ext.splits.padded import bottleneck
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.splits.rules import check_enough
@@ -300,14 +300,15 @@ class Planner(PlanRules):
         return self._finer(self._best_in_pieces(samples, step, PieceChoices((choice,))))
 
     def _finer(self, plan: StepPlan) -> StepPlan:
-        """The plan, or one that ends earlier as some of its short rows of documents are in two each."""
+        """The plan, or one that ends earlier as some of its short rows of documents are in two each, or two in one."""
         planner = replace(self, effort=self.effort // _AGAIN)
         kinds = self._and_sliced(RECOMPUTES) if self.recompute == "auto" else self._recomputes
         proposals, best = replace(planner._proposals, kinds=kinds), plan
+        of_rules = {"equal_counts": self._rules.equal_counts, "max_tokens": self._rules.max_tokens}
         for _ in range(_ROUNDS_OF_HALVES):
             rows = [replica.micro_batches for replica in best.batch.replicas]
             before = best
-            for replicas in halved_splits(rows, equal_counts=self._rules.equal_counts):
+            for replicas in finer_splits(rows, **of_rules):
                 with suppress(PlanError):
                     finer = planner._predicted(*planner._searched(proposals.fixed([replicas])), step=plan.batch.step)
                     best = min(best, finer, key=lambda one: one.makespan_ns)

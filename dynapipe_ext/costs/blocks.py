@@ -53,9 +53,9 @@ class BlockAttention:
 
     @classmethod
     def of_sizes(cls, sizes: Mapping[str, Any], topology: Topology) -> BlockAttention | None:
-        """Of sizes by the names of `Architecture`; None where they do not say the heads."""
+        """Of sizes by the names of `Architecture`; None where they say no heads, or those of latent attention."""
         names = ("num_heads", "num_query_groups", "head_dim")
-        if not all(isinstance(sizes.get(name), int) for name in names):
+        if sizes.get("latent") or not all(isinstance(sizes.get(name), int) for name in names):
             return None
         heads, groups, head_size = (int(sizes[name]) for name in names)
         groups_here = -(-groups // topology.tp)

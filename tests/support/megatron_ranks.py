@@ -5,6 +5,7 @@ Import this at the top of a test module: forked ranks then find megatron importe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -52,6 +53,8 @@ from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.limits import LIMIT_S
 
 megatron_cpu.install()
+from megatron.core import parallel_state  # noqa: E402
+
 for module in ("models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
     import_module(f"megatron.core.{module}")  # here, once, instead of in every rank
 
@@ -116,6 +119,7 @@ class Case:
     deal: tuple[tuple[int, ...], ...] = ()  # the micro-batches that each replica runs, in this order
     is_deterministic: bool = False
     dtype: str = "float32"
+    ep: int = 1  # data parallel neighbours that share the experts of a layer; these weights are for the caller to fill
 
     def __str__(self) -> str:
         t, m = self.topology, self.model
@@ -170,6 +174,9 @@ def build_trained(case: Case, topology: Topology, rank: int) -> tuple[list[Any],
 def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
     """The chunks of a rank, one a stage, each in its DDP."""
     initialize_parallel(topology, 0)
+    if case.ep > 1:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(topology.tp, topology.pp, expert_model_parallel_size=case.ep)
     config = transformer_config(
         case.model.shape,
         topology,
@@ -178,6 +185,7 @@ def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
         dropout=case.dropout,
         deterministic=case.is_deterministic,
     )
+    config.expert_model_parallel_size = case.ep
     shape, pp_rank = case.model.shape, topology.coordinates(rank).pp_rank
     chunks = build_chunks(
         shape,
@@ -285,6 +293,14 @@ def joined_backwards(schedule: PipelineSchedule) -> PipelineSchedule:
     return replace(schedule, ranks=ranks)
 
 
+def whole_name(shape: Architecture, local_name: str, first_layer: int) -> str:
+    """A parameter's name in the whole model, of this rank's experts, too."""
+    num_ranks = parallel_state.get_expert_model_parallel_world_size()
+    first_expert = parallel_state.get_expert_model_parallel_rank() * shape.num_experts // num_ranks
+    numbered = re.sub(r"(?<=local_experts\.)\d+", lambda number: str(first_expert + int(number[0])), local_name)
+    return global_name(numbered, first_layer)
+
+
 def worst_error(
     shape: Architecture, topology: Topology, rank: int, chunks: Sequence[torch.nn.Module], expected: Mapping[str, Any]
 ) -> float:
@@ -296,7 +312,7 @@ def worst_error(
     worst = 0.0
     for stage, chunk in zip(topology.stages_of(me.pp_rank), chunks, strict=True):
         for local_name, parameter in chunk.named_parameters():
-            name = global_name(local_name, layers[stage].held.start)
+            name = whole_name(shape, local_name, layers[stage].held.start)
             if name == "output_layer.weight" and shape.tied_embeddings:
                 name = "embedding.word_embeddings.weight"
             whole = torch.as_tensor(expected[name])
