@@ -128,8 +128,11 @@ def test_a_machine_too_busy_to_measure_shows_the_planned_seconds_and_says_so(
     for way in comparison.ways:
         assert way.step_s == pytest.approx(way.predicted_s)
         assert way.idle_ratio == pytest.approx(way.steps[0].proven.step_plan.bubble_ratio)
-    write_comparison_page(tmp_path / "page.html", comparison)
-    assert comparison.how[1:].replace("'", "&#x27;") in (tmp_path / "page.html").read_text()
+    (tmp_path / "index.html").write_text("<ul></ul><!-- files -->")  # of a run beside it
+    write_comparison_page(tmp_path / "emulated.html", comparison)
+    assert comparison.how[1:].replace("'", "&#x27;") in (tmp_path / "emulated.html").read_text()
+    assert 'href="index.html"' in (tmp_path / "emulated.html").read_text()
+    assert 'href="emulated.html"' in (tmp_path / "index.html").read_text()
 
 
 def test_padding_to_the_longest_is_that_of_one_length_for_all() -> None:

@@ -173,6 +173,19 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("names", "example"),
+    [(["a.txt", "b.txt", "c.csv"], "*.txt"), (["x/a.txt", "y/b.txt", "c.csv"], "**/*.txt"), ([], "*.jsonl")],
+)
+def test_a_folder_of_files_is_told_how_to_name_them(tmp_path, names, example):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, name, b"words\n")
+    with pytest.raises(DataError, match=re.escape(f"name files, for example '{tmp_path / example}'")):
+        find_inputs([tmp_path])
+    assert not names or len(find_inputs([str(tmp_path / example)])) == 2
+
+
+@pytest.mark.parametrize(
     ("name", "content", "says"),
     [
         ("d.jsonl", b'{"text": "a"}\n\n{"text": \n', r"d\.jsonl, line 3, column 10: not JSON"),

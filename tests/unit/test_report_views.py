@@ -82,16 +82,16 @@ def test_a_terminal_gets_a_bar_with_the_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "rest"),
+    ("width", "figures"),
     [
-        (80, ""),
-        (107, "  bubble 11.2 %  memory 64.2 MB"),
-        (122, "  bubble 11.2 %  memory 64.2 MB  padding 4.3 %"),
+        (70, "loss 12.346 lr 1.3e-05 norm 0.00125 19.1k tok/s"),
+        (80, "loss 12.346 lr 1.3e-05 norm 0.00125 19.1k tok/s bubble 11 %"),
+        (90, "loss 12.346 lr 1.3e-05 norm 0.00125 19.1k tok/s bubble 11 % 64.2 MB"),
+        (107, "loss 12.3456  lr 1.25e-05  norm 0.00125  19,140 tok/s  bubble 11.2 %  memory 64.2 MB"),
+        (122, "loss 12.3456  lr 1.25e-05  norm 0.00125  19,140 tok/s  bubble 11.2 %  memory 64.2 MB  padding 4.3 %"),
     ],
 )
-def test_all_figures_fit_in_122_columns_all_but_padding_in_107_and_those_of_training_in_80(
-    width: int, rest: str
-) -> None:
+def test_a_terminal_has_as_many_figures_as_fit_in_its_columns(width: int, figures: str) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
     progress = StepProgress(9999, console=console, clock=lambda: 0.0)
     longest = replace(step(1000, 12.3456, 0.043, 0.112), step_s=0.05, learning_rate=1.25e-5, grad_norm=1.25e-3)
@@ -100,8 +100,22 @@ def test_all_figures_fit_in_122_columns_all_but_padding_in_107_and_those_of_trai
     progress.step_done(longest)
     progress.close()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
-    assert f"lr 1.25e-05  norm 0.00125  19,140 tok/s{rest} ETA 0:00" in plain
+    assert f"step 1000 {figures} ETA 0:00" in plain
     assert "…" not in plain
+
+
+def test_eighty_columns_hold_every_figure_of_a_small_run_which_do_not_come_and_go() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    progress = StepProgress(40, console=console, clock=lambda: 0.0)
+    small = replace(step(12, 5.0941, 0.002, 0.44), step_s=0.35, learning_rate=2e-4, grad_norm=2.07)
+    for one in (small, replace(small, step=1_000_000), small):
+        progress.step_done(one)
+        progress._bar.refresh()
+    progress.close()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    shown = re.findall(r"step 12 (.*?) ETA", plain)
+    assert shown[0] == "loss 5.094 lr 0.0002 norm 2.07 2.85k tok/s bubble 44 % 60 B"
+    assert shown[-1] == "loss 5.094 lr 0.0002 norm 2.07 2.85k tok/s bubble 44 %"
 
 
 def test_disabled_progress_writes_nothing() -> None:

@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -244,9 +245,13 @@ def files_of_folder(folder: Path) -> list[Path]:
     places = {path: place for path, place in hidden if not any(part.startswith(".") for part in place.parts)}
     files = [path for path in places if path.suffix.lower() in (".parquet", ".pq") and path.is_file()]
     if not files:
+        suffixes = Counter(
+            "**/" * (place.parent != Path()) + f"*{path.suffix}" for path, place in places.items() if path.is_file()
+        )
+        (pattern, _), *_ = [*suffixes.most_common(1), ("*.jsonl", 0)]
         raise DataError(
             f"{folder} is a folder without Parquet files, and none that `save_to_disk` of datasets wrote: name files,"
-            f" for example {str(folder / '*.jsonl')!r}"
+            f" for example {str(folder / pattern)!r}"
         )
     splits_of = {path: match.group(1) for path in files if (match := _SPLIT.search(places[path].as_posix().lower()))}
     if len(names := sorted(set(splits_of.values()))) > 1:
