@@ -465,7 +465,7 @@ class Planner(PlanRules):
         is_cut = self.rule == "dynapipe-ext" and self.layout == "padded"
         starts = proposals.cuts(samples, step) if is_cut else proposals.fixed(proposals.splits(samples, step))
         plan = self._predicted(*self._searched(starts), step=step)
-        if not takes_rounds(self.topology, plan):
+        if not self.topology.is_interleaved or not takes_rounds(plan):
             return plan
         schedules = in_rounds(plan, int(self.memory_limit_bytes))
         if schedules == plan.schedules:

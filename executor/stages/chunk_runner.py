@@ -532,8 +532,8 @@ class ChunkRunner:
             for micro_batch, figures in self._figures.items():
                 own[1:, first + micro_batch] = figures
             sum_over_job(sums)
-        loss_sum, *figure_sums = map(_exact_sum, sums.flatten(1).tolist())
-        self.preferences = PreferenceFigures.of_sums(*figure_sums)
+        loss_sum, num_pairs, *figure_sums = map(_exact_sum, sums.flatten(1).tolist())
+        self.preferences = PreferenceFigures.of_sums(num_pairs, *figure_sums) if num_pairs else None
         return loss_sum
 
     def losses(self) -> dict[int, float]:
