@@ -148,8 +148,8 @@ class Planner(PlanRules):
         """Whether steps of this width may have any counts, where those of width 1 need equal ones."""
         if width == 1 or width == self.topology.dp:
             return width > 1
-        known = self.collectives or self.costs.facts.replica_collectives or ReplicaCollectives()
-        return any(known.of_micro_batches) and not any(known.at_width(width).of_micro_batches)
+        collectives = self.collectives or self.costs.facts.replica_collectives or ReplicaCollectives()
+        return any(collectives.of_micro_batches) and not any(collectives.at_width(width).of_micro_batches)
 
     @property
     def activation_format(self) -> ActivationFormat:

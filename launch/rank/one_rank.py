@@ -286,18 +286,18 @@ def _run(context: RankContext) -> list[Spans]:
     chosen = variants(job.config, compare=job.compare)
     first_step = 0 if job.resumed is None else read_manifest(job.resumed).run.step
     so_far = _fill_run_directory(context, chosen, first_step) if context.rank == 0 else None
-    kept = _Kept(TracedSpans(), LivePage(job.run_dir, so_far), first_step)
+    outlasting = _Kept(TracedSpans(), LivePage(job.run_dir, so_far), first_step)
     for turn in turns(len(chosen), context.device.type):
         with ExitStack() as listening:
             running = [
-                listening.enter_context(closing(_steps(context, chosen, index, turn, listening, kept)))
+                listening.enter_context(closing(_steps(context, chosen, index, turn, listening, outlasting)))
                 for index in turn
             ]
             for _ in zip_longest(*running):  # a step of each in turn
                 pass
         with named_collectives("end of the steps"):
             dist.barrier()
-    gathered = gather_bytes(spans_to_bytes(kept.traced.spans), "traced actions of all ranks", context.device)
+    gathered = gather_bytes(spans_to_bytes(outlasting.traced.spans), "traced actions of all ranks", context.device)
     return [spans_from_bytes(data) for data in gathered]
 
 
@@ -337,17 +337,17 @@ def _steps(
     index: int,
     turn: Sequence[int],
     listening: ExitStack,
-    kept: _Kept,
+    outlasting: _Kept,
 ) -> Generator[StepDone, None, None]:
     """The steps of a variant that is run beside others of its turn, with those who listen until all have ended."""
     from dynapipe_ext.launch.rank.variant_run import run_variant
 
     config = context.job.config
-    listeners: list[Listener] = [] if index else [kept.traced]
+    listeners: list[Listener] = [] if index else [outlasting.traced]
     if context.rank == 0:
-        listeners += written(config, kept.page, chosen[index], index)
+        listeners += written(config, outlasting.page, chosen[index], index)
         if index == turn[0]:
-            listeners.append(shown(config, [chosen[i].name for i in turn if i], kept.first_step))
+            listeners.append(shown(config, [chosen[i].name for i in turn if i], outlasting.first_step))
     for listener in listeners:
         listening.callback(listener.close)
     namespace = f"{context.store.namespace}/{index}"
