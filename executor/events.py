@@ -188,10 +188,7 @@ class PreferenceFigures:
         return self.chosen_reward - self.rejected_reward
 
     @classmethod
-    def of_sums(cls, num_pairs: float, chosen: float, rejected: float, num_right: float) -> PreferenceFigures | None:
-        """None without pairs."""
-        if not num_pairs:
-            return None
+    def of_sums(cls, num_pairs: float, chosen: float, rejected: float, num_right: float) -> PreferenceFigures:
         return cls(
             chosen_reward=chosen / num_pairs, rejected_reward=rejected / num_pairs, accuracy=num_right / num_pairs
         )

@@ -72,8 +72,8 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             near = did_you_mean(str(value), map(str, action.choices))
-            known = ", ".join(map(str, action.choices))
-            raise argparse.ArgumentError(action, f"{value!r} is unknown: choose from {known}{near}")
+            choices = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"{value!r} is unknown: choose from {choices}{near}")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -148,8 +148,8 @@ class Planner(PlanRules):
         """Whether steps of this width may have any counts, where those of width 1 need equal ones."""
         if width == 1 or width == self.topology.dp:
             return width > 1
-        known = self.collectives or self.costs.facts.replica_collectives or ReplicaCollectives()
-        return any(known.of_micro_batches) and not any(known.at_width(width).of_micro_batches)
+        collectives = self.collectives or self.costs.facts.replica_collectives or ReplicaCollectives()
+        return any(collectives.of_micro_batches) and not any(collectives.at_width(width).of_micro_batches)
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -466,7 +466,7 @@ class Planner(PlanRules):
         is_cut = self.rule == "dynapipe-ext" and self.layout == "padded"
         starts = proposals.cuts(samples, step) if is_cut else proposals.fixed(proposals.splits(samples, step))
         plan = self._predicted(*self._searched(starts), step=step)
-        if not takes_rounds(self.topology, plan):
+        if not self.topology.is_interleaved or not takes_rounds(plan):
             return plan
         schedules = in_rounds(plan, int(self.memory_limit_bytes))
         if schedules == plan.schedules:

@@ -212,6 +212,14 @@ def with_sliced_head(kinds: Sequence[Recompute]) -> tuple[Recompute, ...]:
     return tuple(kind for kind in ALL_RECOMPUTES if slices_head(kind) and _BODY[kind] in kinds)
 
 
+def rows_a_sample(samples: Sequence[SampleLength]) -> int:
+    """Rows that each sample takes where rows are padded. Errors: PlanError where only some are pairs."""
+    rows = {len(sample.documents) for sample in samples}
+    if len(rows) > 1:
+        raise PlanError("padded micro-batches are of pairs or of single documents, and this batch has both: part them")
+    return rows.pop()
+
+
 def round_up(length: int, multiple: int) -> int:
     """
     >>> [round_up(n, 8) for n in (0, 1, 8, 9)]

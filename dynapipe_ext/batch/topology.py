@@ -223,6 +223,11 @@ class Topology:
             return f"v, {rounds} stages a rank"
         return "custom"
 
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether every rank has several stages, dealt out in rounds."""
+        return self.placement_name.startswith("interleaved")
+
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:
             size = f"tp {self.tp} x pp {self.pp} x dp {self.dp}"

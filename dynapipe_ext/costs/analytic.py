@@ -21,16 +21,18 @@ from dynapipe_ext.batch.topology import (
     ZeroStage,
     refuse_half_layers,
 )
-from dynapipe_ext.costs.blocks import UNCOUNTED_TAX, BlockAttention, check_tax
+from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.layers import LayerPart, parts_of_stages
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
+    UNCOUNTED_TAX,
     IntArray,
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
     SlicedHead,
+    check_tax,
     fingerprint,
     growing_times,
     kinds_of_layers,

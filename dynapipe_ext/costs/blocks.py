@@ -12,10 +12,7 @@ import numpy as np
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.measured_blocks import MeasuredBlock
-from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
-
-UNCOUNTED_TAX = 0.1  # of computing, where no links are known: see AnalyticCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +118,3 @@ class LinearTime:
 
     def __call__(self, positions: Any) -> Any:
         return self.fixed_ns + self.position_ns * np.asarray(positions, np.float64)
-
-
-def check_tax(tax: float) -> None:
-    """Errors: ConfigError for a share of computing that cannot be."""
-    if not isinstance(tax, int | float) or not 0 <= tax <= 100:
-        raise ConfigError(
-            f"width_tax is {tax!r} but is what a block's exchanges take over its computing: give 0 to 100"
-        )

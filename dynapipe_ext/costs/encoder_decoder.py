@@ -13,18 +13,19 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.costs.blocks import UNCOUNTED_TAX, check_tax
 from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.memory import stage_layers, states
 from dynapipe_ext.costs.model import (
+    UNCOUNTED_TAX,
     IntArray,
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
     SlicedHead,
+    check_tax,
     fingerprint,
     kinds_of_layers,
     refuse_carried,

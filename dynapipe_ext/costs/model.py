@@ -27,6 +27,8 @@ from dynapipe_ext.errors import ConfigError, PlanError
 
 IntArray = npt.NDArray[np.int64]
 
+UNCOUNTED_TAX = 0.1  # of computing, where no links are known: see AnalyticCosts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchCosts:
@@ -427,6 +429,14 @@ def evaluate_each(costs: PricesMicroBatches, micro_batches: Sequence[MicroBatch]
     like = like or costs.evaluate([MicroBatch((SampleLength(0, 1),))])
     never = like.take([0]).refusing(np.ones(1, bool))
     return MicroBatchCosts.join([never if one is None else one for one in columns], like=like)
+
+
+def check_tax(tax: float) -> None:
+    """Errors: ConfigError for a share of computing that cannot be."""
+    if not isinstance(tax, int | float) or not 0 <= tax <= 100:
+        raise ConfigError(
+            f"width_tax is {tax!r} but is what a block's exchanges take over its computing: give 0 to 100"
+        )
 
 
 def refuse_carried(micro_batches: Sequence[MicroBatch], who: str) -> None:

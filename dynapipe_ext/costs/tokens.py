@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import ActivationFormat, Topology, widths_of
-from dynapipe_ext.costs.blocks import UNCOUNTED_TAX, check_tax
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.model import (
+    UNCOUNTED_TAX,
     IntArray,
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
+    check_tax,
     fingerprint,
     growing_times,
     kinds_of_layers,

@@ -164,10 +164,10 @@ def _yarn(inner: ConfigFields, max_seq_len: int) -> Yarn:
         truncate=inner.flag("truncate", True),
     )
     if inner.raw.get("attention_factor") is not None:
-        given = inner.number("attention_factor")
-        if not math.isclose(given, yarn.concentration, rel_tol=1e-9):
+        factor = inner.number("attention_factor")
+        if not math.isclose(factor, yarn.concentration, rel_tol=1e-9):
             raise ConfigError(
-                f"{inner.where}: attention_factor is {given:g}: only {yarn.concentration:g}, which follows from factor"
+                f"{inner.where}: attention_factor is {factor:g}: only {yarn.concentration:g}, which follows from factor"
                 f" {yarn.factor:g}, is supported"
             )
     return yarn

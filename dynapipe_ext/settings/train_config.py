@@ -80,7 +80,7 @@ class TrainConfig:
             raise ConfigError(f"{where}: {not_tables[0]} must be a table like [{not_tables[0]}]")
         for name, values in raw.items():
             refuse_unknown(values, tables[name], f"{where}: [{name}]", tables)
-        return cls()._with(with_decided(raw), where)
+        return cls()._with(raw, where)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -90,10 +90,13 @@ class TrainConfig:
 
     def with_values(self, **tables: Mapping[str, Any]) -> TrainConfig:
         """The same settings with some replaced, for command-line flags: with_values(run={"steps": 5})."""
-        return self._with(with_decided(tables), "command line")
+        return self._with(tables, "command line")
 
     def _with(self, tables: Mapping[str, Mapping[str, Any]], where: str) -> TrainConfig:
-        """With these settings in place of those of the same names. Errors: ConfigError."""
+        """With these settings in place of those of the same names, and with what a DeepSpeed configuration decides.
+        Errors: ConfigError."""
+        if "deepspeed" in tables:
+            tables = with_decided(tables)
         changed = {}
         for table, values in tables.items():
             settings = declared_tables()[table]

@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, rows_a_sample
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits.balance import MOST_SAMPLES, best_partition, cut_again, good_partitions
-from dynapipe_ext.splits.pair_rows import of_rows, rows_of_samples
+from dynapipe_ext.splits.pair_rows import PairRows
 
 ShapeIndex = npt.NDArray[np.int32]
 
@@ -144,8 +144,8 @@ def price_cuts(
 
     Errors: PlanError, naming the sample, if one does not fit by itself.
     """
-    rows = rows_of_samples(order)  # of each: two of a pair
-    costs, caps = of_rows(costs, rows), replace(caps, max_tokens=caps.max_tokens and caps.max_tokens // rows)
+    if (rows := rows_a_sample(order)) > 1:  # two of a pair
+        costs, caps = PairRows(costs, rows), replace(caps, max_tokens=caps.max_tokens and caps.max_tokens // rows)
     encoder = padded_lengths(np.array([max(s.documents) for s in order], np.int64), caps.pad_multiple)
     decoder = padded_lengths(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)
     table = _Table(encoder, decoder, costs, kinds, caps, stage_ranks)

@@ -114,13 +114,13 @@ def _is_kept(folder: Path, path: Path, tokenizer: Any) -> bool:
     """Whether the folder is there, and its first conversations are what this tokenizer makes of the file's."""
     if not is_prepared(folder):
         return False
-    kept = TokenDataset.open(folder)
+    dataset = TokenDataset.open(folder)
     conversations = ((where, one) for where, all_of_line in _read(path) for one in all_of_line)
     for index, (where, messages) in enumerate(itertools.islice(conversations, _NUM_CHECKED)):
         tokens, is_target = _tokenized(messages, tokenizer, where)
-        if index >= len(kept):
+        if index >= len(dataset):
             return False
-        sample = kept[index]
+        sample = dataset[index]
         if not (np.array_equal(sample.tokens, tokens) and np.array_equal(sample.is_target, is_target)):
             return False
     return True

@@ -159,8 +159,8 @@ class StepMaker:
             self.say(f"the {use} data are {len(part):,} samples, fewer than a global batch of {size:,}: they repeat")
             count = math.lcm(len(part), size)
         else:
-            asked = self.num_samples()[USES.index(use)] or len(part)
-            count = -(-max(asked, size) // size) * size
+            num_asked = self.num_samples()[USES.index(use)] or len(part)
+            count = -(-max(num_asked, size) // size) * size
         return PlannedSteps(self._mixed(part, count), **common, in_order=True, consumed_samples=consumed)
 
     def whole(self, part: Part) -> PlannedSteps:

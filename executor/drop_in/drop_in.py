@@ -289,12 +289,12 @@ def _timed(config: Any) -> Iterator[None]:
         config.timers("forward-backward").stop()
 
 
-def _say(plan: ExecutionPlan, given: GivenShapes) -> None:
+def _say(plan: ExecutionPlan, shapes: GivenShapes) -> None:
     """On the first rank, once a shape: nobody should have to guess whose schedule runs."""
     if dist.get_rank() == 0:
-        what = "forwards" if given.forward_only else "forwards and backwards"
+        what = "forwards" if shapes.forward_only else "forwards and backwards"
         print(
-            f"dynapipe: {what} of {given} on {plan.num_stages} stages by a proven plan, predicted bubble"
+            f"dynapipe: {what} of {shapes} on {plan.num_stages} stages by a proven plan, predicted bubble"
             f" {max(0.0, plan.prediction.bubble_ratio):.1%}",
             flush=True,
         )

@@ -148,8 +148,8 @@ def _read(step: LoopStep, source: Any, device: torch.device, shape_of: ShapeOf |
             )
         return [_checked(shape_of(source.look()), "shape_of") for _ in count]
     # A loop's own class of iterator has a place in data that are all there: a copy moves on alone.
-    asked = _Copies(source) if isinstance(source, _ReadAhead) else copy.copy(source)
-    return [_asked(step, asked, device) for _ in count]
+    copied = _Copies(source) if isinstance(source, _ReadAhead) else copy.copy(source)
+    return [_asked(step, copied, device) for _ in count]
 
 
 def _asked(step: LoopStep, data_iterator: Any, device: torch.device) -> EntryShape:
@@ -159,10 +159,10 @@ def _asked(step: LoopStep, data_iterator: Any, device: torch.device) -> EntrySha
         with replay_megatron(device)(), torch.no_grad():
             step.forward_step_func(data_iterator, step.chunks[0])
     except _Reached as reached:
-        given = reached.input_ids
-        if not isinstance(given, torch.Tensor):
+        input_ids = reached.input_ids
+        if not isinstance(input_ids, torch.Tensor):
             raise ConfigError(f"forward_step calls the model with no tensor of input_ids: {_OR_SAY}") from None
-        return _checked(given.shape, "input_ids")
+        return _checked(input_ids.shape, "input_ids")
     finally:
         hook.remove()
     raise ConfigError(f"forward_step does not call the first stage's model: {_OR_SAY}")

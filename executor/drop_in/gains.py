@@ -264,8 +264,8 @@ def _write(
 
 
 def _mean(seconds: Sequence[float | None]) -> float | None:
-    known = [one for one in seconds if one is not None]
-    return math.fsum(known) / len(known) if len(known) == len(seconds) else None
+    known_s = [one for one in seconds if one is not None]
+    return math.fsum(known_s) / len(known_s) if len(known_s) == len(seconds) else None
 
 
 def _ms(seconds: float | None) -> str:

@@ -116,11 +116,11 @@ def _as_without_overlap(ddp_config: Any) -> Iterator[None]:
         ddp_config.overlap_grad_reduce = True
 
 
-def functions_of_chunks(given: Any, chunks: Sequence[Any]) -> list[Callable[..., Any]]:
+def functions_of_chunks(functions: Any, chunks: Sequence[Any]) -> list[Callable[..., Any]]:
     """A configuration's function, one for all chunks or a list of one each, as a list; empty for None."""
-    if given is None:
+    if functions is None:
         return []
-    return list(given) if isinstance(given, list) else [given] * len(chunks)
+    return list(functions) if isinstance(functions, list) else [functions] * len(chunks)
 
 
 def check_sync(chunks: Sequence[Any], config: Any) -> None:

@@ -176,11 +176,11 @@ def _install_placement(patches: ExitStack, wishes: Wishes, training: Any) -> Non
 def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
     build, count = training.build_train_valid_test_data_iterators, training.num_floating_point_operations
     trained: list[PlannedSteps] = []
-    said: set[str] = set()
+    lines_shown: set[str] = set()
 
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         args = parsed_arguments()
-        planned = planned_iterators(provider, args, wishes.data_wishes(args), training, _say_once(said))
+        planned = planned_iterators(provider, args, wishes.data_wishes(args), training, _say_once(lines_shown))
         if planned is None:
             wishes.check_unplanned(args)
             chunk = getattr(provider, "keywords", {}).get("vp_stage")
@@ -208,13 +208,13 @@ def _rerun(steps: Any, training: Any) -> Any:
     return None if steps is None else training.RerunDataIterator(steps)
 
 
-def _say_once(said: set[str]) -> Callable[[str], None]:
+def _say_once(lines_shown: set[str]) -> Callable[[str], None]:
     """Prints on the first rank, what was not said before: with virtual stages the data are built for each."""
 
     def say(text: str) -> None:
-        if text not in said and dist.get_rank() == 0:
+        if text not in lines_shown and dist.get_rank() == 0:
             print(f"dynapipe: {text}", flush=True)
-        said.add(text)
+        lines_shown.add(text)
 
     return say
 

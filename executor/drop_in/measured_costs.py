@@ -130,8 +130,8 @@ def costs_of_rows(rows: Sequence[StageRow], num_stages: int, *, longest: int, st
     forward_s = math.fsum(row.forward_s for row in slowest)
     a_position = 0.0
     for own in by_stage:
-        kept = np.array([row.stored_bytes for row in own], float)
-        linear, square = _least_squares(np.array([[row.tokens, row.squares] for row in own], float), kept)
+        stored_bytes = np.array([row.stored_bytes for row in own], float)
+        linear, square = _least_squares(np.array([[row.tokens, row.squares] for row in own], float), stored_bytes)
         a_position = max(a_position, linear + square * longest, *(row.stored_bytes / row.tokens for row in own))
     return TokenCosts(
         num_stages,
@@ -152,11 +152,11 @@ def _least_squares(table: npt.NDArray[np.float64], values: npt.NDArray[np.float6
     best, least = [0.0] * count, math.inf
     for size in range(1, count + 1):
         for columns in itertools.combinations(range(count), size):
-            found, *_ = np.linalg.lstsq(table[:, columns], values, rcond=None)
-            error = float(((table[:, columns] @ found - values) ** 2).sum())
-            if (found >= 0).all() and error < least * (1 - 1e-9):
+            factors, *_ = np.linalg.lstsq(table[:, columns], values, rcond=None)
+            error = float(((table[:, columns] @ factors - values) ** 2).sum())
+            if (factors >= 0).all() and error < least * (1 - 1e-9):
                 least = error
                 best = [0.0] * count
-                for column, one in zip(columns, found.tolist(), strict=True):
+                for column, one in zip(columns, factors.tolist(), strict=True):
                     best[column] = one
     return best

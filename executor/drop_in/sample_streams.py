@@ -132,13 +132,13 @@ def of_bounded_length(
     starts = (np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)) * most
     sizes = np.minimum(positions[indices] - starts, most)
     targets = _targets(source, lengths, indices, starts, sizes)
-    kept = (targets > 0) | (positions[indices] <= most)
-    if not kept.any():
+    is_kept = (targets > 0) | (positions[indices] <= most)
+    if not is_kept.any():
         raise DataError(f"{what}: no sample has a target within {most} positions: raise --seq-length")
-    table = np.stack([sizes, np.zeros_like(sizes), targets], axis=1)[kept]
-    runs = SampleRuns(source, indices[kept], starts[kept], table)
+    table = np.stack([sizes, np.zeros_like(sizes), targets], axis=1)[is_kept]
+    runs = SampleRuns(source, indices[is_kept], starts[is_kept], table)
     done = "truncated" if long_samples == "truncate" else f"cut into {int(counts[positions > most].sum()):,} samples"
-    left_out = f", of which {int((~kept).sum()):,} without a target are left out" if not kept.all() else ""
+    left_out = f", of which {int((~is_kept).sum()):,} without a target are left out" if not is_kept.all() else ""
     return runs, f"{what}: {num_long:,} samples of more than {most:,} positions are {done}{left_out}"
 
 

@@ -101,8 +101,8 @@ def megatron_arrays(micro_batch: MicroBatch, samples: Sequence[Any]) -> dict[str
     tokens, labels = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     mask = np.zeros(shape, np.float32)
     first = 0
-    for row, (planned, given) in enumerate(zip(micro_batch.samples, samples, strict=True)):
-        sample = LabelledSample.of(given)
+    for row, (planned, sample_of_row) in enumerate(zip(micro_batch.samples, samples, strict=True)):
+        sample = LabelledSample.of(sample_of_row)
         length, end = len(sample.tokens), planned.start + planned.encoder
         is_piece = micro_batch.attention == "carried" and row == 0
         fits = end <= length if is_piece else (planned.start, end) == (0, length)

@@ -197,13 +197,13 @@ class _LayerKeys:
         # `data` has a version of its own: autograd need not mind that later pieces write behind what it keeps.
         return tuple(buffer.data[:end] for buffer in self._buffers)
 
-    def take_gradients(self, start: int, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def take_gradients(self, start: int, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A piece's gradients, of which its own attention gave `given` to all up to its end; the rest is summed."""
         if not self._sums:  # the last piece
-            self._sums = tuple(_wide(x[:start]) for x in given)
-            return [x[start:] for x in given]
+            self._sums = tuple(_wide(x[:start]) for x in gradients)
+            return [x[start:] for x in gradients]
         own = []
-        for summed, x in zip(self._sums, given, strict=True):
+        for summed, x in zip(self._sums, gradients, strict=True):
             own.append((summed[start : len(x)] + x[start:]).to(x.dtype))
             summed[:start] += x[:start]
         return own
@@ -215,9 +215,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, keys: torch.Tensor, values: torch.Tensor, kept: _LayerKeys, start: int) -> Any:
-        ctx.kept, ctx.start = kept, start
-        return kept.put(start, (keys, values))
+    def forward(ctx: Any, keys: torch.Tensor, values: torch.Tensor, layer_keys: _LayerKeys, start: int) -> Any:
+        ctx.kept, ctx.start = layer_keys, start
+        return layer_keys.put(start, (keys, values))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -380,10 +380,10 @@ class ChunkRunner:
         if plan.width == 1:
             return None
         if plan.width not in self._joined:
-            known = ", ".join(map(str, sorted({1, *self._joined})))
+            widths = ", ".join(map(str, sorted({1, *self._joined})))
             raise ConfigError(
                 f"step {plan.step} joins {plan.width} data parallel ranks (width) but this stage was made for width"
-                f" {known}: give it joined=join_ranks(topology, rank, widths, …) if it is of megatron-core or"
+                f" {widths}: give it joined=join_ranks(topology, rank, widths, …) if it is of megatron-core or"
                 " transformers, else plan with width 1"
             )
         return self._joined[plan.width]
@@ -466,8 +466,8 @@ class ChunkRunner:
         """Of micro-batches whose head is in slices, whether the plan relies on it: where sums are exact the head of
         every plan is, so that no plan's choice is in the bits."""
         numbered = enumerate(self._plan.micro_batches)
-        asked = {number: slices_head(m.recompute) for number, m in numbered if m.head_positions > HEAD_SLICE}
-        return asked if self._gradients.by_use else {number: True for number, is_asked in asked.items() if is_asked}
+        sliced = {number: slices_head(m.recompute) for number, m in numbered if m.head_positions > HEAD_SLICE}
+        return sliced if self._gradients.by_use else {number: True for number, is_asked in sliced.items() if is_asked}
 
     def _check_slices(self, micro_batch: int, slices: HeadSlices | None) -> None:
         """Errors: ConfigError where the plan relies on slices that nobody made."""
@@ -532,8 +532,8 @@ class ChunkRunner:
             for micro_batch, figures in self._figures.items():
                 own[1:, first + micro_batch] = figures
             sum_over_job(sums)
-        loss_sum, *figure_sums = map(_exact_sum, sums.flatten(1).tolist())
-        self.preferences = PreferenceFigures.of_sums(*figure_sums)
+        loss_sum, num_pairs, *figure_sums = map(_exact_sum, sums.flatten(1).tolist())
+        self.preferences = PreferenceFigures.of_sums(num_pairs, *figure_sums) if num_pairs else None
         return loss_sum
 
     def losses(self) -> dict[int, float]:

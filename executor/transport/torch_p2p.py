@@ -161,8 +161,8 @@ class TorchP2PTransport:
 
 
 class _TorchPending:
-    def __init__(self, works: list[Any], kept: Tensors, tensors: Tensors, transfer: _Transfer) -> None:
-        self._works, self._kept, self._tensors, self._transfer = works, kept, tensors, transfer
+    def __init__(self, works: list[Any], held_tensors: Tensors, tensors: Tensors, transfer: _Transfer) -> None:
+        self._works, self._kept, self._tensors, self._transfer = works, held_tensors, tensors, transfer
 
     def is_completed(self) -> bool:
         """Whether every part has ended, without waiting; gloo's do not know it before somebody waits."""

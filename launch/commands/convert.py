@@ -116,12 +116,17 @@ def run(args: argparse.Namespace) -> int:
             markup=False,
         )
         return _INTERRUPTED_STATUS
-    seconds = time.perf_counter() - started_s
-    report = {
+    report = _report(conversion, outcome, time.perf_counter() - started_s)
+    deliver(args.json, report, _table(report), *outcome.usage)
+    return 0
+
+
+def _report(conversion: Any, outcome: Any, seconds: float) -> dict[str, Any]:
+    return {
         "source": str(conversion.source),
         "source_format": conversion.source_format.name,
         "destination": str(conversion.destination),
-        "format": args.to,
+        "format": conversion.target_format.name,
         "family": conversion.reader.architecture.family,
         "parameters": num_parameters(conversion.reader.architecture),
         "tensors": outcome.num_tensors,
@@ -133,8 +138,6 @@ def run(args: argparse.Namespace) -> int:
         "notes": list(outcome.notices),
         "usage": list(outcome.usage),
     }
-    deliver(args.json, report, _table(report), *outcome.usage)
-    return 0
 
 
 def _destination(args: argparse.Namespace) -> Path:

@@ -264,7 +264,9 @@ def usual_settings(tables: Tables, *, num_ranks: int, adapts: bool = False) -> T
 def dropout_line(config: TrainConfig) -> str:
     """What a run says of the dropout in a config.json where megatron-core trains the model without; else nothing."""
     model = config.model
-    if model.dropout or model.uses_transformers or not (rates := dropout_rates(model.architecture)):
+    if not model.architecture or model.dropout or model.uses_transformers:
+        return ""
+    if not (rates := dropout_rates(model.architecture)):
         return ""
     file, rates_text = config_file(model.architecture), ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     return f"dropout: none, though {file} has {rates_text}: [model] dropout of a --config sets one rate for all"

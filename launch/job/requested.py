@@ -284,8 +284,8 @@ def _outputs(config: TrainConfig) -> tuple[str, str]:
 
 def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     """With what `--model` says; the flags come on top. Errors: ConfigError where another flag says it too."""
-    given = {"--resume": args.resume, "--architecture": args.architecture, "--init-from": args.init_from}
-    if also := [flag for flag, value in given.items() if value]:
+    other_flags = {"--resume": args.resume, "--architecture": args.architecture, "--init-from": args.init_from}
+    if also := [flag for flag, value in other_flags.items() if value]:
         raise ConfigError(f"--model {args.model} says what {', '.join(also)} would: leave one of them out")
     tables = settings_of_model(args.model, tokenizer=args.tokenizer)
     if not args.config:

@@ -151,8 +151,8 @@ def _download(setting: str, path: str) -> str:
 
 def refuse_missing_file(config: TrainConfig) -> None:
     """Errors: ConfigError for a named file that is not on this machine."""
-    if said := missing_file(config):
-        raise ConfigError(f"{said}: check the path")
+    if fault := missing_file(config):
+        raise ConfigError(f"{fault}: check the path")
 
 
 # How long ranks wait for data to be tokenized and costs to be measured; a failure of who does it ends the job at once.
@@ -265,8 +265,8 @@ def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], 
 def _refuse_unknown_ids(config: TrainConfig, data: TokenDataset) -> None:
     """Errors: DataError. A tokenizer may have more ids than a published model, as long as no sample has them."""
     model = config.model
-    if model.described is not None and (found := data.sample_beyond(model.described.vocab_size)):
-        sample, token = found
+    if model.described is not None and (place := data.sample_beyond(model.described.vocab_size)):
+        sample, token = place
         raise DataError(
             f"sample {sample} of {data.directory} has the id {token} but {model.architecture} has a vocabulary of"
             f" {model.described.vocab_size}: prepare the data with the model's own tokenizer, or give the model more"

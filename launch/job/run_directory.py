@@ -151,11 +151,11 @@ def run_to_resume(named: str) -> Path:
     return path.resolve() if path.is_symlink() or path.name in ("", "..") else path
 
 
-def place_of_resumed(said: str, path: Path) -> str:
+def place_of_resumed(configured: str, path: Path) -> str:
     """What `run_dir` says of a run that goes on in `path`: what its settings `said`, or after a move where it is now,
     so that what lies beside runs is looked for there, and written there."""
-    before = Path(said) if said else _RUNS / path.name
-    return said if before.resolve() == path.resolve() else str(path)
+    before = Path(configured) if configured else _RUNS / path.name
+    return configured if before.resolve() == path.resolve() else str(path)
 
 
 def clear_run(path: Path) -> None:
@@ -181,9 +181,9 @@ def fitted_costs_file(path: Path, number: int) -> Path:
 
 def forget_fitted(path: Path, number: int) -> None:
     """Remove what was fitted later than after `number` steps."""
-    kept = fitted_costs_file(path, number).name
+    kept_name = fitted_costs_file(path, number).name
     for later in path.glob("costs-after-*.json"):
-        if later.name > kept:
+        if later.name > kept_name:
             later.unlink()
 
 

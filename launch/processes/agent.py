@@ -212,8 +212,8 @@ def run_agent(
         environment |= Launcher(os.getpid(), records).variables()
         agent = Supervised.spawn("torchrun", command, environment=environment)
         try:
-            with stacks_asked_for() as asked:
-                return _watched(agent, records, timeout_s, order, asked)
+            with stacks_asked_for() as stacks_asked:
+                return _watched(agent, records, timeout_s, order, stacks_asked)
         except (SystemExit, KeyboardInterrupt):
             _have_saved(agent, records, grace_s, lambda: interrupted_again() or order() == "end")
             raise
@@ -222,7 +222,9 @@ def run_agent(
             _end_ranks(records)
 
 
-def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable[[], Order], asked: Event) -> NodeEnd:
+def _watched(
+    agent: Supervised, records: Path, timeout_s: float, order: Callable[[], Order], stacks_asked: Event
+) -> NodeEnd:
     still, cause, empty_since_s = StandingStill(timeout_s), "", time.monotonic()
     while agent.poll() is None:
         raise_if_lost()
@@ -234,14 +236,14 @@ def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable
             case "end":
                 return NodeEnd(INTERRUPTED_STATUS)
             case "stacks":
-                asked.set()
+                stacks_asked.set()
             case "":
                 pass
             case never:
                 assert_never(never)
         ranks = read_rank_records(records)
-        if asked.is_set():
-            asked.clear()
+        if stacks_asked.is_set():
+            stacks_asked.clear()
             _say_stacks_of(ranks)
         for pid, name in still.seen([(agent.pid, "torchrun"), *((r.pid, f"rank {r.rank}") for r in ranks if r.runs)]):
             cause = cause or f"{name} (process {pid}) was stopped for {timeout_s:g} s, and is killed"

@@ -258,7 +258,7 @@ def run_local(
     if world_size < 1:
         raise ConfigError(f"the number of ranks is {world_size} but must be at least 1")
     ranks: list[Supervised] = []
-    with ending_signals_raise(), stacks_asked_for() as asked, ScratchDirectory() as scratch:
+    with ending_signals_raise(), stacks_asked_for() as stacks_asked, ScratchDirectory() as scratch:
         init_method = f"file://{scratch.path / 'rendezvous'}"  # torch does not decode %20 in the path
         port = free_port()  # for libraries that need one; ranks themselves meet in a file
         try:
@@ -276,7 +276,7 @@ def run_local(
                     name = f"rank {rank}"
                     is_first = partial(_is_first_failure, scratch.path / _FAILED, name)
                     ranks.append(Supervised.fork(name, partial(_rank, rank_main, env), is_first))
-            _watch(ranks, timeout_s, StandingStill(stopped_s), scratch.path / _FAILED, asked)
+            _watch(ranks, timeout_s, StandingStill(stopped_s), scratch.path / _FAILED, stacks_asked)
         except (SystemExit, KeyboardInterrupt):
             if not save_s or not _ended_well(ranks, save_s):
                 raise
@@ -328,7 +328,7 @@ def _is_first_failure(place: Path, name: str) -> bool:
 
 
 def _watch(
-    ranks: Sequence[Supervised], timeout_s: float | None, still: StandingStill, first: Path, asked: Event
+    ranks: Sequence[Supervised], timeout_s: float | None, still: StandingStill, first: Path, stacks_asked: Event
 ) -> None:
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
@@ -343,8 +343,8 @@ def _watch(
                 raise JobError(
                     f"not ended after {timeout_s:g} s: {names} (stacks above); look there, or allow more time"
                 )
-            if asked.is_set():
-                asked.clear()
+            if stacks_asked.is_set():
+                stacks_asked.clear()
                 say_stacks([_stack_of(rank) for rank in running])
             for key, _ in selector.select(min(_POLL_S, remaining_s)):
                 selector.unregister(key.fd)

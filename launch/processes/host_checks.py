@@ -33,23 +33,23 @@ def hosts_away(shell: Sequence[str], hosts: Sequence[Host], meeting_host: str, p
     """Those of `hosts` that the shell does not reach within some seconds, or that cannot reach the first one, by
     `meeting_host`; where none of several others can, it is the first that is away."""
     line = f"exec {shlex.join([sys.executable, '-c', _ASK, meeting_host, str(port)])} || exit {_CANNOT_ASK[0]}\n"
-    asked: list[Supervised] = []
+    checks: list[Supervised] = []
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         for host in hosts:
             words = b"exit 0\n" if host == hosts[0] else line.encode()
-            asked.append(Supervised.spawn(host.name, [*shell, host.name, "sh", "-s"], stdin=words, stderr=nowhere))
+            checks.append(Supervised.spawn(host.name, [*shell, host.name, "sh", "-s"], stdin=words, stderr=nowhere))
         deadline_s = time.monotonic() + _ANSWER_S
-        while (running := [one for one in asked if one.poll() is None]) and time.monotonic() < deadline_s:
+        while (running := [one for one in checks if one.poll() is None]) and time.monotonic() < deadline_s:
             raise_if_lost()
             waiting = select.poll()
             for one in running:
                 waiting.register(one.pidfd, select.POLLIN)
             waiting.poll(_POLL_S * 1000)
-        statuses = {host: one.poll() for host, one in zip(hosts, asked, strict=True)}
+        statuses = {host: one.poll() for host, one in zip(hosts, checks, strict=True)}
     finally:
         os.close(nowhere)
-        end_all(asked, 0.0)
+        end_all(checks, 0.0)
     unreached = frozenset(host for host, status in statuses.items() if status not in (0, _NO_WAY_STATUS, *_CANNOT_ASK))
     cut_off = frozenset(host for host, status in statuses.items() if status == _NO_WAY_STATUS)
     if hosts[0] in unreached:

@@ -264,12 +264,12 @@ def run_on_nodes(nodes: Nodes, lines: Sequence[str], grace_s: float) -> NodeEnd:
 def _until_one_fails(nodes: Nodes, num_nodes: int) -> Mapping[str, int]:
     """The statuses of the nodes that have ended: all, or those that did soon after the first failure."""
     ended: Mapping[str, int] = {}
-    with stacks_asked_for() as asked:
+    with stacks_asked_for() as stacks_asked:
         while len(ended) < num_nodes and not any(ended.values()):
             raise_if_lost()
             ended = nodes.ended(_POLL_S)
-            if asked.is_set():
-                asked.clear()
+            if stacks_asked.is_set():
+                stacks_asked.clear()
                 nodes.order("stacks")
     deadline_s = time.monotonic() + _TELL_S
     while len(ended) < num_nodes and time.monotonic() < deadline_s and _MISTAKES.isdisjoint(ended.values()):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dynapipe_ext.costs.states import state_bytes
+from dynapipe_ext.costs.states import StateBytes, state_bytes
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import engine_saver, load_engine
 from dynapipe_ext.executor.checkpoints.saving import SavingTogether
 from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, make_engine
@@ -39,20 +39,12 @@ def build_deepspeed(
         num_replicas=topology.dp,
         compiles=device.type == "cuda",
     )
-    if torch.distributed.get_rank() == 0:
-        for line in made.overridden:
-            print(f"{settings.config}: {line}", file=sys.stderr)
+    for line in made.overridden if torch.distributed.get_rank() == 0 else ():
+        print(f"{settings.config}: {line}", file=sys.stderr)
     parts, adapts = rank_parts(config, parallel, device), config.lora.enabled
     weights = {weight: weight.numel() for part in parts for weight in part.parameters()}  # before any is divided
     trained = sum(size for weight, size in weights.items() if weight.requires_grad)
-    states = state_bytes(
-        trained,
-        trained_recipe(config),
-        zero_stage=settings.zero_stage,
-        dp=topology.dp,
-        frozen_parameters=sum(weights.values()) - trained,
-        num_moments=settings.num_moments,
-    )
+    states = _states(config, trained, frozen=sum(weights.values()) - trained)
     engine = make_engine(engine_model(parts), made.config, parallel)
     stage = engine_stage(engine, parts, parallel=parallel, loss=LossOfLogits(of_positions))
     optimizer = DeepSpeedOptimizer(engine, config.optimizer, num_steps=num_steps, parallel=parallel, device=device)
@@ -80,4 +72,16 @@ def build_deepspeed(
         num_trained=trained,
         restore=lambda folder: load_engine(folder, engine, optimizer, model=description, adapts=adapts),
         held_bytes=lambda: int(states.total[0]),
+    )
+
+
+def _states(config: TrainConfig, trained: int, *, frozen: int) -> StateBytes:
+    """What a rank holds of so many weights beside activations."""
+    return state_bytes(
+        trained,
+        trained_recipe(config),
+        zero_stage=config.deepspeed.zero_stage,
+        dp=config.topology.dp,
+        frozen_parameters=frozen,
+        num_moments=config.deepspeed.num_moments,
     )

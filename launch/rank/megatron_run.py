@@ -36,37 +36,17 @@ def build_megatron(
 ) -> BuiltModel:
     """Every rank calls it at the same point, once Megatron's parallel state is there. Weights are those of `[model]
     init_from`, else drawn by the seed. `joined`: the ranks that plans may join with this one, by width."""
-    topology = topology_of(config)
-    pp_rank = topology.coordinates(rank).pp_rank
     settings = transformer_config(
         architecture,
-        topology,
+        topology_of(config),
         dtype=config.model.dtype,
         sequence_parallel=config.topology.sequence_parallel,
         dropout=config.model.dropout,
         deterministic=config.optimizer.deterministic,
     )
-    seed = None if config.model.init_from else config.run.seed
-
-    def build(stage: int) -> torch.nn.Module:
-        return build_model(architecture, topology, stage, settings, seed=seed, device=device)
-
-    models = build_chunks(architecture, topology, pp_rank, build)
-    if config.model.init_from:
-        for model in models:
-            load_initial_weights(model, config.model.init_from, architecture)
-    chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
+    chunks = _chunks(config, architecture, settings, rank, device)
     optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
-    deterministic = config.optimizer.deterministic
-    options: dict[str, Any] = {"dropout": config.model.dropout > 0, "measure_bytes": device.type == "cpu"}
-    options["joined"] = joined
-    if architecture.num_decoder_layers:
-        from dynapipe_ext.executor.stages.megatron.t5 import t5_stage
-
-        stage = t5_stage(chunks, deterministic=deterministic, **options)
-    else:
-        exact = ExactMegatronGradients(chunks) if deterministic else None
-        stage = MegatronStage(chunks, call=partial(gpt_call, of_positions=of_positions), gradients=exact, **options)
+    stage = _stage(config, architecture, chunks, of_positions, joined, measure_bytes=device.type == "cpu")
     num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
     description = architecture.to_json() | {"dtype": config.model.dtype}
 
@@ -95,3 +75,39 @@ def build_megatron(
         num_trained=sum(weight.numel() for weight in own_parameters(chunks)),
         held_bytes=lambda: optimizer.state_bytes() + stage.weight_bytes() + num_sum_bytes,
     )
+
+
+def _chunks(
+    config: TrainConfig, architecture: Architecture, settings: Any, rank: int, device: torch.device
+) -> list[Any]:
+    """A rank's chunks with their first weights, one a stage, each in its DDP."""
+    topology, seed = topology_of(config), None if config.model.init_from else config.run.seed
+
+    def build(stage: int) -> torch.nn.Module:
+        return build_model(architecture, topology, stage, settings, seed=seed, device=device)
+
+    models = build_chunks(architecture, topology, topology.coordinates(rank).pp_rank, build)
+    if config.model.init_from:
+        for model in models:
+            load_initial_weights(model, config.model.init_from, architecture)
+    return [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
+
+
+def _stage(
+    config: TrainConfig,
+    architecture: Architecture,
+    chunks: list[Any],
+    of_positions: PositionLoss,
+    joined: Joined,
+    *,
+    measure_bytes: bool,
+) -> MegatronStage:
+    """A rank's chunks as the executor runs them, whose loss is made of those of positions."""
+    deterministic = config.optimizer.deterministic
+    options: dict[str, Any] = {"dropout": config.model.dropout > 0, "measure_bytes": measure_bytes, "joined": joined}
+    if architecture.num_decoder_layers:
+        from dynapipe_ext.executor.stages.megatron.t5 import t5_stage
+
+        return t5_stage(chunks, deterministic=deterministic, **options)
+    exact = ExactMegatronGradients(chunks) if deterministic else None
+    return MegatronStage(chunks, call=partial(gpt_call, of_positions=of_positions), gradients=exact, **options)

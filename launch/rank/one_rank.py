@@ -62,6 +62,8 @@ from dynapipe_ext.tools.account.run_series import RunSoFar
 from dynapipe_ext.tools.console import say_loading
 
 if TYPE_CHECKING:  # they import torch, one of them Megatron
+    from dynapipe_ext.executor.stages.joined_ranks import JoinedRanks
+    from dynapipe_ext.executor.transport.torch_p2p import Groups
     from dynapipe_ext.launch.rank.meeting import Meeting
     from dynapipe_ext.launch.rank.variant_run import RankContext
 
@@ -198,38 +200,13 @@ def _context(
 ) -> RankContext:
     """What this rank runs variants with, once all are connected: the job as rank 0 has settled it, store and groups."""
     from dynapipe_ext.executor.checkpoints.saving import EndRequest
-    from dynapipe_ext.executor.stages.joined_ranks import join_ranks
-    from dynapipe_ext.executor.stages.megatron.model import initialize_parallel
-    from dynapipe_ext.executor.transport.torch_p2p import Groups, make_pipeline_groups
-    from dynapipe_ext.launch.rank.variant_run import (
-        RankContext,
-        broadcast_bytes,
-        clock_offset_s,
-        node_of,
-        variant_planner,
-    )
+    from dynapipe_ext.launch.rank.variant_run import RankContext, clock_offset_s, node_of
 
-    settled = b""
-    if env.rank == 0:
-        assert isinstance(job, SettledJob)
-        keys = stack.enter_context(job.keys.told(on_one_machine=env.local_world_size == env.world_size))
-        settled = json.dumps(job.to_json() | {"keys": keys}).encode()
-    shared = json.loads(broadcast_bytes(settled, "what rank 0 has settled", device))
-    data = _data(env, meeting, job)
-    if isinstance(job, JobRequest):
-        job = peers_job(job, shared, JobKeys.heard(shared["keys"], job.secret), data)
-    config, timeout_s = job.config, job.config.job.timeout_s
-    patience_s = store_patience_s(timeout_s)
+    job = _job_of_rank(env, meeting, job, device, stack)
+    config, patience_s = job.config, store_patience_s(job.config.job.timeout_s)
     store = open_store(job.address, namespace=job.keys.namespace, connect_s=patience_s, reconnect_s=patience_s)
     stack.callback(store.close)
-    groups: Groups = {}
-    ways = [one.config for one in variants(config, compare=job.compare)]
-    widths = {width for one in ways for width in variant_planner(job, job.planning.costs, one).allowed_widths}
-    with named_collectives("making of process groups"):
-        initialize_parallel(job.topology, config.run.seed, timeout_s=timeout_s, architecture=job.architecture)
-        for placed in dict.fromkeys(map(placed_stages, ways)):
-            groups |= make_pipeline_groups(placed, env.rank, timeout_s=timeout_s)
-        joined = join_ranks(job.topology, env.rank, widths, device, timeout_s=timeout_s)
+    groups, joined = _process_groups(env, job, device)
     return RankContext(
         rank=env.rank,
         job=job,
@@ -244,6 +221,45 @@ def _context(
         end_signals=end_signals,
         log=log,
     )
+
+
+def _job_of_rank(
+    env: RankEnv, meeting: Meeting, job: SettledJob | JobRequest, device: Any, stack: ExitStack
+) -> SettledJob:
+    """The job as rank 0 has settled it, with this rank's data. Rank 0's keys are shared while the stack is open."""
+    from dynapipe_ext.launch.rank.variant_run import broadcast_bytes
+
+    settled = b""
+    if env.rank == 0:
+        assert isinstance(job, SettledJob)
+        keys = stack.enter_context(job.keys.told(on_one_machine=env.local_world_size == env.world_size))
+        settled = json.dumps(job.to_json() | {"keys": keys}).encode()
+    shared = json.loads(broadcast_bytes(settled, "what rank 0 has settled", device))
+    data = _data(env, meeting, job)
+    if isinstance(job, SettledJob):
+        return job
+    return peers_job(job, shared, JobKeys.heard(shared["keys"], job.secret), data)
+
+
+def _process_groups(env: RankEnv, job: SettledJob, device: Any) -> tuple[Groups, dict[int, JoinedRanks]]:
+    """Those of pipelines, for every placement of the job's variants, and this rank's block of every width above 1."""
+    from dynapipe_ext.executor.stages.joined_ranks import join_ranks
+    from dynapipe_ext.executor.stages.megatron.model import initialize_parallel
+    from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
+    from dynapipe_ext.launch.rank.variant_run import variant_planner
+
+    groups: Groups = {}
+    joined: dict[int, JoinedRanks] = {}
+    config, timeout_s = job.config, job.config.job.timeout_s
+    ways = [one.config for one in variants(config, compare=job.compare)]
+    widths = {width for one in ways for width in variant_planner(job, job.planning.costs, one).allowed_widths}
+    with named_collectives("making of process groups"):
+        initialize_parallel(job.topology, config.run.seed, timeout_s=timeout_s, architecture=job.architecture)
+        for placed in dict.fromkeys(map(placed_stages, ways)):
+            groups |= make_pipeline_groups(placed, env.rank, timeout_s=timeout_s)
+        if max(widths) > 1:
+            joined = join_ranks(job.topology, env.rank, widths, device, timeout_s=timeout_s)
+    return groups, joined
 
 
 def _data(env: RankEnv, meeting: Meeting, job: SettledJob | JobRequest) -> RunData:
@@ -270,18 +286,18 @@ def _run(context: RankContext) -> list[Spans]:
     chosen = variants(job.config, compare=job.compare)
     first_step = 0 if job.resumed is None else read_manifest(job.resumed).run.step
     so_far = _fill_run_directory(context, chosen, first_step) if context.rank == 0 else None
-    kept = _Kept(TracedSpans(), LivePage(job.run_dir, so_far), first_step)
+    outlasting = _Kept(TracedSpans(), LivePage(job.run_dir, so_far), first_step)
     for turn in turns(len(chosen), context.device.type):
         with ExitStack() as listening:
             running = [
-                listening.enter_context(closing(_steps(context, chosen, index, turn, listening, kept)))
+                listening.enter_context(closing(_steps(context, chosen, index, turn, listening, outlasting)))
                 for index in turn
             ]
             for _ in zip_longest(*running):  # a step of each in turn
                 pass
         with named_collectives("end of the steps"):
             dist.barrier()
-    gathered = gather_bytes(spans_to_bytes(kept.traced.spans), "traced actions of all ranks", context.device)
+    gathered = gather_bytes(spans_to_bytes(outlasting.traced.spans), "traced actions of all ranks", context.device)
     return [spans_from_bytes(data) for data in gathered]
 
 
@@ -300,7 +316,8 @@ def _fill_run_directory(context: RankContext, chosen: Sequence[Variant], first_s
     )
     if job.resumed is None:
         begin_run(job, facts, chosen)
-        keep_model_files(job.config, job.run_dir)
+        if job.config.model.described is not None:
+            keep_model_files(job.config, job.run_dir)
         return None
     return resume_run(job, facts, first_step)
 
@@ -320,17 +337,17 @@ def _steps(
     index: int,
     turn: Sequence[int],
     listening: ExitStack,
-    kept: _Kept,
+    outlasting: _Kept,
 ) -> Generator[StepDone, None, None]:
     """The steps of a variant that is run beside others of its turn, with those who listen until all have ended."""
     from dynapipe_ext.launch.rank.variant_run import run_variant
 
     config = context.job.config
-    listeners: list[Listener] = [] if index else [kept.traced]
+    listeners: list[Listener] = [] if index else [outlasting.traced]
     if context.rank == 0:
-        listeners += written(config, kept.page, chosen[index], index)
+        listeners += written(config, outlasting.page, chosen[index], index)
         if index == turn[0]:
-            listeners.append(shown(config, [chosen[i].name for i in turn if i], kept.first_step))
+            listeners.append(shown(config, [chosen[i].name for i in turn if i], outlasting.first_step))
     for listener in listeners:
         listening.callback(listener.close)
     namespace = f"{context.store.namespace}/{index}"

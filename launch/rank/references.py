@@ -70,15 +70,15 @@ class ReferencePass:
     def _kept(self, place: Path, num_pairs: int) -> References | None:
         """What an earlier run has left where rank 0 is, on every rank; None where nothing is."""
         shape = (num_pairs, 2)
-        kept = _read(place, shape) if self.rank == 0 else None
-        found = torch.tensor([kept is not None], dtype=torch.int64, device=self.device)
+        own_values = _read(place, shape) if self.rank == 0 else None
+        has_values = torch.tensor([own_values is not None], dtype=torch.int64, device=self.device)
         with named_collectives(_NAME):
-            dist.broadcast(found, src=0)
-            if not found:
+            dist.broadcast(has_values, src=0)
+            if not has_values:
                 return None
             values = torch.zeros(shape, dtype=torch.float64, device=self.device)
-            if kept is not None:
-                values.copy_(torch.from_numpy(kept))
+            if own_values is not None:
+                values.copy_(torch.from_numpy(own_values))
             dist.broadcast(values, src=0)
         return values.cpu().numpy()
 

@@ -23,7 +23,7 @@ from dynapipe_ext.executor.checkpoints.folder import RunState, least_validation_
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, UnaskedSaves
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
+from dynapipe_ext.executor.events import EvalDone, Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import Dataset, DynaPipeDataLoader
 from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
@@ -93,8 +93,7 @@ def run_variant(
     goes on from; one that `is_compared` with it begins anew, and is neither saved nor evaluated.
     """
     config, device, job = variant.config, context.device, context.job
-    topology = topology_of(config)
-    me = topology.coordinates(context.rank)
+    me, run = topology_of(config).coordinates(context.rank), config.run
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     architecture, loss = architecture_of(config, job.data.whole.vocab_size), _loss_of(config)
@@ -103,20 +102,18 @@ def run_variant(
     planner = variant_planner(job, context.costs.now, config)
     log = None if context.log is None else replace(context.log, variant=variant.name)
     listeners = listeners if log is None else [*listeners, log]
+    evaluate: Callable[[int], EvalDone | None] = _never
     with ExitStack() as stack:
         stack.callback(transport.close)
         load = _loader_of(context, config)
         data, held_out_data = _datasets(context, config, built, loss, PipelineExecutor(built.stage, transport))
         loader = stack.enter_context(_training_loader(context, config, load, planner, namespace, data))
-        evaluate = None
         if not is_compared:
             if held_out_data is not None:
                 # Planned in line: the planner processes are training's, and its next plans wait for nothing.
                 held_out = stack.enter_context(load(held_out_data, planner.for_forwards()))
                 forwards = PipelineExecutor(built.stage, transport)
-                evaluate = PeriodicEvaluation(
-                    forwards, held_out, built.modules, config.eval, num_steps=config.run.steps
-                )
+                evaluate = PeriodicEvaluation(forwards, held_out, built.modules, config.eval, num_steps=run.steps)
             listeners = [*listeners, _saving(context, built, loader)]
             stack.callback(listeners[-1].close)
             stack.enter_context(context.end_request.listening(context.end_signals))
@@ -124,9 +121,7 @@ def run_variant(
             loader,
             _executors(context, config, built, transport, log),
             built.optimizer,
-            LoopSettings(
-                num_steps=config.run.steps, log_every=config.run.log_every, traced_steps=config.run.traced_steps
-            ),
+            LoopSettings(num_steps=run.steps, log_every=run.log_every, traced_steps=run.traced_steps),
             listeners,
             LoopHooks(
                 gather=partial(_gather, device=device),
@@ -135,10 +130,14 @@ def run_variant(
                 micro_batch_losses=built.stage.losses,
                 preferences=built.stage.preferences,
                 begins=log.step_begins if log is not None else lambda plan: None,
-                evaluate=evaluate if evaluate is not None else lambda step: None,
+                evaluate=evaluate,
                 watch=_cost_watch(context, config, planner, loader, is_compared=is_compared),
             ),
         )
+
+
+def _never(_step: int) -> None:
+    """In the place of an evaluation."""
 
 
 def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> Planner:

@@ -64,7 +64,7 @@ def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
 
     Errors: DataError where they cannot be written.
     """
-    if config.model.described is None or (config.model.uses_transformers and not config.deepspeed.config):
+    if config.model.uses_transformers and not config.deepspeed.config:
         return
     from dynapipe_ext.tools.checkpoint import CARRIED_FOLDER
 

@@ -117,7 +117,7 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
     return main
 
 
-PLAIN, SHARDED = Case(Topology(tp=2, pp=2)), Case(ALL, model=Model(tied=False), distributed_optimizer=True)
+PLAIN, SHARDED = Case(ALL), Case(ALL, model=Model(tied=False), distributed_optimizer=True)
 HALVES = (0.5, 1.5, 1, 1)  # cuts between attention and MLP
 FOLDED = Case(replace(V, layers_per_stage=HALVES), schedule="adaptive", distributed_optimizer=True)
 DROPPING = Case(Topology(tp=2), "packed", Model(modern=False), dropout=0.1)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.support.preloaded import join_pages
+
 
 class _Forgetting:
     """pytest leaves a module imported whose import has failed, or skips: as an empty one workers would pass it over."""
@@ -20,3 +22,4 @@ class _Forgetting:
 def collect(words: Sequence[str]) -> None:
     """Import the modules of the tests that pytest finds by `words`; workers import the others and say why not."""
     pytest.main([*words, "--collect-only", "-q", "-p", "no:cacheprovider"], plugins=[_Forgetting()])
+    join_pages()

@@ -70,9 +70,9 @@ def _yarn_frequencies(yarn: Yarn, theta: float, exponents: torch.Tensor) -> torc
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     ramp = (torch.arange(width // 2).float() - low) / (high - low if high != low else 0.001)
-    kept = 1 - torch.clamp(ramp, 0, 1)
+    unstretched = 1 - torch.clamp(ramp, 0, 1)
     powers = theta**exponents
-    return 1.0 / (yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
+    return 1.0 / (yarn.factor * powers) * (1 - unstretched) + 1.0 / powers * unstretched
 
 
 def turned_by(attention: type, frequencies: torch.Tensor) -> type:

@@ -130,15 +130,16 @@ class EncoderDecoderPart(LanguageModule):  # type: ignore[misc] # megatron has n
 
     def copies(self) -> dict[str, Any]:
         """The modules of this stage whose `weight` other stages may hold too, by its name in the whole model."""
-        found: dict[str, Any] = {}
+        copies: dict[str, Any] = {}
         if hasattr(self, "embedding"):
-            found[EMBEDDING] = self.embedding.word_embeddings
+            copies[EMBEDDING] = self.embedding.word_embeddings
         elif self.post_process and self.share_embeddings_and_output_weights:
-            found[EMBEDDING] = self.output_layer
+            copies[EMBEDDING] = self.output_layer
         for side in ("encoder", "decoder"):
             if getattr(self, side) is not None:
-                found[f"{side}_{_POSITIONS}"] = self.get_submodule(f"{side}_relative_pos_emb").relative_attention_bias
-        return found
+                embedding = self.get_submodule(f"{side}_relative_pos_emb")
+                copies[f"{side}_{_POSITIONS}"] = embedding.relative_attention_bias
+        return copies
 
     def forward(
         self,

@@ -100,8 +100,8 @@ def _loaded(
     """A part with its weights, those of `idle` modules as the folder has them. Errors: DataError; ConfigError where
     they need more memory than there is."""
     if idle:  # read as float32, whatever the others are
-        kept = getattr(part_class, "_keep_in_fp32_modules_strict", None) or ()
-        part_class._keep_in_fp32_modules_strict = [*kept, *(name + "." for name in idle)]
+        float32_names = getattr(part_class, "_keep_in_fp32_modules_strict", None) or ()
+        part_class._keep_in_fp32_modules_strict = [*float32_names, *(name + "." for name in idle)]
     try:
         model, loading = part_class.from_pretrained(
             folder, config=config, local_files_only=True, output_loading_info=True, **options

@@ -39,9 +39,9 @@ def twin_config(whole: Any, config: Any) -> Any:
             fault = fault or error
             continue
         return small
-    said = in_one_line(fault) if fault else f"it has more than {_MOST:,} weights in few layers"
+    reason = in_one_line(fault) if fault else f"it has more than {_MOST:,} weights in few layers"
     raise ConfigError(
-        f"no small {whole.__name__} can be built and run, so that no cut into stages can be proven ({said}): train"
+        f"no small {whole.__name__} can be built and run, so that no cut into stages can be proven ({reason}): train"
         " another model, or this one without stages"
     ) from fault
 

@@ -117,19 +117,21 @@ def plain_number(value: Any) -> Any:
         return None
 
 
-def _plain(value: Any, known: dict[int, Any]) -> Any:
+def _plain(value: Any, plain_by_id: dict[int, Any]) -> Any:
     if isinstance(value, SplitTensor):
         return value.read().item() if value.size == 1 else None
     if not isinstance(value, Mapping | tuple | list):
         return value if isinstance(value, str | int | float | bool | None) else None
-    if id(value) not in known:
-        known[id(value)] = None  # until it is known; and each is walked once, however often it occurs
+    if id(value) not in plain_by_id:
+        plain_by_id[id(value)] = None  # until it is known; and each is walked once, however often it occurs
         if isinstance(value, Mapping):
-            known[id(value)] = {key: _plain(entry, known) for key, entry in value.items() if isinstance(key, str | int)}
+            plain_by_id[id(value)] = {
+                key: _plain(entry, plain_by_id) for key, entry in value.items() if isinstance(key, str | int)
+            }
         else:
-            entries = [_plain(entry, known) for entry in value]
-            known[id(value)] = tuple(entries) if isinstance(value, tuple) else entries
-    return known[id(value)]
+            entries = [_plain(entry, plain_by_id) for entry in value]
+            plain_by_id[id(value)] = tuple(entries) if isinstance(value, tuple) else entries
+    return plain_by_id[id(value)]
 
 
 def count(value: Any) -> int:

@@ -145,7 +145,7 @@ def _by_group(
     ranks: Sequence[_Rank],
     shapes: Sequence[Shapes],
     paddings: Sequence[Sequence[int]],
-    found: dict[str, SplitTensor],
+    tensors: dict[str, SplitTensor],
 ) -> None:
     for i, (group, gaps) in enumerate(zip(shapes, paddings, strict=True)):
         slices = [rank.slices[kind][i] for rank in ranks]
@@ -159,7 +159,7 @@ def _by_group(
             )
         start = 0
         for (name, size), gap in zip(group.items(), gaps, strict=True):
-            found[name] = whole.part(start, size)
+            tensors[name] = whole.part(start, size)
             start += math.prod(size) + gap
 
 
@@ -168,7 +168,7 @@ def _by_parameter(
     ranks: Sequence[_Rank],
     shapes: Sequence[Shapes],
     _paddings: Sequence[Sequence[int]],
-    found: dict[str, SplitTensor],
+    tensors: dict[str, SplitTensor],
 ) -> None:
     everything = {name: size for group in shapes for name, size in group.items()}
     slices = {name: -(-math.prod(size) // len(ranks)) for name, size in everything.items()}
@@ -186,7 +186,7 @@ def _by_parameter(
     for name, size in everything.items():
         length = slices[name]
         padded = joined_pieces([whole.part(start, (length,)) for whole in wholes], (length * len(ranks),))
-        found[name] = padded.part(0, size)
+        tensors[name] = padded.part(0, size)
         start += length
 
 

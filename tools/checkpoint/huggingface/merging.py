@@ -108,8 +108,8 @@ def _tensors_of(base: Path, raw: Mapping[str, Any]) -> tuple[dict[str, ReadableT
     faults, in_files, notices = stored_tensors(base)
     stored: dict[str, ReadableTensor] = dict(in_files)
     if quantisation is not None:
-        stored, more, said = dequantised(in_files, quantisation, base / CONFIG)
-        faults, notices = faults + more, notices + said
+        stored, more, more_notices = dequantised(in_files, quantisation, base / CONFIG)
+        faults, notices = faults + more, notices + more_notices
     if faults:
         raise DataError(f"{base} does not hold its model: {'; '.join(faults[:8])}: copy it again")
     return stored, notices
@@ -213,14 +213,14 @@ def _num_bytes(one: _Merged) -> int:
 
 def _write_config(place: Path, source: Path, raw: Mapping[str, Any], *, unties: bool) -> None:
     """The base's, byte for byte where it says what the weights are."""
-    said = {name: value for name, value in raw.items() if name != "quantization_config"}
+    written = {name: value for name, value in raw.items() if name != "quantization_config"}
     if unties:
-        said["tie_word_embeddings"] = False
+        written["tie_word_embeddings"] = False
     try:
-        is_same = said == json.loads(source.read_bytes())
+        is_same = written == json.loads(source.read_bytes())
     except ValueError:  # a byte order mark
         is_same = False
     if is_same:
         shutil.copyfile(source, place)
     else:
-        write_atomic(place, json.dumps(said, indent=2) + "\n")
+        write_atomic(place, json.dumps(written, indent=2) + "\n")

@@ -94,8 +94,8 @@ class MegatronLegacyReader(CheckpointReader):
             added = frozenset(name for name in named if name in self._tensors and self._tensors[name].is_added)
             trained = {n: t for n, t in named.items() if n not in self._tensors or not self._tensors[n].is_buffer}
             optimizers.append(RankOptimizer(rank.path, rank.tp_rank, trained, rank.content.get("optimizer"), added))
-        found, why = optimizer_tensors(optimizers)
-        self._places |= {kind: self._without_copies(tensors) for kind, tensors in found.items()}
+        tensors_by_kind, why = optimizer_tensors(optimizers)
+        self._places |= {kind: self._without_copies(tensors) for kind, tensors in tensors_by_kind.items()}
         self.kinds: tuple[StateKind, ...] = tuple(self._places)
         self.notices = (*notices, *contents.notices, *why)
 

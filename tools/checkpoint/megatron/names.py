@@ -319,8 +319,8 @@ def _taken(tensors: GroupTensors, name: str, shape: tuple[int, ...]) -> torch.Te
     return tensor
 
 
-def _check(whose: str, group: TensorGroup, wanted: Mapping[str, tuple[int, ...]], given: Iterable[str]) -> None:
-    names = set(given)
+def _check(whose: str, group: TensorGroup, wanted: Mapping[str, tuple[int, ...]], given_names: Iterable[str]) -> None:
+    names = set(given_names)
     missing, extra = sorted(wanted.keys() - names), sorted(names - wanted.keys())
     if missing or extra:
         faults = [f"missing {name}" for name in missing] + [f"unknown {name}" for name in extra]
