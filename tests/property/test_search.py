@@ -177,7 +177,9 @@ def test_a_planner_with_more_effort_plans_no_longer_steps(lengths, placement, dp
         stages, ns_per_token=1_000, ns_per_token_squared=2, bytes_per_token=4_096 // stages, overhead_ns=50_000
     )
     planner = Planner(topology, costs, limit, split_backward=split)
-    times = [replace(planner, effort=effort).plan(lengths).makespan_s for effort in (200, 400, 600, 700, 800, 900, 1000)]
+    times = [
+        replace(planner, effort=effort).plan(lengths).makespan_s for effort in (200, 400, 600, 700, 800, 900, 1000)
+    ]
     assert times == sorted(times, reverse=True)
 
 
