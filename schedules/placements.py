@@ -8,7 +8,9 @@ planned that leave the busiest rank the least work: no plan of the same micro-ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import cast
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
@@ -23,6 +25,8 @@ _TRIED = 6  # neighbours planned in a round of moves of layers, those with the l
 _ROUNDS = 4
 _HALF_ROUNDS = 8  # where halves move, too
 _TRIAL_EFFORT = 4  # a trial has one part in so many of the planner's effort
+_MORE_STAGES = 4  # a rank, tried where ranks are idle for a larger share of the step than this:
+_IDLE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,9 @@ class PlacementSearch:
     def trials(self, names: Sequence[PlacementName], stages_per_rank: int | None = None) -> tuple[PlacementTrial, ...]:
         """The best trial of every placement, the best of all first, without placements that the model cannot fill.
 
+        Without `stages_per_rank`, ranks have the placement's own number. Where few micro-batches leave them idle, the
+        better placement of several stages a rank is tried with more, too, which fill and drain in less time.
+
         Errors: PlanError where no placement has a plan, with the reason of the first; ConfigError where none can be
         made.
         """
@@ -62,19 +69,29 @@ class PlacementSearch:
         refusal: ConfigError | None = None
         for name in names:
             try:
-                even = self._shaped(name, stages_per_rank)
+                trials.append(self._best_of(name, stages_per_rank))
             except ConfigError as error:
                 refusal = refusal or error
-                continue
-            best = self._with_best_layers(even)
-            finals = {even.layers_per_stage: even, best.layers_per_stage: best}.values()
-            trials.append(min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s))
+        several = [one for one in trials if one.topology.placement]
+        if several and not stages_per_rank:
+            best = min(several, key=lambda one: one.makespan_s)
+            if best.bubble_ratio > _IDLE:
+                with suppress(ConfigError):  # the model cannot fill so many
+                    name = cast(PlacementName, best.topology.placement_name.partition(",")[0])
+                    trials.append(self._best_of(name, _MORE_STAGES))
         if not trials:
             assert refusal is not None
             raise refusal
         if all(one.refusal for one in trials):
             raise PlanError(f"no placement of stages has a plan: {trials[0].refusal}")
         return tuple(sorted(trials, key=lambda one: one.makespan_s))
+
+    def _best_of(self, name: PlacementName, stages_per_rank: int | None) -> PlacementTrial:
+        """The placement with even layers or its best. Errors: ConfigError where the model cannot fill it."""
+        even = self._shaped(name, stages_per_rank)
+        best = self._with_best_layers(even)
+        finals = {even.layers_per_stage: even, best.layers_per_stage: best}.values()
+        return min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s)
 
     def _shaped(self, name: PlacementName, stages_per_rank: int | None) -> Topology:
         base = self.base
