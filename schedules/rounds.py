@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import Topology, is_interleaved
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import last_end_ns, peak_bytes, simulate_ns
@@ -20,8 +20,7 @@ def takes_rounds(topology: Topology, plan: StepPlan) -> bool:
     """Whether rounds are an order of this plan: interleaved stages, whole backwards, no pieces, a core a rank."""
     is_whole = not any(m.attention == "carried" for m in plan.batch.micro_batches)
     is_split = any(schedule.is_split for schedule in plan.schedules)
-    is_placed = topology.placement_name.startswith("interleaved")
-    return is_placed and is_whole and not is_split and not plan.forward_only and plan.cores is None
+    return is_interleaved(topology) and is_whole and not is_split and not plan.forward_only and plan.cores is None
 
 
 def in_rounds(plan: StepPlan, limit_bytes: int) -> tuple[PipelineSchedule, ...]:
