@@ -71,7 +71,7 @@ class _PassedThrough(torch.nn.Module):
 def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
     """Within, a GPTModel or an encoder-decoder that ends in the head computes its loss in slices; where they are None,
     as usual. Errors: ConfigError for a head whose logits are changed in a way that slices do not know."""
-    if slices is None:
+    if slices is None or not model.post_process:
         yield
         return
     holder = getattr(model, "lm_head", model)
