@@ -126,6 +126,7 @@ class Case:
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
         words += ["dropout"] * (self.dropout > 0)
         words += ["-".join(map(str, own)) for own in self.deal] + ["exact"] * self.is_deterministic
+        words += [t.vocabulary] * (t.vocabulary != "whole")
         words += ["".join(map(str, t.placement))] * bool(t.placement) + [f"width{t.width}"] * (t.width > 1)
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 

@@ -19,6 +19,7 @@ from dynapipe_ext.executor.stages.megatron.head import cap_logits, divide_logits
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers
 from dynapipe_ext.executor.stages.megatron.rotation import concentrate, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, first_layers, is_tied_by_megatron, virtual_stage
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of, rows_of, save_by_rows
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.family_configs import router_fault
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
@@ -114,8 +115,10 @@ def take_unrounded(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def full_shape(parameter: torch.Tensor, tp: int) -> list[int]:
-    """The shape of a tensor-parallel parameter before it was cut."""
+    """The shape of a tensor-parallel parameter, or of a part of the head, before it was cut."""
     shape = list(parameter.shape)
+    if (part := part_of(parameter)) is not None:
+        shape[0] *= part[1]
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= tp  # type: ignore[attr-defined]
     return shape
@@ -123,6 +126,9 @@ def full_shape(parameter: torch.Tensor, tp: int) -> list[int]:
 
 def tensor_slice(whole: torch.Tensor, parameter: torch.Tensor, tp_rank: int, tp: int) -> torch.Tensor:
     """This rank's part of a whole weight; a partition stride of 2 is a gated MLP's [gate; up], cut one by one."""
+    if part_of(parameter) is not None:
+        number, blocks = rows_of(parameter, tp_rank, tp)
+        return whole.chunk(blocks)[number]
     if not getattr(parameter, "tensor_model_parallel", False) or tp == 1:
         return whole
     dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
@@ -353,6 +359,8 @@ def build_model(
         from dynapipe_ext.executor.stages.megatron.t5 import EncoderDecoderPart
 
         model = EncoderDecoderPart(a, topology, stage, config)
+    elif topology.head_stages.start < stage:
+        model = _head_part(a, topology, stage, config)
     else:
         model = _build_gpt(a, topology, stage, config)
     model.to(device=device, dtype=config.params_dtype)
@@ -365,7 +373,7 @@ def build_model(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(math.nan)
-    hide_padding(model, a.vocab_size, a.padded_vocab_size() // topology.tp)
+    hide_padding(model, a.vocab_size)
     return model
 
 
@@ -376,6 +384,8 @@ def _check(a: Architecture, topology: Topology) -> None:
         )
     if VOCAB_MULTIPLE % topology.tp:
         raise ConfigError(f"tp is {topology.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
+    if topology.vocabulary != "whole":
+        _check_spread(a, topology)
     for name, size in a.divided_sizes.items():
         if size % topology.tp:
             raise ConfigError(f"{name} {size} must be a multiple of tp {topology.tp}")
@@ -390,25 +400,44 @@ def _check(a: Architecture, topology: Topology) -> None:
         )
 
 
+def _check_spread(a: Architecture, topology: Topology) -> None:
+    asked, move = f"vocabulary {topology.vocabulary!r}", "leave the vocabulary whole"
+    if a.num_decoder_layers:
+        raise ConfigError(f"{asked} does not divide an encoder-decoder's head over pipeline ranks: {move}")
+    if topology.vocabulary == "both":
+        raise ConfigError(f"{asked} divides the embedding, which megatron-core's stages do not: take head, or {move}")
+    if a.tied_embeddings:
+        raise ConfigError(
+            f"{asked} divides the head alone, whose weight is the embedding's (tied_embeddings): untie them, or {move}"
+        )
+    blocks = topology.pp * topology.tp
+    if (rows := a.padded_vocab_size()) % blocks:
+        raise ConfigError(
+            f"{asked} divides {rows:,} rows over pp {topology.pp} x tp {topology.tp} ranks, which does not go evenly:"
+            f" take degrees whose product divides them, or {move}"
+        )
+
+
 def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    has_head = stage == topology.head_stages.start
+    num_rows = a.padded_vocab_size() // (len(topology.head_stages) if has_head else 1)
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
             gpt_layers(a, config, topology.with_layers(a.num_layers).stage_layers[stage]), layer_norm=MarkedNorm
         ),
-        vocab_size=a.padded_vocab_size(),
+        vocab_size=num_rows,
         max_sequence_length=a.max_seq_len,
         pre_process=stage == 0,
-        post_process=stage == topology.num_stages - 1,
+        post_process=has_head,
         parallel_output=True,
         share_embeddings_and_output_weights=a.tied_embeddings and is_tied_by_megatron(topology),
         vp_stage=virtual_stage(topology, stage, config),
         position_embedding_type="rope" if a.position == "rope" else "learned_absolute",
     )
-    is_last = stage == topology.num_stages - 1
     if a.position == "rope" and not a.latent:
         rotary: Any = model.rotary_pos_emb
         rotary.inv_freq = rotary_frequencies(a).to(rotary.inv_freq.device)
@@ -419,8 +448,25 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
     if a.embedding_scale != 1 and stage == 0:
         own_embedding: Any = model.embedding
         own_embedding.register_forward_hook(lambda _module, _inputs, output: output * a.embedding_scale)
-    if a.logit_divisor != 1 and is_last:
-        divide_logits(model, a.logit_divisor)
-    if a.logit_softcap and is_last:
-        cap_logits(model, a.logit_softcap)
+    if has_head:
+        _finish_head(a, topology, stage, model)
     return model
+
+
+def _head_part(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
+    from dynapipe_ext.executor.stages.megatron.head_part import HeadPart
+
+    is_last = stage == topology.num_stages - 1
+    model: torch.nn.Module = HeadPart(config, a.padded_vocab_size() // len(topology.head_stages), is_last=is_last)
+    _finish_head(a, topology, stage, model)
+    return model
+
+
+def _finish_head(a: Architecture, topology: Topology, stage: int, model: Any) -> None:
+    if len(topology.head_stages) > 1:
+        part = topology.vocabulary_part(stage)
+        save_by_rows(model, _HEAD, model.output_layer.weight, part, len(topology.head_stages))
+    if a.logit_divisor != 1:
+        divide_logits(model, a.logit_divisor)
+    if a.logit_softcap:
+        cap_logits(model, a.logit_softcap)

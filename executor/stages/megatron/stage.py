@@ -34,10 +34,13 @@ from dynapipe_ext.executor.stages.chunk_runner import (
 )
 from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.megatron.core_attention import CarriedRow
-from dynapipe_ext.executor.stages.megatron.head import head_in_slices
+from dynapipe_ext.executor.stages.megatron.head import head_in_slices, part_behind_layers
+from dynapipe_ext.executor.stages.megatron.head_part import HeadPart
 from dynapipe_ext.executor.stages.megatron.layers import rotate_without_waiting, with_lengths
 from dynapipe_ext.executor.stages.megatron.placed_rows import take_pieces, take_slices
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs, PositionLoss, weighted_sum
+from dynapipe_ext.executor.stages.spread_head import Message, spread_losses
 
 
 class RecomputeSwitch:
@@ -145,13 +148,27 @@ Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order,
 
 
 def gpt_call(
-    chunk: Any, batch: Batch, x_SBH: torch.Tensor | None = None, *, of_positions: PositionLoss = weighted_sum
-) -> torch.Tensor | LossOfPairs:
-    """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the sum that `of_positions` makes."""
-    model = unwrapped(chunk)
+    chunk: Any,
+    batch: Batch,
+    x_SBH: torch.Tensor | None = None,
+    *before: torch.Tensor,
+    of_positions: PositionLoss = weighted_sum,
+) -> torch.Tensor | Message | LossOfPairs:
+    """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the sum that `of_positions` makes.
+
+    A part of the head is given the numbers of the parts `before` it, and gives a message to the next.
+    """
+    model, slices = unwrapped(chunk), batch.get(HEAD_SLICE_KEY)
+    if isinstance(model, HeadPart):
+        labels_SB = batch["labels"].transpose(0, 1).contiguous()
+        message: Message = chunk(labels_SB, slices, x_SBH, *before)
+        if not model.is_last:
+            return message
+        return of_positions(spread_losses(message, labels_SB).transpose(0, 1).contiguous(), batch)
+    is_part = model.post_process and part_of(model.output_layer.weight) is not None
     model.set_input_tensor(x_SBH)
-    with head_in_slices(model, batch.get(HEAD_SLICE_KEY)):
-        output: torch.Tensor = chunk(
+    with part_behind_layers(model, slices) if is_part else head_in_slices(model, slices):
+        output: Any = chunk(
             input_ids=batch.get("tokens"),
             position_ids=batch.get("position_ids"),
             attention_mask=None,
@@ -159,7 +176,7 @@ def gpt_call(
             packed_seq_params=batch.get("packed"),
         )
     model.set_input_tensor(None)
-    return of_positions(output.float(), batch) if model.post_process else output
+    return of_positions(output.float(), batch) if model.post_process and not is_part else output
 
 
 def finalize_grads(chunks: Chunks) -> None:
