@@ -24,12 +24,8 @@ from dynapipe_ext.batch.micro_batches import (
     slices_head,
     with_sliced_head,
 )
-from dynapipe_ext.batch.topology import (
-    ActivationFormat,
-    ReplicaCollectives,
-    Topology,
-    check_placed,
-)
+from dynapipe_ext.batch.schedule_names import check_placed
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, as_cost_model

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynapipe_ext.batch.topology import Topology, is_interleaved
+from dynapipe_ext.batch.schedule_names import is_interleaved
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import last_end_ns, peak_bytes, simulate_ns

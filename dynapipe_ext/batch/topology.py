@@ -202,10 +202,16 @@ class Topology:
     def head_stages(self) -> range:
         """The stages that hold a part of the head, in their order; the first of them has the final norm.
 
+        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
         >>> spread_vocabulary(Topology(pp=3), "head").head_stages, Topology(pp=3).head_stages
         (range(2, 5), range(2, 3))
         """
         return range(self.num_stages - (self.pp if self.vocabulary != "whole" else 1), self.num_stages)
+
+    @property
+    def first_head_stage(self) -> int | None:
+        """From where on stages send what parts of a head send (`ActivationFormat`); None of a whole head."""
+        return None if self.vocabulary == "whole" else self.head_stages.start
 
     @property
     def embedding_stages(self) -> range:
@@ -222,6 +228,7 @@ class Topology:
 
         Part k of pp are rows k V / pp and on. Errors: ConfigError for a stage that holds no part.
 
+        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
         >>> spread = spread_vocabulary(Topology(pp=3), "head")
         >>> [spread.vocabulary_part(stage) for stage in spread.head_stages]
         [2, 1, 0]
@@ -281,6 +288,7 @@ class Topology:
 
         >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
         'v, 2 stages a rank'
+        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
         >>> spread_vocabulary(Topology(pp=2), "head").placement_name
         'linear, head spread'
         """
@@ -330,6 +338,7 @@ class Topology:
 
         >>> Topology(pp=4).with_layers(10).layers_per_stage
         (3, 2, 3, 2)
+        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
         >>> spread_vocabulary(Topology(pp=3), "both").with_layers(10).layers_per_stage
         (0, 0, 4, 3, 3, 0, 0)
         """
@@ -359,49 +368,6 @@ class Topology:
         return fields
 
 
-def spread_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
-    """Stages of layers with the vocabulary over all pipeline ranks: a chain of heads goes on from the last stage, and
-    for "both" a chain of embeddings ends in the first. Chains go down or up the ranks, between neighbours where the
-    layers end on the first or the last rank.
-
-    Errors: ConfigError for one pipeline rank, and for a topology whose vocabulary is spread.
-
-    >>> spread_vocabulary(Topology(pp=3), "head").placement
-    (0, 1, 2, 1, 0)
-    >>> spread_vocabulary(Topology(pp=3, placement=(0, 1, 2, 2, 1, 0)), "both").placement
-    (2, 1, 0, 1, 2, 2, 1, 0, 1, 2)
-    """
-    if vocabulary == "whole":
-        return topology
-    if topology.vocabulary != "whole":
-        raise ConfigError(f"the vocabulary of this topology is spread already ({topology.vocabulary})")
-    _refuse_one_rank(topology.pp, vocabulary)
-    ranks, layers = topology.stage_ranks, topology.layers_per_stage
-    head = _other_ranks(topology.pp, ranks[-1])
-    embedding = _other_ranks(topology.pp, ranks[0])[::-1] if vocabulary == "both" else ()
-    if layers:
-        layers = (0,) * len(embedding) + layers + (0,) * len(head)
-    return replace(topology, placement=embedding + ranks + head, layers_per_stage=layers, vocabulary=vocabulary)
-
-
-def gathered_vocabulary(topology: Topology) -> Topology:
-    """The stages of layers alone, with embedding and head whole: what `spread_vocabulary` began with.
-
-    >>> gathered_vocabulary(spread_vocabulary(Topology(pp=3), "both"))
-    Topology(tp=1, pp=3, dp=1, layers_per_stage=(), placement=(), width=1, vocabulary='whole')
-    """
-    held = slice(topology.layer_stages.start, topology.layer_stages.stop)
-    ranks, layers = topology.stage_ranks[held], topology.layers_per_stage[held]
-    placement = () if ranks == tuple(range(topology.pp)) else ranks
-    return replace(topology, placement=placement, layers_per_stage=layers, vocabulary="whole")
-
-
-def _other_ranks(pp: int, rank: int) -> tuple[int, ...]:
-    """All but one rank in the order of a chain that begins beside it."""
-    others = (one for one in range(pp) if one != rank)
-    return tuple(sorted(others, reverse=rank == pp - 1))
-
-
 def _refuse_one_rank(pp: int, vocabulary: Vocabulary) -> None:
     if pp < 2:
         raise ConfigError(
@@ -428,60 +394,6 @@ def counts_of_layers(counts: Sequence[float]) -> tuple[float, ...]:
                 " halves, like 8 or 8.5"
             )
     return tuple(int(count) if count == int(count) else float(count) for count in counts)
-
-
-ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]
-# Every backward as I and W, asked for or not.
-SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "v-half")
-
-
-def own_placement(schedule: ScheduleName) -> PlacementName:
-    """The placement under which a schedule runs where none is named.
-
-    >>> own_placement("zb-v"), own_placement("adaptive")
-    ('v', 'linear')
-    """
-    match schedule:
-        case "interleaved-1f1b":
-            return "interleaved"
-        case "zb-v" | "v-half":
-            return "v"
-        case _:
-            return "linear"
-
-
-def is_interleaved(topology: Topology) -> bool:
-    """Whether stages are interleaved, all of them of layers: where interleaved 1F1B runs."""
-    return topology.vocabulary == "whole" and topology.placement_name.startswith("interleaved")
-
-
-def check_placed(schedule: ScheduleName, topology: Topology, where: str = "") -> None:
-    """Refuse stages on other ranks than the schedule has them; the adaptive one takes any. Errors: ConfigError."""
-    placement, needed = topology.placement_name, own_placement(schedule)
-    if schedule == "adaptive":
-        return
-    match needed:
-        case "linear":
-            is_placed, stages = placement == needed, "one stage a rank"
-        case "interleaved":
-            is_placed, stages = is_interleaved(topology), "interleaved stages"
-        case "v":
-            is_placed, stages = placement == "v, 2 stages a rank", "two stages a rank in a V"
-    if not is_placed:
-        raise ConfigError(
-            f"{where}schedule {schedule!r} is for {stages}, but the placement is {topology.stage_ranks} ({placement}):"
-            f" take placement {needed!r}, or the adaptive schedule, which runs under any"
-        )
-
-
-def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: bool, where: str = "") -> None:
-    """Refuse to fill waits where there is nothing to fill them with. Errors: ConfigError."""
-    if fill_waits and not (split_backward if schedule == "adaptive" else schedule in SPLIT_SCHEDULES):
-        raise ConfigError(
-            f"{where}fill_waits needs weight gradients (W) of their own, but schedule {schedule!r} with split_backward"
-            f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
-            f" {', '.join(SPLIT_SCHEDULES)}"
-        )
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8}

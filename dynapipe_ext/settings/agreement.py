@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from dynapipe_ext.batch.micro_batches import Pieces
-from dynapipe_ext.batch.topology import (
-    Topology,
-    check_placed,
-    counts_of_layers,
-    own_placement,
-    placement_of,
-    widths_of,
-)
+from dynapipe_ext.batch.schedule_names import check_placed, own_placement
+from dynapipe_ext.batch.topology import Topology, counts_of_layers, placement_of, widths_of
 from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.named_models import carried_fault

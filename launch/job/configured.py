@@ -20,14 +20,12 @@ from dynapipe_ext.batch.micro_batches import (
     sample_lengths,
     with_sliced_head,
 )
+from dynapipe_ext.batch.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.batch.topology import (
-    SPLIT_SCHEDULES,
     ActivationFormat,
     PlacementName,
     ReplicaCollectives,
-    ScheduleName,
     Topology,
-    own_placement,
     placement_of,
     refuse_half_layers,
 )
