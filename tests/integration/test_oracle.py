@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
-from dynapipe_ext.batch.topology import ActivationFormat, Topology, spread_vocabulary
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
@@ -44,6 +45,7 @@ from tests.support.megatron_ranks import (
     build,
     build_ddps,
     build_trained,
+    format_of,
     join,
     length_of,
     main_grads,
@@ -216,13 +218,8 @@ def executor_of(case: Case, env, stage: MegatronStage, recorder=None) -> Iterato
 
 def plan_of(case: Case, env, step: int) -> tuple[ExecutionPlan, list[Any]]:
     """This rank's plan of a step, proven, and its batches."""
-    topology, me = case.topology, case.topology.coordinates(env.rank)
-    form = ActivationFormat(
-        case.model.shape.hidden_size,
-        sequence_shards=topology.tp if case.sequence_parallel else 1,
-        first_head_stage=None if topology.vocabulary == "whole" else topology.head_stages.start,
-    )
-    plans = lower(step_plan_of(case, step, SAMPLES_OF[step]), form)
+    me = case.topology.coordinates(env.rank)
+    plans = lower(step_plan_of(case, step, SAMPLES_OF[step]), format_of(case))
     for replica in plans:
         verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
     plan = plans[me.dp_rank][me.pp_rank]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import SampleLength
-from dynapipe_ext.batch.topology import ActivationFormat, Topology, spread_vocabulary
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
