@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove
@@ -31,6 +32,7 @@ from tests.support.megatron_ranks import (
     Case,
     Model,
     build_ddps,
+    format_of,
     join,
     length_of,
     main_grads,
@@ -60,6 +62,7 @@ MODELS = {
     "learned": Model(tied=False, position="learned", modern=False),
     "one key": Model(key_heads=1),
     "windows and experts": Windowed(tied=False),
+    "untied": Model(tied=False),
 }
 WORST = {"float32": 1e-5, DOUBLE: 1e-6}
 
@@ -114,6 +117,14 @@ JOBS = {
     ),
     "windows and experts": Job(Topology(pp=2, dp=4), "windows and experts", dtype=DOUBLE, kinds=ROWS),
     "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[0], ROWS[1])),
+    "head spread": Job(
+        spread_vocabulary(Topology(tp=2, pp=2, dp=2), "head"),
+        "untied",
+        dtype=DOUBLE,
+        sequence_parallel=True,
+        kinds=(*PIECES[1:], *ROWS),
+        widths=(1, 2),
+    ),
 }
 
 
@@ -176,7 +187,7 @@ def plan_of(job: Job, kind: Kind, width: int, rank: int) -> ExecutionPlan:
     shards = topology.tp if job.sequence_parallel else 1
     replicas = replicas_of(kind, topology.num_replicas, random, pad_multiple=shards * width)
     schedules = [random_legal_schedule(topology, own, random, split=kind.split) for own in replicas]
-    form = ActivationFormat(32, sequence_shards=shards, dtype=job.dtype)
+    form = replace(format_of(job.case), dtype=job.dtype)
     proven = prove(hand_made(topology, replicas, schedules), form, ReplicaCollectives())
     me = topology.coordinates(rank)
     return proven.plan_of(me.dp_rank, me.pp_rank)
