@@ -125,7 +125,8 @@ DROPPING = Case(Topology(tp=2), "packed", Model(modern=False), dropout=0.1)
 SPREAD = Case(  # the head in parts on both pipeline ranks
     spread_vocabulary(ALL, "head"), model=Model(tied=False), schedule="adaptive", distributed_optimizer=True
 )
-BITS = [PLAIN, SHARDED, FOLDED, DROPPING, SPREAD]
+BOTH = Case(spread_vocabulary(Topology(pp=2), "both"), schedule="adaptive")  # parts of a tied embedding, too
+BITS = [PLAIN, SHARDED, FOLDED, DROPPING, SPREAD, BOTH]
 OTHERS = [  # who goes on, and who saved
     (Case(Topology()), PLAIN),
     (replace(SHARDED, topology=Topology(), distributed_optimizer=False), SHARDED),
@@ -139,6 +140,8 @@ OTHERS = [  # who goes on, and who saved
     (Case(Topology(pp=2)), FOLDED),
     (Case(Topology(pp=2), model=Model(tied=False)), SPREAD),
     (Case(spread_vocabulary(Topology(pp=4), "head"), model=Model(tied=False), schedule="adaptive"), SPREAD),
+    (Case(spread_vocabulary(replace(V, dp=1), "both"), schedule="adaptive"), PLAIN),
+    (Case(Topology(pp=2)), BOTH),
     (Case(spread_vocabulary(INTERLEAVED, "head"), "packed", Model(tied=False), schedule="adaptive"), SHARDED),
 ]
 

@@ -141,6 +141,19 @@ SPREAD = [  # heads in parts on all pipeline ranks
         weights_lag=2,
     ),
 ]
+SPREAD += [  # and embeddings
+    Case(spread_vocabulary(Topology(pp=2), "both"), "packed", TIED, schedule="adaptive", weights_lag=1),
+    Case(spread_vocabulary(TP2PP2, "both"), model=GPT2, sequence_parallel=True, recompute="full", schedule="adaptive"),
+    Case(
+        spread_vocabulary(TP2V, "both"),
+        "packed",
+        TIED,
+        sequence_parallel=True,
+        distributed_optimizer=True,
+        recompute="head+stage",
+        schedule="adaptive",
+    ),
+]
 CHUNKS += SPREAD
 CASES = [*ONE_CHUNK, *CHUNKS]
 DROPPED = Case(TP2PP2, "packed", GPT2, dropout=0.2)

@@ -311,8 +311,9 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """What `build(stage)` gives for each stage of a pipeline rank, in their order.
 
-    Where a rank holds both ends of a tied model (a V), the head uses the embedding's weight and has none of its own:
-    one parameter, one gradient, one optimizer state, saved once. Stages of an encoder-decoder likewise (`lend_copies`).
+    Where a rank holds both ends of a tied model (a V), or parts of both, the head uses the embedding's weight and has
+    none of its own: one parameter, one gradient, one optimizer state, saved once. Stages of an encoder-decoder likewise
+    (`lend_copies`).
     """
     stages = topology.stages_of(pp_rank)
     chunks: list[Any] = [build(stage) for stage in stages]
@@ -320,7 +321,7 @@ def build_chunks(
         from dynapipe_ext.executor.stages.megatron.t5 import lend_copies
 
         lend_copies(chunks)
-    elif architecture.tied_embeddings and not is_tied_by_megatron(topology) and stages[0] == 0:
+    elif architecture.tied_embeddings and not is_tied_by_megatron(topology) and stages[0] in topology.embedding_stages:
         head, embedding = chunks[-1].output_layer, chunks[0].embedding
         del head.weight
         head.__dict__["weight"] = embedding.word_embeddings.weight  # used, not owned: parameters() leaves it out
@@ -359,8 +360,8 @@ def build_model(
         from dynapipe_ext.executor.stages.megatron.t5 import EncoderDecoderPart
 
         model = EncoderDecoderPart(a, topology, stage, config)
-    elif topology.head_stages.start < stage:
-        model = _head_part(a, topology, stage, config)
+    elif stage not in topology.layer_stages:
+        model = _vocabulary_part(a, topology, stage, config)
     else:
         model = _build_gpt(a, topology, stage, config)
     model.to(device=device, dtype=config.params_dtype)
@@ -404,11 +405,15 @@ def _check_spread(a: Architecture, topology: Topology) -> None:
     asked, move = f"vocabulary {topology.vocabulary!r}", "leave the vocabulary whole"
     if a.num_decoder_layers:
         raise ConfigError(f"{asked} does not divide an encoder-decoder's head over pipeline ranks: {move}")
-    if topology.vocabulary == "both":
-        raise ConfigError(f"{asked} divides the embedding, which megatron-core's stages do not: take head, or {move}")
-    if a.tied_embeddings:
+    if a.tied_embeddings and topology.vocabulary == "head":
         raise ConfigError(
-            f"{asked} divides the head alone, whose weight is the embedding's (tied_embeddings): untie them, or {move}"
+            f"{asked} divides the head alone, whose weight is the embedding's (tied_embeddings): take both, untie them,"
+            f" or {move}"
+        )
+    if len(topology.layer_stages) < topology.pp:
+        raise ConfigError(
+            f"{asked} of pp {topology.pp} is with stages of layers on every pipeline rank, but there are"
+            f" {len(topology.layer_stages)}: {move}"
         )
     blocks = topology.pp * topology.tp
     if (rows := a.padded_vocab_size()) % blocks:
@@ -422,16 +427,16 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    has_head = stage == topology.head_stages.start
-    num_rows = a.padded_vocab_size() // (len(topology.head_stages) if has_head else 1)
+    has_embedding, has_head = stage == topology.layer_stages.start, stage == topology.head_stages.start
+    parts = topology.embedding_stages if has_embedding else topology.head_stages if has_head else range(1)
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
             gpt_layers(a, config, topology.with_layers(a.num_layers).stage_layers[stage]), layer_norm=MarkedNorm
         ),
-        vocab_size=num_rows,
+        vocab_size=a.padded_vocab_size() // len(parts),
         max_sequence_length=a.max_seq_len,
-        pre_process=stage == 0,
+        pre_process=has_embedding,
         post_process=has_head,
         parallel_output=True,
         share_embeddings_and_output_weights=a.tied_embeddings and is_tied_by_megatron(topology),
@@ -441,11 +446,13 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
     if a.position == "rope" and not a.latent:
         rotary: Any = model.rotary_pos_emb
         rotary.inv_freq = rotary_frequencies(a).to(rotary.inv_freq.device)
-    if a.scaled_embedding and stage == 0:
+    if has_embedding:
+        _finish_embedding(topology, stage, model)
+    if a.scaled_embedding and has_embedding:
         scale = torch.tensor(a.hidden_size**0.5).to(config.params_dtype)  # rounded, as published
         embedding: Any = model.embedding
         embedding.register_forward_hook(lambda _module, _inputs, output: output * scale.to(output.device))
-    if a.embedding_scale != 1 and stage == 0:
+    if a.embedding_scale != 1 and has_embedding:
         own_embedding: Any = model.embedding
         own_embedding.register_forward_hook(lambda _module, _inputs, output: output * a.embedding_scale)
     if has_head:
@@ -453,13 +460,31 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
     return model
 
 
-def _head_part(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
+def _vocabulary_part(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
+    """A stage without layers."""
+    from dynapipe_ext.executor.stages.megatron.embedding_part import EmbeddingPart
     from dynapipe_ext.executor.stages.megatron.head_part import HeadPart
 
-    is_last = stage == topology.num_stages - 1
-    model: torch.nn.Module = HeadPart(config, a.padded_vocab_size() // len(topology.head_stages), is_last=is_last)
-    _finish_head(a, topology, stage, model)
+    num_rows, model = a.padded_vocab_size() // topology.pp, torch.nn.Module()
+    if stage in topology.embedding_stages:
+        model = EmbeddingPart(config, num_rows)
+        _finish_embedding(topology, stage, model)
+    else:
+        model = HeadPart(config, num_rows, is_last=stage == topology.num_stages - 1)
+        _finish_head(a, topology, stage, model)
     return model
+
+
+def _finish_embedding(topology: Topology, stage: int, model: Any) -> None:
+    """Make a stage's embedding a part, where there are several."""
+    from dynapipe_ext.executor.stages.megatron.embedding_part import add_received, look_up_own_rows
+
+    if len(topology.embedding_stages) > 1:
+        layer = model.embedding.word_embeddings
+        save_by_rows(model, _EMBEDDING, layer.weight, topology.vocabulary_part(stage), topology.pp)
+        look_up_own_rows(layer)
+        if stage in topology.layer_stages:
+            add_received(model)
 
 
 def _finish_head(a: Architecture, topology: Topology, stage: int, model: Any) -> None:

@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,14 +40,16 @@ def save_by_rows(model: Any, key: str, weight: torch.Tensor, part: int, num_part
     `key` is the weight's among the stage's. Megatron knows tensor parallel ranks' rows alone.
     """
     mark_part(weight, part, num_parts)
-    model.__dict__["sharded_state_dict"] = partial(_state_of_part, model, key)
+    model.__dict__["sharded_state_dict"] = partial(_state_of_part, model, key, model.sharded_state_dict)
 
 
-def _state_of_part(model: Any, key: str, prefix: str = "", *arguments: Any, **options: Any) -> Any:
+def _state_of_part(
+    model: Any, key: str, state_of: Callable[..., Any], prefix: str = "", *arguments: Any, **options: Any
+) -> Any:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    state = type(model).sharded_state_dict(model, prefix, *arguments, **options)
+    state = state_of(prefix, *arguments, **options)
     shard, weight = state[prefix + key], model.get_parameter(key)
     tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     rows = (0, *rows_of(weight, tp_rank, tp))
