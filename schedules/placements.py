@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
+from dynapipe_ext.batch.topology import PlacementName, Topology, Vocabulary, placement_of
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.errors import ConfigError, PlanError, VerificationError
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -43,7 +45,7 @@ class PlacementTrial:
 class PlacementSearch:
     """Tries topologies of one shape, that of `base`, on the same batches. `planner_over` gives the planner of a
     topology, and `step_of` the step that it makes of a batch (or raises PlanError or VerificationError). With `halves`
-    stages may begin and end between attention and MLP."""
+    stages may begin and end between attention and MLP. Placements are tried under each of the `vocabularies`."""
 
     base: Topology
     planner_over: Callable[[Topology], Planner]
@@ -51,6 +53,7 @@ class PlacementSearch:
     num_layers: int
     batches: SampledBatches
     halves: bool = False
+    vocabularies: Sequence[Vocabulary] = ("whole",)
 
     def trials(self, names: Sequence[PlacementName], stages_per_rank: int | None = None) -> tuple[PlacementTrial, ...]:
         """The best trial of every placement, the best of all first, without placements that the model cannot fill.
@@ -60,9 +63,9 @@ class PlacementSearch:
         """
         trials: list[PlacementTrial] = []
         refusal: ConfigError | None = None
-        for name in names:
+        for name, vocabulary in product(names, self.vocabularies):
             try:
-                even = self._shaped(name, stages_per_rank)
+                even = self._shaped(name, stages_per_rank, vocabulary)
             except ConfigError as error:
                 refusal = refusal or error
                 continue
@@ -76,13 +79,14 @@ class PlacementSearch:
             raise PlanError(f"no placement of stages has a plan: {trials[0].refusal}")
         return tuple(sorted(trials, key=lambda one: one.makespan_s))
 
-    def _shaped(self, name: PlacementName, stages_per_rank: int | None) -> Topology:
+    def _shaped(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> Topology:
         base = self.base
         if name == "linear":
             stages_per_rank = None
         ranks = placement_of(name, base.pp, stages_per_rank)
         placement = () if name == "linear" else ranks
-        return replace(base, placement=placement, layers_per_stage=()).with_layers(self.num_layers)
+        layers = replace(base, placement=placement, layers_per_stage=(), vocabulary="whole")
+        return spread_vocabulary(layers.with_layers(self.num_layers), vocabulary)
 
     def _with_best_layers(self, even: Topology) -> Topology:
         best = self._trial(even, _TRIAL_EFFORT)
@@ -134,12 +138,12 @@ class PlacementSearch:
 
 
 def _neighbours(topology: Topology, *, halves: bool) -> Iterator[Topology]:
-    """Topologies with one layer, or half of one, moved from a stage that keeps as much to another."""
-    layers = topology.layers_per_stage
+    """Topologies with one layer, or half of one, moved from a stage that keeps as much to another stage of layers."""
+    layers, stages = topology.layers_per_stage, topology.layer_stages
     for amount in (0.5, 1) if halves else (1,):
-        for giver, num_layers in enumerate(layers):
-            for taker in range(len(layers)):
-                if taker != giver and num_layers > amount:
+        for giver in stages:
+            for taker in stages:
+                if taker != giver and layers[giver] > amount:
                     moved = list(layers)
                     moved[giver] -= amount
                     moved[taker] += amount
