@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import cast
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
+from dynapipe_ext.batch.topology import PlacementName, Topology, Vocabulary, placement_of
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.errors import ConfigError, PlanError, VerificationError
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -47,7 +49,7 @@ class PlacementTrial:
 class PlacementSearch:
     """Tries topologies of one shape, that of `base`, on the same batches. `planner_over` gives the planner of a
     topology, and `step_of` the step that it makes of a batch (or raises PlanError or VerificationError). With `halves`
-    stages may begin and end between attention and MLP."""
+    stages may begin and end between attention and MLP. Placements are tried under each of the `vocabularies`."""
 
     base: Topology
     planner_over: Callable[[Topology], Planner]
@@ -55,6 +57,7 @@ class PlacementSearch:
     num_layers: int
     batches: SampledBatches
     halves: bool = False
+    vocabularies: Sequence[Vocabulary] = ("whole",)
 
     def trials(self, names: Sequence[PlacementName], stages_per_rank: int | None = None) -> tuple[PlacementTrial, ...]:
         """The best trial of every placement, the best of all first, without placements that the model cannot fill.
@@ -67,9 +70,9 @@ class PlacementSearch:
         """
         trials: list[PlacementTrial] = []
         refusal: ConfigError | None = None
-        for name in names:
+        for name, vocabulary in product(names, self.vocabularies):
             try:
-                trials.append(self._best_of(name, stages_per_rank))
+                trials.append(self._best_of(name, stages_per_rank, vocabulary))
             except ConfigError as error:
                 refusal = refusal or error
         several = [one for one in trials if one.topology.placement]
@@ -78,7 +81,7 @@ class PlacementSearch:
             if best.bubble_ratio > _IDLE:
                 with suppress(ConfigError):  # the model cannot fill so many
                     name = cast(PlacementName, best.topology.placement_name.partition(",")[0])
-                    trials.append(self._best_of(name, _MORE_STAGES))
+                    trials.append(self._best_of(name, _MORE_STAGES, best.topology.vocabulary))
         if not trials:
             assert refusal is not None
             raise refusal
@@ -86,20 +89,21 @@ class PlacementSearch:
             raise PlanError(f"no placement of stages has a plan: {trials[0].refusal}")
         return tuple(sorted(trials, key=lambda one: one.makespan_s))
 
-    def _best_of(self, name: PlacementName, stages_per_rank: int | None) -> PlacementTrial:
+    def _best_of(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> PlacementTrial:
         """The placement with even layers or its best. Errors: ConfigError where the model cannot fill it."""
-        even = self._shaped(name, stages_per_rank)
+        even = self._shaped(name, stages_per_rank, vocabulary)
         best = self._with_best_layers(even)
         finals = {even.layers_per_stage: even, best.layers_per_stage: best}.values()
         return min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s)
 
-    def _shaped(self, name: PlacementName, stages_per_rank: int | None) -> Topology:
+    def _shaped(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> Topology:
         base = self.base
         if name == "linear":
             stages_per_rank = None
         ranks = placement_of(name, base.pp, stages_per_rank)
         placement = () if name == "linear" else ranks
-        return replace(base, placement=placement, layers_per_stage=()).with_layers(self.num_layers)
+        layers = replace(base, placement=placement, layers_per_stage=(), vocabulary="whole")
+        return spread_vocabulary(layers.with_layers(self.num_layers), vocabulary)
 
     def _with_best_layers(self, even: Topology) -> Topology:
         best = self._trial(even, _TRIAL_EFFORT)
@@ -151,12 +155,12 @@ class PlacementSearch:
 
 
 def _neighbours(topology: Topology, *, halves: bool) -> Iterator[Topology]:
-    """Topologies with one layer, or half of one, moved from a stage that keeps as much to another."""
-    layers = topology.layers_per_stage
+    """Topologies with one layer, or half of one, moved from a stage that keeps as much to another stage of layers."""
+    layers, stages = topology.layers_per_stage, topology.layer_stages
     for amount in (0.5, 1) if halves else (1,):
-        for giver, num_layers in enumerate(layers):
-            for taker in range(len(layers)):
-                if taker != giver and num_layers > amount:
+        for giver in stages:
+            for taker in stages:
+                if taker != giver and layers[giver] > amount:
                     moved = list(layers)
                     moved[giver] -= amount
                     moved[taker] += amount

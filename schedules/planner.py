@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -24,12 +24,8 @@ from dynapipe_ext.batch.micro_batches import (
     slices_head,
     with_sliced_head,
 )
-from dynapipe_ext.batch.topology import (
-    ActivationFormat,
-    ReplicaCollectives,
-    Topology,
-    check_placed,
-)
+from dynapipe_ext.batch.schedule_names import check_placed
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, as_cost_model
@@ -577,7 +573,7 @@ class Planner(PlanRules):
             "num_cores": self.num_cores,
             "topology": self.topology.to_json(),
             "costs": cost_model_to_json(self.costs),
-            "format": None if self.format is None else asdict(self.format),
+            "format": None if self.format is None else self.format.to_json(),
             "collectives": None if self.collectives is None else self.collectives.to_json(),
             **({"widths": list(self.widths)} if self.widths else {}),
         }

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
@@ -286,6 +287,7 @@ class EncoderDecoderRunCosts:
     width_tax: float = UNCOUNTED_TAX
 
     def __post_init__(self) -> None:
+        refuse_spread(self.topology, "a model with a decoder side")
         _ = self._counted, self.stage_layers  # refuse what cannot be cut
 
     @property

@@ -149,6 +149,7 @@ def table_points(
     chain = np.concatenate(chains)
     of_row = chain / np.tile(rows_axis, len(chains))[:, None, None]
     num_rows = len(rows_axis)
+    attended = table.pieces and table.pieces.attended_ns(table.stage_attentions(), stage_ranks, table.topology.width)
     return TablePoints(
         rows=rows_axis,
         axes=(encoder, decoder),
@@ -158,15 +159,7 @@ def table_points(
         tail=tuple(PointTable.of(values, num_rows) for values in tail),
         chain=PointTable.of(chain, num_rows),
         chain_of_row=PointTable.of(of_row, num_rows),
-        attended_ns=_attended_ns(table, stage_ranks),
+        attended_ns=attended,
         needed=hardest([np.concatenate(parts) for parts in zip(*held, strict=True)], beside),
         has_decoder=table.has_decoder,
     )
-
-
-def _attended_ns(table: LaidOutTable, stage_ranks: tuple[int, ...]) -> tuple[float, ...] | None:
-    if table.pieces is None:
-        return None
-    layers = table.stage_attentions()
-    own = [sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))]
-    return tuple(count * table.pieces.least_attended_ns / table.topology.width for count in own)

@@ -223,6 +223,13 @@ class PieceSurcharges:
         """The least that a layer takes for each position of a piece and each before it."""
         return min(one.attended_ns for one in self.by_recompute.values())
 
+    def attended_ns(self, layers: Sequence[int], stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
+        """The same on every pipeline rank, of stages with so many layers and for one rank of a block of `width`."""
+        held = [
+            sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))
+        ]
+        return tuple(count * self.least_attended_ns / width for count in held)
+
     def added(
         self,
         costs: MicroBatchCosts,

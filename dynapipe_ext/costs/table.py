@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
+from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.floor import TablePoints
@@ -21,6 +22,8 @@ from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
     COLUMNS,
     HALVES,
+    HEAD_MESSAGE_BYTES,
+    HEAD_PEAK,
     KINDS,
     WEIGHT,
     LayerKind,
@@ -31,6 +34,7 @@ from dynapipe_ext.costs.layers import (
     parameters_by_stage,
     stage_values,
     values_with_halves,
+    values_with_spread_head,
     weight_as_backward,
     with_halves,
 )
@@ -56,11 +60,10 @@ from dynapipe_ext.costs.packed_rows import (
     sizes_of_slice,
 )
 from dynapipe_ext.costs.pieces import PieceSurcharges
-from dynapipe_ext.costs.states import EXACT_SUM_BYTES
+from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
 from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 
-HEAD_PEAK = "peak_mb"  # a column that not every measurement has
 FORMAT = "dynapipe-costs/1"
 # What was not known to tables from the start is left out where it says nothing: these read as they always did.
 STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
@@ -78,6 +81,7 @@ class CostTable:
     split backward is as measured, else `split_w` of the backward.
 
     Grids and parameter bytes of "attention" and "mlp", of an encoder layer, price stages that are cut between the two.
+    Parts of a head over pipeline ranks take their share of the measured head (`values_with_spread_head`).
 
     `packed_layers`: bytes of a layer on packed rows, where they are above those of the padded shape; `packed_bytes`, of
     older tables: stored bytes of packed rows over those of the padded shape, by recomputation (else 1). `once_bytes`:
@@ -139,10 +143,8 @@ class CostTable:
             raise ConfigError(f"lm_head is {self.lm_head!r}: give 'last' or 'every'")
         if not self.grids:
             raise ConfigError("a cost table needs at least one grid")
-        if self.num_layers < 1 or self.num_stages > self.total_layers:
-            raise ConfigError(
-                f"{self.total_layers} layers cannot fill {self.num_stages} stages: lower pp or add layers"
-            )
+        if (num_stages := len(self.topology.layer_stages)) > self.total_layers or self.num_layers < 1:
+            raise ConfigError(f"{self.total_layers} layers cannot fill {num_stages} stages: lower pp or add layers")
         layers_per_stage = self.topology.layers_per_stage
         if layers_per_stage and sum(layers_per_stage) != self.total_layers:
             raise ConfigError(
@@ -152,6 +154,10 @@ class CostTable:
         if self.has_decoder or not self._prices_halves:
             who = "a model with a decoder side" if self.has_decoder else "a cost table without grids of both halves"
             refuse_half_layers(layers_per_stage, who)
+        if self.has_decoder or self.lm_head == "every":
+            refuse_spread(self.topology, "a table with a decoder side, or with a head on every stage,")
+        if self.topology.vocabulary == "head" and self.parameter_bytes.get("tied_head"):
+            raise refused_tie()
         if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
             raise ConfigError(
                 f"pieces were measured under recompute {', '.join(self.pieces.by_recompute)} but shapes under"
@@ -186,8 +192,11 @@ class CostTable:
         return ModelFacts(
             has_decoder=self.has_decoder,
             total_layers=self.total_layers,
-            activation_format=ActivationFormat(self.hidden_size, dtype, first_decoder_stage=first),
+            activation_format=ActivationFormat(
+                self.hidden_size, dtype, first_decoder_stage=first, first_head_stage=self.topology.first_head_stage
+            ),
             prices_halves=self._prices_halves,
+            prices_spread=not self.has_decoder and self.lm_head == "last",
             prices_pieces=self.pieces is not None,
             sharded_state_bytes=self.state_parts[1],
             width=self.topology.width,
@@ -215,7 +224,8 @@ class CostTable:
 
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
-        return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, self.topology.layers_per_stage)
+        topology = self.topology if self.topology.vocabulary == "whole" else self.topology.with_layers(self.num_layers)
+        return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, topology.layers_per_stage)
 
     def stage_halves(self) -> list[tuple[int, int]]:
         """(attentions, MLPs) that are alone on every stage, the other half of their layer being on another one."""
@@ -335,7 +345,9 @@ class CostTable:
     def _stages(self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
         grids = [self.grids.get((recompute, kind)) for kind in KINDS]
-        on_every = self.lm_head == "every"
+        on_every, head, heads = self.lm_head == "every", grids[-1], self.topology.head_stages
+        if len(heads) > 1:
+            grids[-1] = None  # parts of it come below
         layout, options = self.stage_layers(), {"has_decoder": self.has_decoder, "head_on_every": on_every}
         (forward, backward, stored, running), in_table = stage_values(grids, layout, shapes, **options)
         if sizes.any():
@@ -345,21 +357,22 @@ class CostTable:
         if self.has_weights:
             as_backward = [grid and weight_as_backward(grid) for grid in grids]
             weight = stage_values(as_backward, layout, shapes, **options)[0][1]
+        total = np.stack([forward, backward, weight, stored, running])
         if self.topology.has_half_layers:
-            total = np.stack([forward, backward, weight, stored, running])
             halves = [self.grids.get((recompute, kind)) for kind in HALVES]
-            forward, backward, weight, stored, running = values_with_halves(total, halves, self.stage_halves(), shapes)
-        head = grids[-1]
-        if head and HEAD_PEAK in head.columns:
+            total = values_with_halves(total, halves, self.stage_halves(), shapes)
+        if head and len(heads) > 1:
+            total, known = values_with_spread_head(total, head, heads, shapes, self.value_bytes * self.hidden_size)
+            in_table &= known
+        elif head and HEAD_PEAK in head.columns:
             at, _ = head.at(list(shapes[[0, 2] if self.has_decoder else [0, 1]]))
-            while_head = stored + at[head.columns.index(HEAD_PEAK)] - at[head.columns.index("stored_mb")]
+            while_head = total[3] + at[head.columns.index(HEAD_PEAK)] - at[head.columns.index("stored_mb")]
             stages = slice(None) if on_every else slice(-1, None)
-            running[stages] = np.maximum(running[stages], while_head[stages])
+            total[4, stages] = np.maximum(total[4, stages], while_head[stages])
         if self.once_bytes:
             held = with_halves(layout, self.stage_halves())
-            once = once_by_stage(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
-            stored, running = stored + once, running + once
-        return np.stack([forward, backward, weight, stored, running]), in_table
+            total[3:] += once_by_stage(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
+        return total, in_table
 
     def _more_of_packed(
         self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray
@@ -401,7 +414,8 @@ class CostTable:
             in_table = in_table & ~again
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
         bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (self.value_bytes * self.hidden_size)
-        bytes_sent = bytes_sent / self.topology.width
+        sends_sums = np.arange(len(layout) - 1)[:, None] >= self.topology.head_stages.start
+        bytes_sent = (bytes_sent + sends_sums * HEAD_MESSAGE_BYTES * tokens[0]) / self.topology.width
         pairs = itertools.pairwise(self.topology.stage_ranks)
         apart = np.array([a != b for a, b in pairs], np.float64)[:, None]
         sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
@@ -435,7 +449,7 @@ class CostTable:
         (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1.
         """
         here, sharded = self.state_parts
-        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves())
+        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves(), self.topology)
         return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
 
     def _refusal(self, m: MicroBatch, shape: FloatArray) -> str:

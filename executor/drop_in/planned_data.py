@@ -13,7 +13,8 @@ import numpy as np
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import as_length_array, round_up
-from dynapipe_ext.batch.topology import ScheduleName, widths_of
+from dynapipe_ext.batch.schedule_names import ScheduleName
+from dynapipe_ext.batch.topology import widths_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatchRule, array_digest
 from dynapipe_ext.errors import ConfigError

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, round_up, sample_lengths
-from dynapipe_ext.batch.topology import ScheduleName, placement_of
+from dynapipe_ext.batch.schedule_names import ScheduleName
+from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.emulated_step import emulated_step

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove
@@ -34,6 +35,7 @@ from tests.support.megatron_ranks import (
     Case,
     Model,
     build_ddps,
+    format_of,
     join,
     length_of,
     main_grads,
@@ -93,6 +95,7 @@ MODELS = {
     "latent": Latent(tied=False),
     "windows and experts": Windowed(tied=False),
     "experts": Mixtral(tied=False),
+    "untied": Model(tied=False),
 }
 WORST = {"float32": 1e-5, DOUBLE: 1e-6}
 
@@ -153,6 +156,14 @@ JOBS = {
     "experts of two ranks": Job(Topology(dp=4), "experts", dtype=DOUBLE, kinds=(PIECES[1], ROWS[1]), ep=2),
     "latent": Job(Topology(tp=2, dp=2), "latent", dtype=DOUBLE, sequence_parallel=True, kinds=ROWS, widths=(1, 2)),
     "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[0], ROWS[1]), widths=(4,)),
+    "head spread": Job(
+        spread_vocabulary(Topology(tp=2, pp=2, dp=2), "head"),
+        "untied",
+        dtype=DOUBLE,
+        sequence_parallel=True,
+        kinds=(*PIECES[1:], *ROWS),
+        widths=(1, 2),
+    ),
 }
 
 
@@ -225,7 +236,7 @@ def plan_of(job: Job, kind: Kind, width: int, rank: int) -> ExecutionPlan:
     shards = topology.tp if job.sequence_parallel else 1
     replicas = replicas_of(kind, topology.num_replicas, random, pad_multiple=shards * width)
     schedules = [random_legal_schedule(topology, own, random, split=kind.split) for own in replicas]
-    form = ActivationFormat(32, sequence_shards=shards, dtype=job.dtype)
+    form = replace(format_of(job.case), dtype=job.dtype)
     proven = prove(hand_made(topology, replicas, schedules), form, ReplicaCollectives.of_zero(0, ep=job.ep))
     me = topology.coordinates(rank)
     return proven.plan_of(me.dp_rank, me.pp_rank)

@@ -26,7 +26,7 @@ from dynapipe_ext.batch.micro_batches import (
     ReplicaPlan,
     SampleLength,
 )
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import collate
@@ -130,6 +130,7 @@ class Case:
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
         words += ["dropout"] * (self.dropout > 0)
         words += ["-".join(map(str, own)) for own in self.deal] + ["exact"] * self.is_deterministic
+        words += [t.vocabulary] * (t.vocabulary != "whole")
         words += ["".join(map(str, t.placement))] * bool(t.placement) + [f"width{t.width}"] * (t.width > 1)
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 
@@ -218,6 +219,16 @@ def step_plan_of(case: Case, step: int, samples_of_each: Sequence[int] = (5, 2, 
     if case.is_joined:
         schedules = [joined_backwards(schedule) for schedule in schedules]
     return planned(step, replicas, schedules, costs, case.loss_norm, case.topology.width)
+
+
+def format_of(case: Case) -> ActivationFormat:
+    """What the case's stages send one another."""
+    topology = case.topology
+    return ActivationFormat(
+        case.model.shape.hidden_size,
+        sequence_shards=topology.tp if case.sequence_parallel else 1,
+        first_head_stage=None if topology.vocabulary == "whole" else topology.head_stages.start,
+    )
 
 
 def costs_of(topology: Topology, replicas: Sequence[Sequence[MicroBatch]]) -> list[MicroBatchCosts]:

@@ -13,13 +13,13 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rich.table import Table
 from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import ALL_RECOMPUTES
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import Topology, Vocabulary
 from dynapipe_ext.errors import DataError, format_bytes
 from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone, PreferenceFigures
 from dynapipe_ext.models.flops import Positions, Work
@@ -207,6 +207,7 @@ class RunFacts:
             "topology": {"tp": self.topology.tp, "pp": self.topology.pp, "dp": self.topology.dp},
             "layers_per_stage": list(self.topology.layers_per_stage),
             "placement": list(self.topology.placement),
+            **({} if self.topology.vocabulary == "whole" else {"vocabulary": self.topology.vocabulary}),
             "model": dict(self.model),
             "seed": self.seed,
             "loss_norm": self.loss_norm,
@@ -224,6 +225,7 @@ class RunFacts:
                 dp=topology.one("dp", int),
                 layers_per_stage=fields.many("layers_per_stage", float),
                 placement=fields.many("placement", int),
+                vocabulary=cast(Vocabulary, fields.one("vocabulary", str)) if fields.has("vocabulary") else "whole",
             ),
             device=fields.one("device", str),
             num_cores=fields.one("num_cores", int),
