@@ -159,7 +159,9 @@ class ProfileRange:
         middle = [max(least, most // 4 // self.multiple * self.multiple) for least, most in self.sides]
         many = max(2, min(_MANY_PIECES, sum(middle) // sum(short)))
         rows = [[short], [middle], [long], [short] * many, [middle, middle, short, short]]
-        rows += [[pair] for pair in itertools.product(*zip(short, middle, strict=True))] if self.max_decoder_len else []
+        rows += (
+            [[[*pair]] for pair in itertools.product(*zip(short, middle, strict=True))] if self.max_decoder_len else []
+        )
         rows = [row for row in rows if sum(map(sum, row)) <= self.most_tokens]
         samples = [tuple(SampleLength(i, *sizes) for i, sizes in enumerate(row)) for row in rows]
         return [MicroBatch(row, "packed", recompute, pad_multiple=self.multiple) for row in samples]

@@ -395,13 +395,14 @@ def _job(args: argparse.Namespace, start_s: float) -> _Job:
 
 def _widths_to_measure(args: argparse.Namespace, config: TrainConfig, model: Architecture) -> tuple[int, ...]:
     """Those that are named, or that steps of the settings may have, as far as this machine has devices for them."""
+    if args.widths and model.num_decoder_layers:
+        raise no_width("measured costs of an encoder-decoder", args.widths[0])
+    widths = [width for width in config.topology.widths if width > 1]
+    if args.widths is not None or model.num_decoder_layers or not widths:
+        return args.widths or ()
     import torch
 
-    if args.widths and model.num_decoder_layers:
-        raise no_width("costs of an encoder-decoder", args.widths[0])
-    if args.widths is not None or model.num_decoder_layers:
-        return args.widths or ()
-    widths, num_devices = [width for width in config.topology.widths if width > 1], torch.cuda.device_count()
+    num_devices = torch.cuda.device_count()
     fitting = tuple(width for width in widths if not num_devices or width * config.topology.tp <= num_devices)
     if len(fitting) < len(widths):
         print(
