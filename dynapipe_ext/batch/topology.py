@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
@@ -269,6 +270,12 @@ class Topology:
         if self.width == 1:
             del fields["width"]
         return fields
+
+
+@lru_cache(maxsize=64)  # every price of a micro-batch asks for them
+def stage_layers_of(topology: Topology, num_layers: int) -> tuple[StageLayers, ...]:
+    """The layers of every stage of a model of so many. Errors: as `Topology.with_layers`."""
+    return topology.with_layers(num_layers).stage_layers
 
 
 def widths_of(dp: int) -> tuple[int, ...]:
