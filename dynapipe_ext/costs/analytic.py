@@ -20,6 +20,7 @@ from dynapipe_ext.batch.topology import (
     Topology,
     ZeroStage,
     refuse_half_layers,
+    stage_layers_of,
 )
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.floor import GrowingTimes
@@ -200,7 +201,7 @@ class AnalyticCosts:
 
     @property
     def _layers(self) -> tuple[StageLayers, ...]:
-        return self.topology.with_layers(self.architecture.num_layers).stage_layers
+        return stage_layers_of(self.topology, self.architecture.num_layers)
 
     @property
     def stage_layers(self) -> IntArray:
