@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import Recompute
+from dynapipe_ext.batch.micro_batches import Recompute, recompute_of_layers
 from dynapipe_ext.costs.floor import least_from_on
 from dynapipe_ext.costs.grid import FloatArray, Grid
 from dynapipe_ext.costs.layers import COLUMNS, HALVES, LayerKind
@@ -40,7 +40,7 @@ def running_bytes(
     sides: dict[LayerKind, Sequence[FloatArray]] = {"encoder": shapes[:2], "decoder": shapes}
     sides |= dict.fromkeys(HALVES, shapes[:2])
     for kind, side in sides.items():
-        if grid := grids.get((recompute, kind)):
+        if grid := grids.get((recompute_of_layers(recompute), kind)):
             values = 1e6 * grid.at(list(side))[0]
             layer[kind] = [values[grid.columns.index(name)] for name in COLUMNS[2:]]
     stages = []

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, recompute_of_layers, without_stage
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
 from dynapipe_ext.costs.blocks import BlockAttention
@@ -21,11 +21,13 @@ from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
     HALVES,
-    KINDS,
+    SLICED_HEAD,
     WEIGHT,
     LayerKind,
     equivalent_shape,
     first_decoder_stage,
+    grids_of,
+    kinds_of,
     layers_of_stages,
     once_by_stage,
     parameters_by_stage,
@@ -169,6 +171,7 @@ class CostTable:
             activation_format=ActivationFormat(self.hidden_size, dtype, first_decoder_stage=first),
             prices_halves=self._prices_halves,
             prices_pieces=self.pieces is not None,
+            slices_head=SLICED_HEAD in self.grids,
             sharded_state_bytes=self.state_parts[1],
             width=self.topology.width,
             measured_sizes=sizes | {"hidden_size": self.hidden_size, "dtype": dtype},
@@ -191,6 +194,11 @@ class CostTable:
     def recomputes(self) -> tuple[Recompute, ...]:
         """The recomputation types that were measured."""
         return tuple(r for r in LAYER_RECOMPUTES if (r, "encoder") in self.grids)
+
+    @property
+    def kinds(self) -> tuple[Recompute, ...]:
+        """Those, and the same with the head in slices where that was measured."""
+        return kinds_of(self.grids)
 
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
@@ -267,8 +275,8 @@ class CostTable:
             refused = own[index] if "B" in self.working_in else micro_batches[index]
             raise PlanError(self._refusal(refused, shapes[:, index]))
         if self.packed_bytes:
-            more = [self.packed_bytes.get(m.recompute, 1.0) if p else 1.0 for m, p in zip(own, packed, strict=True)]
-            costs = costs.holding(np.array(more))
+            kinds = (m.layer_recompute if p else None for m, p in zip(own, packed, strict=True))
+            costs = costs.holding(np.array([self.packed_bytes.get(kind, 1.0) if kind else 1.0 for kind in kinds]))
         if self.pieces is None or all(m.attention != "carried" for m in micro_batches):
             return costs
         layers = np.array(self.stage_attentions(), np.int64)
@@ -287,7 +295,7 @@ class CostTable:
         return self._price(shapes, shapes[0] * shapes[1:], recompute)[0]
 
     def _equivalent(self, m: MicroBatch) -> tuple[float, float, float]:
-        return equivalent_shape(m, self.grids.get((m.recompute, "decoder" if m.decoder_len else "encoder")))
+        return equivalent_shape(m, self.grids.get((m.layer_recompute, "decoder" if m.decoder_len else "encoder")))
 
     def _of_rank(self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray) -> tuple[FloatArray, BoolArray]:
         """`_stages` of one rank of a block, for rows of so many tokens (M,)."""
@@ -299,7 +307,7 @@ class CostTable:
         time = block.exchange_time(self.topology, self.links or Links.uniform(self._link), self.value_bytes)
         layers = np.array(self.stage_attentions())[:, None]
         forward = layers * time(tokens) * 1e-6
-        backward = forward * (1 + (recompute != "none"))
+        backward = forward * (1 + (recompute_of_layers(recompute) != "none"))
         gathered = 2 * self.value_bytes * block.kept_values * (block.gather_ranks > 1) * 1e-6 * tokens
         copied = layers * self.value_bytes * block.copied_values * 1e-6 * tokens
         whole = whole / width
@@ -312,7 +320,7 @@ class CostTable:
 
     def _stages(self, recompute: Recompute, shapes: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
-        grids = [self.grids.get((recompute, kind)) for kind in KINDS]
+        grids = grids_of(self.grids, recompute)
         on_every = self.lm_head == "every"
         layout, options = self.stage_layers(), {"has_decoder": self.has_decoder, "head_on_every": on_every}
         (forward, backward, stored, running), in_table = stage_values(grids, layout, shapes, **options)
@@ -322,7 +330,7 @@ class CostTable:
             weight = stage_values(as_backward, layout, shapes, **options)[0][1]
         if self.topology.has_half_layers:
             total = np.stack([forward, backward, weight, stored, running])
-            halves = [self.grids.get((recompute, kind)) for kind in HALVES]
+            halves = grids_of(self.grids, recompute, HALVES)
             forward, backward, weight, stored, running = values_with_halves(total, halves, self.stage_halves(), shapes)
         head = grids[-1]
         if head and HEAD_PEAK in head.columns:
@@ -346,16 +354,14 @@ class CostTable:
         """Costs of shapes (3, M), times a factor, with (encoder, decoder) tokens (2, M); and which the grid knows."""
         layout = self.stage_layers()
         count = shapes.shape[1]
-        again = np.broadcast_to(np.asarray(recompute) == "stage", count)
-        if isinstance(recompute, str):
-            ms_and_mb, in_table = self._of_rank("none" if recompute == "stage" else recompute, shapes, tokens[0])
-        else:
-            ms_and_mb, in_table = np.zeros((5, len(layout), count)), np.zeros(count, bool)
-            for kind in LAYER_RECOMPUTES:
-                if (chosen := (recompute == kind) | again * (kind == "none")).any():
-                    ms_and_mb[:, :, chosen], in_table[chosen] = self._of_rank(
-                        kind, shapes[:, chosen], tokens[0][chosen]
-                    )
+        ms_and_mb, in_table = np.zeros((5, len(layout), count)), np.zeros(count, bool)
+        again = np.zeros(count, bool)
+        for kind in dict.fromkeys([recompute] if isinstance(recompute, str) else recompute.tolist()):
+            chosen = slice(None) if isinstance(recompute, str) else recompute == kind
+            again[chosen] = (within := without_stage(kind)) != kind
+            if within in self.kinds:
+                found = self._of_rank(within, shapes[:, chosen], tokens[0][chosen])
+                ms_and_mb[:, :, chosen], in_table[chosen] = found
         if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
             in_table = in_table & ~again
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
@@ -402,9 +408,9 @@ class CostTable:
         text += f" (decoder {m.decoder_len})" if self.has_decoder else ""
         if m.layout == "packed" and m.attention != "row":
             text += f", priced as {shape[0]:.1f} x {shape[1]:.1f},"
-        if m.recompute not in self.recomputes:
-            return f"{text} with recompute {m.recompute!r}: the cost table has only {', '.join(self.recomputes)}"
-        axes = self.grids[m.recompute, "decoder" if self.has_decoder else "encoder"].axes
+        if m.recompute not in self.kinds:
+            return f"{text} with recompute {m.recompute!r}: the cost table has only {', '.join(self.kinds)}"
+        axes = self.grids[m.layer_recompute, "decoder" if self.has_decoder else "encoder"].axes
         for name, value, axis in zip(("rows", "encoder_len", "decoder_len"), shape, axes, strict=False):
             if value > axis[-1]:
                 return (
@@ -544,7 +550,7 @@ def table_points(
     def at_points(values: FloatArray, bad: BoolArray) -> FloatArray:
         return np.where(bad, NEVER_NS, values).reshape(shape)
 
-    for recompute in table.recomputes:
+    for recompute in table.kinds:
         priced = (least or table).evaluate_shapes(rows, enc, dec, recompute)
         bad = priced.infeasible
         forward, backward = (x.astype(np.float64) for x in (priced.forward_ns, priced.backward_ns))

@@ -19,9 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
+from dynapipe_ext.batch.micro_batches import (
+    LAYER_RECOMPUTES,
+    MicroBatch,
+    Recompute,
+    SampleLength,
+    round_up,
+    with_sliced_head,
+)
 from dynapipe_ext.costs.model import fingerprint
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.surface import MeasuredShape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, ending
@@ -239,6 +247,9 @@ def _errors(table: CostTable, profiler: LayerProfiler, job: _Job) -> dict[str, H
     """How far the table is off shapes, and samples in pieces, that it was not made of."""
     within = job.within
     groups = _held_out(within, job.args.held_out, job.config.run.seed)
+    if table.facts.slices_head:
+        kind = with_sliced_head(within.recomputes)[0]
+        groups["head in slices"] = [_padded(shape, kind) for shape in within.in_slices(job.args.held_out)]
     errors = {group: held_out_errors(table, profiler.measure, batches) for group, batches in groups.items()}
     if table.facts.prices_pieces:
         between = within.piece_sizes[len(within.piece_sizes) // 2]
@@ -304,10 +315,7 @@ def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence
     """Padded shapes, and packed rows of documents or pairs of very different lengths, within what the table knows."""
     shapes = within.held_out(count, seed)
     kinds: list[Recompute] = [within.recomputes[i % len(within.recomputes)] for i in range(count)]
-    padded = [
-        MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), recompute=kind)
-        for (rows, *lengths), kind in zip(shapes, kinds, strict=True)
-    ]
+    padded = [_padded(shape, kind) for shape, kind in zip(shapes, kinds, strict=True)]
     random, packed = np.random.default_rng(seed + 1), []
     for kind in kinds:
         documents, room = [], within.max_tokens - within.multiple * len(within.sides)
@@ -320,6 +328,11 @@ def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence
         samples = tuple(SampleLength(i, *lengths) for i, lengths in enumerate(documents))
         packed.append(MicroBatch(samples, "packed", kind, pad_multiple=within.multiple))
     return {"padded": padded, "packed": packed}
+
+
+def _padded(shape: MeasuredShape, kind: Recompute) -> MicroBatch:
+    rows, *lengths = shape
+    return MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), recompute=kind)
 
 
 def _device_name(device: Any) -> str:
