@@ -176,7 +176,7 @@ def _scale(module: str, rank: int, raw: Mapping[str, Any], file: Path) -> float:
     named_rank = _of_module(module, "r", "rank_pattern", raw)
     if named_rank != rank:
         raise ConfigError(
-            f"{file.parent / ADAPTER_CONFIG} says that {module} has rank {short(named_rank)}, but its A has {rank} rows:"
+            f"{file.parent / ADAPTER_CONFIG} says that {module} has rank {short(named_rank)} but its A has {rank} rows:"
             " give the adapter_config.json that was saved with these weights"
         )
     alpha = _of_module(module, "lora_alpha", "alpha_pattern", raw)
