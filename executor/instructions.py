@@ -236,13 +236,13 @@ def lower_schedule(
     starts = [[start for start, _ in rank] for rank in times]
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
     after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
-    decoded = activation_format.first_decoder_stage  # all boundaries before it are alike, and all from it on
+    changing = activation_format.changing_stages  # all boundaries are alike from one of them to the next
     specs_of = cache(lambda micro_batch, boundary: activation_format.specs(micro_batches[micro_batch], boundary))
     for message, post in _in_one_order(order_times or times, _messages(schedule)):
         buffer, sender, sent_after, receiver, used_by = message
         channel = channel_of(sender, receiver)
         boundary = buffer.stage - (buffer.payload == "gradient")
-        specs = specs_of(buffer.micro_batch, 0 if decoded is None or boundary < decoded else decoded)
+        specs = specs_of(buffer.micro_batch, max((0, *(stage for stage in changing if stage <= boundary))))
         after[sender][sent_after].append(Send(buffer, receiver, channel, specs))
         before[receiver][post].append(Recv(buffer, sender, channel, specs))
         arrival_ns = times[sender][sent_after][1]

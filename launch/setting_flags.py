@@ -66,6 +66,8 @@ def settings_of_flags(args: argparse.Namespace, tables: Mapping[str, Mapping[str
         run["epochs"] = 0.0
     if "placement" in topology:  # another one's stages and layers are not for it
         settings["topology"] = topology = {"stages_per_rank": 0, "layers_per_stage": ()} | topology
+    if topology.get("vocabulary") == "auto":  # which chooses layers
+        settings["topology"] = topology = {"layers_per_stage": ()} | topology
     if not of_file and topology.keys() & {*DEGREES}:
         settings["topology"] = dict.fromkeys(DEGREES, 1) | topology
     if "batch_size" in data or "tokens_per_batch" in data:

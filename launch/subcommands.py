@@ -81,7 +81,6 @@ _EXTRAS = {
     "megatron": "train",
     "tokenizers": "train",
     "zstandard": "train",
-    "matplotlib": "train",
     "psutil": "train",
     "einops": "train",
     "deepspeed": "deepspeed",

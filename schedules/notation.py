@@ -134,6 +134,8 @@ def plan_json(
         shape["width"] = step_plan.width
     if topology.layers_per_stage:
         shape["layers_per_stage"] = list(topology.layers_per_stage)
+    if topology.vocabulary != "whole":
+        shape["vocabulary"] = topology.vocabulary
     replicas = []
     for replica, schedule, prediction in zip(
         step_plan.batch.replicas, step_plan.schedules, step_plan.predictions, strict=True
@@ -249,6 +251,7 @@ def _read_topology(shape: Mapping[str, Any], schedules: Sequence[PipelineSchedul
             layers_per_stage=tuple(shape.get("layers_per_stage", ())),
             placement=() if identity else placement,
             width=shape.get("width", 1),
+            vocabulary=shape.get("vocabulary", "whole"),
         )
     except (DynaPipeError, TypeError) as error:
         raise PlanError(f"the plan's topology {short(shape)}: {error}") from error

@@ -8,10 +8,14 @@ planned that leave the busiest rank the least work: no plan of the same micro-ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import cast
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
-from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
+from dynapipe_ext.batch.topology import PlacementName, Topology, Vocabulary, placement_of
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.errors import ConfigError, PlanError, VerificationError
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -23,6 +27,8 @@ _TRIED = 6  # neighbours planned in a round of moves of layers, those with the l
 _ROUNDS = 4
 _HALF_ROUNDS = 8  # where halves move, too
 _TRIAL_EFFORT = 4  # a trial has one part in so many of the planner's effort
+_MORE_STAGES = 4  # a rank, tried where ranks are idle for a larger share of the step than this:
+_IDLE = 1 / 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ class PlacementTrial:
 class PlacementSearch:
     """Tries topologies of one shape, that of `base`, on the same batches. `planner_over` gives the planner of a
     topology, and `step_of` the step that it makes of a batch (or raises PlanError or VerificationError). With `halves`
-    stages may begin and end between attention and MLP."""
+    stages may begin and end between attention and MLP. Placements are tried under each of the `vocabularies`."""
 
     base: Topology
     planner_over: Callable[[Topology], Planner]
@@ -51,24 +57,31 @@ class PlacementSearch:
     num_layers: int
     batches: SampledBatches
     halves: bool = False
+    vocabularies: Sequence[Vocabulary] = ("whole",)
 
     def trials(self, names: Sequence[PlacementName], stages_per_rank: int | None = None) -> tuple[PlacementTrial, ...]:
         """The best trial of every placement, the best of all first, without placements that the model cannot fill.
+
+        Without `stages_per_rank`, ranks have the placement's own number. Where few micro-batches leave them idle, the
+        better placement of several stages a rank is tried with more, too, which fill and drain in less time.
 
         Errors: PlanError where no placement has a plan, with the reason of the first; ConfigError where none can be
         made.
         """
         trials: list[PlacementTrial] = []
         refusal: ConfigError | None = None
-        for name in names:
+        for name, vocabulary in product(names, self.vocabularies):
             try:
-                even = self._shaped(name, stages_per_rank)
+                trials.append(self._best_of(name, stages_per_rank, vocabulary))
             except ConfigError as error:
                 refusal = refusal or error
-                continue
-            best = self._with_best_layers(even)
-            finals = {even.layers_per_stage: even, best.layers_per_stage: best}.values()
-            trials.append(min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s))
+        several = [one for one in trials if one.topology.placement]
+        if several and not stages_per_rank:
+            best = min(several, key=lambda one: one.makespan_s)
+            if best.bubble_ratio > _IDLE:
+                with suppress(ConfigError):  # the model cannot fill so many
+                    name = cast(PlacementName, best.topology.placement_name.partition(",")[0])
+                    trials.append(self._best_of(name, _MORE_STAGES, best.topology.vocabulary))
         if not trials:
             assert refusal is not None
             raise refusal
@@ -76,13 +89,21 @@ class PlacementSearch:
             raise PlanError(f"no placement of stages has a plan: {trials[0].refusal}")
         return tuple(sorted(trials, key=lambda one: one.makespan_s))
 
-    def _shaped(self, name: PlacementName, stages_per_rank: int | None) -> Topology:
+    def _best_of(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> PlacementTrial:
+        """The placement with even layers or its best. Errors: ConfigError where the model cannot fill it."""
+        even = self._shaped(name, stages_per_rank, vocabulary)
+        best = self._with_best_layers(even)
+        finals = {even.layers_per_stage: even, best.layers_per_stage: best}.values()
+        return min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s)
+
+    def _shaped(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> Topology:
         base = self.base
         if name == "linear":
             stages_per_rank = None
         ranks = placement_of(name, base.pp, stages_per_rank)
         placement = () if name == "linear" else ranks
-        return replace(base, placement=placement, layers_per_stage=()).with_layers(self.num_layers)
+        layers = replace(base, placement=placement, layers_per_stage=(), vocabulary="whole")
+        return spread_vocabulary(layers.with_layers(self.num_layers), vocabulary)
 
     def _with_best_layers(self, even: Topology) -> Topology:
         best = self._trial(even, _TRIAL_EFFORT)
@@ -134,12 +155,12 @@ class PlacementSearch:
 
 
 def _neighbours(topology: Topology, *, halves: bool) -> Iterator[Topology]:
-    """Topologies with one layer, or half of one, moved from a stage that keeps as much to another."""
-    layers = topology.layers_per_stage
+    """Topologies with one layer, or half of one, moved from a stage that keeps as much to another stage of layers."""
+    layers, stages = topology.layers_per_stage, topology.layer_stages
     for amount in (0.5, 1) if halves else (1,):
-        for giver, num_layers in enumerate(layers):
-            for taker in range(len(layers)):
-                if taker != giver and num_layers > amount:
+        for giver in stages:
+            for taker in stages:
+                if taker != giver and layers[giver] > amount:
                     moved = list(layers)
                     moved[giver] -= amount
                     moved[taker] += amount

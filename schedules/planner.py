@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -24,12 +24,8 @@ from dynapipe_ext.batch.micro_batches import (
     slices_head,
     with_sliced_head,
 )
-from dynapipe_ext.batch.topology import (
-    ActivationFormat,
-    ReplicaCollectives,
-    Topology,
-    check_placed,
-)
+from dynapipe_ext.batch.schedule_names import check_placed
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, as_cost_model
@@ -63,7 +59,7 @@ from dynapipe_ext.schedules.step_plan import (
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.schedules.trials import StepTrial, soonest, times_of_whole_ns, whole_or_pieces
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
-from dynapipe_ext.splits.halving import halved_splits
+from dynapipe_ext.splits.halving import finer_splits
 from dynapipe_ext.splits.padded import bottleneck
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.splits.rules import check_enough
@@ -300,14 +296,15 @@ class Planner(PlanRules):
         return self._finer(self._best_in_pieces(samples, step, PieceChoices((choice,))))
 
     def _finer(self, plan: StepPlan) -> StepPlan:
-        """The plan, or one that ends earlier as some of its short rows of documents are in two each."""
+        """The plan, or one that ends earlier as some of its short rows of documents are in two each, or two in one."""
         planner = replace(self, effort=self.effort // _AGAIN)
         kinds = self._and_sliced(RECOMPUTES) if self.recompute == "auto" else self._recomputes
         proposals, best = replace(planner._proposals, kinds=kinds), plan
+        of_rules = {"equal_counts": self._rules.equal_counts, "max_tokens": self._rules.max_tokens}
         for _ in range(_ROUNDS_OF_HALVES):
             rows = [replica.micro_batches for replica in best.batch.replicas]
             before = best
-            for replicas in halved_splits(rows, equal_counts=self._rules.equal_counts):
+            for replicas in finer_splits(rows, **of_rules):
                 with suppress(PlanError):
                     finer = planner._predicted(*planner._searched(proposals.fixed([replicas])), step=plan.batch.step)
                     best = min(best, finer, key=lambda one: one.makespan_ns)
@@ -576,7 +573,7 @@ class Planner(PlanRules):
             "num_cores": self.num_cores,
             "topology": self.topology.to_json(),
             "costs": cost_model_to_json(self.costs),
-            "format": None if self.format is None else asdict(self.format),
+            "format": None if self.format is None else self.format.to_json(),
             "collectives": None if self.collectives is None else self.collectives.to_json(),
             **({"widths": list(self.widths)} if self.widths else {}),
         }

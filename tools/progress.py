@@ -19,7 +19,7 @@ from dynapipe_ext.tools.console import counted, percent
 Clock = Callable[[], float]
 _FIRST_LINE = 1 << 14  # pieces before the first line where the total is unknown
 _ALL_COLUMNS = 122  # of a terminal that holds all figures of a step
-_MOST_COLUMNS = 107  # of one that holds all but padding
+_BAR_COLUMNS = 14  # beside the bar: the count, and what parts them
 
 
 def format_eta(seconds: float | None) -> str:
@@ -78,8 +78,9 @@ class _Meter:
         self._live = enabled and self._console.is_terminal
         self._started_s = 0.0
         # _ALL_COLUMNS hold step, figures and time left. A wider terminal also shows the bar and the count.
-        bar_width = min(28, self._console.width - _ALL_COLUMNS - 14) if figures else 24
+        bar_width = min(28, self._console.width - _ALL_COLUMNS - _BAR_COLUMNS) if figures else 24
         bar = [BarColumn(bar_width=bar_width), _CountColumn()] if bar_width >= 8 else []
+        self._room = self._console.width - (bar_width + _BAR_COLUMNS if bar else 0)
         self._bar = Progress(
             TextColumn("{task.description}"),
             *bar,
@@ -131,6 +132,7 @@ class StepProgress(_Meter):
             raise ConfigError(f"every is {every} but must be at least 1: it is the number of steps between lines")
         super().__init__("step", total_steps, console=console, enabled=True, clock=clock, figures=True)
         self._every = every
+        self._left_out = 0  # steps down from the fullest line, so that figures do not come and go
         self._start()
 
     def step_done(self, done: StepDone) -> None:
@@ -138,28 +140,20 @@ class StepProgress(_Meter):
         Of preferences, by how much rewards of chosen answers are higher, and the share of pairs where they are. The
         bubble is "-" where it was not measured. Padding is the share of padding among all tokens. Drift is how far
         the measured makespan exceeds the predicted one. Memory is the most bytes of a rank so
-        far. A terminal below _ALL_COLUMNS leaves out padding, one below _MOST_COLUMNS bubble and memory, too."""
+        far. A narrow terminal has them in short, a narrower one without padding, memory and bubble."""
         self._done += 1
-        padding = 1 - done.real_tokens / max(1, done.padded_tokens)
-        bubble = done.all_ranks.bubble_ratio if done.all_ranks else None
-        norm = f"{done.grad_norm:.3g}" if math.isfinite(done.grad_norm) else "-"
-        figures = f"loss {done.loss:.4f}  lr {done.learning_rate:.3g}  norm {norm}"
-        if (learned := done.preferences) is not None:
-            figures += f"  margin {learned.margin:.3g}  right {percent(learned.accuracy)}"
-        figures += f"  {done.real_tokens_per_s:,.0f} tok/s"
-        width = _ALL_COLUMNS if not self._live else self._console.width
-        if width >= _MOST_COLUMNS:
-            peak_bytes = max(done.all_ranks.peak_bytes) if done.all_ranks else done.peak_bytes
-            figures += f"  bubble {percent(bubble)}  memory {format_bytes(peak_bytes)}"
-        if width >= _ALL_COLUMNS:
-            figures += f"  padding {percent(padding)}"
+        lines = _lines_of_figures(done)
         if self._live:
+            room = self._room - len(f"step {done.number}  ETA {self._left()}")
+            lengths = [len(line) for line in lines[:-1]]
+            self._left_out = max(self._left_out, next((i for i, n in enumerate(lengths) if n <= room), len(lengths)))
+            figures = lines[self._left_out]
             self._bar.update(self._task, completed=self._done, description=f"step {done.number}", figures=figures)
         if done.refused:
             self._print(f"step {done.number} changed no weight: {done.refused}")
         if not self._live and (done.number % self._every == 0 or self._done == self._total):
             drift = f"  drift {percent(done.all_ranks.drift, 0, signed=True)}" if done.all_ranks else ""
-            self._print(f"step {done.number} ({self._done}/{self._total})  {figures}{drift}  ETA {self._left()}")
+            self._print(f"step {done.number} ({self._done}/{self._total})  {lines[0]}{drift}  ETA {self._left()}")
         if done.fit is not None:
             errors = f"{percent(done.fit.error_before)} off, the new ones {percent(done.fit.error_after)}"
             self._print(f"after step {done.number}: costs fitted anew: actions were {errors}")
@@ -170,6 +164,23 @@ class StepProgress(_Meter):
 
     def close(self) -> None:
         self._stop()
+
+
+def _lines_of_figures(done: StepDone) -> list[str]:
+    """The figures of a step, ever shorter: all, all but padding, in short, and in short without the last ones."""
+    padding = 1 - done.real_tokens / max(1, done.padded_tokens)
+    bubble = done.all_ranks.bubble_ratio if done.all_ranks else None
+    peak = format_bytes(max(done.all_ranks.peak_bytes) if done.all_ranks else done.peak_bytes)
+    norm = f"norm {done.grad_norm:.3g}" if math.isfinite(done.grad_norm) else "norm -"
+    learned, rate = done.preferences, done.real_tokens_per_s
+    whole = [f"loss {done.loss:.4f}", f"lr {done.learning_rate:.3g}", norm]
+    short = [f"loss {done.loss:.3f}", f"lr {done.learning_rate:.2g}", norm]
+    if learned is not None:
+        whole += [f"margin {learned.margin:.3g}", f"right {percent(learned.accuracy)}"]
+        short += [f"margin {learned.margin:.2g}", f"right {percent(learned.accuracy, 0)}"]
+    whole += [f"{rate:,.0f} tok/s", f"bubble {percent(bubble)}", f"memory {peak}", f"padding {percent(padding)}"]
+    short += [f"{rate / 1e3:.3g}k tok/s" if 1e3 <= rate < 1e6 else whole[-4], f"bubble {percent(bubble, 0)}", peak]
+    return ["  ".join(whole), "  ".join(whole[:-1]), " ".join(short), " ".join(short[:-1]), " ".join(short[:-2])]
 
 
 class WorkProgress(_Meter):

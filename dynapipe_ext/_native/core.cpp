@@ -31,7 +31,7 @@ using Result = std::tuple<Cuts, Groups, std::vector<int>, std::vector<i64>, std:
 Result search(const Records& records, const Shapes& shapes, const std::vector<int>& stage_rank,
               const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
               const std::vector<std::tuple<int, int, int, int>>& rules, const Cuts& cuts,
-              const std::vector<Groups>& starts, i64 effort, std::uint64_t seed, bool equal_counts,
+              const std::vector<Groups>& starts, const std::tuple<std::uint64_t, i64, i64, i64>& walk, bool equal_counts,
               const std::pair<i64, i64>& shared, const Groups& sample_pieces) {
   dynapipe::Costs costs;
   costs.kinds = static_cast<int>(records.shape(0));
@@ -64,6 +64,8 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   for (auto [extra, rhythm, patience, most_pending] : rules) {
     chosen_rules.push_back({extra, rhythm, patience, most_pending});
   }
+  const auto [seed, moves, begun, cooling] = walk;
+  if (moves < 0 || begun < 0 || cooling < 1) throw std::invalid_argument("a walk has no negative moves, and cools after at least one");
   if (shared.first < 0 || shared.second < 1) throw std::invalid_argument("cores that ranks share must be at least one");
   dynapipe::State state;
   int item = 0;
@@ -96,7 +98,7 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
       job.settle(state, d, starts[d]);
       possible = possible && state.makespan[d] < dynapipe::kNever;
     }
-    if (possible) state = job.improve(std::move(state), effort, seed);
+    if (possible) state = job.improve(std::move(state), {seed, moves, begun, cooling});
     for (int d = 0; possible && d < replicas; ++d) {
       dynapipe::Track track;
       std::vector<std::vector<dynapipe::Chosen>> orders;

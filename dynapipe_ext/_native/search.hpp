@@ -77,15 +77,15 @@ class Search {
     state.makespan[d] = least;
   }
 
-  // Record-to-record travel (Dueck 1993): a move may cost up to an allowance that shrinks to nothing.
-  State improve(State start, i64 effort, std::uint64_t seed) {
+  // Record-to-record travel (Dueck 1993): a move may cost up to an allowance, which shrinks with the moves made so far.
+  State improve(State start, const Walk& walk) {
     start.floor = floor_of(start);
     State best = start;
     auto best_value = value(start);
     i64 record = energy(best_value, start.makespan.size());
     state_ = std::move(start);
     makespans_ = Makespans(state_.makespan);
-    random_ = Random{seed};
+    random_ = Random{walk.seed + static_cast<std::uint64_t>(walk.begun)};
     const int replicas = static_cast<int>(state_.groups.size());
     moves_.clear();
     for (int move = kSwap; move <= kApart; ++move) {
@@ -104,14 +104,14 @@ class Search {
     for (int m = 0; m < static_cast<int>(state_.cuts.size()); ++m) place(m);
     for (int d = 0; d < replicas; ++d) own(d);
     std::vector<int> replicas_since, cuts_since;  // what has changed since the best
-    for (i64 step = 0; step < effort; ++step) {
+    for (i64 step = walk.begun; step < walk.begun + walk.moves; ++step) {
       forget();
       if (!move()) {
         undo();
         continue;
       }
       for (const auto& saved : groups_before_) in_piece_order(state_.groups[saved.replica]);
-      const i64 allowed = record + record / 4096 * (effort - step) / effort;
+      const i64 allowed = record + record / 4096 * walk.cooling / (walk.cooling + step);
       bool taken = true;
       state_.floor = floor_of(state_);
       for (const auto& saved : groups_before_) makespans_.set(saved.replica, 0);

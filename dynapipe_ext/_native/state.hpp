@@ -1,6 +1,6 @@
 // What a search changes: cuts of items, their replicas and orders, and how long those take.
 //
-// Twin: `SearchState` in schedules/search/problem.py, `_Random` in schedules/search/joint.py.
+// Twin: `SearchState` and `Walk` in schedules/search/problem.py, `_Random` in schedules/search/joint.py.
 #pragma once
 
 #include "track.hpp"
@@ -29,6 +29,13 @@ struct State {
   std::vector<int> rule;                 // [replica]
   std::vector<i64> makespan;             // [replica]
   i64 floor = 0;                         // what the step takes at least where ranks share cores
+};
+
+// Which moves of an endless walk a search makes: so many after those that are begun. After `cooling` moves a move may cost
+// half of what the first may, so a longer walk begins as a shorter one.
+struct Walk {
+  std::uint64_t seed;
+  i64 moves, begun, cooling;
 };
 
 struct SharedCores {  // a step takes at least work x tp / cores; tp 0: every rank has a core of its own

@@ -13,6 +13,7 @@ from dynapipe_ext.errors import ConfigError, check_integer, short
 
 _MOST_OF_A_DEGREE = 1 << 20
 PlacementName = Literal["linear", "interleaved", "v"]
+Vocabulary = Literal["whole", "head", "both"]  # what of it is divided over the ranks of a pipeline
 
 
 def placement_of(name: PlacementName, pp: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
@@ -131,6 +132,10 @@ class Topology:
     `layers_per_stage` may be uneven, and half layers: 8.5 ends or begins between attention and MLP. Whole numbers are
     int, others float. `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank s).
 
+    With `vocabulary` "head" each pipeline rank holds as many of the head's rows as any other, in a chain of stages: the
+    last stage of layers, and behind it stages without layers on the other ranks. With "both" a chain of embeddings, one
+    on each rank, ends in the first stage of layers, too. Either chain is as `spread_vocabulary` makes it.
+
     >>> Topology(tp=2, pp=2, dp=2).coordinates(5)
     Coordinates(tp_rank=1, pp_rank=1, dp_rank=0)
     """
@@ -141,6 +146,7 @@ class Topology:
     layers_per_stage: tuple[float, ...] = ()
     placement: tuple[int, ...] = ()
     width: int = 1
+    vocabulary: Vocabulary = "whole"
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "width"):
@@ -162,6 +168,75 @@ class Topology:
                 f"layers_per_stage has {len(self.layers_per_stage)} entries for {self.num_stages} stages: give one each"
             )
         object.__setattr__(self, "layers_per_stage", counts_of_layers(self.layers_per_stage))
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        """Errors: ConfigError for chains of another form than `spread_vocabulary` makes."""
+        if self.vocabulary not in get_args(Vocabulary):
+            choices = ", ".join(get_args(Vocabulary))
+            raise ConfigError(f"vocabulary is {short(self.vocabulary)} but must be one of {choices}")
+        if self.vocabulary == "whole":
+            return
+        _refuse_one_rank(self.pp, self.vocabulary)
+        num_added = (self.pp - 1) * (2 if self.vocabulary == "both" else 1)
+        if self.num_stages <= num_added:
+            raise ConfigError(
+                f"vocabulary {self.vocabulary!r} takes {num_added} stages without layers beside those of layers, but"
+                f" there are {self.num_stages} in all: spread a topology of layers by spread_vocabulary"
+            )
+        for what, stages in ("head", self.head_stages), ("embedding", self.embedding_stages):
+            ranks = [self.stage_ranks[stage] for stage in stages]
+            if len(stages) > 1 and sorted(ranks) != list(range(self.pp)):
+                raise ConfigError(
+                    f"the {what}'s parts are on pipeline ranks {short(tuple(ranks))} but each of {self.pp} ranks has"
+                    " one: spread a topology of layers by spread_vocabulary"
+                )
+        layers = self.layers_per_stage
+        if layers and any(count for stage, count in enumerate(layers) if stage not in self.layer_stages):
+            raise ConfigError(
+                f"layers_per_stage {short(layers)} has layers outside stages {self.layer_stages.start}.."
+                f"{self.layer_stages.stop - 1}: the others hold parts of the vocabulary alone"
+            )
+
+    @property
+    def head_stages(self) -> range:
+        """The stages that hold a part of the head, in their order; the first of them has the final norm.
+
+        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
+        >>> spread_vocabulary(Topology(pp=3), "head").head_stages, Topology(pp=3).head_stages
+        (range(2, 5), range(2, 3))
+        """
+        return range(self.num_stages - (self.pp if self.vocabulary != "whole" else 1), self.num_stages)
+
+    @property
+    def first_head_stage(self) -> int | None:
+        """From where on stages send what parts of a head send (`ActivationFormat`); None of a whole head."""
+        return None if self.vocabulary == "whole" else self.head_stages.start
+
+    @property
+    def embedding_stages(self) -> range:
+        """The stages that hold a part of the embedding, in their order."""
+        return range(self.pp if self.vocabulary == "both" else 1)
+
+    @property
+    def layer_stages(self) -> range:
+        """The stages that may hold layers: between the chains, with the nearer end of each."""
+        return range(self.embedding_stages.stop - 1, self.head_stages.start + 1)
+
+    def vocabulary_part(self, stage: int) -> int:
+        """The number of the part that a stage of a chain holds, which is its pipeline rank; 0 of a whole vocabulary.
+
+        Part k of pp are rows k V / pp and on. Errors: ConfigError for a stage that holds no part.
+
+        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
+        >>> spread = spread_vocabulary(Topology(pp=3), "head")
+        >>> [spread.vocabulary_part(stage) for stage in spread.head_stages]
+        [2, 1, 0]
+        """
+        chains = [stages for stages in (self.embedding_stages, self.head_stages) if stage in stages]
+        if not chains:
+            raise ConfigError(f"stage {stage} of {self.num_stages} holds no part of the vocabulary")
+        return self.stage_ranks[stage] if any(len(stages) > 1 for stages in chains) else 0
 
     @property
     def world_size(self) -> int:
@@ -208,12 +283,26 @@ class Topology:
 
     @property
     def placement_name(self) -> str:
-        """The name under which `placement_of` makes this placement, with the stages a rank; "custom" for others.
+        """The name under which `placement_of` makes this placement, with the stages of layers a rank; "custom" for
+        others.
 
         >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
         'v, 2 stages a rank'
+        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
+        >>> spread_vocabulary(Topology(pp=2), "head").placement_name
+        'linear, head spread'
         """
-        ranks = self.stage_ranks
+        match self.vocabulary:
+            case "whole":
+                return self._name_of_layers
+            case "head":
+                return f"{self._name_of_layers}, head spread"
+            case "both":
+                return f"{self._name_of_layers}, vocabulary spread"
+
+    @property
+    def _name_of_layers(self) -> str:
+        ranks = self.stage_ranks[self.layer_stages.start : self.layer_stages.stop]
         if ranks == tuple(range(self.pp)):
             return "linear"
         rounds, rest = divmod(len(ranks), self.pp)
@@ -225,8 +314,8 @@ class Topology:
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether every rank has several stages, dealt out in rounds."""
-        return self.placement_name.startswith("interleaved")
+        """Whether every rank has several stages, all of layers, dealt out in rounds: where interleaved 1F1B runs."""
+        return self.vocabulary == "whole" and self.placement_name.startswith("interleaved")
 
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:
@@ -249,10 +338,14 @@ class Topology:
         return layers_of_cut(self.layers_per_stage)
 
     def with_layers(self, num_layers: int) -> Topology:
-        """The same topology with `layers_per_stage` filled in evenly: layer i of T lies on stage i * S // T.
+        """The same topology with `layers_per_stage` filled in evenly: layer i of T lies on stage i * S // T of those
+        that may hold layers.
 
         >>> Topology(pp=4).with_layers(10).layers_per_stage
         (3, 2, 3, 2)
+        >>> from dynapipe_ext.batch.vocabulary import spread_vocabulary
+        >>> spread_vocabulary(Topology(pp=3), "both").with_layers(10).layers_per_stage
+        (0, 0, 4, 3, 3, 0, 0)
         """
         if self.layers_per_stage:
             if sum(self.layers_per_stage) != num_layers:
@@ -261,19 +354,31 @@ class Topology:
                     f" but the model has {num_layers} layers"
                 )
             return self
-        num_stages = self.num_stages
+        stages = self.layer_stages
+        num_stages = len(stages)
         if num_layers < num_stages:
             raise ConfigError(f"{num_layers} layers cannot fill {num_stages} stages: lower pp or add layers")
         first = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]  # layers of a stage and after
         layers = tuple(end - begin for begin, end in pairwise(first))
-        return replace(self, layers_per_stage=layers)
+        before, behind = (0,) * stages.start, (0,) * (self.num_stages - stages.stop)
+        return replace(self, layers_per_stage=before + layers + behind)
 
     def to_json(self) -> dict[str, Any]:
-        """Every field; a width of 1 is left out, as before topologies knew it."""
+        """Every field; a width of 1 and a whole vocabulary are left out, as before topologies knew them."""
         fields = asdict(self)
         if self.width == 1:
             del fields["width"]
+        if self.vocabulary == "whole":
+            del fields["vocabulary"]
         return fields
+
+
+def _refuse_one_rank(pp: int, vocabulary: Vocabulary) -> None:
+    if pp < 2:
+        raise ConfigError(
+            f"vocabulary {vocabulary!r} divides it over pipeline ranks, but pp is {pp}: give 2 or more, or leave it"
+            " whole"
+        )
 
 
 def widths_of(dp: int) -> tuple[int, ...]:
@@ -294,55 +399,6 @@ def counts_of_layers(counts: Sequence[float]) -> tuple[float, ...]:
                 " halves, like 8 or 8.5"
             )
     return tuple(int(count) if count == int(count) else float(count) for count in counts)
-
-
-ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]
-# Every backward as I and W, asked for or not.
-SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "v-half")
-
-
-def own_placement(schedule: ScheduleName) -> PlacementName:
-    """The placement under which a schedule runs where none is named.
-
-    >>> own_placement("zb-v"), own_placement("adaptive")
-    ('v', 'linear')
-    """
-    match schedule:
-        case "interleaved-1f1b":
-            return "interleaved"
-        case "zb-v" | "v-half":
-            return "v"
-        case _:
-            return "linear"
-
-
-def check_placed(schedule: ScheduleName, topology: Topology, where: str = "") -> None:
-    """Refuse stages on other ranks than the schedule has them; the adaptive one takes any. Errors: ConfigError."""
-    placement, needed = topology.placement_name, own_placement(schedule)
-    if schedule == "adaptive":
-        return
-    match needed:
-        case "linear":
-            is_placed, stages = placement == needed, "one stage a rank"
-        case "interleaved":
-            is_placed, stages = placement.startswith(needed), "interleaved stages"
-        case "v":
-            is_placed, stages = placement == "v, 2 stages a rank", "two stages a rank in a V"
-    if not is_placed:
-        raise ConfigError(
-            f"{where}schedule {schedule!r} is for {stages}, but the placement is {topology.stage_ranks} ({placement}):"
-            f" take placement {needed!r}, or the adaptive schedule, which runs under any"
-        )
-
-
-def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: bool, where: str = "") -> None:
-    """Refuse to fill waits where there is nothing to fill them with. Errors: ConfigError."""
-    if fill_waits and not (split_backward if schedule == "adaptive" else schedule in SPLIT_SCHEDULES):
-        raise ConfigError(
-            f"{where}fill_waits needs weight gradients (W) of their own, but schedule {schedule!r} with split_backward"
-            f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
-            f" {', '.join(SPLIT_SCHEDULES)}"
-        )
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8}
@@ -373,6 +429,10 @@ class ActivationFormat:
     `sequence_shards` of the sequence: tensor parallel ranks under sequence parallelism, and the ranks of a block. An
     encoder-decoder's stages from `first_decoder_stage` on send the encoder's hidden states and the decoder's; those
     before it the encoder's alone.
+
+    Stages that hold parts of the head, from `first_head_stage` on, send two numbers of every position, too: the log of
+    the sum of exponentials over all parts so far, and the target's logit or 0. All tensor parallel ranks hold these of
+    the same positions, 1 / `position_shards` of all: ranks of a block divide them.
     """
 
     hidden_size: int
@@ -380,11 +440,14 @@ class ActivationFormat:
     order: Literal["sbh", "bsh"] = "sbh"
     sequence_shards: int = 1
     first_decoder_stage: int | None = None
+    first_head_stage: int | None = None
+    position_shards: int = 1
 
     def __post_init__(self) -> None:
         """Errors: ConfigError."""
         check_integer("hidden_size", self.hidden_size, least=1)
         check_integer("sequence_shards", self.sequence_shards, least=1)
+        check_integer("position_shards", self.position_shards, least=1)
         for name, value, choices in ("dtype", self.dtype, tuple(DTYPE_BYTES)), ("order", self.order, ("sbh", "bsh")):
             if value not in choices:
                 raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(choices)}")
@@ -395,7 +458,25 @@ class ActivationFormat:
         >>> ActivationFormat(8, sequence_shards=2).at_width(4).sequence_shards
         8
         """
-        return self if width == 1 else replace(self, sequence_shards=self.sequence_shards * width)
+        if width == 1:
+            return self
+        shards, positions = self.sequence_shards * width, self.position_shards * width
+        return replace(self, sequence_shards=shards, position_shards=positions)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field; those of a spread head are left out where there is none, as before formats knew it."""
+        fields = asdict(self)
+        if self.first_head_stage is None:
+            del fields["first_head_stage"]
+        if self.position_shards == 1:
+            del fields["position_shards"]
+        return fields
+
+    @property
+    def changing_stages(self) -> tuple[int, ...]:
+        """The stages from which on messages hold something else than those before."""
+        stages = (self.first_decoder_stage, self.first_head_stage)
+        return tuple(sorted({stage for stage in stages if stage}))
 
     def specs(self, micro_batch: MicroBatch, boundary: int = 0) -> tuple[TensorSpec, ...]:
         """The tensors of a message between stages `boundary` and `boundary` + 1, in either direction.
@@ -410,11 +491,17 @@ class ActivationFormat:
         sides: tuple[int, ...] = (micro_batch.encoder_len,)
         if self.first_decoder_stage is not None and boundary >= self.first_decoder_stage:
             sides = (micro_batch.encoder_len, micro_batch.decoder_len)
-        return tuple(self._spec(seq_len // self.sequence_shards, micro_batch.rows) for seq_len in sides)
+        specs = tuple(self._spec(seq_len // self.sequence_shards, micro_batch.rows) for seq_len in sides)
+        if self.first_head_stage is None or boundary < self.first_head_stage:
+            return specs
+        positions = self._positions(sides[-1] // self.position_shards, micro_batch.rows)
+        return *specs, *[TensorSpec(positions, "float64" if self.dtype == "float64" else "float32")] * 2
 
     def _spec(self, seq_len: int, rows: int) -> TensorSpec:
-        shape = (seq_len, rows) if self.order == "sbh" else (rows, seq_len)
-        return TensorSpec((*shape, self.hidden_size), self.dtype)
+        return TensorSpec((*self._positions(seq_len, rows), self.hidden_size), self.dtype)
+
+    def _positions(self, seq_len: int, rows: int) -> tuple[int, int]:
+        return (seq_len, rows) if self.order == "sbh" else (rows, seq_len)
 
 
 ZeroStage = Literal[0, 1, 2, 3]

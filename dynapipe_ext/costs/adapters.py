@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from dynapipe_ext.batch.topology import Topology, ZeroStage, refuse_half_layers
+from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FrozenWeights, adjusted, frozen_weights
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.states import ADAM_MOMENTS, BYTES_PER_PARAMETER, StateRecipe, parameters_per_stage, state_bytes
@@ -39,6 +40,7 @@ def adapter_costs(
     factors of that. The adapters' own forward, r (inputs + outputs) products a token, is not counted: about a
     hundredth.
     """
+    refuse_spread(topology, "a model with adapters")
     layers = _layers(architecture, topology)
     trained = layers * lora.num_weights_a_block
     frozen = np.array(parameters_per_stage(architecture, topology), np.int64)

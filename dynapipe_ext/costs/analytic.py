@@ -23,7 +23,7 @@ from dynapipe_ext.batch.topology import (
 )
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.floor import GrowingTimes
-from dynapipe_ext.costs.layers import LayerPart, parts_of_stages
+from dynapipe_ext.costs.layers import HEAD_MESSAGE_BYTES, LayerPart, parts_of_stages
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
@@ -48,6 +48,7 @@ from dynapipe_ext.costs.states import (
     check_states,
     checked_topology,
     largest_layers,
+    rows_on_rank,
     states_of_stages,
 )
 from dynapipe_ext.costs.tokens import carried_start, count_positions, topology_from_json, topology_to_json
@@ -102,6 +103,10 @@ class AnalyticCosts:
     of the FLOPs' time: ten percent is above what 8 H200 took between 2 and 4 ranks of one node. Keys and values of a
     long sample's pieces lie by heads, with all positions. Where they are gathered, a running layer also holds those of
     the whole row, and their gradients.
+
+    A head over pipeline ranks costs each of its stages the same part of the products and of the logits, and the
+    overhead of an action. Each keeps the head's input, of which a message brings all but the first a copy, and four
+    fp32 numbers a position: the joined sums and targets of a message and its own.
     """
 
     architecture: Architecture
@@ -168,8 +173,14 @@ class AnalyticCosts:
             has_decoder=False,
             total_layers=self.architecture.num_layers,
             replica_collectives=ReplicaCollectives.of_zero(self.zero_stage, ep=self.ep),
-            activation_format=ActivationFormat(self.architecture.hidden_size, dtype, sequence_shards=shards),
+            activation_format=ActivationFormat(
+                self.architecture.hidden_size,
+                dtype,
+                sequence_shards=shards,
+                first_head_stage=self.topology.first_head_stage,
+            ),
             prices_halves=True,
+            prices_spread=True,
             prices_pieces=not self.capacity_factor and not self.architecture.sliding_window,
             offload=self.offload,
             slices_head=self.head_slice > 0,
@@ -182,7 +193,7 @@ class AnalyticCosts:
         return SlicedHead(
             slice_len=self.head_slice,
             hidden_size=a.hidden_size,
-            columns=a.vocab_size // tp,
+            columns=a.vocab_size // tp // len(self.topology.head_stages),
             value_bytes=self.activation_bytes_per_value,
             divided=self.sequence_parallel,
         )
@@ -311,9 +322,9 @@ class AnalyticCosts:
         return costs.refusing(bad)
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
-        """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
+        """Stored bytes of the final norm, the head and its logits on every stage, shape (S, M)."""
         without = replace(self, head_bytes_factor=0.0).evaluate(micro_batches)
-        head: IntArray = self.evaluate(micro_batches).stored_bytes[-1] - without.stored_bytes[-1]
+        head: IntArray = self.evaluate(micro_batches).stored_bytes - without.stored_bytes
         return head
 
     def _has_positions(self, length: int) -> bool:
@@ -327,10 +338,11 @@ class AnalyticCosts:
         tokens, squares = -(-tokens // width), -(-squares // width)  # of one rank
         is_sliced = self.sliced_head.of(is_sliced, tokens)
         stage_layers, attentions = self._layers, self._attentions()
-        is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
+        heads, stages = self.topology.head_stages, np.arange(self.num_stages)[:, None]
+        has_head = stages >= heads.start
 
         attention_flops = (1 if self.flash else 2) * (a.query_size + a.attended_size) * whole_squares // tp
-        matmul = head = is_last * (2 * a.vocab_size * a.hidden_size // tp * whole_tokens)
+        matmul = head = has_head * (2 * a.vocab_size * a.hidden_size // tp // len(heads) * whole_tokens)
         again = attentions * np.where(full | selective, attention_flops, 0) + is_sliced * head
         stored, working = np.zeros((2, self.num_stages, len(tokens)), np.int64)
         values = self.activation_bytes_per_value
@@ -349,15 +361,17 @@ class AnalyticCosts:
                 running = whole - layer + values * self._widest(kind, tokens, routed, part)
                 working = np.maximum(working, np.where(count > 0, running, 0))
         forward = matmul + attentions * attention_flops
-        logits = tokens * (a.vocab_size // tp)
+        logits, hidden_bytes = tokens * self.sliced_head.columns, self._split(values * a.hidden_size * tokens)
         logits_bytes = np.where(is_sliced, self.sliced_head.kept_bytes(tokens), 4 * logits)
-        head_bytes = 2 * self._split(values * a.hidden_size * tokens) + logits_bytes
+        head_bytes = (1 + (stages == heads.start)) * hidden_bytes + logits_bytes  # the norm's input and the head's
+        if len(heads) > 1:
+            head_bytes = head_bytes + 2 * HEAD_MESSAGE_BYTES * tokens
         if self.split_backward:
             put_off = values * (a.hidden_size * tokens + logits)
             head_bytes = np.where(is_sliced, head_bytes, np.maximum(head_bytes, put_off))
         head_working = np.where(is_sliced, self.sliced_head.working_bytes(tokens), values * logits)
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
-        sent = self._split(values * a.hidden_size * tokens) * np.ones((self.num_stages - 1, 1), np.int64)
+        sent = hidden_bytes + (has_head[:-1] * HEAD_MESSAGE_BYTES) * tokens
         links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         halves = attentions + np.array([len(stage.mlp) for stage in stage_layers], np.int64)[:, None]
         overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
@@ -366,8 +380,8 @@ class AnalyticCosts:
             backward_ns=overhead_ns + self._ns(2 * forward + again, taxed=True),
             weight_ns=self._ns(np.where(full, 0, matmul - is_sliced * head)),
             stored_bytes=scaled_bytes(stored, self.layer_bytes_factor)
-            + scaled_bytes(is_last * head_bytes, self.head_bytes_factor),
-            working_bytes=np.maximum(working, is_last * head_working) + self._unsharded_bytes()[:, None],
+            + scaled_bytes(has_head * head_bytes, self.head_bytes_factor),
+            working_bytes=np.maximum(working, has_head * head_working) + self._unsharded_bytes()[:, None],
             transfer_ns=links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
             static_bytes=self.static_bytes(),
@@ -472,8 +486,8 @@ class AnalyticCosts:
         stages = np.zeros(self.num_stages, np.int64)
         if self._zero_stage >= 2 and (self.topology.dp > 1 or self.offload != "none"):
             stages = largest_layers(self.architecture, self.topology, self.ep)
-            embedding = self.architecture.vocab_size * self.architecture.hidden_size // self.topology.tp
-            stages[[0, -1]] = np.maximum(stages[[0, -1]], embedding)
+            for held in self.topology.embedding_stages, self.topology.head_stages:
+                stages[held] = np.maximum(stages[held], rows_on_rank(self.architecture, self.topology.tp, held))
         weights, gradients, _ = BYTES_PER_PARAMETER[self._recipe]
         return stages * (gradients + (weights if self._zero_stage == 3 else 0))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.links import Links
+from dynapipe_ext.costs.measured_blocks import MeasuredBlock
 from dynapipe_ext.models.architecture import Architecture
 
 
@@ -46,6 +48,22 @@ class BlockAttention:
             key_values=keys + (a.value_size // tp if a.latent else keys),
         )
 
+    @classmethod
+    def of_sizes(cls, sizes: Mapping[str, Any], topology: Topology) -> BlockAttention | None:
+        """Of sizes by the names of `Architecture`; None where they say no heads, or those of latent attention."""
+        names = ("num_heads", "num_query_groups", "head_dim")
+        if sizes.get("latent") or not all(isinstance(sizes.get(name), int) for name in names):
+            return None
+        heads, groups, head_size = (int(sizes[name]) for name in names)
+        groups_here = -(-groups // topology.tp)
+        return cls(
+            width=topology.width,
+            num_heads=max(1, heads // topology.tp),
+            num_key_heads=groups_here,
+            query_values=2 * heads * head_size // topology.tp,
+            key_values=2 * groups_here * head_size,
+        )
+
     @property
     def head_ranks(self) -> int:
         """The largest power of two that divides both the width and the query heads."""
@@ -78,6 +96,17 @@ class BlockAttention:
             2 if self.gather_ranks == 1 else 3
         )  # of queries, keys and values, or these apart; of what they attend to
         return LinearTime(float(count * link.latency_ns), value_bytes * self.exchanged_values * 1e9 / link.bytes_per_s)
+
+    def measured_time(self, measured: MeasuredBlock, value_bytes: int) -> LinearTime:
+        """The same where blocks of this width were measured. Keys and values go with the queries, or are gathered."""
+        even, gathered = measured.even, measured.gathered
+        others, is_gathered = (self.width - 1) / self.width, self.gather_ranks > 1
+        with_keys = gathered if is_gathered else even
+        position_ns = 1e9 * (
+            self.query_values / self.width / even.bytes_per_s + self.kept_values / with_keys.bytes_per_s
+        )
+        fixed_ns = 2 * even.latency_ns + is_gathered * gathered.latency_ns
+        return LinearTime(float(fixed_ns), value_bytes * others * position_ns)
 
 
 @dataclass(frozen=True, slots=True)

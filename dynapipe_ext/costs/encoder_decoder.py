@@ -13,20 +13,22 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.memory import stage_layers, states
 from dynapipe_ext.costs.model import (
+    UNCOUNTED_TAX,
     IntArray,
     MicroBatchCosts,
     ModelFacts,
     PricesShapes,
     SlicedHead,
+    check_tax,
     fingerprint,
     kinds_of_layers,
-    no_width,
     refuse_carried,
     scaled_bytes,
     within_layers,
@@ -36,7 +38,8 @@ from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 
-_LEFT_OUT = ("exact_sums", "head_slice")  # of descriptions, where they are as before costs knew them
+# Left out of descriptions, where they are as before costs knew them.
+_USUAL = (("exact_sums", False), ("head_slice", 0), ("width_tax", UNCOUNTED_TAX))
 _SIDES = 5  # tokens of encoder and decoder; positions^2 of encoder, decoder, and across
 
 
@@ -66,14 +69,22 @@ class EncoderDecoderCosts:
     sequence_parallel: bool = False
     dropout: bool = False
     head_slice: int = 0
+    width_tax: float = UNCOUNTED_TAX
 
     def __post_init__(self) -> None:
         a = self.architecture
+        check_tax(self.width_tax)
         if not a.num_decoder_layers:
             raise ConfigError(f"a {a.family} model has no decoder side: count it by AnalyticCosts")
         for name, size in (("num_heads", a.num_heads), ("ffn_hidden_size", a.ffn_hidden_size)):
             if size % self.topology.tp:
                 raise ConfigError(f"{name} {size} does not divide over tp {self.topology.tp}: lower tp")
+        if self.topology.width not in (allowed := priced_widths(a, self.topology)):
+            raise ConfigError(
+                f"width {self.topology.width} does not divide the {a.num_heads // self.topology.tp} heads of a tensor"
+                " parallel rank, and keys of two sides are not gathered: take one of"
+                f" {', '.join(map(str, allowed))}"
+            )
 
     @property
     def num_stages(self) -> int:
@@ -102,7 +113,9 @@ class EncoderDecoderCosts:
     def _price(self, sizes: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
         a, tp, values = self.architecture, self.topology.tp, self.activation_bytes_per_value
         h, q = a.hidden_size, a.query_size
-        enc, dec, enc2, dec2, cross2 = sizes
+        whole_enc, whole_dec, *scores = sizes
+        width = self.topology.width
+        enc, dec, enc2, dec2, cross2 = -(-sizes // width)  # of one rank
         recompute, is_sliced = kinds_of_layers(recompute)
         is_sliced = self.sliced_head.of(is_sliced, dec)
         full, selective = recompute == "full", recompute == "selective"
@@ -112,9 +125,10 @@ class EncoderDecoderCosts:
         fc1 = a.fc1_size
 
         dense = 2 * (4 * h * q + h * (fc1 + a.ffn_hidden_size)) // tp
-        matmul = num_enc * (dense * enc) + num_dec * (dense * dec + 4 * h * q // tp * (dec + enc))
-        attention = 4 * q // tp * (num_enc * enc2 + num_dec * (dec2 + cross2))
-        head = is_last * (2 * a.vocab_size * h // tp * dec)
+        matmul = num_enc * (dense * whole_enc)
+        matmul = matmul + num_dec * (dense * whole_dec + 4 * h * q // tp * (whole_dec + whole_enc))
+        attention = 4 * q // tp * (num_enc * scores[0] + num_dec * (scores[1] + scores[2]))
+        head = is_last * (2 * a.vocab_size * h // tp * whole_dec)
         forward = matmul + attention + head
         again = np.where(full, matmul, 0) + np.where(full | selective, attention, 0) + is_sliced * head
 
@@ -137,8 +151,8 @@ class EncoderDecoderCosts:
         sent = sent * np.ones((self.num_stages - 1, 1), np.int64)
         overhead_ns = (num_enc + num_dec) * self.layer_overhead_ns
         return MicroBatchCosts(
-            forward_ns=overhead_ns + self._ns(forward),
-            backward_ns=overhead_ns + self._ns(2 * forward + again),
+            forward_ns=overhead_ns + self._ns(forward, taxed=True),
+            backward_ns=overhead_ns + self._ns(2 * forward + again, taxed=True),
             weight_ns=self._ns(np.where(full, 0, matmul + ~is_sliced * head)),
             stored_bytes=stored + is_last * head_bytes,
             working_bytes=np.maximum(working, is_last * head_working),
@@ -171,7 +185,10 @@ class EncoderDecoderCosts:
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
-        kept_positions = (0 if m.layer_recompute == "stage" else m.rows * m.decoder_len for m in micro_batches)
+        width = self.topology.width
+        kept_positions = (
+            0 if m.layer_recompute == "stage" else -(-m.rows * m.decoder_len // width) for m in micro_batches
+        )
         dec, kinds = np.fromiter(kept_positions, np.int64), np.array([m.recompute for m in micro_batches], np.str_)
         return self.head_bytes_of(dec, self.in_slices(kinds, dec))
 
@@ -197,8 +214,12 @@ class EncoderDecoderCosts:
         """The softmax, and with dropout its mask and its output."""
         return self.activation_bytes_per_value * (3 if self.dropout else 1)
 
-    def _ns(self, flops: IntArray) -> IntArray:
-        time_ns: IntArray = np.rint(flops * (1e9 / self.flops_per_s)).astype(np.int64)
+    def _ns(self, flops: IntArray, *, taxed: bool = False) -> IntArray:
+        """Of FLOPs that the ranks of a block divide; `taxed`, with what they exchange."""
+        flop_ns, width = 1e9 / self.flops_per_s, self.topology.width
+        if width > 1:
+            flop_ns *= (1 + self.width_tax * taxed) / width
+        time_ns: IntArray = np.rint(flops * flop_ns).astype(np.int64)
         return time_ns
 
     def _split(self, num_bytes: IntArray) -> IntArray:
@@ -206,11 +227,21 @@ class EncoderDecoderCosts:
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        own = {name: value for name, value in asdict(self).items() if name != "head_slice" or value}
+        own = without_usual(asdict(self))
         return {"kind": "encoder-decoder", **own, **described}
 
     def fingerprint(self) -> str:
         return fingerprint(self.to_json())
+
+
+def without_usual(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(item for item in settings.items() if item not in _USUAL)
+
+
+def priced_widths(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
+    """Those that divide the heads of a tensor parallel rank."""
+    heads = max(1, architecture.num_heads // topology.tp)
+    return tuple(1 << power for power in range((heads & -heads).bit_length()))
 
 
 def _sizes(m: MicroBatch) -> tuple[int, int, int, int, int]:
@@ -253,8 +284,10 @@ class EncoderDecoderRunCosts:
     split_backward: bool = False
     exact_sums: bool = False
     head_slice: int = 0
+    width_tax: float = UNCOUNTED_TAX
 
     def __post_init__(self) -> None:
+        refuse_spread(self.topology, "a model with a decoder side")
         _ = self._counted, self.stage_layers  # refuse what cannot be cut
 
     @property
@@ -269,6 +302,7 @@ class EncoderDecoderRunCosts:
             sequence_parallel=self.sequence_parallel,
             dropout=self.dropout,
             head_slice=self.head_slice,
+            width_tax=self.width_tax,
         )
 
     @property
@@ -289,6 +323,8 @@ class EncoderDecoderRunCosts:
             replica_collectives=ReplicaCollectives.of_zero(int(self.distributed_optimizer)),
             activation_format=form,
             slices_head=self.head_slice > 0,
+            width=self.topology.width,
+            priced_widths=priced_widths(self.architecture, self.topology),
         )
 
     @property
@@ -304,10 +340,8 @@ class EncoderDecoderRunCosts:
         return replace(self, topology=topology), topology
 
     def at_width(self, width: int) -> EncoderDecoderRunCosts:
-        """Errors: ConfigError above 1: attention across the sides has no count of what a block exchanges."""
-        if width > 1:
-            raise no_width("costs of an encoder-decoder", width)
-        return self
+        """Errors: ConfigError for a width that does not divide the heads."""
+        return replace(self, topology=self.topology.at_width(width))
 
     def recounted(self, change: Callable[[Any], Any]) -> EncoderDecoderRunCosts:
         changed: EncoderDecoderRunCosts = change(self)
@@ -360,6 +394,7 @@ class EncoderDecoderRunCosts:
     def _in_run(
         self, costs: MicroBatchCosts, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]
     ) -> MicroBatchCosts:
+        enc, dec = -(-enc // self.topology.width), -(-dec // self.topology.width)  # of one rank
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
         head = is_last * self._counted.head_bytes_of(dec, self._counted.in_slices(recompute, dec))
         recompute, _ = kinds_of_layers(recompute)
@@ -376,7 +411,7 @@ class EncoderDecoderRunCosts:
         ).keeping_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
-        own = {name: value for name, value in asdict(self).items() if name not in _LEFT_OUT or value}
+        own = without_usual(asdict(self))
         return {"kind": "encoder-decoder", **own, "topology": topology_to_json(self.topology)}
 
     @classmethod

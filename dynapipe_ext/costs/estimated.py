@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, Layout, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import Offload, ReplicaCollectives, Topology
+from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
@@ -224,13 +225,17 @@ class EstimatedCosts:
         return either
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
-        """The part of the last stage's stored bytes that is the head's: norm, logits; shape (M,)."""
+        """The part of the stored bytes of every stage that is the head's: norm, logits; shape (S, M)."""
+        has_head = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
+        if isinstance(self.base, AnalyticCosts) and self.plain is None:
+            return self.base.head_bytes(micro_batches)
         if self.plain is not None:
             kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
             positions = np.fromiter(kept_positions, np.int64)
             _, is_sliced = kinds_of_layers(np.array([m.recompute for m in micro_batches], np.str_))
-            return self._plain_head_bytes(self.plain, positions, self.base.sliced_head.of(is_sliced, positions))
-        return self.base.head_bytes(micro_batches)
+            is_sliced = self.base.sliced_head.of(is_sliced, positions)
+            return has_head * self._plain_head_bytes(self.plain, positions, is_sliced)
+        return has_head * self.base.head_bytes(micro_batches)
 
     def _collectives_ns(
         self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]
@@ -358,6 +363,7 @@ def estimated_costs(
     )
     base, plain = _counted_costs(architecture, cluster, strategy, precision), None
     if isinstance(base, AnalyticCosts) and not cluster.device.is_fused and PlainLayers.know(architecture):
+        refuse_spread(topology, "an estimate of operators one by one")
         plain = PlainLayers.of(base, packed=layout == "packed")
     return EstimatedCosts(
         base=base,

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
-from dynapipe_ext.batch.topology import StageLayers, layers_of_cut, refuse_half_layers
+from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
 
@@ -19,6 +19,9 @@ HALVES: tuple[LayerKind, ...] = ("attention", "mlp")  # of an encoder layer
 LayerPart = Literal["layer", "attention", "mlp"]
 COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 bytes; peak is while the layer runs
 WEIGHT = "weight_ms"  # a column that not every measurement has
+HEAD_PEAK = "peak_mb"  # a column that not every measurement of a head has
+# Of a position, between parts of a head, beside hidden states: the log of the sum so far, and the target's logit.
+HEAD_MESSAGE_BYTES = 2 * 4
 
 
 def stage_values(
@@ -146,6 +149,28 @@ def values_with_halves(
     return np.concatenate([times, [stored, stored + working]])
 
 
+def values_with_spread_head(
+    total: FloatArray, head: Grid, stages: range, shapes: FloatArray, hidden_bytes: int
+) -> tuple[FloatArray, BoolArray]:
+    """`total` of layers, (5, stages, M) as `values_with_halves` has it, with the same part of the head on each of
+    `stages`; and which shapes the head's grid knows.
+
+    A part takes as much of the head's time and memory as it has of the vocabulary. All of the head's input of
+    `hidden_bytes` a position comes on top, and what a message brings beside it, which a stage keeps with its own.
+    """
+    parts = len(stages)
+    at, in_table = head.at(list(shapes[:2]))
+    values = dict(zip(head.columns, at / parts, strict=True))
+    with_head, nothing = total.copy(), np.zeros(shapes.shape[1])
+    forward, backward, stored, _ = (values.get(name, nothing) for name in COLUMNS)
+    kept = 1e-6 * (hidden_bytes + 2 * HEAD_MESSAGE_BYTES) * shapes[0] * shapes[1]
+    with_head[:4, stages] += np.stack([forward, backward, values.get(WEIGHT, nothing), stored + kept])[:, None]
+    if HEAD_PEAK in values:
+        running = with_head[3, stages] + values[HEAD_PEAK] - stored
+        with_head[4, stages] = np.maximum(with_head[4, stages], running)
+    return with_head, in_table
+
+
 def equivalent_shape(m: MicroBatch, grid: Grid | None) -> tuple[float, float, float]:
     """(rows, encoder_len, decoder_len), not always whole.
 
@@ -174,13 +199,20 @@ def equivalent_shape(m: MicroBatch, grid: Grid | None) -> tuple[float, float, fl
 
 
 def parameters_by_stage(
-    layers: Sequence[tuple[int, int]], parameters: Mapping[str, float], halves: Sequence[tuple[int, int]] = ()
+    layers: Sequence[tuple[int, int]],
+    parameters: Mapping[str, float],
+    halves: Sequence[tuple[int, int]] = (),
+    topology: Topology | None = None,
 ) -> FloatArray:
     """Of every stage its layers, and of `halves` its attentions and MLPs alone; of the "embedding" one copy on the
     first stage and one where the decoder begins; where
     known, the "head" on the last stage and, unless an embedding is there, the "tied_head"; the "encoder_norm" where
     the encoder ends; and "position_biases" once for each side that it has layers of.
+
+    Over the stages of a `topology` embedding and head are divided as it says.
     """
+    if topology is not None and topology.vocabulary != "whole":
+        return _parameters_of_spread(layers, parameters, halves, topology)
     halves = halves or [(0, 0)] * len(layers)
     end, last = encoder_end_stage(with_halves(layers, halves)), len(layers) - 1
     embeddings = {0, first_decoder_stage(layers) or 0}
@@ -197,6 +229,20 @@ def parameters_by_stage(
     for stage, counts in enumerate(halves):
         total[stage] += sum(count * parameters[part] for part, count in zip(HALVES, counts, strict=True) if count)
     return np.array(total)
+
+
+def _parameters_of_spread(
+    layers: Sequence[tuple[int, int]],
+    parameters: Mapping[str, float],
+    halves: Sequence[tuple[int, int]],
+    topology: Topology,
+) -> FloatArray:
+    """`parameters_by_stage` of a decoder-only model, its learned positions and final norm divided like their ends."""
+    ends = dict.fromkeys(("embedding", "head", "tied_head"), 0.0)
+    total = parameters_by_stage(layers, {**parameters, **ends}, halves)
+    for name, stages in ("embedding", topology.embedding_stages), ("head", topology.head_stages):
+        total[stages] += parameters.get(name, 0.0) / len(stages)
+    return total
 
 
 def with_halves(layers: Sequence[tuple[int, int]], halves: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

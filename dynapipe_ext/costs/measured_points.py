@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import Recompute
-from dynapipe_ext.costs.floor import least_from_on
-from dynapipe_ext.costs.grid import FloatArray, Grid
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, least_from_on
+from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import COLUMNS, HALVES, LayerKind
+from dynapipe_ext.costs.model import PricesShapes
+from dynapipe_ext.costs.pieces import PieceSurcharges
 
 # Numbers of rows that count as points besides the measured ones: how many fit is known to the row up to 16.
 _MORE_ROWS = (*range(1, 16), 20, 24, 28, 40, 48, 56)
@@ -75,3 +80,86 @@ def hardest(tables: Sequence[FloatArray], static: Sequence[int]) -> tuple[tuple[
         else:
             most_of.append((table, beside))
     return tuple(most_of)
+
+
+class LaidOutTable(PricesShapes, Protocol):
+    """What is looked at of measured costs over the stages of a topology."""
+
+    @property
+    def grids(self) -> Mapping[tuple[Recompute, LayerKind], Grid]: ...
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def pieces(self) -> PieceSurcharges | None: ...
+
+    @property
+    def has_decoder(self) -> bool: ...
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]: ...
+
+    def stage_layers(self) -> list[tuple[int, int]]: ...
+
+    def stage_halves(self) -> list[tuple[int, int]]: ...
+
+    def stage_attentions(self) -> list[int]: ...
+
+
+@lru_cache(maxsize=8)
+def table_points(
+    table: LaidOutTable, stage_ranks: tuple[int, ...], split: bool, least: PricesShapes | None
+) -> TablePoints:
+    """The points of a table, where `least` may price their times; kept for those in use, as they depend on no batch."""
+    rows_axis, encoder, decoder = merged_axes(table.grids, has_decoder=table.has_decoder)
+    shape = (len(rows_axis), len(encoder), len(decoder))
+    rows, enc, dec = (x.ravel() for x in np.meshgrid(rows_axis, encoder, decoder, indexing="ij"))
+    firsts = [stage_ranks.index(rank) for rank in sorted(set(stage_ranks))]
+    names = ("work", "head", "tail")
+    times: dict[str, list[list[FloatArray]]] = {name: [[] for _ in firsts] for name in names}
+    chains: list[FloatArray] = []
+    held: list[list[FloatArray]] = []
+    stages_held = list(zip(table.stage_layers(), table.stage_halves(), strict=True))
+
+    def at_points(values: FloatArray, bad: BoolArray) -> FloatArray:
+        return np.where(bad, NEVER_NS, values).reshape(shape)
+
+    for recompute in table.recomputes:
+        priced = (least or table).evaluate_shapes(rows, enc, dec, recompute)
+        bad = priced.infeasible
+        forward, backward = (x.astype(np.float64) for x in (priced.forward_ns, priced.backward_ns))
+        for i, first in enumerate(firsts):
+            own = [s for s, rank in enumerate(stage_ranks) if rank == stage_ranks[first]]
+            times["work"][i].append(at_points((forward[own] + backward[own]).sum(axis=0) / rows, bad))
+            times["head"][i].append(at_points(forward[:first].sum(axis=0), bad))
+            times["tail"][i].append(at_points(backward[: 0 if split else first].sum(axis=0), bad))
+        chains.append(at_points(priced.chain_ns(split=split), bad))
+        running = [
+            [part / table.topology.width for part in stage]
+            for stage in running_bytes(table.grids, recompute, (rows, enc, dec), stages_held)
+        ]
+        parts = [*priced.stored_bytes.astype(np.float64), *(part for stage in running for part in stage)]
+        held.append([that_grow(at_points(part, bad)) for part in parts])
+    static = [sum(int(priced.static_bytes[s]) for s, r in enumerate(stage_ranks) if r == rank) for rank in stage_ranks]
+    beside = static + [static[stage] for stage, parts in enumerate(running) for _ in parts]
+    work, head, tail = ([np.concatenate(parts) for parts in times[name]] for name in names)
+    work_of = [next(j for j, other in enumerate(work) if np.array_equal(one, other)) for one in work]
+    used = sorted(set(work_of))
+    chain = np.concatenate(chains)
+    of_row = chain / np.tile(rows_axis, len(chains))[:, None, None]
+    num_rows = len(rows_axis)
+    attended = table.pieces and table.pieces.attended_ns(table.stage_attentions(), stage_ranks, table.topology.width)
+    return TablePoints(
+        rows=rows_axis,
+        axes=(encoder, decoder),
+        work=tuple(PointTable.of(work[j], num_rows) for j in used),
+        work_of=tuple(used.index(j) for j in work_of),
+        head=tuple(PointTable.of(values, num_rows) for values in head),
+        tail=tuple(PointTable.of(values, num_rows) for values in tail),
+        chain=PointTable.of(chain, num_rows),
+        chain_of_row=PointTable.of(of_row, num_rows),
+        attended_ns=attended,
+        needed=hardest([np.concatenate(parts) for parts in zip(*held, strict=True)], beside),
+        has_decoder=table.has_decoder,
+    )

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from dynapipe_ext.batch.topology import Offload, Topology, refuse_half_layers
+from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, state_bytes
+from dynapipe_ext.costs.states import (
+    BYTES_PER_PARAMETER,
+    StateBytes,
+    StateRecipe,
+    refuse_undivided_vocabulary,
+    state_bytes,
+)
 from dynapipe_ext.models.architecture import Architecture, kinds_of_stages, layer_kinds
 from dynapipe_ext.models.tensors import GroupKind, tensor_groups
 
@@ -67,9 +74,9 @@ def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[i
 
 
 def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
-    """The stages that read tokens: the first, the last, and the one where a decoder begins."""
+    """The stages that read tokens: those of embeddings and heads, and the one where a decoder begins."""
     layers = stage_layers(architecture, topology)
-    return 0, first_decoder_stage(layers) or 0, len(layers) - 1
+    return *topology.embedding_stages, first_decoder_stage(layers) or 0, *topology.head_stages
 
 
 def stage_parameters(
@@ -78,13 +85,17 @@ def stage_parameters(
     """Parameters of every stage, as Megatron lays them out.
 
     The last stage has a copy of a tied head whose embedding is on another rank; the first stage of T5's decoder has
-    another. `vocab_size` 0 means the unpadded vocabulary. `ep` replicas share the experts. On one stage, with tp 1 and
+    another. Parts of a vocabulary over pipeline ranks are alike, and a tied one has no copy. `vocab_size` 0 means the
+    unpadded vocabulary. `ep` replicas share the experts. On one stage, with tp 1 and
     the unpadded vocabulary, the sum is the published number of parameters.
     """
     a, tp = architecture, topology.tp
     refuse_half_layers(topology.layers_per_stage, "a count of every tensor")
+    if a.num_decoder_layers:
+        refuse_spread(topology, "a model with a decoder side")
+    refuse_undivided_vocabulary(replace(a, vocab_size=vocab_size or a.vocab_size), topology)
     layers = stage_layers(a, topology)
-    last, first_decoder = len(layers) - 1, first_decoder_stage(layers) or 0
+    heads, embeddings, first_decoder = topology.head_stages, topology.embedding_stages, first_decoder_stage(layers) or 0
     sides = ("encoder", "decoder") if a.num_decoder_layers else ("", "")
     common, experts = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
     unit = np.zeros(len(layers), np.int64)
@@ -106,18 +117,16 @@ def stage_parameters(
             experts[stage] += count * per_layer[side, number, True]
             whole = per_layer[side, number, False] + per_layer[side, number, True]
             unit[stage] = max(unit[stage], whole if count else 0)
-    with_embedding = {0, first_decoder} if a.num_decoder_layers else {0}
-    if not a.tied_embeddings:
-        common[last] += embedding
-    ranks = topology.stage_ranks
-    for stage in with_embedding | ({last} if a.tied_embeddings and ranks[last] != ranks[0] else set()):
-        common[stage] += embedding
-    common[0] += outside["", "position"]
-    common[last] += outside["decoder" if a.num_decoder_layers else "", "final_norm"]
+    with_embedding, ranks = {*embeddings, first_decoder}, topology.stage_ranks
+    shares_rows = a.tied_embeddings and (topology.vocabulary != "whole" or ranks[-1] == ranks[0])
+    for stages, parts, has_own in (with_embedding, embeddings, True), ({*heads}, heads, not shares_rows):
+        for stage in stages:
+            common[stage] += has_own * (embedding // len(parts))
+            unit[stage] = max(unit[stage], embedding // len(parts))
+    common[embeddings[-1]] += outside["", "position"]
+    common[heads[0]] += outside["decoder" if a.num_decoder_layers else "", "final_norm"]
     if a.num_decoder_layers:
         common[max(s for s, (n, _) in enumerate(layers) if n)] += outside["encoder", "final_norm"]
-    for stage in with_embedding | {last}:
-        unit[stage] = max(unit[stage], embedding)
     return StageParameters(common, experts, unit)
 
 

@@ -247,7 +247,8 @@ class ModelFacts:
     over replicas, `activation_format`: what its messages hold; None: unknown. `offload`: which states a rank leaves on
     the host. `sharded_state_bytes`: bytes of states, for each byte of parameters, that are divided over replicas.
     `measured_sizes`: sizes of the model that was measured, by the names of `Architecture`. `prices_halves`:
-    stages may be cut between the attention and the MLP of a layer. `width`: the data parallel ranks of a replica, on
+    stages may be cut between the attention and the MLP of a layer, `prices_spread`: the vocabulary may lie over the
+    ranks of a pipeline. `width`: the data parallel ranks of a replica, on
     each of which a micro-batch costs this.
     """
 
@@ -256,8 +257,10 @@ class ModelFacts:
     replica_collectives: ReplicaCollectives | None = None
     activation_format: ActivationFormat | None = None
     prices_halves: bool = False
+    prices_spread: bool = False
     prices_pieces: bool = False  # pieces of long samples (attention "carried")
     width: int = 1
+    priced_widths: tuple[int, ...] | None = None  # those with a price, where they are not all
     forwards_alone: bool = False  # no backward follows a forward
     offload: Offload = "none"
     slices_head: bool = False  # prices for kinds of recomputation with the head in slices

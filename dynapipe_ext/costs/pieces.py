@@ -14,7 +14,9 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.grid import Grid
+from dynapipe_ext.costs.layers import COLUMNS
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.packed_rows import PackedLayer, packed_sizes
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
@@ -94,10 +96,14 @@ class SampleInPieces:
     def starts(self) -> list[int]:
         return [number * self.size for number in range(len(self.pieces.forward_s))]
 
-    def beside(self, grid: Grid, factor: float) -> SampleInPieces:
-        """With the bytes that a table has for the document: those of its grid of layers, times a factor."""
+    def beside(self, grid: Grid, packed: PackedLayer | None) -> SampleInPieces:
+        """With the bytes that a table has for the document: those of its grid of layers, or of packed rows, if more."""
         values, _ = grid.at([np.ones(1), np.array([self.size], np.float64)])
-        stored, peak = (int(factor * 1e6 * values[grid.columns.index(name), 0]) for name in ("stored_mb", "peak_mb"))
+        megabytes = values[[grid.columns.index(name) for name in COLUMNS[2:]]]
+        if packed is not None:
+            row = MicroBatch((SampleLength(0, self.size),), "packed")
+            megabytes = np.maximum(megabytes, packed.of(packed_sizes([row])))
+        stored, peak = (int(1e6 * one) for one in megabytes[:, 0])
         return replace(self, document=replace(self.document, stored_bytes=stored, peak_bytes=peak))
 
 
@@ -217,6 +223,13 @@ class PieceSurcharges:
         """The least that a layer takes for each position of a piece and each before it."""
         return min(one.attended_ns for one in self.by_recompute.values())
 
+    def attended_ns(self, layers: Sequence[int], stage_ranks: tuple[int, ...], width: int) -> tuple[float, ...]:
+        """The same on every pipeline rank, of stages with so many layers and for one rank of a block of `width`."""
+        held = [
+            sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))
+        ]
+        return tuple(count * self.least_attended_ns / width for count in held)
+
     def added(
         self,
         costs: MicroBatchCosts,
@@ -224,12 +237,15 @@ class PieceSurcharges:
         layers: IntArray,
         value_bytes: int,
         block: BlockAttention | None = None,
+        *,
+        tax: float = 0.0,
     ) -> MicroBatchCosts:
         """The costs of packed rows, `layers` on every stage, where the first documents of some are pieces; all pieces
         of a sample are among them.
 
         The first piece holds keys and values of all positions, and sums of the gradients of those before the last. On a
-        rank of a `block` these lie by heads, as what a running layer holds of them; all else is divided by its width.
+        rank of a `block` these lie by heads, as what a running layer holds of them; all else is divided by its width,
+        and times have a `tax` on top.
         """
         width = 1 if block is None else block.width
         of_keys = 1.0 if block is None or width == 1 else block.kept_values / block.key_values
@@ -245,7 +261,7 @@ class PieceSurcharges:
                 total += its * more
         kept_bytes = math.ceil(self.kept_values * of_keys) * positions.kept_bytes(value_bytes)
         layer = layers[:, None]
-        forward_ns, backward_ns = (np.rint(layer * x / width).astype(np.int64) for x in (forward, backward))
+        forward_ns, backward_ns = (np.rint(layer * x / width * (1 + tax)).astype(np.int64) for x in (forward, backward))
         of_own = np.ceil(layer * stored / width).astype(np.int64)
         of_running = (layer > 0) * np.ceil(working * of_keys).astype(np.int64)
         return replace(

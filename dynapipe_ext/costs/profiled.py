@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,10 @@ from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, Layout, MicroBatc
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
+from dynapipe_ext.costs.measured_blocks import BlockTimes
+from dynapipe_ext.costs.measuring_time import MeasuringTime
 from dynapipe_ext.costs.memory import stage_parameters
+from dynapipe_ext.costs.packed_rows import PackedLayer
 from dynapipe_ext.costs.pieces import MeasurePieces, PieceSurcharge, PieceSurcharges, SampleInPieces
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.surface import (
@@ -117,6 +121,10 @@ class ProfileRange:
         few, many = [(1, *lengths) for lengths in ends], [(most // sum(n), *n) for n in (*ends, middle)]
         return list(dict.fromkeys([*few, *many, (max(1, round((most / sum(middle)) ** 0.5)), *middle)]))
 
+    @property
+    def longest_row(self) -> MeasuredShape:
+        return (1, *(most for _, most in self.sides))
+
     def candidates(self) -> list[MeasuredShape]:
         return self.grid(1, 2)
 
@@ -145,6 +153,17 @@ class ProfileRange:
         samples = (SampleLength(0, size, start=number * size) for number in range(count))
         return [MicroBatch((sample,), "packed", recompute, "carried") for sample in samples]
 
+    def packed_rows(self, recompute: Recompute) -> list[MicroBatch]:
+        """Rows of one document, short to long, of many short ones, and of several; of pairs also of unlike sides."""
+        short, long = ([side[end] for side in self.sides] for end in (0, 1))
+        middle = [max(least, most // 4 // self.multiple * self.multiple) for least, most in self.sides]
+        many = max(2, min(_MANY_PIECES, sum(middle) // sum(short)))
+        rows = [[short], [middle], [long], [short] * many, [middle, middle, short, short]]
+        rows += [[pair] for pair in itertools.product(*zip(short, middle, strict=True))] if self.max_decoder_len else []
+        rows = [row for row in rows if sum(map(sum, row)) <= self.most_tokens]
+        samples = [tuple(SampleLength(i, *sizes) for i, sizes in enumerate(row)) for row in rows]
+        return [MicroBatch(row, "packed", recompute, pad_multiple=self.multiple) for row in samples]
+
     def held_out(self, count: int, seed: int) -> list[MeasuredShape]:
         """Shapes within `max_tokens` that nobody chose, spread evenly over doublings."""
         random = np.random.default_rng(seed)
@@ -161,13 +180,14 @@ class ProfileRange:
 @dataclass(slots=True)
 class Profile:
     """What was measured: by part and recomputation, by what the part sees of a shape; None where that did not fit.
-    `packed`: bytes that a layer keeps for a packed row over those of padded rows with as many tokens and squares.
-    `pieces`: of long samples, by recomputation; under every kind or none.
+    `packed`: bytes of layers on packed rows, by recomputation. `pieces`: of long samples, by recomputation; under every
+    kind or none. `blocks`: of joined ranks, by width.
     """
 
     points: dict[tuple[ModelPart, Recompute], dict[MeasuredShape, Measured | None]] = field(default_factory=dict)
-    packed: dict[Recompute, float] = field(default_factory=dict)
+    packed: dict[tuple[Recompute, LayerKind], PackedLayer] = field(default_factory=dict)
     pieces: dict[Recompute, list[SampleInPieces]] = field(default_factory=dict)
+    blocks: dict[int, BlockTimes] = field(default_factory=dict)
 
     def kinds(self, within: ProfileRange) -> list[tuple[ModelPart, Recompute]]:
         """The head recomputes nothing."""
@@ -183,6 +203,10 @@ class Profile:
         whole = max(map(len, seen), default=0)
         return sorted(shape for shape in seen if len(shape) == whole)
 
+    def expected_s(self, shape: MeasuredShape, spent: MeasuringTime, within: ProfileRange) -> float:
+        """Of a visit."""
+        return sum(spent.expected_s(part, [_micro_batch(shape, kind)]) for part, kind in self.kinds(within))
+
     def visit(self, shape: MeasuredShape, measure: MeasureShape, within: ProfileRange) -> None:
         """Measure a shape in every way that is still missing. Larger ones than what did not fit do not fit."""
         for kind in self.kinds(within):
@@ -197,25 +221,31 @@ class Profile:
         return [s for s in self.shapes() if all(seen_by(part, s) in own for part, own in measured.items())]
 
     def pack(self, measure: MeasureShape, within: ProfileRange) -> None:
-        """Measure what packing keeps beyond padding, at a middle shape that fits."""
-        shapes = [s for s in self.fitting(within) if s[0] > 1]
-        if not shapes:
-            return
-        shape = sorted(shapes, key=_tokens)[len(shapes) // 2]
+        """Measure what layers keep of packed rows. Nothing where hardly any fit."""
         for part, recompute in itertools.product(within.parts[:-1], within.recomputes):
-            padded = self.measured(part, recompute).get(seen_by(part, shape))
-            row = measure(part, _micro_batch(shape, recompute, "packed"), bytes_only=True)
-            if padded and row:
-                ratios = row.stored_bytes / padded.stored_bytes, row.peak_bytes / padded.peak_bytes
-                self.packed[recompute] = max(1.0, self.packed.get(recompute, 1.0), *ratios)
+            rows = within.packed_rows(recompute)
+            measured = [(m, measure(part, m, bytes_only=True)) for m in rows]
+            if len(fitting := [(m, one) for m, one in measured if one]) >= _FEWEST:
+                kind = _LAYER_KINDS[part]
+                bytes_of = [(one.stored_bytes, one.peak_bytes) for _, one in fitting]
+                self.packed[recompute, kind] = PackedLayer.fit(kind, [m for m, _ in fitting], bytes_of)
 
     def cut(
-        self, measure: MeasureShape, measure_pieces: MeasurePieces, within: ProfileRange, done: Callable[[], object]
+        self,
+        measure: MeasureShape,
+        measure_pieces: MeasurePieces,
+        within: ProfileRange,
+        done: Callable[[], object],
+        in_time: Callable[[Sequence[MicroBatch]], bool] = lambda _pieces: True,
     ) -> None:
-        """Measure samples in pieces, fewer pieces where not all fit. Nothing where two do not under every kind."""
+        """Measure samples in pieces, fewer pieces where not all fit or there is no time. Nothing where two do not."""
         samples: dict[Recompute, list[SampleInPieces]] = {}
         for kind, size in within.cut_samples:
             pieces = within.sample_in_pieces(size, kind)
+            while len(pieces) > 2 and not in_time(pieces):
+                pieces = pieces[: len(pieces) // 2]
+            if not in_time(pieces):
+                break
             document = measure(within.parts[0], MicroBatch((SampleLength(0, size),), "packed", kind))
             two = measure_pieces(pieces[:2], bytes_only=True)
             while document and two and len(pieces) >= 2:
@@ -248,8 +278,17 @@ class Profile:
             for s, m in points.items()
         ]
 
+    def blocks_to_json(self) -> dict[str, Any]:
+        """What blocks of joined ranks have taken, by width."""
+        return {str(width): times.to_json() for width, times in sorted(self.blocks.items())}
+
     @classmethod
-    def from_json(cls, raw: Sequence[Mapping[str, Any]], where: str = "measurements") -> Profile:
+    def from_json(
+        cls,
+        raw: Sequence[Mapping[str, Any]],
+        where: str = "measurements",
+        blocks: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Profile:
         """Errors: DataError naming the entry at fault."""
         profile = cls()
         for i, one in enumerate(raw):
@@ -263,6 +302,11 @@ class Profile:
             if not sound:
                 raise DataError(f"{where}: entry {i} is {short(one)}, which nothing measures: remove the file")
             profile.points.setdefault(kind, {})[shape] = measured
+        for width, times in blocks.items():
+            try:
+                profile.blocks[int(width)] = BlockTimes.from_json(times)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise DataError(f"{where}: width {short(width)} cannot be read ({error!r}): remove the file") from error
         return profile
 
 
@@ -280,25 +324,32 @@ def choose_and_measure(
     error_target: float,
     most_shapes: int,
     go_on: Callable[[Profile], bool],
+    in_time: Callable[[MeasuredShape], bool] = lambda _shape: True,
 ) -> None:
     """Measure the first shapes, then, one by one, the shape about which least is known, until the mean error of shapes
-    that are left out is at most `error_target`, there are `most_shapes`, or `go_on(profile)` is False.
+    that are left out is at most `error_target`, there are `most_shapes`, or `go_on(profile)` is False. What is not
+    `in_time` is left out.
 
-    Errors: DataError where hardly anything fits on the device.
+    Errors: DataError where hardly anything fits on the device, or there is no time for the longest row.
     """
     waiting = within.first() + sorted(within.candidates(), key=_tokens)
     for place, shape in enumerate(waiting):
         enough = len(profile.fitting(within)) >= _FEWEST
         if enough and place >= len(within.first()):
             break
+        is_known = shape in profile.shapes()
+        if shape == within.longest_row and not is_known:
+            _approach(profile, measure, within, in_time)
+        elif not is_known and not in_time(shape):
+            continue
         profile.visit(shape, measure, within)
-        if not go_on(profile) and enough:
+        if not is_known and not go_on(profile) and enough:
             break
     if len(profile.fitting(within)) < _FEWEST:
         raise DataError(
             f"{len(profile.fitting(within))} shapes from {within.min_len} to {within.max_len} positions and up to"
             f" {within.max_tokens} tokens were measured and fit on this device, but a table needs {_FEWEST}: give other"
-            " lengths, or fewer tokens where they do not fit"
+            " lengths, or fewer tokens where they do not fit, or more time (--max-seconds)"
         )
     while True:
         errors = profile.errors(within)
@@ -306,11 +357,31 @@ def choose_and_measure(
         done = len(errors) >= _LEAST_SHAPES and error <= error_target
         if not go_on(profile) or done or len(profile.shapes()) >= most_shapes:
             break
-        chosen = next_shape(list(errors), errors, [s for s in within.candidates() if s not in profile.shapes()])
+        unknown = [s for s in within.candidates() if s not in profile.shapes()]
+        chosen = next_shape(list(errors), errors, unknown)
+        if chosen is not None and not in_time(chosen):
+            chosen = next_shape(list(errors), errors, [s for s in unknown if in_time(s)])
         if chosen is None:
             break
         profile.visit(chosen, measure, within)
     profile.pack(measure, within)
+
+
+def _approach(
+    profile: Profile, measure: MeasureShape, within: ProfileRange, in_time: Callable[[MeasuredShape], bool]
+) -> None:
+    """Measure shorter rows until they tell that there is time for the longest. Errors: DataError where there is not."""
+    for part in (64, 16, 4):
+        if in_time(within.longest_row):
+            return
+        lengths = (max(least, round_up(most // part, within.multiple)) for least, most in within.sides)
+        if in_time(shorter := (1, *lengths)):
+            profile.visit(shorter, measure, within)
+    if not in_time(within.longest_row):
+        raise DataError(
+            f"there is no time to measure a row of {' + '.join(map(str, within.longest_row[1:]))} positions, which a"
+            " table needs: raise --max-seconds (what was measured is kept), or lower --max-len"
+        )
 
 
 def cost_table(
@@ -338,7 +409,7 @@ def cost_table(
     kept_values = 2 * a.kv_size_on(tp)
     surcharges: dict[Recompute, PieceSurcharge] = {}
     for kind, samples in profile.pieces.items():
-        cut = [one.beside(grids[kind, "encoder"], profile.packed.get(kind, 1.0)) for one in samples]
+        cut = [one.beside(grids[kind, "encoder"], profile.packed.get((kind, "encoder"))) for one in samples]
         surcharges[kind] = PieceSurcharge.fit(cut, kept_values, value_bytes)
     return CostTable(
         grids=grids,
@@ -348,7 +419,8 @@ def cost_table(
         num_layers=a.num_layers,
         num_decoder_layers=a.num_decoder_layers,
         topology=Topology(tp=tp),
-        packed_bytes=profile.packed,
+        packed_layers=profile.packed,
+        blocks={width: times.block(width) for width, times in sorted(profile.blocks.items())},
         pieces=PieceSurcharges(kept_values=kept_values, by_recompute=surcharges) if surcharges else None,
         state_parts=(whole, optimizer) if distributed_optimizer else (whole + optimizer, 0.0),
         value_bytes=value_bytes,

@@ -130,12 +130,33 @@ def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topolo
             raise ConfigError(f"{name} {size} does not divide over tp {topology.tp}: lower tp or pad it")
     if fault := a.groups_fault(topology.tp):
         raise ConfigError(fault)
+    refuse_undivided_vocabulary(a, topology)
     if ep < 1 or topology.dp % ep or a.num_experts % ep or (ep > 1 and not a.num_experts):
         raise ConfigError(
             f"ep is {ep} but experts lie on replicas: it must be at least 1 and divide dp {topology.dp} and num_experts"
             f" {a.num_experts}, which must be above 0 for an ep above 1"
         )
     return topology.with_layers(a.num_layers)
+
+
+def refuse_undivided_vocabulary(a: Architecture, topology: Topology) -> None:
+    """Errors: ConfigError for a vocabulary whose parts on ranks are not alike, and for one end of a tied one."""
+    if topology.vocabulary == "whole":
+        return
+    if a.tied_embeddings and topology.vocabulary == "head":
+        raise refused_tie()
+    if a.vocab_size % (topology.tp * topology.pp):
+        raise ConfigError(
+            f"vocab_size {a.vocab_size} does not divide over tp {topology.tp} x pp {topology.pp}: leave the vocabulary"
+            " whole, or give degrees that divide it"
+        )
+
+
+def refused_tie() -> ConfigError:
+    return ConfigError(
+        "vocabulary 'head' leaves the embedding whole, but this model's head is it: spread both over pipeline ranks, or"
+        " neither"
+    )
 
 
 def attention_parameters(a: Architecture, tp: int) -> int:
@@ -178,17 +199,23 @@ def largest_layers(a: Architecture, topology: Topology, ep: int) -> IntArray:
 def replica_and_expert_parameters(a: Architecture, topology: Topology, ep: int) -> IntArray:
     """Shape (2, stages): parameters of one rank that every replica has, and those of experts."""
     topology = checked_topology(a, topology, ep)
-    h, embedding = a.hidden_size, a.vocab_size * a.hidden_size // topology.tp
+    h, embeddings, heads = a.hidden_size, topology.embedding_stages, topology.head_stages
     stages: IntArray = np.zeros((2, topology.num_stages), np.int64)
     for kind, counts in kinds_of_ranges(a, [stage.attention for stage in topology.stage_layers]):
         stages[0] += attention_parameters(kind, topology.tp) * np.array(counts)
     for kind, counts in kinds_of_ranges(a, [stage.mlp for stage in topology.stage_layers]):
         stages += np.outer(mlp_parameters(kind, topology.tp, ep), counts)
-    stages[0, 0] += embedding + (a.max_seq_len * h if a.position == "learned" else 0)
-    stages[0, -1] += h * (2 if a.norm == "layernorm" else 1)
-    if not a.tied_embeddings or topology.num_stages > 1:
-        stages[0, -1] += embedding
+    stages[0, embeddings] += rows_on_rank(a, topology.tp, embeddings)
+    stages[0, embeddings[-1]] += a.max_seq_len * h if a.position == "learned" else 0
+    stages[0, heads[0]] += h * (2 if a.norm == "layernorm" else 1)
+    if not a.tied_embeddings or (topology.num_stages > 1 and topology.vocabulary == "whole"):
+        stages[0, heads] += rows_on_rank(a, topology.tp, heads)
     return stages
+
+
+def rows_on_rank(a: Architecture, tp: int, stages: range) -> int:
+    """Parameters on one rank of an embedding or a head that is divided over these stages."""
+    return a.vocab_size * a.hidden_size // tp // len(stages)
 
 
 def parameters_per_stage(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
@@ -196,7 +223,7 @@ def parameters_per_stage(architecture: Architecture, topology: Topology) -> tupl
 
     Sharded over TP: matrices (experts' too), the biases of qkv and fc1, embedding and LM head. Copied: norms, routers,
     the biases of proj and fc2, position embeddings. The LM head of tied embeddings is a copy on the last stage, none if
-    that is the first too. All experts are on each rank.
+    that is the first too, or if both are spread over pipeline ranks. All experts are on each rank.
 
     >>> gpt2 = Architecture.gpt(
     ...     num_layers=12, hidden_size=768, num_heads=12, num_query_groups=12, ffn_hidden_size=3072, gated_mlp=False,

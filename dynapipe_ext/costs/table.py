@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +14,16 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
+from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
 from dynapipe_ext.costs.blocks import BlockAttention
-from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints
+from dynapipe_ext.costs.floor import TablePoints
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import (
+    COLUMNS,
     HALVES,
+    HEAD_MESSAGE_BYTES,
+    HEAD_PEAK,
     KINDS,
     WEIGHT,
     LayerKind,
@@ -31,11 +34,13 @@ from dynapipe_ext.costs.layers import (
     parameters_by_stage,
     stage_values,
     values_with_halves,
+    values_with_spread_head,
     weight_as_backward,
     with_halves,
 )
 from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.measured_points import hardest, merged_axes, running_bytes, that_grow
+from dynapipe_ext.costs.measured_blocks import MeasuredBlock
+from dynapipe_ext.costs.measured_points import table_points
 from dynapipe_ext.costs.model import (
     IntArray,
     MicroBatchCosts,
@@ -46,12 +51,19 @@ from dynapipe_ext.costs.model import (
     refuse_carried,
     within_layers,
 )
+from dynapipe_ext.costs.packed_rows import (
+    PackedLayer,
+    added_to_stages,
+    packed_from_json,
+    packed_sizes,
+    packed_to_json,
+    sizes_of_slice,
+)
 from dynapipe_ext.costs.pieces import PieceSurcharges
-from dynapipe_ext.costs.states import EXACT_SUM_BYTES
+from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
 from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 
-HEAD_PEAK = "peak_mb"  # a column that not every measurement has
 FORMAT = "dynapipe-costs/1"
 # What was not known to tables from the start is left out where it says nothing: these read as they always did.
 STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
@@ -69,8 +81,10 @@ class CostTable:
     split backward is as measured, else `split_w` of the backward.
 
     Grids and parameter bytes of "attention" and "mlp", of an encoder layer, price stages that are cut between the two.
+    Parts of a head over pipeline ranks take their share of the measured head (`values_with_spread_head`).
 
-    `packed_bytes`: stored bytes of packed rows over those of the padded shape, by recomputation (else 1). `once_bytes`:
+    `packed_layers`: bytes of a layer on packed rows, where they are above those of the padded shape; `packed_bytes`, of
+    older tables: stored bytes of packed rows over those of the padded shape, by recomputation (else 1). `once_bytes`:
     for each encoder position, what the stage where the encoder ends stores beside its layers ("encoder"), and what
     every stage with decoder layers does ("decoder"; else 0).
     `state_parts`: bytes of states for each byte of parameters, on every replica and divided over replicas.
@@ -86,8 +100,10 @@ class CostTable:
     is a document of such a row and takes what `pieces` adds; without them it has no price.
 
     At a width of the topology above 1 a rank of a block takes its share of the time of whole rows: rows of its share of
-    positions were measured, but attend to less. What attention exchanges comes on top, counted over `links` (without
-    them, `comm_gbps`). Bytes are the larger of a share of the whole row's and those of a row of a share of positions.
+    positions were measured, but attend to less. What attention exchanges comes on top: `blocks` of the widths that were
+    measured say how long that takes, and what slices take beyond their share; other widths then have no price. Without
+    any it is counted over `links` (without them, `comm_gbps`). Bytes are the larger of a share of the whole row's and
+    those of a row of a share of positions.
     """
 
     grids: Mapping[tuple[Recompute, LayerKind], Grid]
@@ -105,9 +121,11 @@ class CostTable:
     working_in: Literal["FBI", "F"] = "FBI"
     state_parts: tuple[float, float] = STATES_PER_PARAMETER_BYTE
     packed_bytes: Mapping[Recompute, float] = field(default_factory=dict)
+    packed_layers: Mapping[tuple[Recompute, LayerKind], PackedLayer] = field(default_factory=dict)
     once_bytes: Mapping[LayerKind, float] = field(default_factory=dict)
     value_bytes: int = VALUE_BYTES  # of what crosses stage boundaries
     pieces: PieceSurcharges | None = None
+    blocks: Mapping[int, MeasuredBlock] = field(default_factory=dict)  # by width, above 1
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -125,10 +143,8 @@ class CostTable:
             raise ConfigError(f"lm_head is {self.lm_head!r}: give 'last' or 'every'")
         if not self.grids:
             raise ConfigError("a cost table needs at least one grid")
-        if self.num_layers < 1 or self.num_stages > self.total_layers:
-            raise ConfigError(
-                f"{self.total_layers} layers cannot fill {self.num_stages} stages: lower pp or add layers"
-            )
+        if (num_stages := len(self.topology.layer_stages)) > self.total_layers or self.num_layers < 1:
+            raise ConfigError(f"{self.total_layers} layers cannot fill {num_stages} stages: lower pp or add layers")
         layers_per_stage = self.topology.layers_per_stage
         if layers_per_stage and sum(layers_per_stage) != self.total_layers:
             raise ConfigError(
@@ -138,6 +154,10 @@ class CostTable:
         if self.has_decoder or not self._prices_halves:
             who = "a model with a decoder side" if self.has_decoder else "a cost table without grids of both halves"
             refuse_half_layers(layers_per_stage, who)
+        if self.has_decoder or self.lm_head == "every":
+            refuse_spread(self.topology, "a table with a decoder side, or with a head on every stage,")
+        if self.topology.vocabulary == "head" and self.parameter_bytes.get("tied_head"):
+            raise refused_tie()
         if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
             raise ConfigError(
                 f"pieces were measured under recompute {', '.join(self.pieces.by_recompute)} but shapes under"
@@ -145,8 +165,14 @@ class CostTable:
             )
         if missing := sorted({"encoder", "embedding", *(["decoder"] * self.has_decoder)} - self.parameter_bytes.keys()):
             raise ConfigError(f"the cost table has no parameter sizes of {missing}")
-        if self.topology.width > 1 and self._block is None:
-            raise no_width("measured costs of this table", self.topology.width)
+        if (width := self.topology.width) > 1 and self._block is None:
+            raise no_width("measured costs of this table", width)
+        if width not in (self.facts.priced_widths or (width,)):
+            widths = ", ".join(map(str, self.blocks))
+            raise ConfigError(
+                f"blocks of width {width} have no price: this cost table has those of {widths}: take one of these, or"
+                f" measure (dynapipe profile --widths {width})"
+            )
 
     @property
     def _prices_halves(self) -> bool:
@@ -166,11 +192,15 @@ class CostTable:
         return ModelFacts(
             has_decoder=self.has_decoder,
             total_layers=self.total_layers,
-            activation_format=ActivationFormat(self.hidden_size, dtype, first_decoder_stage=first),
+            activation_format=ActivationFormat(
+                self.hidden_size, dtype, first_decoder_stage=first, first_head_stage=self.topology.first_head_stage
+            ),
             prices_halves=self._prices_halves,
+            prices_spread=not self.has_decoder and self.lm_head == "last",
             prices_pieces=self.pieces is not None,
             sharded_state_bytes=self.state_parts[1],
             width=self.topology.width,
+            priced_widths=(1, *self.blocks) if self.blocks else None,
             measured_sizes=sizes | {"hidden_size": self.hidden_size, "dtype": dtype},
         )
 
@@ -194,7 +224,8 @@ class CostTable:
 
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
-        return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, self.topology.layers_per_stage)
+        topology = self.topology if self.topology.vocabulary == "whole" else self.topology.with_layers(self.num_layers)
+        return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, topology.layers_per_stage)
 
     def stage_halves(self) -> list[tuple[int, int]]:
         """(attentions, MLPs) that are alone on every stage, the other half of their layer being on another one."""
@@ -223,19 +254,13 @@ class CostTable:
     @property
     def _block(self) -> BlockAttention | None:
         """None where the heads are unknown, or there is a decoder side."""
-        sizes = self.facts.measured_sizes
-        names = ("num_heads", "num_query_groups", "head_dim")
-        if self.has_decoder or not all(isinstance(sizes.get(name), int) for name in names):
-            return None
-        heads, groups, head_size = (int(sizes[name]) for name in names)
-        tp, groups_here = self.topology.tp, -(-groups // self.topology.tp)
-        return BlockAttention(
-            width=self.topology.width,
-            num_heads=max(1, heads // tp),
-            num_key_heads=groups_here,
-            query_values=2 * heads * head_size // tp,
-            key_values=2 * groups_here * head_size,
-        )
+        return None if self.has_decoder else BlockAttention.of_sizes(self.facts.measured_sizes, self.topology)
+
+    @property
+    def _tax(self) -> float:
+        """Of a layer's time on slices, beyond exchanges; 0 where widths were not measured."""
+        measured = self.blocks.get(self.topology.width)
+        return measured.tax if measured else 0.0
 
     def recounted(self, change: Callable[[Any], Any]) -> CostTable:
         return self
@@ -255,13 +280,14 @@ class CostTable:
         shapes = np.array([self._equivalent(m) for m in own], np.float64).reshape(-1, 3).T
         tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.float64)
         tokens, recompute = tokens.reshape(-1, 2).T, np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        costs, in_table = self._price(shapes, tokens, recompute)
+        sizes = packed_sizes(own) if self.packed_layers else None
+        costs, in_table = self._price(shapes, tokens, recompute, sizes)
         packed = np.array([m.layout == "packed" and m.attention != "row" for m in micro_batches], bool)
         if (lost := packed & ~in_table).any():
             measured = np.unique(np.concatenate([grid.axes[0] for grid in self.grids.values()]))
             below = measured[np.maximum(np.searchsorted(measured, shapes[0], side="right") - 1, 0)]
             factor, shapes[0] = np.where(lost, shapes[0] / below, 1.0), np.where(lost, below, shapes[0])
-            costs, in_table = self._price(shapes, tokens, recompute, factor)
+            costs, in_table = self._price(shapes, tokens, recompute, sizes, factor)
         if not in_table.all():
             index = int(np.flatnonzero(~in_table)[0])
             refused = own[index] if "B" in self.working_in else micro_batches[index]
@@ -272,7 +298,7 @@ class CostTable:
         if self.pieces is None or all(m.attention != "carried" for m in micro_batches):
             return costs
         layers = np.array(self.stage_attentions(), np.int64)
-        return self.pieces.added(costs, micro_batches, layers, self.value_bytes, self._block)
+        return self.pieces.added(costs, micro_batches, layers, self.value_bytes, self._block, tax=self._tax)
 
     def evaluate_shapes(
         self,
@@ -289,14 +315,19 @@ class CostTable:
     def _equivalent(self, m: MicroBatch) -> tuple[float, float, float]:
         return equivalent_shape(m, self.grids.get((m.recompute, "decoder" if m.decoder_len else "encoder")))
 
-    def _of_rank(self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray) -> tuple[FloatArray, BoolArray]:
+    def _of_rank(
+        self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray
+    ) -> tuple[FloatArray, BoolArray]:
         """`_stages` of one rank of a block, for rows of so many tokens (M,)."""
-        whole, in_table = self._stages(recompute, shapes)
+        whole, in_table = self._stages(recompute, shapes, sizes)
         block = self._block
         if (width := self.topology.width) == 1 or block is None:
             return whole, in_table
-        share, _ = self._stages(recompute, shapes / [[1], [width], [1]])
-        time = block.exchange_time(self.topology, self.links or Links.uniform(self._link), self.value_bytes)
+        share, _ = self._stages(recompute, shapes / [[1], [width], [1]], sizes_of_slice(sizes, width))
+        if measured := self.blocks.get(width):
+            time = block.measured_time(measured, self.value_bytes)
+        else:
+            time = block.exchange_time(self.topology, self.links or Links.uniform(self._link), self.value_bytes)
         layers = np.array(self.stage_attentions())[:, None]
         forward = layers * time(tokens) * 1e-6
         backward = forward * (1 + (recompute != "none"))
@@ -304,63 +335,87 @@ class CostTable:
         copied = layers * self.value_bytes * block.copied_values * 1e-6 * tokens
         whole = whole / width
         stored, running = (np.maximum(whole[i], share[i]) + copied for i in (3, 4))
-        return np.stack([whole[0] + forward, whole[1] + backward, whole[2], stored, running + gathered]), in_table
+        own = whole[:3] * (1 + self._tax)
+        return np.stack([own[0] + forward, own[1] + backward, own[2], stored, running + gathered]), in_table
 
     @property
     def _link(self) -> Link:
         return Link(round(self.comm_latency_us * 1e3), self.comm_gbps * 1e9 / 8)
 
-    def _stages(self, recompute: Recompute, shapes: FloatArray) -> tuple[FloatArray, BoolArray]:
+    def _stages(self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
         grids = [self.grids.get((recompute, kind)) for kind in KINDS]
-        on_every = self.lm_head == "every"
+        on_every, head, heads = self.lm_head == "every", grids[-1], self.topology.head_stages
+        if len(heads) > 1:
+            grids[-1] = None  # parts of it come below
         layout, options = self.stage_layers(), {"has_decoder": self.has_decoder, "head_on_every": on_every}
         (forward, backward, stored, running), in_table = stage_values(grids, layout, shapes, **options)
+        if sizes.any():
+            more = self._more_of_packed(recompute, shapes, sizes)
+            stored, running = (a + b for a, b in zip((stored, running), added_to_stages(layout, more), strict=True))
         weight = np.zeros_like(backward)
         if self.has_weights:
             as_backward = [grid and weight_as_backward(grid) for grid in grids]
             weight = stage_values(as_backward, layout, shapes, **options)[0][1]
+        total = np.stack([forward, backward, weight, stored, running])
         if self.topology.has_half_layers:
-            total = np.stack([forward, backward, weight, stored, running])
             halves = [self.grids.get((recompute, kind)) for kind in HALVES]
-            forward, backward, weight, stored, running = values_with_halves(total, halves, self.stage_halves(), shapes)
-        head = grids[-1]
-        if head and HEAD_PEAK in head.columns:
+            total = values_with_halves(total, halves, self.stage_halves(), shapes)
+        if head and len(heads) > 1:
+            total, known = values_with_spread_head(total, head, heads, shapes, self.value_bytes * self.hidden_size)
+            in_table &= known
+        elif head and HEAD_PEAK in head.columns:
             at, _ = head.at(list(shapes[[0, 2] if self.has_decoder else [0, 1]]))
-            while_head = stored + at[head.columns.index(HEAD_PEAK)] - at[head.columns.index("stored_mb")]
+            while_head = total[3] + at[head.columns.index(HEAD_PEAK)] - at[head.columns.index("stored_mb")]
             stages = slice(None) if on_every else slice(-1, None)
-            running[stages] = np.maximum(running[stages], while_head[stages])
+            total[4, stages] = np.maximum(total[4, stages], while_head[stages])
         if self.once_bytes:
             held = with_halves(layout, self.stage_halves())
-            once = once_by_stage(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
-            stored, running = stored + once, running + once
-        return np.stack([forward, backward, weight, stored, running]), in_table
+            total[3:] += once_by_stage(held, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
+        return total, in_table
+
+    def _more_of_packed(
+        self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray
+    ) -> dict[LayerKind, FloatArray]:
+        """MB (stored, peak) of a layer of each kind on packed rows above those of the padded shapes: none below."""
+        kinds = KINDS[: 1 + self.has_decoder]
+        more: dict[LayerKind, FloatArray] = {kind: np.zeros((2, shapes.shape[1])) for kind in kinds}
+        for kind in kinds:
+            if (packed := self.packed_layers.get((recompute, kind))) and (grid := self.grids.get((recompute, kind))):
+                values, _ = grid.at(list(shapes[: len(grid.axes)]))
+                padded = values[[grid.columns.index(name) for name in COLUMNS[2:]]]
+                more[kind] = np.maximum(0.0, packed.of(sizes) - padded) * (sizes[0] > 0)
+        return more
 
     def _price(
         self,
         shapes: FloatArray,
         tokens: FloatArray,
         recompute: npt.NDArray[np.str_] | Recompute,
+        sizes: FloatArray | None = None,
         factor: FloatArray | float = 1.0,
     ) -> tuple[MicroBatchCosts, BoolArray]:
-        """Costs of shapes (3, M), times a factor, with (encoder, decoder) tokens (2, M); and which the grid knows."""
+        """Costs of shapes (3, M), times a factor, with (encoder, decoder) tokens (2, M), those of packed rows of these
+        `sizes`; and which the grid knows."""
+        sizes = np.zeros((6, shapes.shape[1])) if sizes is None else sizes / factor
         layout = self.stage_layers()
         count = shapes.shape[1]
         again = np.broadcast_to(np.asarray(recompute) == "stage", count)
         if isinstance(recompute, str):
-            ms_and_mb, in_table = self._of_rank("none" if recompute == "stage" else recompute, shapes, tokens[0])
+            ms_and_mb, in_table = self._of_rank("none" if recompute == "stage" else recompute, shapes, tokens[0], sizes)
         else:
             ms_and_mb, in_table = np.zeros((5, len(layout), count)), np.zeros(count, bool)
             for kind in LAYER_RECOMPUTES:
                 if (chosen := (recompute == kind) | again * (kind == "none")).any():
                     ms_and_mb[:, :, chosen], in_table[chosen] = self._of_rank(
-                        kind, shapes[:, chosen], tokens[0][chosen]
+                        kind, shapes[:, chosen], tokens[0][chosen], sizes[:, chosen]
                     )
         if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
             in_table = in_table & ~again
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
         bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (self.value_bytes * self.hidden_size)
-        bytes_sent = bytes_sent / self.topology.width
+        sends_sums = np.arange(len(layout) - 1)[:, None] >= self.topology.head_stages.start
+        bytes_sent = (bytes_sent + sends_sums * HEAD_MESSAGE_BYTES * tokens[0]) / self.topology.width
         pairs = itertools.pairwise(self.topology.stage_ranks)
         apart = np.array([a != b for a, b in pairs], np.float64)[:, None]
         sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
@@ -394,7 +449,7 @@ class CostTable:
         (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1.
         """
         here, sharded = self.state_parts
-        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves())
+        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes, self.stage_halves(), self.topology)
         return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
 
     def _refusal(self, m: MicroBatch, shape: FloatArray) -> str:
@@ -432,8 +487,10 @@ class CostTable:
             **({"state_parts": list(self.state_parts)} if self.state_parts != STATES_PER_PARAMETER_BYTE else {}),
             **({"value_bytes": self.value_bytes} if self.value_bytes != VALUE_BYTES else {}),
             **({"packed_bytes": dict(self.packed_bytes)} if self.packed_bytes else {}),
+            **({"packed_layers": packed_to_json(self.packed_layers)} if self.packed_layers else {}),
             **({"once_bytes": dict(self.once_bytes)} if self.once_bytes else {}),
             **({"pieces": self.pieces.to_json()} if self.pieces else {}),
+            **({"blocks": {str(width): one.to_json() for width, one in self.blocks.items()}} if self.blocks else {}),
             "parameter_bytes": dict(self.parameter_bytes),
             "provenance": dict(self.provenance),
             "grids": [
@@ -466,9 +523,13 @@ class CostTable:
                     "working_in": raw.get("working_in", "FBI"),
                     "state_parts": tuple(map(float, raw.get("state_parts", STATES_PER_PARAMETER_BYTE))),
                     "packed_bytes": {kind: float(value) for kind, value in raw.get("packed_bytes", {}).items()},
+                    "packed_layers": packed_from_json(raw.get("packed_layers", ())),
                     "once_bytes": {kind: float(value) for kind, value in raw.get("once_bytes", {}).items()},
                     "value_bytes": int(raw.get("value_bytes", VALUE_BYTES)),
                     "pieces": PieceSurcharges.from_json(raw["pieces"]) if "pieces" in raw else None,
+                    "blocks": {
+                        int(width): MeasuredBlock.from_json(one) for width, one in raw.get("blocks", {}).items()
+                    },
                     "provenance": dict(raw["provenance"]),
                 }
             )
@@ -524,68 +585,3 @@ class CostTable:
             working_in="F",
             provenance={"device": "A100 40 GB", "source": "DynaPipe (arXiv 2311.10418) layer costs", "model": model},
         )
-
-
-@lru_cache(maxsize=8)
-def table_points(
-    table: CostTable, stage_ranks: tuple[int, ...], split: bool, least: PricesShapes | None
-) -> TablePoints:
-    """The points of a table, where `least` may price their times; kept for those in use, as they depend on no batch."""
-    rows_axis, encoder, decoder = merged_axes(table.grids, has_decoder=table.has_decoder)
-    shape = (len(rows_axis), len(encoder), len(decoder))
-    rows, enc, dec = (x.ravel() for x in np.meshgrid(rows_axis, encoder, decoder, indexing="ij"))
-    firsts = [stage_ranks.index(rank) for rank in sorted(set(stage_ranks))]
-    names = ("work", "head", "tail")
-    times: dict[str, list[list[FloatArray]]] = {name: [[] for _ in firsts] for name in names}
-    chains: list[FloatArray] = []
-    held: list[list[FloatArray]] = []
-    stages_held = list(zip(table.stage_layers(), table.stage_halves(), strict=True))
-
-    def at_points(values: FloatArray, bad: BoolArray) -> FloatArray:
-        return np.where(bad, NEVER_NS, values).reshape(shape)
-
-    for recompute in table.recomputes:
-        priced = (least or table).evaluate_shapes(rows, enc, dec, recompute)
-        bad = priced.infeasible
-        forward, backward = (x.astype(np.float64) for x in (priced.forward_ns, priced.backward_ns))
-        for i, first in enumerate(firsts):
-            own = [s for s, rank in enumerate(stage_ranks) if rank == stage_ranks[first]]
-            times["work"][i].append(at_points((forward[own] + backward[own]).sum(axis=0) / rows, bad))
-            times["head"][i].append(at_points(forward[:first].sum(axis=0), bad))
-            times["tail"][i].append(at_points(backward[: 0 if split else first].sum(axis=0), bad))
-        chains.append(at_points(priced.chain_ns(split=split), bad))
-        running = [
-            [part / table.topology.width for part in stage]
-            for stage in running_bytes(table.grids, recompute, (rows, enc, dec), stages_held)
-        ]
-        parts = [*priced.stored_bytes.astype(np.float64), *(part for stage in running for part in stage)]
-        held.append([that_grow(at_points(part, bad)) for part in parts])
-    static = [sum(int(priced.static_bytes[s]) for s, r in enumerate(stage_ranks) if r == rank) for rank in stage_ranks]
-    beside = static + [static[stage] for stage, parts in enumerate(running) for _ in parts]
-    work, head, tail = ([np.concatenate(parts) for parts in times[name]] for name in names)
-    work_of = [next(j for j, other in enumerate(work) if np.array_equal(one, other)) for one in work]
-    used = sorted(set(work_of))
-    chain = np.concatenate(chains)
-    of_row = chain / np.tile(rows_axis, len(chains))[:, None, None]
-    num_rows = len(rows_axis)
-    return TablePoints(
-        rows=rows_axis,
-        axes=(encoder, decoder),
-        work=tuple(PointTable.of(work[j], num_rows) for j in used),
-        work_of=tuple(used.index(j) for j in work_of),
-        head=tuple(PointTable.of(values, num_rows) for values in head),
-        tail=tuple(PointTable.of(values, num_rows) for values in tail),
-        chain=PointTable.of(chain, num_rows),
-        chain_of_row=PointTable.of(of_row, num_rows),
-        attended_ns=_attended_ns(table, stage_ranks),
-        needed=hardest([np.concatenate(parts) for parts in zip(*held, strict=True)], beside),
-        has_decoder=table.has_decoder,
-    )
-
-
-def _attended_ns(table: CostTable, stage_ranks: tuple[int, ...]) -> tuple[float, ...] | None:
-    if table.pieces is None:
-        return None
-    layers = table.stage_attentions()
-    own = [sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))]
-    return tuple(count * table.pieces.least_attended_ns / table.topology.width for count in own)

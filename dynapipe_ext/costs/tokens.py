@@ -200,4 +200,5 @@ def topology_from_json(raw: Mapping[str, Any]) -> Topology:
         layers_per_stage=tuple(raw["layers_per_stage"]),
         placement=tuple(raw["placement"]),
         width=raw.get("width", 1),
+        vocabulary=raw.get("vocabulary", "whole"),
     )

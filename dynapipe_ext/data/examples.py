@@ -62,18 +62,21 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
-def parse_object(line: bytes, *, where: str, fields: str = "write one object a line") -> dict[str, object]:
-    """The object in one line of JSON. Errors: DataError that begins with `where`; for other values it ends with
-    `fields`."""
+def parse_line(line: bytes, *, where: str) -> object:
+    """The value in one line of JSON. Errors: DataError that begins with `where`."""
     text = decoded(line, where=where)
     try:
-        record = parsed_json(text)
+        return parsed_json(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}, column {error.colno}: not JSON ({error.msg}): write one object a line") from None
     except RepeatedKeyError as error:
         raise DataError(f"{where}: {error}: keep one of the two") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: JSON that cannot be read ({error}): write one flat object a line") from None
+
+
+def as_object(record: object, *, where: str, fields: str = "write one object a line") -> dict[str, object]:
+    """The record, which is an object. Errors: DataError that begins with `where` and ends with `fields`."""
     if not isinstance(record, dict):
         raise DataError(f"{where}: the record is {json_type(record)}, not an object: {fields}")
     return record

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dynapipe_ext.batch.micro_batches import Pieces
-from dynapipe_ext.batch.topology import (
-    Topology,
-    check_placed,
-    counts_of_layers,
-    own_placement,
-    placement_of,
-    widths_of,
-)
+from dynapipe_ext.batch.schedule_names import check_placed, own_placement
+from dynapipe_ext.batch.topology import Topology, counts_of_layers, placement_of, widths_of
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.named_models import carried_fault
@@ -44,24 +39,25 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
     except ConfigError as error:
         raise ConfigError(f"{where}: [topology] {error}") from error
     placement: PlacementChoice = topology.placement or own_placement(plan.schedule)
-    if placement == "auto":
-        at = f"{where}: [topology] placement is 'auto'"
+    if "auto" in (placement, topology.vocabulary):
+        at = f"{where}: [topology] {'placement' if placement == 'auto' else 'vocabulary'} is 'auto'"
         if topology.layers_per_stage:
             raise ConfigError(
                 f"{at}, which chooses layers_per_stage, but that is {topology.layers_per_stage}: leave it out, or"
-                " name a placement"
+                " name a placement and a vocabulary"
             )
         if plan.schedule != "adaptive":
             raise ConfigError(
                 f"{at}, but schedule {plan.schedule!r} runs under one alone, {own_placement(plan.schedule)}: leave"
                 " placement out, or take the adaptive schedule"
             )
-        return
+    name = "linear" if placement == "auto" else placement  # tried ones are made later
     try:
-        stage_ranks = placement_of(placement, topology.pp, topology.stages_per_rank or None)
+        layers = Topology(pp=topology.pp, placement=placement_of(name, topology.pp, topology.stages_per_rank or None))
+        placed = layers if topology.vocabulary == "auto" else spread_vocabulary(layers, topology.vocabulary)
     except ConfigError as error:
         raise ConfigError(f"{where}: [topology] {error}") from error
-    check_placed(plan.schedule, Topology(pp=topology.pp, placement=stage_ranks), f"{where}: [plan] ")
+    check_placed(plan.schedule, placed, f"{where}: [plan] ")
 
 
 def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_config: str, where: str) -> None:
@@ -75,8 +71,11 @@ def check_width(topology: TopologySettings, model: ModelSettings, deepspeed_conf
         )
     if deepspeed_config:
         raise ConfigError(f"{at} but a DeepSpeed engine computes whole rows on each rank: leave one of both out")
-    if model.num_decoder_layers:
-        raise ConfigError(f"{at} but attention across the sides of an encoder-decoder has no price so: set width to 1")
+    if model.num_decoder_layers and model.uses_transformers:
+        raise ConfigError(
+            f"{at} but transformers' encoder-decoders add relative biases of whole rows, of which joined ranks have"
+            " slices: set width to 1, or train the model by megatron-core"
+        )
 
 
 def check_data_settings(data: DataSettings, where: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from dynapipe_ext.batch.micro_batches import Layout, LossNorm, Pieces, Recompute, pieces_of
-from dynapipe_ext.batch.topology import ScheduleName, check_fill_waits
+from dynapipe_ext.batch.schedule_names import ScheduleName, check_fill_waits
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.settings.declared import check_declared, setting
 

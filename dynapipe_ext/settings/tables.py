@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dynapipe_ext.batch.micro_batches import Layout
-from dynapipe_ext.batch.topology import Offload, PlacementName, ZeroStage, widths_of
+from dynapipe_ext.batch.topology import Offload, PlacementName, Vocabulary, ZeroStage, widths_of
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.models.named_models import Backend
@@ -17,6 +17,7 @@ from dynapipe_ext.settings.flag_values import betas, dtype, layer_counts, number
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 PlacementChoice = Literal[PlacementName, "auto"]
+VocabularyChoice = Literal[Vocabulary, "auto"]
 SaveFormat = Literal["hf", "megatron", "deepspeed"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 TemplateChoice = Literal["auto", "chat", "prompt", "text", "preference"]
@@ -46,8 +47,11 @@ class RunSettings:
 class TopologySettings:
     """An empty `placement` is the one that the schedule needs, linear for most. "auto" plans batches of the run under
     every placement, before the model is built, and takes the best with its `layers_per_stage`. `stages_per_rank` 0 is
-    the usual number of the placement. `width` data parallel ranks join into one replica, each with a slice of every
-    row's positions (context parallelism); "auto" lets each step take the width whose plan ends first."""
+    the usual number of the placement. `vocabulary` says what of it is divided over the pipeline ranks, in stages behind
+    those of layers (the head) or before them, too (both); "auto" tries that beside a whole one, like placements. The
+    stages of `layers_per_stage` are those of layers alone. `width` data parallel ranks join into one replica, each with
+    a slice of every row's positions (context parallelism); "auto" lets each step take the width whose plan ends first.
+    """
 
     tp: int = setting(2, "--tp", "tensor parallel ranks", at_least=1, at_most=1 << 16)
     pp: int = setting(2, "--pp", "pipeline ranks", at_least=1, at_most=1 << 16)
@@ -70,6 +74,9 @@ class TopologySettings:
     )
     layers_per_stage: tuple[float, ...] = setting(
         (), "--layers-per-stage", "of each stage, like 8.5,8,7.5 (default: even)", "N,N,…", parse=layer_counts
+    )
+    vocabulary: VocabularyChoice = setting(
+        "whole", "--vocabulary", "head: its rows over the pipeline ranks; both: embeddings, too; auto: tried"
     )
     sequence_parallel: bool = setting(False, "--sequence-parallel", "over the tp ranks")
 

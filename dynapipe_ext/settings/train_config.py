@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dynapipe_ext.batch.topology import own_placement
+from dynapipe_ext.batch.schedule_names import own_placement
 from dynapipe_ext.errors import ConfigError, reason, refuse_unknown
 from dynapipe_ext.settings.agreement import (
     check_data_settings,

@@ -52,6 +52,7 @@ from dynapipe_ext.executor.drop_in.planned_data import (
     apart_from_replicas,
     batch_once,
     planned_steps_in,
+    replicas_meet,
 )
 from dynapipe_ext.executor.drop_in.refusals import check_config, check_planned_experts
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
@@ -198,7 +199,7 @@ class ForwardBackward:
             _say_planned(step.config, settings.layout)
         if (must_agree := steps.bind(model.pipeline, settings)) is not None:
             check_same_on_all_ranks(must_agree, model.pipeline.device, what="steps of these data")
-        if model.pipeline.topology.dp > 1 and not any(model.pipeline.replica_collectives.of_micro_batches):
+        if model.pipeline.topology.dp > 1 and not replicas_meet(model.pipeline, settings):
             step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
         micro_batches, plan = next(iterator)
         timed = None

@@ -13,7 +13,8 @@ import numpy as np
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import as_length_array, round_up
-from dynapipe_ext.batch.topology import ScheduleName, widths_of
+from dynapipe_ext.batch.schedule_names import ScheduleName
+from dynapipe_ext.batch.topology import widths_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatchRule, array_digest
 from dynapipe_ext.errors import ConfigError
@@ -233,12 +234,18 @@ def cautious_planner(
     return replace(planner.for_forwards(), layout=settings.layout) if forward_only else planner
 
 
+def replicas_meet(pipeline: MegatronPipeline, settings: DropInSettings) -> bool:
+    """Whether replicas meet inside micro-batches. Experts that lie within blocks of a named width join none of them."""
+    width = 1 if settings.width == "auto" else settings.width
+    return any(pipeline.replica_collectives.at_width(width).of_micro_batches)
+
+
 def _schedule(pipeline: MegatronPipeline, settings: DropInSettings) -> ScheduleName:
     """Where replicas meet inside micro-batches a published one, whose order is the same on all of them.
 
     Errors: ConfigError for what has no such order.
     """
-    if not any(pipeline.replica_collectives.of_micro_batches):
+    if not replicas_meet(pipeline, settings):
         return "adaptive"
     if not pipeline.topology.placement:
         return "zb-h1" if settings.split_backward else "1f1b"

@@ -27,6 +27,7 @@ from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.data.pairs import pair_borders
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.instructions import BackwardInput, ExecutionPlan
+from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined, JoinedRanks
 from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
     destroy_parallel,
@@ -57,12 +58,17 @@ class _PartStages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The tensor-parallel ranks that measure together, and this one of them."""
+    """The tensor-parallel ranks that measure together, and this one of them; with `dp` as many data parallel ranks."""
 
     rank: int
     tp: int
     init_method: str
     sequence_parallel: bool
+    dp: int = 1
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(tp=self.tp, dp=self.dp)
 
 
 class LayerProfiler:
@@ -73,7 +79,7 @@ class LayerProfiler:
 
     def __init__(self, model: Architecture, *, dtype: str, device: torch.device, ranks: Ranks) -> None:
         self._model, self._dtype, self._device = model, dtype, device
-        self._ranks, self._topology = ranks, Topology(tp=ranks.tp)
+        self._ranks, self._topology = ranks, ranks.topology
         self._num_sides = 2 if model.num_decoder_layers else 1
         self._measure = measure_on(device)
         self._exit = ExitStack()
@@ -83,7 +89,7 @@ class LayerProfiler:
             process_group_backend(self._device),
             init_method=self._ranks.init_method,
             rank=self._ranks.rank,
-            world_size=self._ranks.tp,
+            world_size=self._topology.world_size,
         )
         self._exit.callback(dist.destroy_process_group)
         initialize_parallel(self._topology, seed=0)
@@ -107,7 +113,7 @@ class LayerProfiler:
         Padded rows of an encoder are measured with a mask of padding, as nearly all are in training.
         """
         mine = self._unless_too_large(partial(self._measured, part, micro_batch, bytes_only=bytes_only))
-        if self._ranks.tp == 1:
+        if self._topology.world_size == 1:
             return mine
         largest = self._agreed([math.inf] * len(fields(Measured)) if mine is None else [*map(float, astuple(mine))])
         if math.isinf(largest[0]):
@@ -118,7 +124,7 @@ class LayerProfiler:
     def measure_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None:
         """Of one layer, the pieces of a sample, all forwards and then all backwards; None where they do not fit."""
         mine = self._unless_too_large(partial(self._measured_pieces, pieces, bytes_only=bytes_only))
-        if self._ranks.tp == 1:
+        if self._topology.world_size == 1:
             return mine
         count = len(pieces)
         numbers = [math.inf] * (2 * count + 2)
@@ -131,7 +137,7 @@ class LayerProfiler:
 
     def agree(self, answer: bool) -> bool:
         """True where all ranks say so."""
-        return answer if self._ranks.tp == 1 else not self._agreed([float(not answer)])[0]
+        return answer if self._topology.world_size == 1 else not self._agreed([float(not answer)])[0]
 
     def _agreed(self, numbers: list[float]) -> list[float]:
         shared = torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -188,7 +194,7 @@ class LayerProfiler:
         """The model with so many layers on every side."""
         return replace(self._model, num_layers=count, num_decoder_layers=count * (self._num_sides - 1))
 
-    def _stage(self, number: int, num_layers: int) -> MegatronStage:
+    def _stage(self, number: int, num_layers: int, joined: Joined = ALONE) -> MegatronStage:
         layers, ranks = max(1, num_layers), self._ranks
         around = (1, layers, 1) * self._num_sides
         topology = Topology(tp=ranks.tp, pp=self._num_stages, layers_per_stage=around)
@@ -199,14 +205,14 @@ class LayerProfiler:
         if not num_layers:
             model.decoder.layers = torch.nn.ModuleList()  # type: ignore[union-attr]
         if self._num_sides == 1:
-            return MegatronStage([wrap_ddp(model, config)])
+            return MegatronStage([wrap_ddp(model, config)], joined=joined)
         from dynapipe_ext.executor.stages.megatron.t5 import t5_stage
 
         return t5_stage([wrap_ddp(model, config)])
 
-    def _hidden(self, part: ModelPart, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-        """Random hidden states (sequence, rows, hidden) as the part receives them; of an encoder's output, which the
-        head gets and does not read, no position.
+    def _hidden(self, part: ModelPart, micro_batch: MicroBatch, width: int) -> tuple[torch.Tensor, ...]:
+        """Random hidden states (sequence, rows, hidden) as the part receives them on one of `width` joined ranks; of an
+        encoder's output, which the head gets and does not read, no position.
         """
         encoder, decoder = micro_batch.encoder_len, micro_batch.decoder_len
         match part:
@@ -219,7 +225,7 @@ class LayerProfiler:
             case _:
                 assert_never(part)
         dtype = getattr(torch, self._dtype)
-        shards = self._ranks.tp if self._ranks.sequence_parallel else 1
+        shards = width * (self._ranks.tp if self._ranks.sequence_parallel else 1)
         sizes = [(length // shards, micro_batch.rows, self._model.hidden_size) for length in lengths]
         return tuple(torch.randn(size, dtype=dtype, device=self._device) for size in sizes)
 
@@ -246,12 +252,18 @@ class LayerProfiler:
         return batch
 
     def _start(
-        self, part: ModelPart, stage: MegatronStage, micro_batches: Sequence[MicroBatch], *, count_bytes: bool
+        self,
+        part: ModelPart,
+        stage: MegatronStage,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        count_bytes: bool,
+        width: int = 1,
     ) -> list[tuple[torch.Tensor, ...]]:
         """What the stage receives of each micro-batch; it has loaded them."""
-        inputs = [self._hidden(part, micro_batch) for micro_batch in micro_batches]
+        inputs = [self._hidden(part, micro_batch, width) for micro_batch in micro_batches]
         stage.count_bytes(count_bytes)
-        stage.start_step(_plan(micro_batches, self._parts[part].number, self._num_stages))
+        stage.start_step(_plan(micro_batches, self._parts[part].number, self._num_stages, width))
         for number, micro_batch in enumerate(micro_batches):
             stage.load(number, self._batch(micro_batch))
         return inputs
@@ -299,6 +311,27 @@ class LayerProfiler:
         (inputs,) = self._start(part, stage, [micro_batch], count_bytes=False)
         return self._forward_backward(part, stage, inputs, split=split)
 
+    def seconds_on_slices(self, joined: JoinedRanks, micro_batch: MicroBatch) -> float:
+        """Of F and B of a layer on one of these ranks, without their exchanges: medians, the largest over ranks."""
+        spent_s = 0.0
+
+        def timed(_what: str, _group: Any, run: Callable[[], None]) -> None:
+            nonlocal spent_s
+            start_s = self._clock()
+            run()
+            spent_s += self._clock() - start_s
+
+        joined = joined.taking_turns(timed)
+        stage = self._stage(self._parts["layer"].number, _NUM_LAYERS, {joined.width: joined})
+
+        def run() -> list[float]:
+            nonlocal spent_s
+            (inputs,) = self._start("layer", stage, [micro_batch], count_bytes=False, width=joined.width)
+            spent_s = 0.0
+            return [sum(self._forward_backward("layer", stage, inputs, split=False)) - spent_s]
+
+        return self._agreed(self._medians(run))[0] / _NUM_LAYERS
+
     def _seconds_of_pieces(self, stage: MegatronStage, pieces: Sequence[MicroBatch]) -> list[float]:
         """Of every F, then of every B, in the order of positions."""
         number, clock, order = self._parts["layer"].number, self._clock, range(len(pieces))
@@ -341,7 +374,7 @@ class LayerProfiler:
         return synchronised
 
 
-def _plan(micro_batches: Sequence[MicroBatch], stage: int, num_stages: int) -> ExecutionPlan:
+def _plan(micro_batches: Sequence[MicroBatch], stage: int, num_stages: int, width: int = 1) -> ExecutionPlan:
     """Of a step with these micro-batches alone, as far as a stage looks at it."""
     padded_tokens = sum(m.padded_tokens for m in micro_batches)
     return ExecutionPlan(
@@ -358,4 +391,5 @@ def _plan(micro_batches: Sequence[MicroBatch], stage: int, num_stages: int) -> E
         padded_tokens=padded_tokens,
         num_micro_batches=(len(micro_batches),),
         seed=0,
+        width=width,
     )

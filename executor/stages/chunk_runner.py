@@ -271,7 +271,7 @@ def deferred_bytes(work: DeferredWork) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
 
-HEAD_SLICE_KEY = "head_slices"  # of a batch, on the last stage
+HEAD_SLICE_KEY = "head_slices"  # of a batch
 
 
 class HeadSlices:
@@ -358,7 +358,7 @@ class ChunkRunner:
                 " is executed: leave it, or plan forwards alone (planner.for_forwards())"
             )
         self._plan, self._first_stage, self._last_stage = plan, plan.stages[0], plan.num_stages - 1
-        self._head_slices = self._planned_slices() if self._last_stage in plan.stages else {}
+        self._head_slices = self._planned_slices()
         self.joined_now = self._ranks_of(plan)
         self._losses: dict[int, torch.Tensor] = {}
         self._figures: dict[int, torch.Tensor] = {}  # of LossOfPairs
@@ -440,7 +440,7 @@ class ChunkRunner:
             batch["carried"] = piece
         if self.joined_now is not None:
             batch[JOINED_KEY] = self.joined_now
-        if is_last and (is_planned := self._head_slices.get(micro_batch)) is not None:
+        if (is_planned := self._head_slices.get(micro_batch)) is not None:  # stages before the last may hold parts
             slices = batch[HEAD_SLICE_KEY] = HeadSlices(is_planned=is_planned)
         output = call(batch, *inputs)
         if is_last:

@@ -32,6 +32,7 @@ class Head:
     `weight` (V, H) and `bias` (V,) are a rank's rows of the vocabulary, from `first_id` on; from row `num_ids` on
     (None: no row) they are padding, which no softmax sees. `group`: the ranks that share the vocabulary, in its order;
     where `divides_sequence`, each of them has an equal part of the hidden states, along their first dimension.
+    `is_part`: other rows are elsewhere, even of all ranks of the group, and so may be those of the labels.
     """
 
     weight: torch.Tensor
@@ -42,10 +43,14 @@ class Head:
     num_ids: int | None = None
     group: Any = None
     divides_sequence: bool = False
+    is_part: bool = False
 
     def logits(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Of positions, a tensor of its own, in float32 or, of float64 values, in these."""
-        logits_NV = torch.nn.functional.linear(x_NH, self.weight.to(x_NH.dtype), self.bias)
+        return self.logits_of(torch.nn.functional.linear(x_NH, self.weight.to(x_NH.dtype), self.bias))
+
+    def logits_of(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """The same, out of the products of positions and rows."""
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
         if self.softcap:
@@ -63,10 +68,31 @@ def losses_in_slices(x: torch.Tensor, labels: torch.Tensor, head: Head, *, slice
     goes where those of linear layers go: use by use, a slice being a use, where sums are exact, so that their bits do
     not tell how many slices there were, as long as all are of `slice_len` positions.
     """
+    most, log_sums, target = head_stats_in_slices(x, labels, head, slice_len=slice_len)
+    return log_sums - (target - most)
+
+
+def head_stats_in_slices(
+    x: torch.Tensor, labels: torch.Tensor, head: Head, *, slice_len: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Three numbers of every position, as of `stats_of_logits`, of the shape of `labels`."""
     if slice_len < 1:
         raise ConfigError(f"the head's slices are of {slice_len} positions but must be of at least 1: give more")
-    losses: torch.Tensor = _SlicedHead.apply(x, head.weight, head.bias, labels, head, slice_len)  # type: ignore[no-untyped-call]
-    return losses
+    stats: Any = _SlicedHead.apply(x, head.weight, head.bias, labels, head, slice_len)  # type: ignore[no-untyped-call]
+    most, log_sums, target = (one.view(labels.shape) for one in stats)
+    return most, log_sums, target
+
+
+def stats_of_logits(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, head: Head
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of logits (`Head.logits`), over the ranks of `head.group`: the largest, without a gradient, the log of the sum of
+    exponentials above it, and the target's, 0 where none of these rows is the target's.
+
+    The logits become exponentials in place, which backwards make the gradient of, in place as well.
+    """
+    most, log_sums, target = _StatsOfLogits.apply(logits_NV, labels_N, head)  # type: ignore[no-untyped-call]
+    return most, log_sums, target
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,28 +128,51 @@ def head_loss_sum(
     return total
 
 
+class _StatsOfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        logits_NV, labels_N, head = inputs
+        stats_3N = _stats_in_place(head, logits_NV, labels_N)
+        most_N, sums_N, target_N = _over_vocabulary(stats_3N, head)
+        ctx.save_for_backward(logits_NV, labels_N, (stats_3N[0] - most_N).exp_().div_(sums_N))
+        ctx.head = head
+        ctx.mark_non_differentiable(most_N)
+        return most_N, sums_N.log(), target_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_NV, labels_N, share_N = ctx.saved_tensors
+        _most_grad, sums_grad_N, target_grad_N = grads
+        own_N, is_own_N = _own_labels(ctx.head, labels_N)
+        grad_NV.mul_((sums_grad_N * share_N)[:, None])
+        return grad_NV.scatter_add_(1, own_N[:, None], (target_grad_N * is_own_N)[:, None]), None, None
+
+
 class _SlicedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *others: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
         _weight, _bias, labels, head, slice_len = others
         x_NH, labels_N = _whole(x, head), labels.reshape(-1)
         stats_3N = torch.cat([_stats(head, x_NH[at], labels_N[at]) for at in _slices(len(labels_N), slice_len)], dim=1)
         most_N, sums_N, target_N = _over_vocabulary(stats_3N, head)
         ctx.save_for_backward(x, labels_N, most_N, sums_N)
         ctx.head, ctx.slice_len = head, slice_len
-        return (sums_N.log() - (target_N - most_N)).view(labels.shape)
+        ctx.mark_non_differentiable(most_N)
+        return most_N, sums_N.log(), target_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, labels_N, most_N, sums_N = ctx.saved_tensors
         head: Head = ctx.head
-        x_NH, loss_grad_N = _whole(x, head), grads[0].reshape(-1)
+        x_NH, (_most_grad, sums_grad_N, target_grad_N) = _whole(x, head), grads
         sums = _WeightGradient(head) if ctx.needs_input_grad[1] else None
         bias = head.bias if ctx.needs_input_grad[2] else None
         bias_grad = None if bias is None else torch.zeros_like(bias)
         x_grad_NH = torch.empty_like(x_NH)
         for at in _slices(len(labels_N), ctx.slice_len):
-            grad_NV = _logit_grads(head, x_NH[at], labels_N[at], most_N[at], sums_N[at], loss_grad_N[at])
+            shares_NV, slope_NV = _shares(head, x_NH[at], most_N[at], sums_N[at])
+            grad_NV = _logit_grads(head, shares_NV, slope_NV, labels_N[at], sums_grad_N[at], target_grad_N[at])
+            grad_NV = grad_NV.to(x_NH.dtype)
             x_grad_NH[at] = grad_NV.matmul(head.weight.to(grad_NV.dtype))
             if sums is not None:
                 sums.add(grad_NV, x_NH[at])
@@ -142,7 +191,11 @@ def _slices(num_positions: int, slice_len: int) -> Iterator[slice]:
 def _stats(head: Head, x_NH: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """Of this rank's part of the vocabulary, (3, N): the largest logit, the sum of exponentials above it, and the
     target's logit, 0 where another rank has it."""
-    logits_NV = head.logits(x_NH)
+    return _stats_in_place(head, head.logits(x_NH), labels_N)
+
+
+def _stats_in_place(head: Head, logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """The same of logits, which become exponentials above the largest of their own."""
     if not len(labels_N):
         return logits_NV.new_zeros(3, 0)
     own_N, is_own_N = _own_labels(head, labels_N)
@@ -155,7 +208,7 @@ def _own_labels(head: Head, labels_N: torch.Tensor) -> tuple[torch.Tensor, torch
     """Rows of this rank's weight, and which of them are the labels': of the others row 0 stands in."""
     own_N = labels_N - head.first_id
     is_own_N = (own_N >= 0) & (own_N < len(head.weight))
-    if head.group is None:
+    if head.group is None and not head.is_part:
         return own_N, is_own_N  # a label that is no id fails in gathering
     return own_N.masked_fill(~is_own_N, 0), is_own_N
 
@@ -171,26 +224,33 @@ def _over_vocabulary(stats_3N: torch.Tensor, head: Head) -> tuple[torch.Tensor, 
     return most_N, (sums_RN * (most_RN - most_N).exp()).sum(dim=0), target_RN.sum(dim=0)
 
 
-def _logit_grads(
-    head: Head,
-    x_NH: torch.Tensor,
-    labels_N: torch.Tensor,
-    most_N: torch.Tensor,
-    sums_N: torch.Tensor,
-    loss_grad_N: torch.Tensor,
-) -> torch.Tensor:
-    """Of the product's outputs, before scale and cap, in the dtype of `x_NH`."""
+def _shares(
+    head: Head, x_NH: torch.Tensor, most_N: torch.Tensor, sums_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of each logit in the sum of exponentials, and the slope of its cap, where it has one."""
     logits_NV = head.logits(x_NH)
     slope_NV = 1.0 - (logits_NV / head.softcap).square() if head.softcap else None
-    grad_NV = logits_NV.sub_(most_N[:, None]).exp_().div_(sums_N[:, None])
+    return logits_NV.sub_(most_N[:, None]).exp_().div_(sums_N[:, None]), slope_NV
+
+
+def _logit_grads(
+    head: Head,
+    grad_NV: torch.Tensor,
+    slope_NV: torch.Tensor | None,
+    labels_N: torch.Tensor,
+    sums_grad_N: torch.Tensor,
+    target_grad_N: torch.Tensor,
+) -> torch.Tensor:
+    """Of the product's outputs, before scale and cap, in the place of the logits' shares."""
     own_N, is_own_N = _own_labels(head, labels_N)
-    grad_NV.scatter_add_(1, own_N[:, None], -is_own_N[:, None].to(grad_NV.dtype))
-    grad_NV.mul_(loss_grad_N[:, None] if head.scale == 1.0 else head.scale * loss_grad_N[:, None])
+    grad_NV.mul_(sums_grad_N[:, None]).scatter_add_(1, own_N[:, None], (target_grad_N * is_own_N)[:, None])
+    if head.scale != 1.0:
+        grad_NV.mul_(head.scale)
     if slope_NV is not None:
         grad_NV.mul_(slope_NV)
         if head.num_ids is not None:
             grad_NV[:, max(head.num_ids, 0) :] = 0.0  # whose slope is none
-    return grad_NV.to(x_NH.dtype)
+    return grad_NV
 
 
 class _WeightGradient:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, ReplicaPlan
+from dynapipe_ext.batch.vocabulary import gathered_vocabulary
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import VerificationError
@@ -114,13 +115,14 @@ def _step_plan(
 def _config(args: argparse.Namespace, plan: PlanFile, packs_rows: bool) -> TrainConfig:
     """The file's settings, or the defaults, for the plan's topology and rows, with the limit of the flags."""
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
-    t = plan.topology
+    t = gathered_vocabulary(plan.topology)
     tables: dict[str, dict[str, Any]] = {
         "topology": {"tp": t.tp, "pp": t.pp, "dp": t.dp, "width": t.width, "layers_per_stage": t.layers_per_stage}
     }
     name = t.placement_name.partition(",")[0]
     if name != "custom":
         tables["topology"] |= {"placement": name, "stages_per_rank": 0 if name == "linear" else t.num_stages // t.pp}
+    tables["topology"]["vocabulary"] = plan.topology.vocabulary
     tables["plan"] = {"layout": "packed"} if packs_rows else {}
     if args.memory_limit_gb is not None:
         tables["plan"]["memory_limit_gb"] = args.memory_limit_gb

@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (("tp", "tensor parallel ranks"), ("pp", "pipeline ranks"), ("dp", "data parallel replicas")):
         add_flag(parser, f"topology.{name}", f"{what} (default: 1; with --config the file's)")
     add_flags(parser, "topology.width", "topology.placement", "topology.stages_per_rank", "topology.layers_per_stage")
+    add_flags(parser, "topology.vocabulary")
     add_flags(parser, "plan.layout", "plan.schedule")
     add_flag(parser, "plan.pad_multiple", "rows are rounded up to it (default: 8; CSV: 1)")
     add_flags(parser, "plan.effort")

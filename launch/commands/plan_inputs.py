@@ -125,11 +125,11 @@ def _of_cost_file(args: argparse.Namespace, config: TrainConfig, topology: Topol
         is_of_config = True
     else:
         layers = vars(args).get("layers_per_stage") or ()  # a file's are for its model
-        if topology is None and (
-            config.placement != "linear" or layers or any(getattr(args, name) for name in DEGREES)
-        ):
+        is_named = config.placement != "linear" or layers or config.topology.vocabulary != "whole"
+        if topology is None and (is_named or any(getattr(args, name) for name in DEGREES)):
             tp = config.topology.tp if args.tp is not None else costs.over(None)[1].tp
-            topology = replace(placed_stages(config), tp=tp, layers_per_stage=layers)
+            asked = replace(config.topology, tp=tp, layers_per_stage=layers)
+            topology = placed_stages(replace(config, topology=asked))
         costs, topology = costs.over(topology)  # over its own, where none is named
         is_of_config = False
     planning = SettledPlanning(

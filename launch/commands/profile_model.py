@@ -15,13 +15,19 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
-from dynapipe_ext.costs.model import fingerprint
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.blocks import BlockAttention
+from dynapipe_ext.costs.measured_blocks import blocks_in_words
+from dynapipe_ext.costs.measuring_time import MeasuringTime
+from dynapipe_ext.costs.model import fingerprint, no_width
+from dynapipe_ext.costs.pieces import MeasuredPieces
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, ending
@@ -45,6 +51,11 @@ if TYPE_CHECKING:
 _FORMAT = "dynapipe-profile-part/1"
 _MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
 _MOST = 1 << 32
+_MOST_WIDTH = 1024
+_LEAST_EXCHANGED, _MOST_EXCHANGED = 1 << 22, 1 << 28  # bytes: enough to tell a rate; larger ones take as long a byte
+# What ends when this share of the time is over: a later kind of measurement has the rest.
+_BLOCKS_END, _SHAPES_END, _PIECES_END = 0.15, 0.55, 0.8
+_LONGEST_END = 0.8  # of the one shape without which there is no table
 _EPILOG = """examples:
   dynapipe profile --config mine.toml --out costs.json
   dynapipe profile --model config.json --dtype bfloat16 --max-tokens 32768 --out costs.json
@@ -74,7 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", default=LAYER_RECOMPUTES, type=_kinds, metavar="KIND,…", help="kinds to measure")
     parser.add_argument("--error-target", type=float, default=0.05, metavar="E", help="mean error of times")
     parser.add_argument("--max-shapes", type=int, default=24, metavar="N", help="most shapes to measure")
-    parser.add_argument("--max-seconds", type=float, default=600.0, metavar="SECONDS", help="stop choosing shapes then")
+    parser.add_argument("--max-seconds", type=float, default=600.0, metavar="SECONDS", help="to have ended by then")
+    parser.add_argument(
+        "--widths", type=_widths, metavar="N,…", help="of joined ranks to measure (default: those of the settings)"
+    )
     parser.add_argument("--held-out", type=int, default=6, metavar="N", help="shapes that tell the error")
     parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer states divided over replicas")
     add_flag(parser, "run.seed", "of the held-out shapes", default=0)
@@ -89,6 +103,14 @@ def _kinds(text: str) -> tuple[Recompute, ...]:
     return tuple(kind for kind in LAYER_RECOMPUTES if kind in text.split(","))
 
 
+def _widths(text: str) -> tuple[int, ...]:
+    """Powers of two with commas, ascending; 1 is not measured."""
+    widths = sorted({int(number) if number.isdecimal() else 0 for number in text.split(",")} - {1})
+    if not all(2 <= width <= _MOST_WIDTH and width.bit_count() == 1 for width in widths):
+        raise argparse.ArgumentTypeError(f"{text!r} are no widths: give powers of two up to {_MOST_WIDTH}, like 2,4")
+    return tuple(widths)
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     """What is measured, and where it goes."""
@@ -97,6 +119,8 @@ class _Job:
     config: TrainConfig
     model: Architecture
     within: ProfileRange
+    widths: tuple[int, ...]
+    start_s: float  # by time.monotonic
 
     @property
     def dtype(self) -> str:
@@ -109,6 +133,23 @@ class _Job:
     @property
     def sequence_parallel(self) -> bool:
         return self.config.topology.sequence_parallel and self.tp > 1
+
+    @property
+    def value_bytes(self) -> Literal[2, 4]:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def widths_missing(self) -> tuple[int, ...]:
+        """Of which nothing has been written yet."""
+        path = part_path(self.args.out)
+        written = read_json(path, _FORMAT, "measurements").get("blocks", {}) if path.exists() else {}
+        return tuple(width for width in self.widths if str(width) not in written)
+
+    def exchanged_bytes(self, width: int) -> int:
+        """What a rank of a block receives in a layer's forward, of the most tokens of a micro-batch."""
+        block = BlockAttention.of(self.model, Topology(tp=self.tp, dp=width, width=width))
+        num_bytes = round(self.value_bytes * block.exchanged_values * self.within.max_tokens)
+        return min(max(_LEAST_EXCHANGED, num_bytes), _MOST_EXCHANGED)
 
     def made_of(self, device_name: str) -> dict[str, Any]:
         """What measurements must have in common to be in one table."""
@@ -129,7 +170,7 @@ class _Job:
 
 
 def run(args: argparse.Namespace) -> int:
-    job, out = _job(args), Path(args.out)
+    job, out = _job(args, time.monotonic()), Path(args.out)
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out is {out}, but must name a file in a folder that exists")
     warnings.filterwarnings("ignore", module="megatron")
@@ -142,6 +183,8 @@ def run(args: argparse.Namespace) -> int:
     megatron_cpu.install()  # imports megatron, once too
     torch.set_num_threads(limit_threads())  # more would count as CPU seconds of one
     with _alone(out):
+        if job.widths_missing:
+            run_local(partial(_measure_blocks, job), job.tp * max(job.widths))
         run_local(partial(_measure, job), job.tp)
     return 0
 
@@ -165,6 +208,68 @@ def _alone(out: Path) -> Iterator[None]:
                 Path(lock.name).unlink()
 
 
+def _measure_blocks(job: _Job, env: RankEnv) -> int:
+    """On this one of as many ranks as the widest block has; the first writes what blocks of each width have taken."""
+    from dynapipe_ext.executor.device import rank_device
+    from dynapipe_ext.executor.measuring.exchanges import BlockProfiler
+    from dynapipe_ext.executor.measuring.profiling import Ranks
+
+    device, width = rank_device(env.local_rank), max(job.widths)
+    part = _PartFile(Path(job.args.out), job.made_of(_device_name(device)))
+    profile, missing = part.read(), job.widths_missing
+    ranks = Ranks(
+        rank=env.rank,
+        tp=job.tp,
+        init_method=env.init_method,
+        sequence_parallel=job.sequence_parallel,
+        dp=width,
+    )
+    with (
+        BlockProfiler(job.model, missing, dtype=job.dtype, device=device, ranks=ranks) as blocks,
+        WorkProgress("measuring widths", len(missing), enabled=env.rank == 0) as progress,
+    ):
+        spent = MeasuringTime(job.start_s, job.args.max_seconds, job.model.hidden_size, blocks.agree)
+        num_positions = blocks.row_in_time(job.within.multiple * width, job.within.max_len)
+        for one in missing:
+            times = blocks.measure(
+                one,
+                num_positions,
+                most_bytes=job.exchanged_bytes(one),
+                go_on=partial(spent.has, 0.0, share=_BLOCKS_END),
+            )
+            profile.blocks[one] = times
+            if env.rank == 0:
+                part.write(profile)
+            progress.advance()
+    return 0
+
+
+class _TimedProfiler:
+    """Measures as a profiler does, and notes how long that takes."""
+
+    def __init__(self, profiler: LayerProfiler, job: _Job) -> None:
+        self._profiler, self.agree = profiler, profiler.agree
+        self.spent = MeasuringTime(
+            job.start_s, job.args.max_seconds, job.model.hidden_size, profiler.agree, time.monotonic
+        )
+
+    def measure(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
+        start_s = time.monotonic()
+        measured = self._profiler.measure(part, micro_batch, bytes_only=bytes_only)
+        if measured and not bytes_only:
+            run_s = measured.forward_s + measured.backward_s
+            self.spent.took(part, [micro_batch], run_s, time.monotonic() - start_s)
+        return measured
+
+    def measure_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None:
+        start_s = time.monotonic()
+        measured = self._profiler.measure_pieces(pieces, bytes_only=bytes_only)
+        if measured and not bytes_only:
+            run_s = sum(measured.forward_s) + sum(measured.backward_s)
+            self.spent.took("layer", pieces, run_s, time.monotonic() - start_s)
+        return measured
+
+
 def _measure(job: _Job, env: RankEnv) -> int:
     """On this rank of those that share layers; the first shows and writes."""
     from dynapipe_ext.executor.device import rank_device
@@ -176,38 +281,40 @@ def _measure(job: _Job, env: RankEnv) -> int:
     part = _PartFile(Path(args.out), job.made_of(device_name))
     profile = part.read()
     ranks = Ranks(rank=env.rank, tp=job.tp, init_method=env.init_method, sequence_parallel=job.sequence_parallel)
-    start_s = time.monotonic()
     with LayerProfiler(job.model, dtype=job.dtype, device=device, ranks=ranks) as profiler:
-        _fill(profile, profiler, job, part if is_first else None, deadline_s=start_s + args.max_seconds)
+        timed = _TimedProfiler(profiler, job)
+        _fill(profile, timed, job, part if is_first else None)
         clock = "CPU seconds" if device.type == "cpu" else "seconds"
         provenance = job.provenance(device_name) | {"clock": clock, "measured": profile.to_json()}
+        provenance |= {"exchanges": profile.blocks_to_json()} if profile.blocks else {}
         table = cost_table(
             profile,
             job.within,
             job.model.padded(),
-            value_bytes=4 if job.dtype == "float32" else 2,
+            value_bytes=job.value_bytes,
             tp=job.tp,
             distributed_optimizer=args.distributed_optimizer or job.config.optimizer.distributed,
             provenance=provenance,
         )
-        errors = _errors(table, profiler, job)
+        errors = _errors(table, timed, job)
     if not is_first:
         return 0
     provenance["held_out_error"] = {group: one.mean for group, one in errors.items()}
     write_atomic(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
     part.remove()
-    took_s, num_shapes = time.monotonic() - start_s, len(profile.shapes())
+    took_s, num_shapes = time.monotonic() - job.start_s, len(profile.shapes())
     summary = {"out": str(args.out), "shapes": num_shapes, "seconds": took_s, "device": device_name}
     summary["held_out_error"] = {group: one.to_json() for group, one in errors.items()}
+    summary |= {"blocks": {width: block.to_json() for width, block in table.blocks.items()}} if table.blocks else {}
     line = f"{args.out}: {counted(num_shapes, 'shape')} measured in {took_s:.0f} s on {device_name}"
-    deliver(args.json, summary, errors_table(errors), line)
+    deliver(args.json, summary, errors_table(errors), *blocks_in_words(profile.blocks), line)
     return 0
 
 
-def _fill(profile: Profile, profiler: LayerProfiler, job: _Job, part: _PartFile | None, *, deadline_s: float) -> None:
+def _fill(profile: Profile, profiler: _TimedProfiler, job: _Job, part: _PartFile | None) -> None:
     """Measure until the profile prices well enough, or the time is over. The rank that has the `part` file shows how
     far it is, and writes what is measured there."""
-    args, within, is_first = job.args, job.within, part is not None
+    args, within, is_first, spent = job.args, job.within, part is not None, profiler.spent
     most_shapes = max(args.max_shapes, len(within.first()))
     with WorkProgress("measuring shapes", most_shapes, enabled=is_first) as progress:
         progress.advance(done := len(profile.shapes()))
@@ -218,7 +325,7 @@ def _fill(profile: Profile, profiler: LayerProfiler, job: _Job, part: _PartFile 
             done = len(profile.shapes())
             if part:
                 part.write(profile)
-            return profiler.agree(time.monotonic() < deadline_s)
+            return spent.has(0.0, share=_SHAPES_END)
 
         choose_and_measure(
             profile,
@@ -227,27 +334,45 @@ def _fill(profile: Profile, profiler: LayerProfiler, job: _Job, part: _PartFile 
             error_target=args.error_target,
             most_shapes=most_shapes,
             go_on=go_on,
+            in_time=lambda shape: spent.has(
+                profile.expected_s(shape, spent, within),
+                share=_LONGEST_END if shape == within.longest_row else _SHAPES_END,
+            ),
         )
     if not job.model.pieces_fault:
         with WorkProgress("measuring samples in pieces", len(within.cut_samples), enabled=is_first) as progress:
-            profile.cut(profiler.measure, profiler.measure_pieces, within, progress.advance)
+            profile.cut(
+                profiler.measure,
+                profiler.measure_pieces,
+                within,
+                progress.advance,
+                lambda pieces: spent.has(1.5 * spent.expected_s("layer", pieces), share=_PIECES_END),
+            )
         if is_first and not profile.pieces:
-            print("no sample fits in pieces: the table will have no price for them (--pieces)", file=sys.stderr)
+            print("no sample fits in pieces, or in time: the table will have no price for them", file=sys.stderr)
 
 
-def _errors(table: CostTable, profiler: LayerProfiler, job: _Job) -> dict[str, HeldOutErrors]:
-    """How far the table is off shapes, and samples in pieces, that it was not made of."""
-    within = job.within
-    groups = _held_out(within, job.args.held_out, job.config.run.seed)
-    errors = {group: held_out_errors(table, profiler.measure, batches) for group, batches in groups.items()}
+def _errors(table: CostTable, profiler: _TimedProfiler, job: _Job) -> dict[str, HeldOutErrors]:
+    """How far the table is off shapes, and samples in pieces, that it was not made of, as many as there is time for."""
+    within, spent = job.within, profiler.spent
+
+    def in_time(micro_batch: MicroBatch) -> bool:
+        return spent.has(sum(spent.expected_s(part, [micro_batch]) for part in within.parts))
+
+    errors: dict[str, HeldOutErrors] = {}
     if table.facts.prices_pieces:
         between = within.piece_sizes[len(within.piece_sizes) // 2]
         samples = [within.sample_in_pieces(between, kind) for kind in within.recomputes]
-        errors["pieces"] = errors_of_pieces(table, profiler.measure_pieces, samples)
-    return errors
+        pieces_in_time = lambda pieces: spent.has(spent.expected_s("layer", pieces), share=(1 + _PIECES_END) / 2)  # noqa: E731
+        errors["pieces"] = errors_of_pieces(table, profiler.measure_pieces, samples, pieces_in_time)
+    groups = _held_out(within, job.args.held_out, job.config.run.seed)
+    pairs = [(name, one) for both in zip(*groups.values(), strict=True) for name, one in zip(groups, both, strict=True)]
+    found = [(name, held_out_errors(table, profiler.measure, [one], in_time)) for name, one in pairs]
+    ours = {group: HeldOutErrors.joined([one for name, one in found if name == group]) for group in groups}
+    return ours | errors
 
 
-def _job(args: argparse.Namespace) -> _Job:
+def _job(args: argparse.Namespace, start_s: float) -> _Job:
     for name, number, limit in (("--error-target", args.error_target, 1), ("--max-seconds", args.max_seconds, 1e7)):
         if not 0 < number <= limit:
             raise ConfigError(f"{name} is {number} but must be above 0, and at most {limit:g}")
@@ -264,7 +389,27 @@ def _job(args: argparse.Namespace) -> _Job:
             f"{model.family} has dense layers beside those of experts, and a cost table knows"
             " one kind of layer: train without it, counted costs at a measured rate tell them apart"
         )
-    return _Job(args, config, model, _range(args, model, tp if config.topology.sequence_parallel else 1))
+    within = _range(args, model, tp if config.topology.sequence_parallel else 1)
+    return _Job(args, config, model, within, _widths_to_measure(args, config, model), start_s)
+
+
+def _widths_to_measure(args: argparse.Namespace, config: TrainConfig, model: Architecture) -> tuple[int, ...]:
+    """Those that are named, or that steps of the settings may have, as far as this machine has devices for them."""
+    import torch
+
+    if args.widths and model.num_decoder_layers:
+        raise no_width("costs of an encoder-decoder", args.widths[0])
+    if args.widths is not None or model.num_decoder_layers:
+        return args.widths or ()
+    widths, num_devices = [width for width in config.topology.widths if width > 1], torch.cuda.device_count()
+    fitting = tuple(width for width in widths if not num_devices or width * config.topology.tp <= num_devices)
+    if len(fitting) < len(widths):
+        print(
+            f"widths above {max(fitting, default=1)} are not measured: tp {config.topology.tp} x width needs more than"
+            f" the {num_devices} devices of this machine",
+            file=sys.stderr,
+        )
+    return fitting
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:
@@ -330,11 +475,15 @@ def _device_name(device: Any) -> str:
     return torch.cuda.get_device_name(device)
 
 
+def part_path(out: str | Path) -> Path:
+    return Path(out).with_name(f"{Path(out).name}.part")
+
+
 class _PartFile:
     """Measurements on disk while they are made, beside the table that they will be in."""
 
     def __init__(self, out: Path, made_of: dict[str, Any]) -> None:
-        self._path, self._key, self._out = out.with_name(f"{out.name}.part"), fingerprint(made_of), out
+        self._path, self._key, self._out = part_path(out), fingerprint(made_of), out
 
     def read(self) -> Profile:
         if not self._path.exists():
@@ -345,10 +494,12 @@ class _PartFile:
                 f"{self._path} holds measurements of another model, device or precision: remove it, or write to another"
                 f" file than {self._out}"
             )
-        return Profile.from_json(fields.one("points", list), str(self._path))
+        blocks = fields.one("blocks", dict) if fields.has("blocks") else {}
+        return Profile.from_json(fields.one("points", list), str(self._path), blocks)
 
     def write(self, profile: Profile) -> None:
-        write_atomic(self._path, json.dumps({"format": _FORMAT, "key": self._key, "points": profile.to_json()}))
+        measured = {"points": profile.to_json(), "blocks": profile.blocks_to_json()}
+        write_atomic(self._path, json.dumps({"format": _FORMAT, "key": self._key, **measured}))
 
     def remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):

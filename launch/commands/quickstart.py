@@ -52,7 +52,7 @@ def _compared(run_dir: Path, shipped: TrainConfig) -> list[str]:
     report = RunReport.read(run_dir / "report.json")
     losses = report.result.losses
     loss = f"the real run: loss {losses[0]:.3g} → {losses[-1]:.3g} in {counted(report.steps, 'step')}"
-    lines = [f"{loss}; its curve: {run_dir / 'loss.png'}, its page: {run_dir / PAGE_FILE}"]
+    lines = [f"{loss}; its curve and all else: {run_dir / PAGE_FILE}"]
     print("comparing on emulated ranks, for some seconds", file=sys.stderr, flush=True)
     try:
         comparison = emulated_comparison(_with_pipeline(job_of_run(run_dir), shipped))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dynapipe_ext.batch.topology import own_placement
+from dynapipe_ext.batch.schedule_names import own_placement
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean
 from dynapipe_ext.launch.command_parser import add_json, ending

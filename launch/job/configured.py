@@ -20,17 +20,17 @@ from dynapipe_ext.batch.micro_batches import (
     sample_lengths,
     with_sliced_head,
 )
+from dynapipe_ext.batch.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.batch.topology import (
-    SPLIT_SCHEDULES,
     ActivationFormat,
     PlacementName,
     ReplicaCollectives,
-    ScheduleName,
     Topology,
-    own_placement,
+    Vocabulary,
     placement_of,
     refuse_half_layers,
 )
+from dynapipe_ext.batch.vocabulary import gathered_vocabulary, refuse_spread, spread_vocabulary
 from dynapipe_ext.costs.adapters import adapter_costs, with_idle_weights
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -84,7 +84,7 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
         "packing into fixed rows, whole-row attention, 1F1B": {**documents, "rule": "fixed-rows"},
         "packing, document attention, balanced, 1F1B": documents,
     }
-    if placed_stages(config).num_stages > config.topology.pp:
+    if len(placed_stages(config).layer_stages) > config.topology.pp:
         plans["packing, document attention, balanced, interleaved 1F1B"] = {**documents, "schedule": "interleaved-1f1b"}
     return [ours, *(Variant(name, usual_way(config, **plan)) for name, plan in plans.items())]
 
@@ -94,6 +94,7 @@ def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: A
     topology = config.topology
     if config.placement != own_placement(schedule):
         topology = replace(topology, placement="", stages_per_rank=0, layers_per_stage=())
+    topology = replace(topology, vocabulary="whole")
     usual = replace(config.plan, schedule=schedule, split_backward=False, fill_waits=False, pieces="off", **plan)
     debug = replace(config.debug, plan_dir="")  # that is of the run's own plans
     return replace(config, topology=topology, plan=usual, debug=debug)
@@ -103,20 +104,33 @@ def placed_stages(config: TrainConfig) -> Topology:
     """The topology with stages on its ranks, and layers on them where the settings say so; of width 1 where each step
     chooses one.
 
-    Placement "auto" is linear here, until it is settled (`settled_placement`).
+    Placement "auto" is linear here and vocabulary "auto" whole, until they are settled (`placed_planning`).
     """
     t, name = config.topology, config.placement
     placement: tuple[int, ...] = ()
     if name != "linear" and name != "auto":
         placement = placement_of(name, t.pp, t.stages_per_rank or None)
     width = 1 if t.width == "auto" else t.width
-    return Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement, width=width)
+    layers = Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement, width=width)
+    return layers if t.vocabulary == "auto" else spread_vocabulary(layers, t.vocabulary)
 
 
 def runs_half_layers(config: TrainConfig) -> bool:
     """Whether the stages of this job may begin and end within a layer: those of decoders on megatron-core."""
     m = config.model
     return not (m.uses_transformers or m.num_decoder_layers or config.lora.enabled or config.deepspeed.config)
+
+
+def spread_fault(config: TrainConfig) -> str:
+    """Which part of this job keeps its vocabulary whole; empty where it may lie over pipeline ranks."""
+    m = config.model
+    if m.num_decoder_layers:
+        return "a model with a decoder side"
+    if m.uses_transformers:
+        return "a model of transformers"
+    if config.lora.enabled:
+        return "a model with adapters"
+    return "a DeepSpeed engine" if config.deepspeed.config else ""
 
 
 def topology_of(config: TrainConfig) -> Topology:
@@ -126,6 +140,8 @@ def topology_of(config: TrainConfig) -> Topology:
     if not runs_half_layers(config):
         who = "a model of transformers" if m.uses_transformers else "a model with a decoder side, or with adapters,"
         refuse_half_layers(topology.layers_per_stage, who)
+    if fault := spread_fault(config):
+        refuse_spread(topology, fault)
     refuse_undivided(m, t.tp)
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:
         raise ConfigError(
@@ -470,6 +486,7 @@ def make_planner(
     """The configured planner; `num_cores` are those that all ranks have together, None on accelerators. The rest is
     that of the configured model, unless it is named: costs may be of a model that the settings do not describe."""
     plan, topology = config.plan, topology or topology_of(config)
+    widths, priced = config.topology.widths, costs.facts.priced_widths
     return Planner(
         topology,
         trained_costs(config, costs, topology),
@@ -479,7 +496,9 @@ def make_planner(
         format=message_format or configured_format(config),
         collectives=collectives or ReplicaCollectives.of_zero(config.deepspeed.zero_stage),
         num_cores=num_cores,
-        widths=config.topology.widths if config.topology.width == "auto" and topology.dp > 1 else (),
+        widths=tuple(width for width in widths if width in (priced or widths))
+        if config.topology.width == "auto" and topology.dp > 1
+        else (),
     )
 
 
@@ -490,7 +509,12 @@ def configured_format(config: TrainConfig) -> ActivationFormat:
     layers = layers_of_stages(m.num_layers, m.total_layers, topology.num_stages, topology.layers_per_stage)
     order: Literal["sbh", "bsh"] = "bsh" if m.uses_transformers else "sbh"
     return ActivationFormat(
-        m.hidden_size, m.dtype, order=order, sequence_shards=shards, first_decoder_stage=first_decoder_stage(layers)
+        m.hidden_size,
+        m.dtype,
+        order=order,
+        sequence_shards=shards,
+        first_decoder_stage=first_decoder_stage(layers),
+        first_head_stage=topology.first_head_stage,
     )
 
 
@@ -500,15 +524,17 @@ def placement_trials(
     num_layers: int,
     batches: SampledBatches,
     *,
+    names: Sequence[PlacementName] = get_args(PlacementName),
+    vocabularies: Sequence[Vocabulary] = ("whole",),
     stages_per_rank: int,
     halves: bool,
 ) -> tuple[PlacementTrial, ...]:
-    """What every placement would give, proven, each with its best layers per stage, the best first; `stages_per_rank` 0
-    is each placement's own number, and with `halves` layers may be cut between attention and MLP. Errors: those of
-    `PlacementSearch.trials` and, but for steps refused, `prove_step`.
+    """What every placement would give under every one of the `vocabularies`, proven, each with its best layers per
+    stage, the best first; `stages_per_rank` 0 is each placement's own number, and with `halves` layers may be cut
+    between attention and MLP. Errors: those of `PlacementSearch.trials` and, but for steps refused, `prove_step`.
     """
-    search = PlacementSearch(base, planner_over, _proven, num_layers, batches, halves)
-    return search.trials(get_args(PlacementName), stages_per_rank or None)
+    search = PlacementSearch(base, planner_over, _proven, num_layers, batches, halves, vocabularies)
+    return search.trials(names, stages_per_rank or None)
 
 
 def layers_to_place(costs: CostModel) -> int:
@@ -532,12 +558,14 @@ def batches_to_place(config: TrainConfig, lengths: LengthArray) -> SampledBatche
 
 
 def with_placement(config: TrainConfig, topology: Topology) -> TrainConfig:
-    """The settings that name a topology's placement and layers."""
+    """The settings that name a topology's placement, layers and vocabulary."""
+    layers = gathered_vocabulary(topology)
     chosen = replace(
         config.topology,
-        placement=cast(PlacementName, topology.placement_name.partition(",")[0]),
-        stages_per_rank=topology.num_stages // topology.pp,
-        layers_per_stage=topology.layers_per_stage,
+        placement=cast(PlacementName, layers.placement_name.partition(",")[0]),
+        stages_per_rank=layers.num_stages // layers.pp,
+        layers_per_stage=layers.layers_per_stage,
+        vocabulary=topology.vocabulary,
     )
     return replace(config, topology=chosen)
 
@@ -555,7 +583,8 @@ def trials_table(trials: Sequence[PlacementTrial]) -> Table:
     for name in ("placement", "layers per stage", "makespan", "bubble", "peak of a rank"):
         table.add_column(name, justify="left" if name.startswith(("p", "l")) else "right")
     for one in trials:
-        placed = (one.topology.placement_name, ",".join(map(str, one.topology.layers_per_stage)))
+        layers = gathered_vocabulary(one.topology).layers_per_stage
+        placed = (one.topology.placement_name, ",".join(map(str, layers)))
         if one.refusal:
             table.add_row(*placed, "-", "-", one.refusal)
         else:

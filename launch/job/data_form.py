@@ -15,8 +15,7 @@ from dynapipe_ext.data.preprocessing.inputs import InputFile
 from dynapipe_ext.data.preprocessing.record_forms import (
     ANSWER_FIELDS,
     CHAT_FIELDS,
-    CONVERSATIONS,
-    INSTRUCTION,
+    INSTRUCTIONS,
     LABEL,
     MESSAGES,
     PAIRS,
@@ -24,6 +23,8 @@ from dynapipe_ext.data.preprocessing.record_forms import (
     LossOn,
     RecordFields,
     Template,
+    chat_field,
+    is_chat,
     template_of,
     unread_fields,
 )
@@ -84,6 +85,11 @@ def loss_notes(prepared: TokenDataset) -> list[str]:
             notes.append(
                 f"note: {counted(len(prepared), 'sample')} of instructions: loss falls on their answers alone."
                 f" {names}: to train on this whole field, name it by --text-key"
+            )
+        elif not {*unread} & {*PROMPT_FIELDS}:
+            notes.append(
+                f"note: {counted(len(prepared), 'sample')} of questions and answers, of which records have several."
+                f" {names}: to train on others, name theirs by --input-key and --target-key, or --text-key"
             )
         else:
             notes.append(
@@ -146,7 +152,7 @@ def form_lines(data: DataSettings, files: Sequence[InputFile], *, encoder_decode
     """For each file of text the form that its records are taken for."""
     own = data.tokenizer in ("bpe", "bytes")
     tokenizer = data.tokenizer if own else tokenizer_to_train_with(data.tokenizer, encoder_decoder=encoder_decoder)
-    return [f"{file.path}: {file.form}, {_form_of_file(data, file, tokenizer).words}" for file in files]
+    return [f"{file.path}: {file.words}, {_form_of_file(data, file, tokenizer).words}" for file in files]
 
 
 def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Tokenizer | str) -> DataForm:
@@ -166,13 +172,14 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
         template = data.template
         fitting = [pair for pair in PAIRS if not data.input_key and all(name in record for name in pair)]
         pair = fitting[0] if fitting else named.pair or PAIRS[0]
-        fields, unread = RecordFields(pair, named.text, bool(fitting) and pair[0] == INSTRUCTION), ()
+        is_instruction = (bool(fitting) and pair in INSTRUCTIONS) or (template == "chat" and not is_chat(record))
+        fields, unread = RecordFields(pair, named.text, is_instruction), ()
     if data.loss_on != "answers" and template != "chat":
         raise ConfigError(f"[data] loss_on is {data.loss_on}, but {where} is no chat: leave it out")
     if isinstance(tokenizer, FolderEncoder):
         return DataForm(template, fields, unread, data.loss_on)
     if template == "chat":
-        field = CONVERSATIONS if CONVERSATIONS in record else MESSAGES
+        field = chat_field(record) or MESSAGES
         raise ConfigError(
             f"{where}: the record has {field!r}, which needs the chat template of a decoder-only model, but the"
             f" tokenizer is {data.tokenizer!r}: name such a model's folder by --model, or its tokenizer's by"

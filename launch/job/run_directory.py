@@ -33,10 +33,10 @@ _LEFT_BY_A_RUN = (
     "emulated.html",
     HISTORY_FILE,
     "index.html",
-    "loss.png",
+    "loss.png",  # of older versions, as is trace.html
     "tensorboard",
     "trace.chrome.json",
-    "trace.html",  # of older versions
+    "trace.html",
     "trace.json",
 )
 

@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from rich.console import Console
 
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, Vocabulary
+from dynapipe_ext.batch.vocabulary import gathered_vocabulary, spread_vocabulary
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.adjustments import FittedTimes, without
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
@@ -42,6 +43,7 @@ from dynapipe_ext.launch.job.configured import (
     placement_trials,
     runs_half_layers,
     settled_steps,
+    spread_fault,
     topology_of,
     trained_costs,
     trials_table,
@@ -72,6 +74,8 @@ from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.tools.show.samples import sample_text
 
+_SPREAD: tuple[Vocabulary, ...] = ("head", "both")  # tried in this order
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettledPlanning:
@@ -97,7 +101,10 @@ class SettledPlanning:
     def message_format(self) -> ActivationFormat:
         """What ranks send to one another. Errors: ConfigError where neither settings nor costs say."""
         if self.hidden_size is not None:
-            return ActivationFormat(self.hidden_size, self.config.model.dtype, first_decoder_stage=0)
+            first_head = self.topology.first_head_stage
+            return ActivationFormat(
+                self.hidden_size, self.config.model.dtype, first_decoder_stage=0, first_head_stage=first_head
+            )
         if self.is_of_config:
             return configured_format(self.config)
         if (own := self.costs.facts.activation_format) is not None:
@@ -124,6 +131,23 @@ class SettledPlanning:
             collectives=self.collectives,
         )
 
+    @property
+    def vocabularies(self) -> tuple[Vocabulary, ...]:
+        """Those under which placements are tried: the one that is named; under "auto" a whole one and, where costs and
+        the run allow it, the head over pipeline ranks, of a tied model both ends."""
+        vocabulary = self.config.topology.vocabulary
+        if vocabulary != "auto":
+            return (vocabulary,)
+        if not self.costs.facts.prices_spread or (self.is_of_config and spread_fault(self.config)):
+            return ("whole",)
+        for spread in _SPREAD:
+            try:
+                self.costs.over(spread_vocabulary(gathered_vocabulary(self.topology), spread))
+            except ConfigError:  # one rank, rows that do not divide, or a tied model with the head alone
+                continue
+            return ("whole", spread)
+        return ("whole",)
+
     def over(self, topology: Topology) -> SettledPlanning:
         """The same model on other stages."""
         config, costs = with_placement(self.config, topology), self.costs.over(topology)[0]
@@ -133,14 +157,15 @@ class SettledPlanning:
 def placed_planning(
     planning: SettledPlanning, batches: Callable[[], SampledBatches]
 ) -> tuple[SettledPlanning, tuple[PlacementTrial, ...]]:
-    """The same with its placement named, and what was tried on the batches: nothing where it was named already.
+    """The same with its placement and vocabulary named, and what was tried on the batches: nothing where they were
+    named already.
 
     Placements are compared by the costs before a fit. Fitted times go on where the best placement is the one that they
     were fitted for. Every process that asks finds the same. Errors as `placement_trials`; ConfigError for costs of one
     topology alone.
     """
     config = planning.config
-    if config.placement != "auto":
+    if "auto" not in (config.placement, config.topology.vocabulary):
         named = replace(config, topology=replace(config.topology, placement=config.placement))
         return replace(planning, config=named), ()
     comparable = replace(planning, costs=without(planning.costs, FittedTimes))
@@ -149,6 +174,8 @@ def placed_planning(
         lambda topology: comparable.over(topology).planner,
         layers_to_place(planning.costs),
         batches(),
+        names=get_args(PlacementName) if config.placement == "auto" else (config.placement,),
+        vocabularies=planning.vocabularies,
         stages_per_rank=config.topology.stages_per_rank,
         halves=planning.costs.facts.prices_halves and (runs_half_layers(config) or not planning.is_of_config),
     )

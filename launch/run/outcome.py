@@ -1,4 +1,4 @@
-"""What a run leaves in its directory: settings and costs at its start; report, curve and timelines at its end."""
+"""What a run leaves in its directory: settings and costs at its start; report, page and timelines at its end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span, Trace, merge
 from dynapipe_ext.tools.account.report import (
     RunFacts,
-    RunReport,
     StoreInfo,
     compare_table,
     shared_cores_note,
@@ -71,7 +70,6 @@ from dynapipe_ext.tools.account.run_events import (
 from dynapipe_ext.tools.account.run_series import RunSoFar
 from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.files import toml_of, write_atomic
-from dynapipe_ext.tools.show.loss_curve import curves, validation_points, write_loss_png
 from dynapipe_ext.tools.show.run_page import PAGE_FILE
 from dynapipe_ext.tools.show.run_words import next_moves_table
 from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file
@@ -151,7 +149,6 @@ def write_outcome(job: SettledJob, costs: RunCosts, spans: Sequence[Spans]) -> N
         done.step: _simulated(config, costs.at(done.step), data.train.lengths, done, shared_cores) for done in traced
     }
     record = _write_traces(run_dir, config.plan, facts.topology, spans, simulated, shared_cores)
-    _write_curve(run_dir, report)
     note(run_dir, "ended", len(steps), "all steps are done")
     moves, num_tried = next_moves(job, costs.now, steps)
     write_page(run_dir, RunSoFar.of(events), record=record, moves=moves if num_tried else None, num_tried=num_tried)
@@ -166,12 +163,11 @@ def write_outcome(job: SettledJob, costs: RunCosts, spans: Sequence[Spans]) -> N
 
 
 def write_unfinished(run_dir: Path, reason: str, command: str) -> None:
-    """Write report, curve and page of what ran before a run ended early, and say what of it is saved. `command` goes
+    """Write report and page of what ran before a run ended early, and say what of it is saved. `command` goes
     on with a run."""
     events = read_events(run_dir / EVENTS_FILE)
     report = report_of(events, unfinished=reason)
     report.write(run_dir / "report.json")
-    _write_curve(run_dir, report)
     note(run_dir, "ended", report.result.first_step + report.steps, f"early: {reason}")
     write_page(run_dir, RunSoFar.of(events), unfinished=reason)
     done = f"{report.steps} of {counted(events.num_steps, 'step')} ran: what is known of them is in {run_dir}"
@@ -231,13 +227,6 @@ def reason_of(error: BaseException) -> str:
             return error.cause
         case _:
             return in_one_line(error)
-
-
-def _write_curve(run_dir: Path, report: RunReport) -> None:
-    t = report.facts.topology
-    if report.steps:
-        title = f"Training loss, TP{t.tp} x PP{t.pp} x DP{t.dp}"
-        write_loss_png(run_dir / "loss.png", curves(report), title, validation=validation_points(report))
 
 
 def _write_traces(

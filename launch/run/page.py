@@ -54,7 +54,7 @@ def write_page(
         record=record,
         moves=moves,
         num_tried=num_tried,
-        files=[name for name in RUN_FILES if (run_dir / name).exists()],
+        files=[name for name in RUN_FILES if (run_dir / name).exists() or (name == "report.json" and not going_on)],
     )
     write_atomic(run_dir / PAGE_FILE, run_page_html(run, page))
 

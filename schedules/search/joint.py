@@ -16,7 +16,7 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import SamplePieces
 from dynapipe_ext.reproducible import splitmix64
 from dynapipe_ext.schedules.search.dispatch import Pipeline, dispatch
-from dynapipe_ext.schedules.search.problem import NEVER, Chosen, CostField, Problem, SearchState, piece_positions
+from dynapipe_ext.schedules.search.problem import NEVER, Chosen, CostField, Problem, SearchState, Walk, piece_positions
 from dynapipe_ext.splits.padded import Cut
 
 Move = Literal["swap", "insert", "rule", "recompute", "give", "exchange", "shift", "divide", "apart"]
@@ -34,16 +34,14 @@ _MOVES: dict[Move, int] = {
     "apart": 4,
 }
 _MOST_APART = 3  # micro-batches between two pieces of a sample that is put elsewhere
-_ALLOWANCE = 4096  # a move may cost up to one part in so many at first
 
 
 def search_in_python(
     problem: Problem,
     cuts: Sequence[Cut],
     starts: Sequence[Sequence[Sequence[int]]],
+    walk: Walk,
     *,
-    effort: int,
-    seed: int,
     equal_counts: bool,
 ) -> SearchState:
     """`optimizer.search` without the native core."""
@@ -54,7 +52,7 @@ def search_in_python(
     if max(state.makespan_ns) >= NEVER:
         return state
     state.floor_ns = problem.floor_ns(state.cuts)
-    best_state = _Search(problem, state, seed, equal_counts).improve(effort)
+    best_state = _Search(problem, state, walk, equal_counts).improve()
     for d in range(replicas):
         ranks: list[list[Chosen]] = [[] for _ in problem.free_bytes]
         _makespan_of(problem, best_state, d, NEVER, ranks)
@@ -118,9 +116,9 @@ class _Random:
 class _Search:
     """Random moves of a state. A method that makes a move changes `state`, and returns whether the result can run."""
 
-    def __init__(self, problem: Problem, state: SearchState, seed: int, equal_counts: bool) -> None:
-        self.problem, self.state, self.equal_counts = problem, state, equal_counts
-        self.random = _Random(seed)
+    def __init__(self, problem: Problem, state: SearchState, walk: Walk, equal_counts: bool) -> None:
+        self.problem, self.state, self.walk, self.equal_counts = problem, state, walk, equal_counts
+        self.random = _Random(walk.seed + walk.begun)
         possible: dict[Move, bool] = {
             "recompute": len(problem.records) > 1,
             "give": len(state.groups) > 1,
@@ -133,16 +131,16 @@ class _Search:
         self.touched: list[int] = []  # replicas that the move changes
         self.pieces_with = {m: pieces for pieces in problem.sample_pieces for m in pieces}
 
-    def improve(self, effort: int) -> SearchState:
-        """The best state of so many moves. Record-to-record travel (Dueck 1993)."""
-        best, record = copy.deepcopy(self.state), self.state.energy
-        for step in range(effort):
+    def improve(self) -> SearchState:
+        """The best state of the walk. Record-to-record travel (Dueck 1993)."""
+        walk, best, record = self.walk, copy.deepcopy(self.state), self.state.energy
+        for step in range(walk.begun, walk.begun + walk.moves):
             before = copy.deepcopy(self.state)
             self.touched = []
             can_run = self._move()
             for d in self.touched:
                 in_piece_order(self.state.groups[d], self.problem.sample_pieces)
-            if not can_run or not self._within(record + record // _ALLOWANCE * (effort - step) // effort):
+            if not can_run or not self._within(walk.allowed(record, step)):
                 self.state = before
                 continue
             record = min(record, self.state.energy)

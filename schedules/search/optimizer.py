@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from dynapipe_ext.schedules.search.problem import (
     DispatchRule,
     Problem,
     SearchState,
+    Walk,
     piece_positions,
     records_of,
     rules,
@@ -32,7 +33,8 @@ from dynapipe_ext.schedules.search.problem import (
 )
 from dynapipe_ext.splits.padded import Cut
 
-_TRIAL = 16  # of the moves, one part in so many for each of several starts
+_TRIAL = 500  # of the effort, for each of several starts
+_COOLING = 1000  # of the effort: after it a move may cost half of what the first may
 _REPLICAS = 4  # that one measure of effort is for
 _MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves
 _ROWS = 12  # likewise, where samples come in pieces, which are many rows: moves are fewer, as each costs more
@@ -44,7 +46,7 @@ class Settings:
     """What the search is asked for; `seed` and `effort` make it a function.
 
     `effort` is the number of random moves for up to 7 replicas, twice as many for 8, three times for 12, and so on, but
-    fewer where `has_long_replicas`.
+    fewer where `has_long_replicas`. Of the same starts a larger effort never makes less.
     """
 
     memory_limit_bytes: int
@@ -102,14 +104,15 @@ class Optimized:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidate:
-    """A start that can run: the `index` of the start, each replica's `orders` to begin with, and the `moves` of a whole
-    search."""
+    """A start that can run: the `index` of the start, each replica's `orders` to begin with, and the walks from there:
+    its trial, and what follows once it is chosen."""
 
     index: int
     problem: Problem
     cuts: list[Cut]
     orders: list[list[list[int]]]
-    moves: int
+    trial: Walk
+    rest: Walk
 
 
 def optimize(
@@ -147,8 +150,9 @@ def optimize(
 def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Optimized]:
     """The best result from the best start (the first of equals), and which start that is.
 
-    With several starts, each is tried with a small part of the moves, in threads where there are cores, and the best
-    goes on with all of them. The number of cores changes nothing else. Moves change the order, the rule, a cut's kind
+    With several starts, each is tried with the first few moves, in threads where there are cores, and the best goes on
+    with the others. A larger effort begins as a smaller one, so it never ends worse. The number of cores changes
+    nothing else. Moves change the order, the rule, a cut's kind
     of recomputation, its replica and, where there is a choice, where the items are cut; `equal_counts` keeps the number
     of cuts of each replica. Nothing is proven here: simulate and validate the result.
 
@@ -157,16 +161,16 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
     candidates, refusal = _candidates(starts, settings)
     tried = [
         (candidate, state)
-        for candidate, state in zip(candidates, _trials(candidates, settings, len(starts) > 1), strict=True)
+        for candidate, state in zip(candidates, _trials(candidates, settings), strict=True)
         if max(state.makespan_ns) < NEVER
     ]
     if not tried:
         limit = settings.memory_limit_bytes
         raise refusal or PlanError(f"no order of these micro-batches fits in {limit} B: raise the limit, tp or pp")
     best, state = min(tried, key=lambda one: (one[1].value, one[0].index))
-    if settings.effort:
+    if best.rest.moves:
         cuts, orders = _in_turn(state)
-        state = _searched(best.problem, cuts, orders, settings, best.moves)
+        state = _searched(best.problem, cuts, orders, settings, best.rest)
     return best.index, Optimized(
         tuple(tuple(state.cut(m) for m in group) for group in state.groups),
         tuple(_schedule(actions, best.problem) for actions in state.actions),
@@ -189,7 +193,8 @@ def _candidates(starts: Sequence[Start], settings: Settings) -> tuple[list[_Cand
             refusal = refusal or error
             continue
         orders = [_start_orders(start, cuts, group) for group in start.groups]
-        candidates.append(_Candidate(index, problem, cuts, orders, _num_moves(start, settings)))
+        trial, rest = _walks(start, settings, are_several=len(starts) > 1)
+        candidates.append(_Candidate(index, problem, cuts, orders, trial, rest))
     return candidates, refusal
 
 
@@ -198,11 +203,11 @@ def _start_orders(start: Start, cuts: Sequence[Cut], group: Sequence[int]) -> li
     return [[group[i] for i in order] for order in orders]
 
 
-def _trials(candidates: Sequence[_Candidate], settings: Settings, are_several: bool) -> list[SearchState]:
-    """Each start's result after a part of its moves; a single start is not searched yet."""
+def _trials(candidates: Sequence[_Candidate], settings: Settings) -> list[SearchState]:
+    """Each start's result after its trial; a single start is not searched yet."""
 
     def trial(one: _Candidate) -> SearchState:
-        return _searched(one.problem, one.cuts, one.orders, settings, one.moves // _TRIAL if are_several else 0)
+        return _searched(one.problem, one.cuts, one.orders, settings, one.trial)
 
     threads = min(len(os.sched_getaffinity(0)), len(candidates))
     if threads > 1 and settings.use_native and native is not None:  # the native core releases Python's lock
@@ -211,13 +216,21 @@ def _trials(candidates: Sequence[_Candidate], settings: Settings, are_several: b
     return [trial(one) for one in candidates]
 
 
-def _num_moves(start: Start, settings: Settings) -> int:
+def _walks(start: Start, settings: Settings, *, are_several: bool) -> tuple[Walk, Walk]:
+    """A start's trial, of no moves if it is the only one, and the rest of its search."""
+    moves = _num_moves(start, settings.effort)
+    tried = _num_moves(start, min(settings.effort, _TRIAL)) if are_several else 0
+    trial = Walk(seed=settings.seed, moves=tried, cooling=max(1, _num_moves(start, _COOLING)))
+    return trial, replace(trial, moves=moves - tried, begun=tried)
+
+
+def _num_moves(start: Start, effort: int) -> int:
     """The moves of an effort; where samples come in pieces, no more work than that of a few rows."""
     replicas, cuts = len(start.groups), len(start.cuts)
     times = replicas // _REPLICAS
     if has_long_replicas(replicas, cuts):  # a simulation takes as long as a replica has micro-batches
         times = times * _MANY * replicas // cuts
-    moves = settings.effort * max(1, times)
+    moves = effort * max(1, times)
     return moves * _ROWS // max(_ROWS, len(start.cuts)) if start.sample_pieces else moves
 
 
@@ -234,37 +247,29 @@ def _in_turn(state: SearchState) -> tuple[list[Cut], list[list[list[int]]]]:
 
 
 def _searched(
-    problem: Problem, cuts: Sequence[Cut], orders: Sequence[Sequence[Sequence[int]]], settings: Settings, effort: int
+    problem: Problem, cuts: Sequence[Cut], orders: Sequence[Sequence[Sequence[int]]], settings: Settings, walk: Walk
 ) -> SearchState:
-    return search(
-        problem,
-        cuts,
-        orders,
-        effort=effort,
-        seed=settings.seed,
-        equal_counts=settings.equal_counts,
-        use_native=settings.use_native,
-    )
+    options = {"equal_counts": settings.equal_counts, "use_native": settings.use_native}
+    return search(problem, cuts, orders, walk, **options)
 
 
 def search(
     problem: Problem,
     cuts: Sequence[Cut],
     starts: Sequence[Sequence[Sequence[int]]],
+    walk: Walk,
     *,
-    effort: int,
-    seed: int,
     equal_counts: bool = False,
     use_native: bool = True,
 ) -> SearchState:
-    """The best state after `effort` random moves from `cuts`, which cover the items in turn, and from `starts` (per
+    """The best state of a walk of random moves from `cuts`, which cover the items in turn, and from `starts` (per
     replica, the orders of cuts to begin with).
 
-    Record-to-record travel (Dueck 1993): a move may cost up to an allowance that shrinks to nothing. A function of its
-    arguments; of equals the first stays.
+    Record-to-record travel (Dueck 1993): a move may cost up to an allowance, which shrinks with the moves made so far,
+    whatever the number that is to follow. A function of its arguments; of equals the first stays.
     """
     if native is None or not use_native:
-        return search_in_python(problem, cuts, starts, effort=effort, seed=seed, equal_counts=equal_counts)
+        return search_in_python(problem, cuts, starts, walk, equal_counts=equal_counts)
     new_cuts, groups, chosen_rules, makespans, actions = native.search(
         problem.records,
         np.ascontiguousarray(problem.shapes, np.int32),
@@ -275,8 +280,7 @@ def search(
         [_rule_for_core(rule) for rule in problem.rules],
         list(cuts),
         [[list(order) for order in replica] for replica in starts],
-        effort,
-        seed % (1 << 64),
+        (walk.seed % (1 << 64), walk.moves, walk.begun, walk.cooling),
         equal_counts,
         (0, 1) if problem.cores is None else (problem.cores.tp, problem.cores.num_cores),
         list(map(list, problem.sample_pieces)),

@@ -18,6 +18,7 @@ from dynapipe_ext.splits.padded import Cut
 
 NEVER = 1 << 60  # a makespan that no order has
 _MOST_WEIGHT = 4
+_ALLOWANCE = 4096  # a move may cost up to one part in so many at first
 
 
 class CostField(IntEnum):
@@ -126,6 +127,21 @@ def records_of(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntArra
         record[:, :-1, CostField.TRANSFER] = costs.transfer_ns.T
         record[costs.forward_ns.max(axis=0) >= INFEASIBLE, :, CostField.FORWARD] = INFEASIBLE
     return records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """Which moves of an endless walk a search makes: `moves` of them, after the `begun` ones. After `cooling` moves a
+    move may cost half of what the first may. So a longer walk begins as a shorter one, and ends no worse."""
+
+    seed: int
+    moves: int
+    begun: int = 0
+    cooling: int = 1
+
+    def allowed(self, record: int, step: int) -> int:
+        """The most energy that move number `step` may lead to, where `record` is the least so far."""
+        return record + record // _ALLOWANCE * self.cooling // (self.cooling + step)
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
 _MOVES_A_TRY = 1000  # of the effort, for each number of packed rows that is tried about the best
-_EFFORT_A_MOVE = 160  # of levelling, for each cut
+_LEVELLING = 50  # moves for each cut, whatever the effort: what is searched from there is then the same
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
@@ -80,7 +80,7 @@ class Proposals:
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Starts from ordered samples, which the search may cut anywhere."""
         proposed = []
-        in_flight = self._in_flight(self.topology.num_stages, (self.topology.pp + 1) // 2)
+        in_flight = self._in_flight(self.topology.pp, (self.topology.pp + 1) // 2)
         priced, firsts = self._first_cuts(samples, in_flight)
         for cuts in firsts:
             start = Start(
@@ -116,7 +116,7 @@ class Proposals:
             shapes,
             [(cut.first, cut.end) for cut in start.cuts],
             start.groups,
-            moves=self.rules.effort * len(start.cuts) // _EFFORT_A_MOVE,
+            moves=_LEVELLING * len(start.cuts),
             seed=step,
             equal_counts=self.rules.equal_counts,
         )

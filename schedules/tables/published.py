@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from dynapipe_ext.batch.topology import ScheduleName
+from dynapipe_ext.batch.schedule_names import ScheduleName
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, did_you_mean
 from dynapipe_ext.schedules.actions import PipelineSchedule

@@ -63,6 +63,8 @@ def tiny_config(family: str) -> Any:
     """With small sizes where the family takes them, else the default one cut to a small model of all its layers."""
     default = CONFIG_MAPPING[family]()
     wanted = SIZES | _SPECIAL | {"vocab_size": VOCABULARY, "max_position_embeddings": _POSITIONS}
+    if "num_expert_group" in default.to_dict():  # else as many groups as the published model, of 4 experts
+        wanted |= {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2}
     sizes = {name: size for name, size in wanted.items() if name in default.to_dict()}
     try:
         config = CONFIG_MAPPING[family](**sizes)
@@ -93,7 +95,7 @@ def train(folder: Path, preloaded: Preloaded) -> Path:
     given += ["--pp", "2", "--memory-limit-gb", "2", "--num-workers", "0", "--steps", str(STEPS), "--lr", str(LR)]
     given += ["--batch-size", str(BATCH), "--min-lr", str(LEAST), "--weight-decay", str(DECAY)]
     given += ["--lr-schedule", "cosine", "--warmup", "0.3", "--betas", "0.9,0.95"]
-    preloaded.train(*given, cwd=folder, timeout=500)
+    preloaded.train(*given, cwd=folder, timeout=900)
     return folder / "run"
 
 

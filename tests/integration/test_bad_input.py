@@ -253,14 +253,14 @@ def ranks(job: Job) -> list[Process]:
 
 
 def left_by(tiny: Path) -> dict[str, Any]:
-    """The report of a run that ended early; curve and events agree with it."""
+    """The report of a run that ended early; page and events agree with it."""
     run_dir = tiny.parent / "run"
     report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
     assert RunReport.read(run_dir / "report.json").unfinished == report["unfinished"]
     assert report["steps"] == len(report["losses"]) >= 2
     lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()[1:]]
     assert [line["loss"] for line in lines] == report["losses"]
-    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert '<span class="badge early">ended early</span>' in (run_dir / "index.html").read_text()
     return report
 
 
@@ -290,7 +290,7 @@ def test_ctrl_c_saves_ends_everything_and_leaves_what_ran(
             os.killpg(job.pid, signal.SIGINT)
         else:
             job.send_signal(signal.SIGINT)
-        assert_gone(job.pid, but=job.pid)  # the launcher itself has a report and a curve to write
+        assert_gone(job.pid, but=job.pid)  # the launcher itself has a report and a page to write
         text = last_words(job)
         assert job.returncode == 130
         assert_gone(job.pid)

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from dynapipe_ext.batch.topology import ActivationFormat, Topology
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import DataError
@@ -38,6 +39,7 @@ from tests.support.megatron_ranks import (
     Model,
     build,
     build_trained,
+    format_of,
     join,
     samples_of,
     step_plan_of,
@@ -88,8 +90,7 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
         transport = StrictTransport(topology, env.rank, groups, timeout_s=LIMIT_S)
         stage = MegatronStage(chunks, dropout=case.dropout > 0)
         executor = PipelineExecutor(stage, transport)
-        shards = topology.tp if case.sequence_parallel else 1
-        form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
+        form = format_of(case)
         losses: list[float] = []
         with CheckpointSaver(root, chunks, optimizer, sizes(case), background=background) as saver:
             if not saves:
@@ -121,7 +122,11 @@ PLAIN, SHARDED = Case(ALL), Case(ALL, model=Model(tied=False), distributed_optim
 HALVES = (0.5, 1.5, 1, 1)  # cuts between attention and MLP
 FOLDED = Case(replace(V, layers_per_stage=HALVES), schedule="adaptive", distributed_optimizer=True)
 DROPPING = Case(Topology(tp=2), "packed", Model(modern=False), dropout=0.1)
-BITS = [PLAIN, SHARDED, FOLDED, DROPPING]
+SPREAD = Case(  # the head in parts on both pipeline ranks
+    spread_vocabulary(ALL, "head"), model=Model(tied=False), schedule="adaptive", distributed_optimizer=True
+)
+BOTH = Case(spread_vocabulary(Topology(pp=2), "both"), schedule="adaptive")  # parts of a tied embedding, too
+BITS = [PLAIN, SHARDED, FOLDED, DROPPING, SPREAD, BOTH]
 OTHERS = [  # who goes on, and who saved
     (Case(Topology()), PLAIN),
     (replace(SHARDED, topology=Topology(), distributed_optimizer=False), SHARDED),
@@ -132,6 +137,11 @@ OTHERS = [  # who goes on, and who saved
     (replace(SHARDED, topology=INTERLEAVED, schedule="adaptive"), SHARDED),
     (Case(Topology()), FOLDED),
     (Case(Topology(pp=2)), FOLDED),
+    (Case(Topology(pp=2), model=Model(tied=False)), SPREAD),
+    (Case(spread_vocabulary(Topology(pp=4), "head"), model=Model(tied=False), schedule="adaptive"), SPREAD),
+    (Case(spread_vocabulary(replace(V, dp=1), "both"), schedule="adaptive"), PLAIN),
+    (Case(Topology(pp=2)), BOTH),
+    (Case(spread_vocabulary(INTERLEAVED, "head"), "packed", Model(tied=False), schedule="adaptive"), SHARDED),
 ]
 
 
@@ -223,6 +233,7 @@ def loaded(root, saved) -> dict[str, Any]:
     file, with a bomb in its place."""
     place, other, same = root / str(PLAIN), Case(Topology(), model=Model(modern=False)), Case(Topology())
     jobs = {"truth": weights_of(place, same), "by Megatron": by_megatron(place)}
+    jobs["spread"] = weights_of(root / str(SPREAD), replace(same, model=Model(tied=False)))
     jobs |= {"sizes": weights_of(place, other), "tensor": weights_of(place, other, same)}
     for name in BROKEN:
         shutil.copytree(place, root / name)
@@ -245,6 +256,9 @@ def test_megatron_and_conversion_read_what_was_saved(root, loaded, tmp_path):
     assert torch.equal(
         published["model.layers.3.mlp.down_proj.weight"], truth["decoder.layers.3.mlp.linear_fc2.weight"]
     )
+    convert(prepare_conversion(root / str(SPREAD), tmp_path / "spread", "hf", WriterOptions(), verify=True))
+    head = load_file(tmp_path / "spread" / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(head, loaded["spread"]["output_layer.weight"])
     convert(prepare_conversion(root / str(FOLDED), tmp_path / "halves", "hf", WriterOptions(), verify=True))
     assert load_file(tmp_path / "halves" / "model.safetensors").keys() == published.keys()
     state = recognise(place)[0].open(place).state

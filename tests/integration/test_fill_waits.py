@@ -9,8 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib.backends.backend_agg  # once, before ranks are forked
-import matplotlib.figure  # noqa: F401
 import numpy as np
 import pytest
 import torch

@@ -5,6 +5,7 @@ Rows are padded and packed, with pieces of cut samples; heads are more than the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -13,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove
@@ -24,18 +27,21 @@ from dynapipe_ext.executor.stages.joined_ranks import join_ranks
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
-from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.architecture import Architecture, LatentAttention
+from dynapipe_ext.models.rope_scaling import Yarn
 from tests.support.limits import LIMIT_S
 from tests.support.megatron_ranks import (
     CPU,
     Case,
     Model,
     build_ddps,
+    format_of,
     join,
     length_of,
     main_grads,
     samples_of,
     tensors_of,
+    whole_name,
     worst_error,
 )
 from tests.support.pieces import hand_made, pieced_replicas, random_legal_schedule
@@ -55,16 +61,46 @@ class Windowed(Model):
         return replace(super().shape, num_experts=4, top_k=2, ffn_hidden_size=16, **sizes)
 
 
+class Mixtral(Model):
+    """Two of four experts for each token."""
+
+    @property
+    def shape(self) -> Architecture:
+        return replace(super().shape, num_experts=4, top_k=2, ffn_hidden_size=16)
+
+
+class Latent(Model):
+    """DeepSeek's attention: keys and values of a latent vector, values narrower than keys, stretched positions."""
+
+    @property
+    def shape(self) -> Architecture:
+        latent = LatentAttention(q_rank=12, kv_rank=8, plain_dim=8, rotary_dim=4, value_dim=6)
+        yarn = Yarn(factor=4.0, original_max_seq_len=16, mscale=1.0, mscale_all_dim=1.0)
+        return replace(super().shape, num_query_groups=4, head_dim=12, latent=latent, rope_scaling=yarn)
+
+
+class TwoHeads(Model):
+    """Fewer than joined ranks, which share them."""
+
+    @property
+    def shape(self) -> Architecture:
+        return replace(super().shape, num_heads=2, num_query_groups=1, head_dim=16)
+
+
 MODELS = {
     "gqa": Model(),
     "learned": Model(tied=False, position="learned", modern=False),
     "one key": Model(key_heads=1),
+    "two heads": TwoHeads(),
+    "latent": Latent(tied=False),
     "windows and experts": Windowed(tied=False),
+    "experts": Mixtral(tied=False),
+    "untied": Model(tied=False),
 }
 WORST = {"float32": 1e-5, DOUBLE: 1e-6}
 
 
-Whole = tuple[float, dict[str, np.ndarray]]  # loss and gradients of whole samples
+Whole = tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]  # loss and gradients of whole samples, and weights
 
 
 @dataclass(frozen=True)
@@ -93,27 +129,41 @@ class Job:
     sequence_parallel: bool = False
     kinds: tuple[Kind, ...] = PIECES + ROWS
     widths: tuple[int, ...] = (2, 4)
+    ep: int = 1  # data parallel ranks that share experts
 
     @property
     def case(self) -> Case:
-        return Case(self.topology, model=MODELS[self.model], sequence_parallel=self.sequence_parallel, dtype=self.dtype)
+        options: dict[str, Any] = {"sequence_parallel": self.sequence_parallel, "dtype": self.dtype, "ep": self.ep}
+        return Case(self.topology, model=MODELS[self.model], **options)
 
 
 V = Topology(pp=2, dp=4, placement=(0, 1, 1, 0))
 JOBS = {
-    "v, fp64": Job(V, dtype=DOUBLE, widths=(1, 2, 4)),
-    "v": Job(V, kinds=(PIECES[1], ROWS[1]), widths=(1, 2, 4)),
-    "v, learned positions": Job(V, "learned", kinds=(PIECES[2], ROWS[0])),
-    "tp": Job(Topology(tp=2, dp=4), sequence_parallel=True, kinds=(PIECES[0], *ROWS)),  # 2 heads on a rank of 4 joined
-    "tp, fp64": Job(Topology(tp=2, dp=4), dtype=DOUBLE, kinds=(PIECES[1], ROWS[0])),
+    "v, fp64": Job(replace(V, dp=2), dtype=DOUBLE, widths=(2,)),
+    "v of four, fp64": Job(V, dtype=DOUBLE, kinds=(PIECES[1], ROWS[0]), widths=(4,)),
+    "v": Job(V, kinds=(PIECES[1],), widths=(1, 2, 4)),
+    "v, learned positions": Job(replace(V, dp=2), "learned", kinds=(PIECES[2], ROWS[0]), widths=(2,)),
+    "tp": Job(Topology(tp=2, dp=4), sequence_parallel=True, kinds=PIECES[:1], widths=(4,)),  # of 2 heads
+    "two heads": Job(Topology(dp=4), "two heads", kinds=(PIECES[2], ROWS[0]), widths=(4,)),
+    "tp, fp64": Job(Topology(tp=2, dp=2), dtype=DOUBLE, kinds=(PIECES[1], ROWS[0]), widths=(1, 2)),
     "tp and v": Job(
         Topology(tp=2, pp=2, dp=2, placement=(0, 1, 1, 0)),
         sequence_parallel=True,
-        kinds=(PIECES[1], *ROWS),
+        kinds=(PIECES[1], ROWS[1]),
         widths=(2,),
     ),
-    "windows and experts": Job(Topology(pp=2, dp=4), "windows and experts", dtype=DOUBLE, kinds=ROWS),
-    "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[0], ROWS[1])),
+    "windows and experts": Job(Topology(pp=2, dp=2), "windows and experts", dtype=DOUBLE, kinds=ROWS, widths=(2,)),
+    "experts of two ranks": Job(Topology(dp=4), "experts", dtype=DOUBLE, kinds=(PIECES[1], ROWS[1]), ep=2),
+    "latent": Job(Topology(tp=2, dp=2), "latent", dtype=DOUBLE, sequence_parallel=True, kinds=ROWS, widths=(1, 2)),
+    "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[0], ROWS[1]), widths=(4,)),
+    "head spread": Job(
+        spread_vocabulary(Topology(tp=2, pp=2, dp=2), "head"),
+        "untied",
+        dtype=DOUBLE,
+        sequence_parallel=True,
+        kinds=(*PIECES[1:], *ROWS),
+        widths=(1, 2),
+    ),
 }
 
 
@@ -145,14 +195,17 @@ def one_process(way: tuple[str, str], env) -> Whole:
         loss.backward()
         total += float(loss.detach())
     gradients = {name: gradient.numpy().copy() for name, gradient in main_grads(ddp).items()}
+    weights = {name: weight.detach().numpy().copy() for name, weight in ddp.module.named_parameters()}
     dist.destroy_process_group()
-    return total, gradients
+    return total, gradients, weights
 
 
 def steps(job: Job, whole: Whole, env) -> list[tuple[int, str, float, float, int]]:
     join(env)
     topology, case = job.topology, job.case
     ddps = build_ddps(case, topology, env.rank)
+    if job.ep > 1:
+        fill_experts(case.model.shape, ddps, whole[2])
     groups = make_pipeline_groups(topology, env.rank, timeout_s=LIMIT_S)
     transport = StrictTransport(topology, env.rank, groups, timeout_s=LIMIT_S)
     joined = join_ranks(topology, env.rank, job.widths, CPU, timeout_s=LIMIT_S)
@@ -170,14 +223,21 @@ def steps(job: Job, whole: Whole, env) -> list[tuple[int, str, float, float, int
     return errors
 
 
+def fill_experts(shape: Architecture, ddps: Sequence[Any], weights: Mapping[str, np.ndarray]) -> None:
+    """Those of the only stage, which drew them by their numbers on this rank."""
+    for name, parameter in ddps[0].module.named_parameters():
+        if "local_experts" in name:
+            parameter.data.copy_(torch.from_numpy(weights[whole_name(shape, name, 0)]))
+
+
 def plan_of(job: Job, kind: Kind, width: int, rank: int) -> ExecutionPlan:
     """A rank's proven plan of a random step."""
     topology, random = job.topology.at_width(width), Random(f"{job}{kind}")
     shards = topology.tp if job.sequence_parallel else 1
     replicas = replicas_of(kind, topology.num_replicas, random, pad_multiple=shards * width)
     schedules = [random_legal_schedule(topology, own, random, split=kind.split) for own in replicas]
-    form = ActivationFormat(32, sequence_shards=shards, dtype=job.dtype)
-    proven = prove(hand_made(topology, replicas, schedules), form, ReplicaCollectives())
+    form = replace(format_of(job.case), dtype=job.dtype)
+    proven = prove(hand_made(topology, replicas, schedules), form, ReplicaCollectives.of_zero(0, ep=job.ep))
     me = topology.coordinates(rank)
     return proven.plan_of(me.dp_rank, me.pp_rank)
 

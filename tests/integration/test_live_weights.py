@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages.megatron.model import (
     build_chunks,
@@ -46,6 +47,8 @@ SPREAD: dict[Layout, tuple[str, ...]] = {
     Layout(Topology(2, 2, 1)): ("llama-tied", "gpt2", "deepseek-v2-lite", "t5"),
     Layout(Topology(2, 2, 1, placement=(0, 1, 1, 0))): ("llama-tied", "qwen3-moe"),
     Layout(Topology(1, 2, 2, placement=(0, 1, 0, 1)), ep=2): ("qwen3-moe",),
+    Layout(spread_vocabulary(Topology(2, 2, 1), "head")): ("deepseek-v2-lite", "qwen3-moe"),
+    Layout(spread_vocabulary(Topology(2, 2, 1), "both")): ("llama-tied", "qwen3-moe"),
 }
 CASES = [(layout, name) for layout, names in SPREAD.items() for name in names]
 
@@ -138,7 +141,10 @@ def faults(models: dict[str, Published], tmp_path_factory: pytest.TempPathFactor
 
 def case_id(case: tuple[Layout, str]) -> str:
     layout, name = case
-    return f"{name}-tp{layout.topology.tp}pp{layout.topology.pp}ep{layout.ep}" + "v" * bool(layout.topology.placement)
+    kind = (
+        layout.topology.vocabulary if layout.topology.vocabulary != "whole" else "v" * bool(layout.topology.placement)
+    )
+    return f"{name}-tp{layout.topology.tp}pp{layout.topology.pp}ep{layout.ep}{kind}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)

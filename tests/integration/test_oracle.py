@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
@@ -44,6 +45,7 @@ from tests.support.megatron_ranks import (
     build,
     build_ddps,
     build_trained,
+    format_of,
     join,
     length_of,
     main_grads,
@@ -117,6 +119,35 @@ CHUNKS = [
     ),
     *(case for pair in HALVES.items() for case in pair if case.topology.placement),
 ]
+SPREAD = [  # heads in parts on all pipeline ranks
+    Case(spread_vocabulary(Topology(pp=2), "head"), "packed", UNTIED, schedule="adaptive", weights_lag=1),
+    Case(spread_vocabulary(TP2PP2, "head"), model=GPT2, sequence_parallel=True, schedule="adaptive", weights_lag=1),
+    Case(spread_vocabulary(TP2V, "head"), "packed", UNTIED, recompute="head+full", schedule="adaptive"),
+    Case(spread_vocabulary(Topology(pp=4), "head"), model=UNTIED, recompute="stage", schedule="adaptive"),
+    Case(
+        spread_vocabulary(replace(V, dp=2), "head"),
+        "packed",
+        UNTIED,
+        distributed_optimizer=True,
+        recompute="head",
+        schedule="adaptive",
+        weights_lag=2,
+    ),
+]
+SPREAD += [  # and embeddings
+    Case(spread_vocabulary(Topology(pp=2), "both"), "packed", TIED, schedule="adaptive", weights_lag=1),
+    Case(spread_vocabulary(TP2PP2, "both"), model=GPT2, sequence_parallel=True, recompute="full", schedule="adaptive"),
+    Case(
+        spread_vocabulary(TP2V, "both"),
+        "packed",
+        TIED,
+        sequence_parallel=True,
+        distributed_optimizer=True,
+        recompute="head+stage",
+        schedule="adaptive",
+    ),
+]
+CHUNKS += SPREAD
 CASES = [*ONE_CHUNK, *CHUNKS]
 DROPPED = Case(TP2PP2, "packed", GPT2, dropout=0.2)
 ALIKE = [  # whose dropout is the same
@@ -193,9 +224,8 @@ def executor_of(case: Case, env, stage: MegatronStage, recorder=None) -> Iterato
 
 def plan_of(case: Case, env, step: int) -> tuple[ExecutionPlan, list[Any]]:
     """This rank's plan of a step, proven, and its batches."""
-    topology, me = case.topology, case.topology.coordinates(env.rank)
-    form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
-    plans = lower(step_plan_of(case, step, SAMPLES_OF[step]), form)
+    me = case.topology.coordinates(env.rank)
+    plans = lower(step_plan_of(case, step, SAMPLES_OF[step]), format_of(case))
     for replica in plans:
         verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
     plan = plans[me.dp_rank][me.pp_rank]

@@ -7,7 +7,9 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,13 @@ pytest.importorskip("torch")
 import torch
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.pieces import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.executor.measuring import profiling
 from dynapipe_ext.launch.cli import main
+from dynapipe_ext.launch.commands import profile_model
 from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.preloaded import Preloaded
@@ -108,7 +112,8 @@ def test_a_model_is_measured_and_its_table_plans(measured: Path) -> None:
     # Bytes are counted, so they must be right even on a busy machine.
     assert table.provenance["held_out_error"]["padded"]["stored_bytes"] < 0.03
     assert table.provenance["held_out_error"]["padded"]["peak_bytes"] < 0.10
-    assert table.provenance["held_out_error"]["packed"]["stored_bytes"] < 0.05
+    assert table.provenance["held_out_error"]["packed"]["stored_bytes"] < 0.01
+    assert table.provenance["held_out_error"]["packed"]["peak_bytes"] < 0.05
     none, full = (
         table.evaluate([MicroBatch((SampleLength(0, 40), SampleLength(1, 40)), recompute=kind)])  # type: ignore[arg-type]
         for kind in ("none", "full")
@@ -163,6 +168,35 @@ def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
 
 
 @pytest.mark.usefixtures("one_repeat")
+def test_widths_are_measured_by_real_ranks_and_priced_by_what_these_took(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Four ranks over gloo; two heads, so that four of them gather keys and values. Steps choose between these widths,
+    though the plane has eight ranks."""
+    config, out, lengths = tmp_path / "model.toml", tmp_path / "costs.json", str(tmp_path / "lengths.npy")
+    config.write_text(_CONFIG.replace("tp = 1", 'tp = 1\ndp = 4\nwidth = "auto"'))
+    few = [*_FEW, "--max-tokens", "128", "--max-shapes", "4", "--recompute", "none"]
+    assert main(["profile", "--config", str(config), *few, "--out", str(out)]) == 0
+    assert "width 4: exchange" in capfd.readouterr().out
+    table = CostTable.read(out)
+    assert set(table.blocks) == {2, 4}
+    sizes = {len(times["even_s"]) for times in table.provenance["exchanges"].values()}
+    assert min(sizes) >= 3
+    m = MicroBatch((SampleLength(0, 64),), "packed", pad_multiple=4)
+    laid_out = table.over(Topology(dp=4))[0]
+    one, two = (laid_out.at_width(width).evaluate([m]) for width in (1, 2))
+    block = table.blocks[2]
+    exchange_ns = 3 * (2 * block.even.latency_ns + 64 / 2 * (64 / 2 + 32) * 4 / block.even.bytes_per_s * 1e9)
+    assert two.forward_ns[0, 0] == pytest.approx(one.forward_ns[0, 0] * (1 + block.tax) / 2 + exchange_ns, rel=1e-3)
+    np.save(lengths, np.array([64, *[9] * 20]))
+    arguments = ["--costs", str(out), "--pp", "3", "--dp", "8", "--memory-limit-gb", "1", "--lengths", lengths]
+    assert main(["plan", *arguments, "--layout", "packed", "--width", "auto"]) == 0
+    assert "of 1, 2, 4" in capfd.readouterr().out
+    assert main(["plan", *arguments, "--layout", "packed", "--width", "8"]) == 2
+    assert "measure (dynapipe profile --widths 8)" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("one_repeat")
 def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path) -> None:
     """Qwen3 has norms of queries and keys and heads of their own size, which the settings of a run cannot say."""
     config, out = tmp_path / "config.json", tmp_path / "costs.json"
@@ -196,7 +230,8 @@ def test_an_encoder_decoder_is_measured_and_its_table_plans(measured_pairs: Path
     errors = table.provenance["held_out_error"]
     assert errors["padded"]["stored_bytes"] < 0.01
     assert errors["padded"]["peak_bytes"] < 0.05
-    assert errors["packed"]["stored_bytes"] < 0.15
+    assert errors["packed"]["stored_bytes"] < 0.01
+    assert errors["packed"]["peak_bytes"] < 0.05
     none, full = (
         table.evaluate([MicroBatch((SampleLength(0, 40, 12),) * 2, recompute=kind)])  # type: ignore[arg-type]
         for kind in ("none", "full")
@@ -290,6 +325,36 @@ def test_an_interrupted_profile_goes_on_where_it_was(
     out.unlink()
     assert (status, stub(arguments)) == (0, (0, resumed + 8))
     assert json.loads(out.read_text())["grids"] == first["grids"]
+
+
+@pytest.mark.parametrize(
+    ("token_s", "longest", "status"), [(2e-3, "64", 0), (1e-2, "64", 0), (0.2, "64", 2), (0.02, "16", 0)]
+)
+def test_the_limit_in_seconds_holds_or_is_refused_within_it(
+    token_s: float, longest: str, status: int, config: str, tmp_path: Path,
+    stub: Callable[..., tuple[int, int]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """On a machine that measures twelve runs and half as much again, on a clock of its own."""
+    now, log = [0.0], tmp_path / "clock"
+    measure = _Stub.measure
+
+    def slow(self: _Stub, part: str, m: MicroBatch, *, bytes_only: bool = False) -> Measured:
+        run_s = token_s * m.rows * m.encoder_len
+        now[0] += max(1.5, 18 * run_s) * (0.1 if bytes_only else 1.0)
+        log.write_text(str(now[0]))
+        return replace(measure(self, part, m, bytes_only=bytes_only), forward_s=run_s / 3, backward_s=run_s / 1.5)
+
+    monkeypatch.setattr(_Stub, "measure", slow)
+    monkeypatch.setattr(profile_model, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    arguments = ["--config", config, "--out", str(tmp_path / "costs.json"), "--min-len", "8", "--recompute", "none"]
+    assert stub([*arguments, "--max-seconds", "60", "--max-len", longest])[0] == status
+    assert float(log.read_text()) <= 60
+    if status:
+        assert "there is no time to measure a row of 64 positions" in capfd.readouterr().err
+    else:
+        table = CostTable.read(tmp_path / "costs.json")
+        table.evaluate([MicroBatch((SampleLength(0, int(longest)),))])
+        assert any(table.provenance["held_out_error"].values()) or token_s > 2e-3
 
 
 def test_two_profiles_of_one_file_do_not_run_at_once(

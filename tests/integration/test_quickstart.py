@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.launch import cli
 from tests.support.limits import LIMIT_S
+from tests.support.pages import blocks, readme_commands
 from tests.support.preloaded import Preloaded
 
 SHORT = ("--steps", "1", "--tokens-per-batch", "2048", "--tp", "1", "--pp", "2", "--dp", "1")
+QUICK = ("--steps", "3", "--tokens-per-batch", "2048", "--effort", "500")
 # What pip says when it reaches no index (its retries, its resolver, its sockets).
 NO_INDEX = (
     "Failed to establish a new connection",
@@ -110,7 +113,7 @@ def installed(checkout: Path) -> dict[str, int]:
 def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that the first command was run from; the environment is installed after it."""
     cwd = tmp_path_factory.mktemp("elsewhere")
-    done = quickstart(checkout, cwd, "--steps", "3", "--tokens-per-batch", "2048", "--run-dir", "runs/x")
+    done = quickstart(checkout, cwd, "--run-dir", "runs/x", *QUICK)
     said = done.stdout + done.stderr
     if "starting dynapipe quickstart" not in said and any(words in said for words in NO_INDEX):
         pytest.skip(f"no package index can be reached: {said.splitlines()[-1]}")
@@ -132,16 +135,15 @@ def test_a_fresh_clone_trains_eight_ranks_with_one_command(first_run: Path) -> N
     assert report["steps"] == len(report["losses"]) == 3
     assert report["topology"] == {"tp": 1, "pp": 4, "dp": 2}
     assert report["losses"][-1] < report["losses"][0]
-    assert (first_run / "runs/x/loss.png").exists()
     assert (first_run / "runs/x/index.html").exists()
 
 
 @pytest.mark.slow
 def test_the_first_commands_last_lines_compare_and_say_where_to_look(first_run: Path) -> None:
     how, result, loss, page = (first_run / "said").read_text().splitlines()[-4:]
-    assert how.startswith("measured on 8 emulated ranks (PP4 x DP2): ")
+    assert re.match(r"(measured on|simulated, .*:) 8 emulated ranks \(PP4 x DP2\)", how)
     assert re.match(r"the same samples: packed 1F1B \S+ s, interleaved \S+ s, ours \S+ s a step; padding ", result)
-    assert re.match(r"the real run: loss \S+ → \S+ in 3 steps; its curve: runs/x/loss.png, its page: ", loss)
+    assert re.match(r"the real run: loss \S+ → \S+ in 3 steps; its curve and all else: runs/x/index.html", loss)
     assert page == "the comparison's page: runs/x/emulated.html"
     assert result[1:] in (first_run / "runs/x/emulated.html").read_text()
 
@@ -156,6 +158,23 @@ def test_the_second_command_installs_nothing(checkout: Path, first_run: Path) ->
     assert "installing" not in again.stderr
     assert "making .venv" not in again.stderr
     assert installed(checkout) == before
+
+
+@pytest.mark.slow
+def test_what_was_trained_writes_on(
+    root: Path, first_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command and the lines of the page, in this environment."""
+    page = (root / ".github/docs/pretrain.md").read_text()
+    (command,) = [line for line in readme_commands(page) if " convert " in line]
+    (lines,) = blocks(page, "python")
+    monkeypatch.chdir(first_run)
+    assert cli.main(command.split()[1:]) == 0
+    capsys.readouterr()
+    exec(compile(lines, "pretrain.md", "exec"), {})
+    written = capsys.readouterr().out
+    assert written.startswith("The first")
+    assert len(written.strip()) > len("The first")
 
 
 # Commands of the README as they stand there, each with what keeps its run short: one small step on two ranks.

@@ -33,15 +33,21 @@ def blocks(root):
 
 
 def test_every_python_block_of_the_pages_is_one_that_runs_here(root, blocks):
-    """But what takes a loop to run in: scripts for Megatron-LM's, which test_megatron_script.py runs, and calls that
-    test_live_weights.py, test_foreign_loops.py and, of three loops, test_loops.py make."""
+    """But what takes a trained model (test_quickstart.py) or a loop to run in: scripts for Megatron-LM's, which
+    test_megatron_script.py runs, and calls that test_live_weights.py, test_foreign_loops.py and, of three loops,
+    test_loops.py make."""
     others = {
         page: code_blocks(text, "python")
         for page, text in all_pages(root).items()
         if not page.endswith(("library.md", "batching.md"))
     }
     counts = {page: len(found) for page, found in others.items() if found}
-    assert counts == {"README.md": 1, ".github/docs/megatron-lm.md": 1, ".github/docs/other-loops.md": 5}
+    assert counts == {
+        "README.md": 1,
+        ".github/docs/megatron-lm.md": 1,
+        ".github/docs/other-loops.md": 5,
+        ".github/docs/pretrain.md": 1,
+    }
 
 
 def test_the_example_of_the_readme_prints_micro_batches_and_a_plan_at_or_above_its_bound(root):

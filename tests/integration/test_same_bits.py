@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.batch.topology import ReplicaCollectives, Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
@@ -29,6 +30,7 @@ from dynapipe_ext.executor.stages.joined_ranks import join_ranks
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron.model import held_weights
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of
 from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
@@ -36,7 +38,17 @@ from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.given_costs import write_costs
 from tests.support.limits import LIMIT_S
-from tests.support.megatron_ranks import CPU, Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
+from tests.support.megatron_ranks import (
+    CPU,
+    Case,
+    Model,
+    build_trained,
+    format_of,
+    join,
+    samples_of,
+    step_plan_of,
+    tensors_of,
+)
 from tests.support.preloaded import Preloaded
 from tests.support.rank_jobs import in_turn
 from tests.support.tiny_sizes import TINY_SIZES
@@ -68,6 +80,8 @@ def exact_tp(topology: Topology, **options) -> Case:
 
 WHOLE, WHOLE_TP = Run(exact(Topology())), Run(exact_tp(Topology(tp=2)))
 JOINED = Run(exact(Topology(dp=2, width=2)))  # whose products are over slices of rows: bits hold for one width
+UNTIED = replace(GPT2, tied=False)
+SPREAD = Run(exact(spread_vocabulary(Topology(pp=2), "head"), "adaptive", model=UNTIED))  # part 1, and then part 0
 RUNS = [
     WHOLE,
     Run(exact(Topology(), deal=REVERSED, recompute="selective")),
@@ -82,6 +96,17 @@ RUNS = [
     Run(exact(Topology(pp=2), deal=SHUFFLED, weights_lag=1, recompute="head")),
     JOINED,
     Run(exact(replace(V, dp=2, width=2), "zb-v", deal=SHUFFLED)),
+    SPREAD,
+    Run(replace(SPREAD.case, deal=SHUFFLED, weights_lag=1, recompute="head+full")),
+    Run(
+        exact(
+            spread_vocabulary(replace(INTERLEAVED, dp=2), "head"),
+            "adaptive",
+            model=UNTIED,
+            deal=((3, 0), (4, 1, 2)),
+            distributed_optimizer=True,
+        )
+    ),
     Run(exact(Topology(dp=4, width=2), deal=((3, 0), (4, 1, 2)), distributed_optimizer=True, recompute="full")),
 ]
 
@@ -105,7 +130,7 @@ def train(run: Run, root: Path, env: RankEnv) -> Trained:
     exact_sums = ExactMegatronGradients(chunks)
     stage = MegatronStage(chunks, gradients=exact_sums, dropout=case.dropout > 0, joined=joined)
     executor = PipelineExecutor(stage, transport)
-    form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
+    form = format_of(case)
     losses, norms = [], []
     with CheckpointSaver(root, chunks, optimizer, {}) as saver:
         if run.resumes:
@@ -124,7 +149,7 @@ def train(run: Run, root: Path, env: RankEnv) -> Trained:
                 saver.save(state_of(step + 1, losses))
     transport.close()
     weights = {
-        f"{name} of tp {me.tp_rank}": weight.detach().clone()
+        f"{name} of tp {me.tp_rank}, part {part_of(weight)}": weight.detach().clone()
         for chunk in chunks
         for name, weight in held_weights(chunk.module)
     }
@@ -156,8 +181,10 @@ def trained(tmp_path_factory) -> dict[Run, list[Trained]]:
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_losses_norms_and_weights_have_the_bits_of_one_replica_of_one_stage(trained, run):
-    joined = run.case.topology.width > 1
-    whole = trained[WHOLE_TP if run.case.topology.tp > 1 else JOINED if joined else WHOLE]
+    """Of one pipeline whose head is in parts where that of the run is: they hold for one order of the parts."""
+    topology = run.case.topology
+    of_stages = SPREAD if topology.vocabulary != "whole" else JOINED if topology.width > 1 else WHOLE
+    whole = trained[WHOLE_TP if topology.tp > 1 else of_stages]
     expected = {name: weight for rank in whole for name, weight in rank.weights.items()}
     seen = set()
     for number, rank in enumerate(trained[run]):

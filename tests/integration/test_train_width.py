@@ -29,6 +29,36 @@ save_every = 2
 """
 
 
+PAIRS = """
+[run]
+steps = 3
+[model]
+num_layers = 2
+num_decoder_layers = 2
+hidden_size = 32
+num_heads = 4
+ffn_hidden_size = 64
+max_seq_len = 96
+tied_embeddings = false
+[data]
+vocab_size = 300
+num_samples = 40
+truncate = true
+tokens_per_batch = 0
+batch_size = 8
+num_workers = 0
+[topology]
+tp = 1
+pp = 2
+dp = 2
+[plan]
+layout = "packed"
+[job]
+strict = true
+timeout_s = 480
+"""
+
+
 def prepared(folder: Path, settings: str) -> Sequence[str]:
     """What every run is given: texts of which every tenth is long, settings, costs."""
     texts = [f"{i} long and short " * (100 if i % 10 == 3 else 1 + i % 6) for i in range(80)]
@@ -66,6 +96,20 @@ def test_steps_of_several_widths_learn_what_single_ranks_learn_also_after_a_resu
     reports = [RunReport.read(run / "report.json") for run in (one, several)]
     assert reports[0].result.real_tokens_per_step == reports[1].result.real_tokens_per_step
     check_traces(several)
+
+
+def test_an_encoder_decoder_learns_on_joined_ranks_what_it_learns_on_single_ones(preloaded: Preloaded, tmp_path):
+    """In strict order, with rows of pairs."""
+    (tmp_path / "settings.toml").write_text(PAIRS)
+    write_costs(TrainConfig.read(tmp_path / "settings.toml"), 300, tmp_path / "costs.json")
+    given = ["--config", "settings.toml", "--costs", "costs.json"]
+    preloaded.train(*given, "--run-dir", "one", cwd=tmp_path)
+    preloaded.train(*given, "--run-dir", "two", "--width", "2", cwd=tmp_path)
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert len(learned(one)) == 3
+    assert np.allclose(learned(one), learned(two), rtol=1e-5, atol=0)
+    assert replicas_of_steps(one) == [2] * 3
+    assert replicas_of_steps(two) == [1] * 3
 
 
 def check_traces(run: Path) -> None:

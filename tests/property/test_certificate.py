@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.costs.adjustments import FittedTimes, ForwardsAlone, FrozenWeights, TimeCorrection, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
@@ -81,8 +82,9 @@ def partitions(items: Sequence[int]) -> Iterator[list[tuple[int, ...]]]:
             yield [*smaller[:i], (first, *part), *smaller[i + 1 :]]
 
 
-def shortest_ns(costs: MicroBatchCosts, *, split: bool) -> int:
-    """The least makespan over all orders on two ranks with a stage each (or on one), by dynamic programming.
+def shortest_ns(costs: MicroBatchCosts, *, split: bool, stage_ranks: Sequence[int] = ()) -> int:
+    """The least makespan over all orders on two ranks with a stage each (or on one, or with stages on `stage_ranks`),
+    by dynamic programming.
 
     A state is how far each micro-batch is; of the ways to reach it those are kept that no other is before in all of:
     both ranks' clocks, and when each micro-batch's last output arrives.
@@ -91,11 +93,12 @@ def shortest_ns(costs: MicroBatchCosts, *, split: bool) -> int:
     chain = [("F", s) for s in range(last + 1)] + [("I" if split else "B", s) for s in reversed(range(last + 1))]
     tables = {"F": costs.forward_ns, "B": costs.backward_ns, "I": costs.input_ns, "W": costs.weight_ns}
     duration = {kind: table.tolist() for kind, table in tables.items()}
-    transfer = [*costs.transfer_ns.tolist(), [0] * num][0]
+    ranks = stage_ranks or tuple(range(last + 1))
+    clocks, transfer = max(ranks) + 1, costs.transfer_ns.tolist()
     State = tuple[tuple[int, tuple[bool, ...]], ...]
     Way = tuple[int, ...]  # clocks of the ranks, then arrivals
     start: State = tuple((0, (False,) * (last + 1)) for _ in range(num))
-    layer: dict[State, list[Way]] = {start: [(0,) * (last + 1 + num)]}
+    layer: dict[State, list[Way]] = {start: [(0,) * (clocks + num)]}
     steps = num * (len(chain) + (last + 1 if split else 0))
     for _ in range(steps):
         following: dict[State, set[Way]] = {}
@@ -111,17 +114,18 @@ def shortest_ns(costs: MicroBatchCosts, *, split: bool) -> int:
                             moves.append(("W", s, (done, (*weights[:s], True, *weights[s + 1 :]))))
                 for kind, s, moved in moves:
                     reached = following.setdefault((*state[:m], moved, *state[m + 1 :]), set())
-                    takes, ready = duration[kind][s][m], last + 1 + m
+                    takes, ready, rank = duration[kind][s][m], clocks + m, ranks[s]
                     crosses = kind != "W" and moved[0] < len(chain) and chain[moved[0]][1] != s
+                    sent = transfer[min(s, chain[moved[0]][1])][m] if crosses else 0
                     for way in ways:
                         times = list(way)
-                        begin = way[s] if kind == "W" else max(way[s], way[ready])
-                        times[s] = begin + takes
+                        begin = way[rank] if kind == "W" else max(way[rank], way[ready])
+                        times[rank] = begin + takes
                         if kind != "W":
-                            times[ready] = times[s] + transfer[m] * crosses
+                            times[ready] = times[rank] + sent
                         reached.add(tuple(times))
         layer = {state: _not_dominated(ways) for state, ways in following.items()}
-    return min(max(way[: last + 1]) for ways in layer.values() for way in ways)
+    return min(max(way[:clocks]) for ways in layer.values() for way in ways)
 
 
 def _not_dominated(ways: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -133,7 +137,14 @@ def _not_dominated(ways: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def best_makespan_ns(
-    costs: CostModel, lengths: Lengths, *, dp: int, split: bool, layouts: Sequence[Layout], kinds: Sequence[Recompute]
+    costs: CostModel,
+    lengths: Lengths,
+    *,
+    dp: int,
+    split: bool,
+    layouts: Sequence[Layout],
+    kinds: Sequence[Recompute],
+    stage_ranks: Sequence[int] = (),
 ) -> int:
     """Over every split, layout and recomputation of each micro-batch, replica and order."""
     samples = [SampleLength(i, e, d) for i, (e, d) in enumerate(lengths)]
@@ -145,7 +156,7 @@ def best_makespan_ns(
             MicroBatch(tuple(samples[i] for i in part), layout, kind) for part, layout, kind in sorted(members)
         ]
         try:
-            return shortest_ns(costs.evaluate(micro_batches), split=split) if members else 0
+            return shortest_ns(costs.evaluate(micro_batches), split=split, stage_ranks=stage_ranks) if members else 0
         except PlanError:  # outside the table
             return INFEASIBLE
 
@@ -229,6 +240,22 @@ def test_no_plan_of_two_stages_beats_the_batch_bound(lengths: Lengths, decoder: 
         some = lengths[:num_samples]
         best = best_makespan_ns(costs, some, dp=dp, split=split, layouts=("padded",), kinds=costs.recomputes)
         bound = bound_ns(costs, some, stages=(0, 1), dp=dp, split=split, packed=False)
+        assert best / 4 < bound <= best
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_no_plan_with_a_head_over_two_ranks_beats_the_batch_bound(split: bool) -> None:
+    """Counted and measured, under a head that is three times as long as a layer."""
+    topology = spread_vocabulary(Topology(pp=2), "head")
+    wide = replace(SHAPE, vocab_size=1024, tied_embeddings=False)
+    counted = AnalyticCosts(wide, topology, flops_per_s=1e9, overhead_ns=3_000)
+    for costs in table(topology, seed=7, recomputes=("none",)), counted:
+        some = GPT[: 2 if split else 3]
+        options = {"split": split, "dp": 1}
+        layouts: tuple[Layout, ...] = ("padded", "packed")
+        placed = topology.stage_ranks
+        best = best_makespan_ns(costs, some, layouts=layouts, kinds=("none",), stage_ranks=placed, **options)
+        bound = bound_ns(costs, some, stages=placed, packed=True, **options)
         assert best / 4 < bound <= best
 
 
@@ -397,7 +424,7 @@ def test_there_is_no_batch_bound_of_an_unknown_model_or_of_a_sample_that_cannot_
     assert batch_floor(analytic, [(129, 0)], (0,), split=False, packed=False) is None
 
 
-PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0)}
+PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0), 5: (0, 1, 2, 1, 0)}  # the last: a head over 3 ranks
 
 
 @settings(max_examples=40)
@@ -425,7 +452,10 @@ def test_the_batch_bound_is_the_one_that_brute_force_finds(
 ) -> None:
     """Exactly so for packed rows, and decoder-only samples without a limit; else it is at most that."""
     placement = PLACEMENTS[stages]
+    decoder = decoder and stages < 5
     topology = Topology(pp=len(set(placement)), dp=dp, placement=placement if stages == 4 else ())
+    if stages == 5:
+        topology = spread_vocabulary(Topology(pp=3, dp=dp), "head")
     costs = table(topology, seed=seed, decoder=decoder, missing=missing)
     needs = [(e, d * decoder) for e, d in lengths]
     limit = None if room_mb is None else int(costs.static_bytes().sum()) + room_mb * 10**6

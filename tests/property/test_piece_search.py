@@ -19,6 +19,7 @@ from dynapipe_ext.schedules.search.problem import (
     Chosen,
     DispatchRule,
     Problem,
+    Walk,
     piece_positions,
     records_of,
     rules,
@@ -149,7 +150,7 @@ def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_it
             makespan_ns = dispatch(pipe, rule)
             assert makespan_ns < NEVER
             cuts = [Cut(m, m + 1, 0) for m in positions]
-            found = search(replace(problem, rules=(rule,)), cuts, [[list(positions)]], effort=0, seed=0)
+            found = search(replace(problem, rules=(rule,)), cuts, [[list(positions)]], Walk(seed=0, moves=0))
             assert found.makespan_ns == [makespan_ns]
 
 

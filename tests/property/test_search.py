@@ -8,12 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
 from dynapipe_ext.schedules.judge.simulate import SharedCores, makespan_ns, peak_bytes, validate
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize, optimize_best
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.splits.padded import Cut
@@ -106,8 +110,31 @@ def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, eq
         cores=cores,
     )
     other = replace(start, groups=(tuple(m for group in start.groups for m in group), *((),) * (len(start.groups) - 1)))
-    for starts in ([start], [start, other]) if not equal else ([start],):
-        assert optimize_best(starts, asked) == optimize_best(starts, replace(asked, use_native=False))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "_TRIAL", 60)  # so that most searches go on after their trials
+        for starts in ([start], [start, other]) if not equal else ([start],):
+            assert optimize_best(starts, asked) == optimize_best(starts, replace(asked, use_native=False))
+
+
+@settings(max_examples=120)
+@given(
+    case=cases(),
+    split=st.booleans(),
+    seed=st.integers(0, 2**64 - 1),
+    efforts=st.lists(st.integers(0, 3000 if native else 300), min_size=2, max_size=4),
+    trial=st.sampled_from([20, 500]),
+)
+def test_more_effort_never_ends_worse_and_goes_the_same_way_at_first(case, split, seed, efforts, trial) -> None:
+    stage_ranks, start, limit = case
+    other = replace(start, groups=(tuple(m for group in start.groups for m in group), *((),) * (len(start.groups) - 1)))
+    values = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "_TRIAL", trial)
+        for effort in sorted(efforts):
+            asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, seed=seed, stage_ranks=stage_ranks)
+            _, found = optimize_best([start, other], asked)
+            values.append((max(found.makespan_ns), sum(found.makespan_ns)))
+    assert values == sorted(values, reverse=True)
 
 
 @settings(max_examples=100)
@@ -133,6 +160,27 @@ def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, sp
     _, before = optimize_best([start], replace(asked, effort=0))
     values = [(max(one.makespan_ns), sum(one.makespan_ns)) for one in (found, before)]
     assert values[0] <= values[1], "more effort made it worse"
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 2000), min_size=40, max_size=90),
+    placement=st.sampled_from([(), (0, 1, 1, 0)]),
+    dp=st.integers(2, 4),
+    split=st.booleans(),
+    limit=st.sampled_from([30e6, 64e9]),
+)
+def test_a_planner_with_more_effort_plans_no_longer_steps(lengths, placement, dp, split, limit) -> None:
+    topology = Topology(tp=1, pp=2, dp=dp, placement=placement)
+    stages = topology.num_stages
+    costs = TokenCosts(
+        stages, ns_per_token=1_000, ns_per_token_squared=2, bytes_per_token=4_096 // stages, overhead_ns=50_000
+    )
+    planner = Planner(topology, costs, limit, split_backward=split)
+    times = [
+        replace(planner, effort=effort).plan(lengths).makespan_s for effort in (200, 400, 600, 700, 800, 900, 1000)
+    ]
+    assert times == sorted(times, reverse=True)
 
 
 def test_moves_of_single_items_find_the_cuts_that_balance_two_stages() -> None:

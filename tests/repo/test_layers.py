@@ -51,6 +51,7 @@ RIM = {
         "executor/stages/preference_loss.py",
         "executor/stages/sliced_head.py",
         "executor/stages/split_linear.py",
+        "executor/stages/spread_head.py",
         "executor/stages/spread_attention.py",
         "executor/stages/torch_stage.py",
         "executor/stages/transformers/*.py",

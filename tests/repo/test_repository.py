@@ -80,6 +80,7 @@ TESTED_COMMANDS = {
         "tests/integration/test_evaluation_command.py"
         "::test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits"
     ),
+    "dynapipe convert runs/latest/checkpoints mine --to hf": f"{README_TESTS}::test_what_was_trained_writes_on",
     "dynapipe train --deterministic": (
         "tests/integration/test_same_bits.py::test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms"
     ),

@@ -19,16 +19,17 @@ def run_by_1f1b(
     function: drop_in.ForwardBackward, step: LoopStep, model: Any, steps: PlannedSteps, iterator: Any
 ) -> list[Any]:
     """In the place of `ForwardBackward._run_planned`: its micro-batches by their numbers, in Megatron's order."""
-    choices = function.settings.choices
+    settings = function.settings
     if model.around is None:
-        model.around = drop_in._as_planned(step.chunks, model.pipeline, choices.layout)
-    steps.bind(model.pipeline, choices)
+        restarts_attention = settings.layout == "packed"
+        model.around = drop_in._as_planned(step.chunks, model.pipeline, restarts_attention=restarts_attention)
+    steps.bind(model.pipeline, settings)
     micro_batches, plan = next(iterator)
     calls = iter(zip(plan.micro_batches, micro_batches, strict=True))
 
     def forward_step(_: Any, chunk: Any) -> Any:
         micro_batch, batch = next(calls)
-        with model.around(micro_batch, None):
+        with model.around(micro_batch, None, None):
             return step.forward_step_func(iter([batch]), chunk)
 
     run: Callable[..., list[Any]] = (

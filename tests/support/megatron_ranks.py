@@ -5,6 +5,7 @@ Import this at the top of a test module: forked ranks then find megatron importe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -25,7 +26,7 @@ from dynapipe_ext.batch.micro_batches import (
     ReplicaPlan,
     SampleLength,
 )
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import collate
@@ -52,6 +53,8 @@ from dynapipe_ext.settings.tables import OptimizerSettings
 from tests.support.limits import LIMIT_S
 
 megatron_cpu.install()
+from megatron.core import parallel_state  # noqa: E402
+
 for module in ("models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
     import_module(f"megatron.core.{module}")  # here, once, instead of in every rank
 
@@ -116,6 +119,7 @@ class Case:
     deal: tuple[tuple[int, ...], ...] = ()  # the micro-batches that each replica runs, in this order
     is_deterministic: bool = False
     dtype: str = "float32"
+    ep: int = 1  # data parallel neighbours that share the experts of a layer; these weights are for the caller to fill
 
     def __str__(self) -> str:
         t, m = self.topology, self.model
@@ -126,6 +130,7 @@ class Case:
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
         words += ["dropout"] * (self.dropout > 0)
         words += ["-".join(map(str, own)) for own in self.deal] + ["exact"] * self.is_deterministic
+        words += [t.vocabulary] * (t.vocabulary != "whole")
         words += ["".join(map(str, t.placement))] * bool(t.placement) + [f"width{t.width}"] * (t.width > 1)
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 
@@ -170,6 +175,9 @@ def build_trained(case: Case, topology: Topology, rank: int) -> tuple[list[Any],
 def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
     """The chunks of a rank, one a stage, each in its DDP."""
     initialize_parallel(topology, 0)
+    if case.ep > 1:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(topology.tp, topology.pp, expert_model_parallel_size=case.ep)
     config = transformer_config(
         case.model.shape,
         topology,
@@ -178,6 +186,7 @@ def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
         dropout=case.dropout,
         deterministic=case.is_deterministic,
     )
+    config.expert_model_parallel_size = case.ep
     shape, pp_rank = case.model.shape, topology.coordinates(rank).pp_rank
     chunks = build_chunks(
         shape,
@@ -210,6 +219,16 @@ def step_plan_of(case: Case, step: int, samples_of_each: Sequence[int] = (5, 2, 
     if case.is_joined:
         schedules = [joined_backwards(schedule) for schedule in schedules]
     return planned(step, replicas, schedules, costs, case.loss_norm, case.topology.width)
+
+
+def format_of(case: Case) -> ActivationFormat:
+    """What the case's stages send one another."""
+    topology = case.topology
+    return ActivationFormat(
+        case.model.shape.hidden_size,
+        sequence_shards=topology.tp if case.sequence_parallel else 1,
+        first_head_stage=None if topology.vocabulary == "whole" else topology.head_stages.start,
+    )
 
 
 def costs_of(topology: Topology, replicas: Sequence[Sequence[MicroBatch]]) -> list[MicroBatchCosts]:
@@ -285,6 +304,14 @@ def joined_backwards(schedule: PipelineSchedule) -> PipelineSchedule:
     return replace(schedule, ranks=ranks)
 
 
+def whole_name(shape: Architecture, local_name: str, first_layer: int) -> str:
+    """A parameter's name in the whole model, of this rank's experts, too."""
+    num_ranks = parallel_state.get_expert_model_parallel_world_size()
+    first_expert = parallel_state.get_expert_model_parallel_rank() * shape.num_experts // num_ranks
+    numbered = re.sub(r"(?<=local_experts\.)\d+", lambda number: str(first_expert + int(number[0])), local_name)
+    return global_name(numbered, first_layer)
+
+
 def worst_error(
     shape: Architecture, topology: Topology, rank: int, chunks: Sequence[torch.nn.Module], expected: Mapping[str, Any]
 ) -> float:
@@ -296,7 +323,7 @@ def worst_error(
     worst = 0.0
     for stage, chunk in zip(topology.stages_of(me.pp_rank), chunks, strict=True):
         for local_name, parameter in chunk.named_parameters():
-            name = global_name(local_name, layers[stage].held.start)
+            name = whole_name(shape, local_name, layers[stage].held.start)
             if name == "output_layer.weight" and shape.tied_embeddings:
                 name = "embedding.word_embeddings.weight"
             whole = torch.as_tensor(expected[name])

@@ -48,8 +48,6 @@ _MODULES = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
-    "matplotlib.backends.backend_agg",
-    "matplotlib.figure",
 )
 # What commands of models that transformers computes import besides.
 TRANSFORMERS = (

@@ -22,6 +22,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.schedules.planner import Planner
 
 GPT = Architecture.gpt(
     num_layers=4, hidden_size=64, num_heads=8, num_query_groups=4, ffn_hidden_size=96, gated_mlp=True, vocab_size=512,
@@ -147,8 +148,50 @@ def test_costs_that_do_not_know_what_attention_exchanges_are_refused_by_name() -
         def fingerprint(self) -> str:
             return ""
 
-    pairs = EncoderDecoderRunCosts(architecture=preset("t5-base").padded(), topology=Topology(pp=2), flops_per_s=1e12)
-    for costs, name in ((as_cost_model(Own()), "Own"), (pairs, "costs of an encoder-decoder")):
-        assert costs.at_width(1) is costs
-        with pytest.raises(ConfigError, match=f"{name} do not say what attention exchanges"):
-            costs.at_width(2)
+    costs = as_cost_model(Own())
+    assert costs.at_width(1) is costs
+    with pytest.raises(ConfigError, match="Own do not say what attention exchanges"):
+        costs.at_width(2)
+
+
+PAIRS = [MicroBatch((SampleLength(0, 90, 30, 30), SampleLength(1, 20, 18, 18)), "packed", pad_multiple=4)]
+T5 = EncoderDecoderRunCosts(
+    architecture=preset("t5-small").padded(), topology=Topology(tp=2, pp=4, dp=8), flops_per_s=1e9, width_tax=0.0
+)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "stage"])
+def test_two_sides_are_divided_over_joined_ranks_in_all_but_weights(recompute: Any) -> None:
+    """Four heads on each of two tensor parallel ranks."""
+    pairs = [replace(PAIRS[0], recompute=recompute)]
+    one, four = (T5.at_width(width).evaluate(pairs) for width in (1, 4))
+    for name in ("forward_ns", "backward_ns", "weight_ns"):
+        np.testing.assert_allclose(4 * getattr(four, name), getattr(one, name), atol=8)
+    np.testing.assert_array_equal(4 * four.transfer_bytes, one.transfer_bytes)
+    np.testing.assert_allclose(4 * four.stored_bytes, one.stored_bytes, rtol=1e-4)
+    np.testing.assert_allclose(4 * four.working_bytes, one.working_bytes, rtol=1e-4, atol=16)
+    np.testing.assert_array_equal(four.static_bytes, one.static_bytes)
+    taxed = replace(T5, width_tax=0.25).at_width(4).evaluate(pairs)
+    np.testing.assert_allclose(taxed.forward_ns, 1.25 * four.forward_ns, atol=2)
+    np.testing.assert_array_equal(taxed.weight_ns, four.weight_ns)
+
+
+def test_a_width_that_does_not_divide_the_heads_of_two_sides_is_refused_and_no_step_tries_it() -> None:
+    assert T5.facts.priced_widths == (1, 2, 4)
+    with pytest.raises(ConfigError, match=r"width 8 does not divide the 4 heads .* take one of 1, 2, 4"):
+        T5.at_width(8)
+    again = cost_model_from_json(cost_model_to_json(T5.at_width(2)))
+    assert again == T5.at_width(2)
+    assert '"width' not in json.dumps(cost_model_to_json(replace(T5, width_tax=0.1)))
+
+
+def test_steps_of_pairs_take_the_width_that_ends_first() -> None:
+    costs = replace(T5, width_tax=0.1, flops_per_s=1e12)
+    options: dict[str, Any] = {"layout": "packed", "effort": 100, "pad_multiple": 2}
+    planner = Planner(T5.topology, costs, 10**12, widths=(1, 2, 4), **options)
+    long = [SampleLength(0, 4000, 200, 200), *(SampleLength(i, 40, 20, 20) for i in range(1, 12))]
+    short = [SampleLength(i, 60, 30, 30) for i in range(64)]
+    plans = [planner.plan(samples) for samples in (long, short)]
+    assert [plan.width for plan in plans] == [4, 1]
+    fixed = [Planner(T5.topology.at_width(w), costs.at_width(w), 10**12, **options).plan(long) for w in (1, 2, 4)]
+    assert plans[0].makespan_ns <= min(plan.makespan_ns for plan in fixed)

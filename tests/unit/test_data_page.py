@@ -10,9 +10,16 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
+from dynapipe_ext.data.preprocessing import record_forms
 from dynapipe_ext.data.preprocessing.compressed import COMPRESSED
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
-from dynapipe_ext.data.preprocessing.record_forms import PAIRS, RecordFields, chat_of, template_of
+from dynapipe_ext.data.preprocessing.record_forms import (
+    INSTRUCTIONS,
+    PAIRS,
+    RecordFields,
+    chat_of,
+    template_of,
+)
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch.job.data_form import form_of
 from dynapipe_ext.settings.tables import DataSettings
@@ -36,9 +43,19 @@ def page(root: Path) -> str:
 
 
 def test_every_pair_is_on_the_page(page: str) -> None:
-    missing = [pair for pair in PAIRS if pair[0] != "instruction" and f'`{{"{pair[0]}", "{pair[1]}"}}`' not in page]
-    assert missing == []
-    assert '`{"instruction", "output"}` (or `response`)' in page
+    plain = [pair for pair in PAIRS if pair not in INSTRUCTIONS]
+    assert [pair for pair in plain if f'`{{"{pair[0]}", "{pair[1]}"}}`' not in page] == []
+    written = re.search(r"Pairs that are instructions, too: (.+)", page)
+    assert written is not None
+    named = {(prompt, answer) for prompts, answers in re.findall(r"([^;:]+) with ([^;.]+)", written[1])
+             for prompt in re.findall(r"`(\w+)`", prompts) for answer in re.findall(r"`(\w+)`", answers)}  # fmt: skip
+    assert named == {*INSTRUCTIONS}
+
+
+def test_every_name_of_a_chat_and_of_its_speakers_is_on_the_page(page: str) -> None:
+    roles = {name: role for name, role in record_forms._SPEAKERS.items() if role in ("user", "assistant")}
+    names = (*record_forms.CHATS, *roles.keys() - {"function_call"})
+    assert [name for name in names if f"`{name}`" not in page and f'"{name}"' not in page] == []
 
 
 def test_every_suffix_of_the_page_is_read_as_its_row_says(page: str, tmp_path: Path) -> None:

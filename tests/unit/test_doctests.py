@@ -5,7 +5,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-OPTIONAL = {"torch", "megatron", "deepspeed", "transformers", "flash_attn", "tokenizers", "zstandard", "matplotlib"}
+OPTIONAL = {"torch", "megatron", "deepspeed", "transformers", "flash_attn", "tokenizers", "zstandard"}
 
 
 def test_examples_of_docstrings_are_true(all_sources: Any, root: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,19 @@ from dynapipe_ext.launch.job.configured import (
 from dynapipe_ext.launch.run import emulated
 from dynapipe_ext.launch.run.emulated import PlannedJob, emulated_comparison
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.show.comparison import Comparison
+from dynapipe_ext.tools.show.comparison_page import write_comparison_page
 
 LETTERS: dict[type, str] = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest step sleeps for 0.3 s."""
+    """The longest step sleeps for 0.3 s, and is measured however late its ranks wake."""
     monkeypatch.setattr(emulated, "_LEAST_S", 0.3)
     monkeypatch.setattr(emulated, "_MOST_S", 0.3)
+    monkeypatch.setattr(emulated, "_MOST_LATE", 100.0)
 
 
 def quickstart_job(root: Path) -> PlannedJob:
@@ -97,10 +101,38 @@ def test_the_shipped_run_pipelines_several_micro_batches_and_beats_the_usual_way
     packed, interleaved, ours = (way.predicted_s for way in comparison.ways)
     assert ours < 0.9 * interleaved < 0.9 * packed
     for way in comparison.ways:
-        assert way.measured_s >= 0.99 * way.predicted_s
+        assert way.step_s >= 0.99 * way.predicted_s
         for step, index in zip(way.steps, range(2), strict=True):  # the same samples in every way
             planned = [s.index for m in step.proven.step_plan.batch.micro_batches for s in m.samples]
             assert sorted(planned) == sorted(batches[index])
+
+
+def test_a_machine_too_busy_to_measure_shows_the_planned_seconds_and_says_so(
+    root: Path, hasty: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated, "_MOST_LATE", 0.1)
+    slept = emulated_step
+
+    def late(proven: Any, *, scale: float) -> Any:
+        return [
+            Trace(tuple(replace(span, end_s=1.5 * span.end_s) for span in t.spans)) for t in slept(proven, scale=scale)
+        ]
+
+    monkeypatch.setattr(emulated, "emulated_step", late)
+    comparison = emulated_comparison(quickstart_job(root), num_batches=1)
+    assert comparison.late is not None
+    assert comparison.late >= 0.49
+    assert re.match(
+        r"simulated, as this machine is too busy to measure: 8 emulated ranks .* up to \d+ % longer", comparison.how
+    )
+    for way in comparison.ways:
+        assert way.step_s == pytest.approx(way.predicted_s)
+        assert way.idle_ratio == pytest.approx(way.steps[0].proven.step_plan.bubble_ratio)
+    (tmp_path / "index.html").write_text("<ul></ul><!-- files -->")  # of a run beside it
+    write_comparison_page(tmp_path / "emulated.html", comparison)
+    assert comparison.how[1:].replace("'", "&#x27;") in (tmp_path / "emulated.html").read_text()
+    assert 'href="index.html"' in (tmp_path / "emulated.html").read_text()
+    assert 'href="emulated.html"' in (tmp_path / "index.html").read_text()
 
 
 def test_padding_to_the_longest_is_that_of_one_length_for_all() -> None:

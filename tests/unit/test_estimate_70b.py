@@ -69,7 +69,7 @@ def test_activations_under_full_recomputation_are_bytes_and_not_their_root():
     """2 s b h L: 42.9 GB for 8 rows."""
     costs = question().costs(Strategy(topology=Topology()), "padded")
     priced = costs.evaluate([micro_batch(BATCH, "full")])
-    layers = int(priced.stored_bytes[0, 0] - costs.head_bytes([micro_batch(BATCH, "full")])[0])
+    layers = int(priced.stored_bytes[0, 0] - costs.head_bytes([micro_batch(BATCH, "full")])[0, 0])
     assert layers == 2 * SEQ_LEN * BATCH * 8192 * 80
     assert round(layers / GB, 1) == 42.9
 
@@ -79,7 +79,7 @@ def test_logits_are_counted():
     costs = question().costs(Strategy(topology=Topology()), "padded")
     batch = [micro_batch(BATCH)]
     logits = SEQ_LEN * BATCH * 32_000
-    assert costs.head_bytes(batch)[0] == 4 * logits + 2 * 2 * SEQ_LEN * BATCH * 8192
+    assert costs.head_bytes(batch)[0, 0] == 4 * logits + 2 * 2 * SEQ_LEN * BATCH * 8192
     assert costs.evaluate(batch).working_bytes[0, 0] >= 2 * logits
 
 

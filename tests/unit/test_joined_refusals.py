@@ -60,7 +60,6 @@ def with_rotary(rotary: Any) -> Any:
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (lambda: model(multi_latent_attention=True), r"\(multi_latent_attention\), which are not exchanged"),
         (lambda: model(apply_rope_fusion=True), r"\(apply_rope_fusion\), which does not know slices"),
         (lambda: model(torch.nn.Identity()), "attends by Identity, which does not exchange positions for heads"),
         (lambda: model(num_moe_experts=4, moe_router_load_balancing_type="aux_loss"), "aux_loss.*a slice sees a part"),

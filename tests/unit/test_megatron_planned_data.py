@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from argparse import ArgumentParser, Namespace
@@ -32,7 +33,7 @@ from dynapipe_ext.executor.drop_in.datasets import PlannedDatasets, planned_iter
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward, _say_planned
 from dynapipe_ext.executor.drop_in.given_micro_batches import GivenPlanner, GivenShapes
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
-from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, batch_once, data_planner
+from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, batch_once, data_planner, replicas_meet
 from dynapipe_ext.executor.drop_in.samples import LabelledSample, megatron_arrays, open_samples, split_source
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.proven_step import prove, prove_step
@@ -118,6 +119,22 @@ def test_replicas_that_share_experts_run_as_many_micro_batches_in_one_order(
     samples = [SampleLength(i, length, 0, length) for i, length in enumerate(lengths)]
     first, second = prove_step(planner, samples, step=0).plans[0][0].num_micro_batches
     assert first == second > 1
+
+
+def test_experts_within_blocks_leave_replicas_free_and_samples_may_be_cut() -> None:
+    """Of a named width; where each step takes one, some would not hold the ranks that share experts."""
+    samples = [SampleLength(i, length, 0, length) for i, length in enumerate([8] * 4 + [400, 31])]
+    settings = DropInSettings(width=2, layout="packed", pieces=64, memory_limit_gb=20e-6)
+    sharing = pipeline(Topology(pp=2, dp=4), ep=2)
+    planner = data_planner(sharing, settings, forward_only=False)
+    plans = prove_step(planner, samples, step=0).plans
+    counts = plans[0][0].num_micro_batches
+    assert len(counts) == 2
+    assert counts[0] != counts[1]
+    assert any(m.attention == "carried" for own in plans for m in own[0].micro_batches)
+    assert not replicas_meet(sharing, settings)
+    for other in (dataclasses.replace(settings, width=1), dataclasses.replace(settings, width="auto")):
+        assert replicas_meet(sharing, other)
 
 
 def test_steps_that_cannot_be_are_refused() -> None:

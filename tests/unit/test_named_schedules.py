@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
-from dynapipe_ext.batch.topology import (
-    SPLIT_SCHEDULES,
-    ActivationFormat,
-    ReplicaCollectives,
-    ScheduleName,
-    Topology,
-    own_placement,
-    placement_of,
-)
+from dynapipe_ext.batch.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
+from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.proven_step import prove_step

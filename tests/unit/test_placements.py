@@ -119,6 +119,17 @@ def test_half_layers_make_stages_more_even_where_they_may(trials: tuple[Placemen
     assert half.makespan_s < 0.99 * whole.makespan_s
 
 
+def test_few_micro_batches_get_four_stages_a_rank_where_that_is_faster_and_many_do_not_try() -> None:
+    light_head = replace(SHAPE, vocab_size=512)
+    few = replace(search(architecture=light_head), batches=[sample_lengths([900] * 3)])
+    named = {trial.topology.num_stages // BASE.pp: trial.makespan_s for trial in reversed(few.trials(NAMES))}
+    assert set(named) == {1, 2, 4}
+    assert named[4] < 0.97 * named[2]
+    assert all(trial.topology.num_stages <= 8 for trial in few.trials(("linear", "v"), 2))
+    many = replace(search(architecture=light_head), batches=[sample_lengths([900] * 48)])
+    assert max(trial.topology.num_stages for trial in many.trials(NAMES)) == 8
+
+
 def test_placements_that_the_layers_cannot_fill_are_left_out_and_none_at_all_is_refused() -> None:
     few = search(architecture=replace(SHAPE, num_layers=4))
     (only,) = few.trials(NAMES)

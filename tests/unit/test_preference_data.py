@@ -70,6 +70,12 @@ FORMS = [
     ({"conversations": [{"from": "human", "value": "how are you"}],
       "chosen": {"from": "gpt", "value": "I am fine"}, "rejected": {"from": "gpt", "value": "two and three is five"}},
      CHAT),
+    ({"question": "how are you", "chosen": "I am fine", "rejected": "two and three is five"}, CHAT),
+    ({"question": "how are you", "chosen": [GOOD], "rejected": [BAD]}, CHAT),
+    ({"system": "be", "question": "how are you", "chosen": "I am fine", "rejected": "two and three is five"},
+     CHAT | {"prompt": [{"role": "system", "content": "be"}, USER]}),
+    ({"system": "be", "prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+     CHAT | {"prompt": [{"role": "system", "content": "be"}, USER]}),
     ({"instruction": "how are you", "input": "", "chosen": "I am fine", "rejected": "two and three is five"}, CHAT),
 ]  # fmt: skip
 

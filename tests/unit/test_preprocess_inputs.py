@@ -173,6 +173,19 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("names", "example"),
+    [(["a.txt", "b.txt", "c.csv"], "*.txt"), (["x/a.txt", "y/b.txt", "c.csv"], "**/*.txt"), ([], "*.jsonl")],
+)
+def test_a_folder_of_files_is_told_how_to_name_them(tmp_path, names, example):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path, name, b"words\n")
+    with pytest.raises(DataError, match=re.escape(f"name files, for example '{tmp_path / example}'")):
+        find_inputs([tmp_path])
+    assert not names or len(find_inputs([str(tmp_path / example)])) == 2
+
+
+@pytest.mark.parametrize(
     ("name", "content", "says"),
     [
         ("d.jsonl", b'{"text": "a"}\n\n{"text": \n', r"d\.jsonl, line 3, column 10: not JSON"),
@@ -257,7 +270,12 @@ def as_arrow(rows, *, stream=True):
 WRITERS = {
     "d.json": lambda rows: json.dumps(rows).encode(),
     "pretty.json": lambda rows: b"\xef\xbb\xbf" + json.dumps(rows, indent=3, ensure_ascii=False).encode() + b"\n",
+    "wrapped.json": lambda rows: json.dumps({"version": "1, {", "data": rows, "n": 3}).encode(),
+    "pretty-wrapped.json": lambda rows: json.dumps({"é": rows}, indent=1, ensure_ascii=False).encode(),
     "d.csv": lambda rows: as_table(rows, ","),
+    "semicolons.csv": lambda rows: as_table([{"n": "1", **row} for row in rows], ";"),
+    "told.csv": lambda rows: b"sep=;\r\n" + as_table([{"n": "1", **row} for row in rows], ";"),
+    "bars.tsv": lambda rows: as_table([{"n": "1", **row} for row in rows], "|"),
     "quoted.csv": lambda rows: b"\xef\xbb\xbf" + as_table(rows, ",", quoting=csv.QUOTE_ALL, lineterminator="\n"),
     "d.tsv": lambda rows: as_table(rows, "\t"),
     "stream.arrow": as_arrow,
@@ -273,12 +291,13 @@ def test_every_form_of_a_table_gives_its_rows(tmp_path, monkeypatch, name, block
     monkeypatch.setattr("dynapipe_ext.data.preprocessing.table_files._ROWS", 4)
     path = write(tmp_path, name, WRITERS[name](ROWS))
     unit = "item" if name.endswith("json") else "row"
-    assert read(path) == [(f"{path}, {unit} {number}", row) for number, row in enumerate(ROWS, 1)]
+    found = [(where, {"text": row["text"]}) for where, row in read(path)]
+    assert found == [(f"{path}, {unit} {number}", row) for number, row in enumerate(ROWS, 1)]
     blocks = blocks_of(path, columns=("text",))
     assert (len(blocks) > 5) == (block_bytes < 1000)
     upto = [block.upto_bytes for block in blocks]
     assert upto == sorted(upto)
-    assert path.stat().st_size - 8 <= upto[-1] <= path.stat().st_size
+    assert path.stat().st_size - 12 <= upto[-1] <= path.stat().st_size
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -320,6 +339,18 @@ def test_items_of_an_array_do_not_depend_on_how_it_is_read(data):
         ("d.json", b'[{"text": "a"}, {text: "b", "and": "much more text"}]', "item 2: not JSON"),
         ("d.json", b'[{"text": "a"}, 3]', "item 2: the record is a number, not an object: make each item an object"),
         ("d.json", b"[]", "is empty"),
+        ("d.json", b'{"data": [{"text": "a"}, {"te', "item 2: the file ends within it"),
+        ("d.json", b'{"data": [{"text": "a"}], "n":', "item 2: the object does not end behind the records in 'data'"),
+        ("d.json", b'{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "'test' behind the records holds records"),
+        ("d.json", b'{"data": [%s{}], "text": "b"}' % (b'{"text": "a"}, ' * 30_000), "'text' behind the records is a"),
+        ("d.json", b'[["a", "b"]]', "item 1: the record is a list, not an object: make each item an object"),
+        ("d.json", '{"text": "a"}'.encode("utf-16"), "is no UTF-8 but UTF-16 or UTF-32: convert it, for example iconv"),
+        ("d.csv", "text,n\na,1\n".encode("utf-16-le"), "is no UTF-8 but UTF-16 or UTF-32: convert it"),
+        ("d.txt", "text".encode("utf-32"), "is no UTF-8 but UTF-16 or UTF-32: convert it"),
+        ("d.jsonl", gzip.compress(JSONL), "is no text but compressed by gzip: rename it to .gz"),
+        ("d.jsonl.gz", gzip.compress(gzip.compress(JSONL)), "is no text but compressed by gzip"),
+        ("d.xlsx", b"PK\x03\x04 and more", "is no text but a zip archive or a workbook of Excel: unpack it, or save"),
+        ("d.json", b"PAR1 and more", "is no text but Parquet: rename it to .parquet"),
         ("d.csv", b"text,n\na,1,2\n", "row 1: it has 3 values for the 2 columns 'text', 'n'"),
         ("d.csv", b'text,n\na,1\n"b,2\n', "row 2: not read as a table"),
         ("d.csv", b"text,n\ra,1\r", "row 1: not read as a table .*: end lines by LF, not by CR alone"),
@@ -335,6 +366,51 @@ def test_damaged_tables_are_refused_by_place(tmp_path, name, content, says):
     path = write(tmp_path, name, content)
     with pytest.raises(DataError, match=re.escape(str(path)) + r".*" + says):
         list(all_records(find_inputs([path]), text_key="text", columns=("text",)))
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps([CHAT, CHAT]),
+        json.dumps([CHAT, CHAT], indent=1),
+        f"{json.dumps(CHAT)}\n{json.dumps(CHAT)}\n",
+        json.dumps({"conversations": [CHAT, CHAT]}),
+        json.dumps({"examples": [{"messages": CHAT}, {"messages": CHAT}]}),
+        json.dumps({"messages": CHAT}) + "\n" + json.dumps({"messages": CHAT}),
+        '{"messages": ' + json.dumps(CHAT) + "}" + " " * 300_000 + '\n{"messages": ' + json.dumps(CHAT) + "}",
+    ],
+)
+def test_chats_are_read_however_a_file_of_json_holds_them(tmp_path, content, suffix):
+    path = write(tmp_path, f"d.json{suffix}", COMPRESS[suffix](content.encode()))
+    assert [record for _, record in read(path)] == [{"messages": CHAT}] * 2
+
+
+@pytest.mark.parametrize(
+    ("record", "wrapper"),
+    [
+        ({"messages": CHAT}, ""),
+        ({"conversations": [{"from": "human", "value": "a"}]}, ""),
+        ({"tools": [{"name": "a"}], "messages": CHAT}, ""),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, ""),
+        ({"chosen": CHAT, "rejected": CHAT}, ""),
+        ({"history": [["a", "b"]], "instruction": "a", "output": "b"}, ""),
+        ({"data": [{"a": 1}], "text": "b"}, ""),
+        ({"meta": [{"a": 1}], "body": "b"}, ""),
+        ({"data": [1, 2]}, ""),
+        ({"data": {"train": [{"text": "a"}]}}, ""),
+        ({"meta": {"a": [{}]}, "rows": [{"text": "a"}]}, "rows"),
+        ({"mine": [{"text": "a"}]}, "mine"),
+    ],
+)
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_object_is_a_record_unless_one_member_holds_records(tmp_path, record, wrapper, indent):
+    path = write(tmp_path, "d.json", json.dumps(record, indent=indent).encode())
+    (file,) = find_inputs([path])
+    assert (file.wrapper, file.form) == (wrapper, "json" if wrapper else "jsonl")
 
 
 def save_to_disk(folder, shards, **state):

@@ -14,11 +14,11 @@ import transformers
 from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.data.preprocessing.record_forms import RecordFields, chat_of, template_of
+from dynapipe_ext.data.preprocessing.record_forms import INSTRUCTIONS, RecordFields, chat_of, template_of
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.drop_in.samples import megatron_arrays, open_samples, split_source
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.job.run_data import data_lines, run_data
+from dynapipe_ext.launch.job.run_data import data_lines, run_data, shown_forms
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.show.samples import sample_text
 from tests.support.model_folders import CHATML, write_lines, write_model_tokenizer
@@ -143,10 +143,13 @@ def test_prompts_that_carry_loss_and_empty_answers_are_counted(
     write_lines(path, [alpaca, alpaca | {"output": ""}])
     for flags in ((), ("--input-key", "instruction", "--target-key", "output")):
         assert "1 sample with an empty target: the end of text is all they teach" in notes(*flags)[-1]
-    write_lines(path, [{"question": "how are", "answer": "you", "text": "how are you"}] * 3)
+    write_lines(path, [{"question": "how are", "target": "you", "text": "how are you"}] * 3)
     (whole,) = notes()
     assert "3 samples of the whole field 'text': loss falls on prompts in it, too" in whole
-    assert "The records also have 'question', 'answer', not read" in whole
+    assert "The records also have 'question', 'target', not read" in whole
+    write_lines(path, [{"problem": "how are", "solution": "you", "answer": "fine"}] * 3)
+    (several,) = notes()
+    assert "The records also have 'answer', not read: to train on others, name theirs by --input-key" in several
 
 
 @pytest.mark.parametrize("named", [{"user": "human", "assistant": "gpt"}, {}])
@@ -160,6 +163,8 @@ def test_sharegpts_turns_are_the_messages_of_a_chat(named: Mapping[str, str], to
 
 
 QUESTION, ANSWER = TWO_TURNS[1:3]
+MESSAGES = [(message["role"], message["content"]) for message in (QUESTION, ANSWER)]
+ASKED = [("user", "how are"), ("assistant", "fine")]
 EARLIER = {"instruction": "two", "output": "three", "system": "be", "history": [["how are", "fine"]]}
 
 
@@ -177,6 +182,20 @@ EARLIER = {"instruction": "two", "output": "three", "system": "be", "history": [
             {"conversations": [{"from": "human", "value": "how"}, {"from": "gpt", "value": "fine"}], "system": "be"},
             [("system", "be"), ("user", "how"), ("assistant", "fine")],
         ),
+        *[({prompt: "how are", answer: "fine"}, ASKED) for prompt, answer in INSTRUCTIONS],
+        ({"problem": "how are", "solution": "fine", "answer": "two"}, ASKED),
+        ({"question": "how", "context": "are", "answer": "fine"}, [("user", "how\nare"), ASKED[1]]),
+        ({"system_prompt": "be", "question": "how are", "response": "fine"}, [("system", "be"), *ASKED]),
+        *[
+            ({"conversations": [{"from": "Human", "value": "how are"}, {"from": speaker, "value": "fine"}]}, ASKED)
+            for speaker in ("bot", "chatgpt", "chatbot", "model", "ai", "assistant", "GPT")
+        ],
+        ({"messages": [{"from": "human", "value": "how are"}, {"from": "gpt", "value": "fine"}]}, ASKED),
+        ({"messages": [{"role": "human", "content": "how are"}, {"role": "model", "content": "fine"}]}, ASKED),
+        ({"system": "be", "messages": [QUESTION, ANSWER]}, [("system", "be"), *MESSAGES]),
+        ({"system": "be", "prompt": [QUESTION], "completion": [ANSWER]}, [("system", "be"), *MESSAGES]),
+        ({"dialogue": [QUESTION, ANSWER]}, MESSAGES),
+        ({"conversations": json.dumps([QUESTION, ANSWER])}, MESSAGES),
         (
             {"messages": [QUESTION | {"content": [{"type": "text", "text": "how"}, {"text": " are"}]}, ANSWER]},
             [("user", "how are"), ("assistant", ANSWER["content"])],
@@ -194,6 +213,34 @@ def test_other_forms_of_chats_are_the_same_chat(
     expected = prepared(tokenizers / "chatml", [messages], tmp_path / "other")
     if "history" not in record:
         assert shown(prepared(tokenizers / "chatml", [record], tmp_path)) == shown(expected)
+
+
+def test_any_pair_is_a_chat_where_that_is_asked_for(tokenizers: Path, tmp_path: Path) -> None:
+    (expected,) = (shown(prepared(tokenizers / "chatml", [{"messages": [QUESTION, ANSWER]}], tmp_path)),)
+    question, answer = QUESTION["content"], ANSWER["content"]
+    pairs = [({"prompt": question, "response": answer}, {}), ({"q": question, "a": answer}, {"input_key": "q"})]
+    for record, keys in pairs:
+        named = keys | {"target_key": "a"} if keys else {}
+        assert shown(prepared(tokenizers / "chatml", [record], tmp_path, template="chat", **named)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("d.csv", "question;answer\na;b\n", "csv of semicolons, instructions as chats: 'question' and 'answer'"),
+        ("d.json", json.dumps({"data": [{"messages": TWO_TURNS}]}), "json, its records under 'data', chats, loss on"),
+        ("d.json", json.dumps([TWO_TURNS]), "json, chats, loss on their answers"),
+        ("d.tsv", "prompt\tresponse\na\tb\n", "tsv, prompts and answers: 'prompt' and 'response'"),
+    ],
+)
+def test_the_form_that_is_taken_is_said_for_each_file(
+    name: str, content: str, said: str, tokenizers: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    data = {"path": str(path), "tokenizer": str(tokenizers / "chatml")}
+    (line,) = shown_forms(TrainConfig.from_json({"data": data, "run": {"run_dir": str(tmp_path / "run")}}))
+    assert line.startswith(f"{path}: {said}")
 
 
 def test_instructions_have_headings_where_no_template_is_for_chats(tokenizers: Path, tmp_path: Path) -> None:
@@ -396,6 +443,10 @@ def called() -> dict[str, Any]:
         ("chatml", [{"conversations": [{"from": "function_call", "value": "3"}]}], 'turn 1, .* must be {"name"'),
         ("chatml", [{"instruction": "a", "output": "b", "history": ["a"]}], "field 'history' must be a list of"),
         ("chatml", [{"instruction": "a", "output": "b", "input": "c", "context": "d"}], "both 'input' and 'context'"),
+        ("chatml", [{"system": "a", "prompt": "b", "response": "c"}], "field 'system' is part of a chat, but 'prompt'"),
+        ("chatml", [{"prompt": {"0": "a"}, "response": {"0": "b"}}], "are an object each, as a whole table has its"),
+        ("chatml", [TWO_TURNS[1]], "the record is one message of a chat: put all messages of a chat into one record"),
+        ("chatml", [{"system": "a", "system_prompt": "b", "messages": TWO_TURNS[1:3]}], "it has both 'system' and"),
         ("none", [{"instruction": "a", "output": "b", "system": "c"}], "field 'system' is part of a chat: give a tok"),
         ("chatml", [{"messages": []}], "line 1: field 'messages' must be a list"),
         ("chatml", [{"messages": ["hi"]}], 'line 1: message 1 must be an object with a "role"'),

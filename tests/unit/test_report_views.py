@@ -1,4 +1,4 @@
-"""Loss curves and progress: what a person sees of a run."""
+"""Progress: what a person sees of a run on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -6,94 +6,14 @@ import io
 import math
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.events import CostsFit, StepDone
 from dynapipe_ext.tools.progress import StepProgress, WorkProgress
-from dynapipe_ext.tools.show.loss_curve import smooth, write_loss_png
 from tests.support.steps import a_step
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-
-
-def curve(num_steps: int, tokens: int = 1000) -> list[tuple[int, int, float]]:
-    return [(step, (step + 1) * tokens, 5 / (1 + step)) for step in range(num_steps)]
-
-
-def test_several_curves_have_two_panels_and_one_has_one(tmp_path: Path) -> None:
-    write_loss_png(tmp_path / "one" / "loss.png", {"ours": curve(20)}, "one")
-    write_loss_png(tmp_path / "two.png", {"ours": curve(20), "padding": curve(20, 700)}, "two")
-    (one, height), (two, same) = png_size(tmp_path / "one" / "loss.png"), png_size(tmp_path / "two.png")
-    assert height == same
-    assert two > 1.7 * one
-
-
-def test_short_long_and_diverged_curves_are_drawn(tmp_path: Path) -> None:
-    points = {"single": curve(1), "long": curve(500), "nan": [(0, 1, math.nan)], "none": []}
-    write_loss_png(tmp_path / "l.png", points, "all")
-    assert png_size(tmp_path / "l.png")[0] > 0
-
-
-@pytest.mark.parametrize(
-    ("points", "steps", "legend"),
-    [
-        ([(1, 10, 5.95)], ["1"], "ours: 5.950"),
-        ([(100_000 + i, 10, 4.0) for i in range(3)], ["100000", "100001", "100002"], "ours: 4.000"),
-        ([(1, 10, 2e30), (2, 20, math.nan), (3, 30, math.nan)], ["1"], "ours: 2e+30, then not finite"),
-        ([(1, 10, 5.0), (2, 20, 3e-9)], ["1", "2"], "ours: 3e-09"),
-    ],
-    ids=["one step", "late steps", "diverged", "tiny"],
-)
-def test_steps_are_whole_and_the_legend_says_where_losses_end(
-    points: list[tuple[int, int, float]],
-    steps: list[str],
-    legend: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: (figure.canvas.draw(), figures.append(figure)))
-    write_loss_png(tmp_path / "l.png", {"ours": points}, "one")
-    (panel,) = figures[0].axes
-    ticks = zip(panel.get_xticks(), panel.get_xticklabels(), strict=True)
-    low, high = panel.get_xlim()
-    assert [label.get_text() for x, label in ticks if low <= x <= high] == steps
-    assert panel.xaxis.get_offset_text().get_text() == ""
-    assert [label.get_text() for label in figures[0].legends[0].get_texts()] == [legend]
-
-
-def test_validation_losses_are_points_on_the_curve_and_one_that_diverged_is_left_out(tmp_path: Path) -> None:
-    def drawn(*validation: tuple[int, int, float]) -> bytes:
-        write_loss_png(tmp_path / "l.png", {"ours": curve(20)}, "one", validation=validation)
-        return (tmp_path / "l.png").read_bytes()
-
-    point = (10, 10_000, 2.0)
-    assert drawn() == drawn((10, 10_000, math.nan))
-    assert drawn(point) == drawn(point, (12, 12_000, math.inf)) != drawn()
-
-
-def test_a_loss_curve_needs_a_point_and_a_place(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="ours"):
-        write_loss_png(tmp_path / "l.png", {"ours": []}, "")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written"):
-        write_loss_png(tmp_path / "file" / "l.png", {"ours": curve(2)}, "")
-
-
-def test_the_mean_of_a_curve_ignores_losses_that_are_not_finite() -> None:
-    assert smooth([1.0, math.inf, 3.0], 3)[0] == 1.0
-    assert math.isnan(smooth([1.0, math.nan, 3.0], 3)[1])
-    assert smooth([1.0, 2.0], 1) == [1.0, 2.0]
 
 
 def pipe() -> Console:
@@ -162,16 +82,16 @@ def test_a_terminal_gets_a_bar_with_the_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "rest"),
+    ("width", "figures"),
     [
-        (80, ""),
-        (107, "  bubble 11.2 %  memory 64.2 MB"),
-        (122, "  bubble 11.2 %  memory 64.2 MB  padding 4.3 %"),
+        (70, "loss 12.346 lr 1.3e-05 norm 0.00125 19.1k tok/s"),
+        (80, "loss 12.346 lr 1.3e-05 norm 0.00125 19.1k tok/s bubble 11 %"),
+        (90, "loss 12.346 lr 1.3e-05 norm 0.00125 19.1k tok/s bubble 11 % 64.2 MB"),
+        (107, "loss 12.3456  lr 1.25e-05  norm 0.00125  19,140 tok/s  bubble 11.2 %  memory 64.2 MB"),
+        (122, "loss 12.3456  lr 1.25e-05  norm 0.00125  19,140 tok/s  bubble 11.2 %  memory 64.2 MB  padding 4.3 %"),
     ],
 )
-def test_all_figures_fit_in_122_columns_all_but_padding_in_107_and_those_of_training_in_80(
-    width: int, rest: str
-) -> None:
+def test_a_terminal_has_as_many_figures_as_fit_in_its_columns(width: int, figures: str) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
     progress = StepProgress(9999, console=console, clock=lambda: 0.0)
     longest = replace(step(1000, 12.3456, 0.043, 0.112), step_s=0.05, learning_rate=1.25e-5, grad_norm=1.25e-3)
@@ -180,8 +100,22 @@ def test_all_figures_fit_in_122_columns_all_but_padding_in_107_and_those_of_trai
     progress.step_done(longest)
     progress.close()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
-    assert f"lr 1.25e-05  norm 0.00125  19,140 tok/s{rest} ETA 0:00" in plain
+    assert f"step 1000 {figures} ETA 0:00" in plain
     assert "…" not in plain
+
+
+def test_eighty_columns_hold_every_figure_of_a_small_run_which_do_not_come_and_go() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    progress = StepProgress(40, console=console, clock=lambda: 0.0)
+    small = replace(step(12, 5.0941, 0.002, 0.44), step_s=0.35, learning_rate=2e-4, grad_norm=2.07)
+    for one in (small, replace(small, step=1_000_000), small):
+        progress.step_done(one)
+        progress._bar.refresh()
+    progress.close()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    shown = re.findall(r"step 12 (.*?) ETA", plain)
+    assert shown[0] == "loss 5.094 lr 0.0002 norm 2.07 2.85k tok/s bubble 44 % 60 B"
+    assert shown[-1] == "loss 5.094 lr 0.0002 norm 2.07 2.85k tok/s bubble 44 %"
 
 
 def test_disabled_progress_writes_nothing() -> None:

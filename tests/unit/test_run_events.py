@@ -25,7 +25,6 @@ from dynapipe_ext.tools.account.run_events import (
     resume_events,
     start_events,
 )
-from dynapipe_ext.tools.show.loss_curve import curves, validation_points
 from dynapipe_ext.tools.step_listeners import TensorBoardFile, scalars
 from tests.support.steps import a_step
 
@@ -82,7 +81,7 @@ def test_steps_that_a_resumed_run_does_again_count_once(tmp_path: Path) -> None:
     report = report_of(read_events(path), unfinished=None)
     assert report.result.losses == (0.4, 0.125, 0.25)
     assert report.result.first_step == 4
-    assert [(number, tokens) for number, tokens, _ in curves(report)["ours"]] == [(5, 900), (6, 1800), (7, 2700)]
+    assert report.result.real_tokens_per_step == (900, 900, 900)
 
 
 def test_a_run_that_goes_on_keeps_the_steps_before_and_says_what_it_runs_on_now(tmp_path: Path) -> None:
@@ -126,13 +125,13 @@ def test_a_report_accounts_for_the_steps_that_all_ranks_told_of_and_no_others(tm
     assert RunReport.read(tmp_path / "report.json") == report
 
 
-def test_evaluations_are_kept_with_their_steps_and_are_points_of_the_curve(tmp_path: Path) -> None:
+def test_evaluations_are_kept_with_their_steps(tmp_path: Path) -> None:
     done = [EvalDone(step=s, loss=x, real_tokens=70, num_samples=5, seconds=0.5) for s, x in ((5, 2.5), (6, math.inf))]
     path = written(tmp_path / "events.jsonl", a_step(4), a_step(5, evaluation=done[0]), a_step(6, evaluation=done[1]))
     report = report_of(read_events(path), unfinished=None)
     finite, infinite = report.result.evaluations
     assert (finite, math.isnan(infinite.loss)) == (done[0], True)
-    assert validation_points(report)[0] == (6, 1800, 2.5)
+    assert finite.number == 6
     report.write(tmp_path / "report.json")
     assert RunReport.read(tmp_path / "report.json").result.evaluations[0] == done[0]
     assert scalars(a_step(5, evaluation=done[0]))["validation/loss"] == 2.5

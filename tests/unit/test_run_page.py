@@ -22,7 +22,7 @@ from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone, Step
 from dynapipe_ext.launch.run.page import LivePage, PageListener, write_page
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span, Trace
-from dynapipe_ext.tools.account.report import RunFacts
+from dynapipe_ext.tools.account.report import RunFacts, shared_cores_note
 from dynapipe_ext.tools.account.run_events import (
     EVENTS_FILE,
     EventsFile,
@@ -34,7 +34,7 @@ from dynapipe_ext.tools.account.run_events import (
 )
 from dynapipe_ext.tools.account.run_series import RunSeries, RunSoFar, Thinned
 from dynapipe_ext.tools.files import toml_of
-from dynapipe_ext.tools.show.run_page import RUN_FILES
+from dynapipe_ext.tools.show.run_page import RUN_FILES, with_file
 from dynapipe_ext.tools.show.run_words import NextMove, slowest_actions
 from dynapipe_ext.tools.show.timeline import TraceRecord
 from tests.support.limits import LIMIT_S
@@ -191,8 +191,23 @@ def test_a_page_says_how_a_run_stands_and_shows_every_figure(tmp_path: Path) -> 
     for chart in charts:
         assert re.search(rf"{chart}[^.]*", page.text)
     assert page.tags.count("svg") == len(charts)
-    assert {"config.toml", "events.jsonl", "history.jsonl"} <= set(page.links) <= set(RUN_FILES)
+    assert {"config.toml", "events.jsonl", "history.jsonl", "report.json"} == set(page.links) <= set(RUN_FILES)
     assert "refresh" not in page_of(run_dir)
+
+
+def test_a_file_made_after_the_page_is_linked_once(tmp_path: Path) -> None:
+    page = page_of(a_run(tmp_path / "r", steps_of_a_run()))
+    linked = with_file(page, "emulated.html")
+    assert Texts(linked).links == [*Texts(page).links, "emulated.html"]
+    assert with_file(linked, "emulated.html") == linked
+
+
+def test_what_the_heading_says_is_not_said_again_above_the_timeline(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path / "r", steps_of_a_run(), oversubscribed=True)
+    shared = shared_cores_note(2, 2)
+    said = Texts(page_of(run_dir, record=replace(RECORD, notes=(shared, "Ranks filled waits.")))).text
+    assert said.count(shared) == 1
+    assert said.count("Ranks filled waits.") == 1
 
 
 def test_a_page_needs_nothing_beside_it(tmp_path: Path) -> None:
@@ -268,6 +283,7 @@ def test_the_page_of_a_run_that_goes_on_refreshes_is_written_seldom_and_is_that_
     assert '<meta http-equiv="refresh"' in text
     assert "has done 12 of 20 steps so far" in Texts(text).text
     assert "At this rate the other steps take 0:08" in Texts(text).text
+    assert "report.json" not in Texts(text).links  # it comes with the end
 
 
 def test_pages_take_no_more_than_their_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

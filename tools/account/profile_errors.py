@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,11 @@ class HeldOutErrors:
     by_quantity: Mapping[str, Sequence[float]]
     num_unpriced: int = 0  # micro-batches that need shapes which ran out of memory
 
+    @classmethod
+    def joined(cls, parts: Sequence[HeldOutErrors]) -> HeldOutErrors:
+        by_quantity = {name: [error for one in parts for error in one.by_quantity[name]] for name in _LABELS}
+        return cls(by_quantity=by_quantity, num_unpriced=sum(one.num_unpriced for one in parts))
+
     @property
     def mean(self) -> dict[str, float]:
         return {name: float(np.mean(errors)) for name, errors in self.by_quantity.items() if errors}
@@ -49,8 +54,14 @@ class HeldOutErrors:
         return {"mean": self.mean, "worst": self.worst, "unpriced": self.num_unpriced}
 
 
-def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
-    """Errors for every micro-batch on one layer of each side with the head: measured, and predicted by the table."""
+def held_out_errors(
+    table: CostTable,
+    measure: MeasureShape,
+    micro_batches: Sequence[MicroBatch],
+    in_time: Callable[[MicroBatch], bool] = lambda _micro_batch: True,
+) -> HeldOutErrors:
+    """Errors for every micro-batch on one layer of each side with the head: measured, and predicted by the table.
+    Nothing of those for which there is no time."""
     one_layer = replace(table, num_layers=1, num_decoder_layers=0, once_bytes={})
     parts: tuple[ModelPart, ...] = ("encoder", "decoder") if table.has_decoder else ("layer",)
     errors: dict[str, list[float]] = {name: [] for name in _LABELS}
@@ -60,6 +71,8 @@ def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequ
             costs = one_layer.evaluate([m])
         except PlanError:
             unpriced += 1
+            continue
+        if not in_time(m):
             continue
         layers, head = [measure(part, m) for part in parts], measure("head", _plain(m))
         fitting = [layer for layer in layers if layer is not None]
@@ -87,14 +100,18 @@ def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequ
 
 
 def errors_of_pieces(
-    table: CostTable, measure: MeasurePieces, samples: Sequence[Sequence[MicroBatch]]
+    table: CostTable,
+    measure: MeasurePieces,
+    samples: Sequence[Sequence[MicroBatch]],
+    in_time: Callable[[Sequence[MicroBatch]], bool] = lambda _pieces: True,
 ) -> HeldOutErrors:
-    """Errors for samples in pieces on one layer without the head: times of every piece, bytes of each sample."""
+    """Errors for samples in pieces on one layer without the head: times of every piece, bytes of each sample. Nothing
+    of those for which there is no time."""
     assert table.pieces is not None
     alone = replace(table, num_layers=2, topology=Topology(tp=table.topology.tp, pp=2))  # the first of two stages
     errors: dict[str, list[float]] = {name: [] for name in _LABELS}
     unpriced = 0
-    for pieces in samples:
+    for pieces in filter(in_time, samples):
         try:
             costs, measured = alone.evaluate(pieces), measure(pieces)
         except PlanError:

@@ -13,13 +13,13 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rich.table import Table
 from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import ALL_RECOMPUTES
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import Topology, Vocabulary
 from dynapipe_ext.errors import DataError, format_bytes
 from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone, PreferenceFigures
 from dynapipe_ext.models.flops import Positions, Work
@@ -207,6 +207,7 @@ class RunFacts:
             "topology": {"tp": self.topology.tp, "pp": self.topology.pp, "dp": self.topology.dp},
             "layers_per_stage": list(self.topology.layers_per_stage),
             "placement": list(self.topology.placement),
+            **({} if self.topology.vocabulary == "whole" else {"vocabulary": self.topology.vocabulary}),
             "model": dict(self.model),
             "seed": self.seed,
             "loss_norm": self.loss_norm,
@@ -224,6 +225,7 @@ class RunFacts:
                 dp=topology.one("dp", int),
                 layers_per_stage=fields.many("layers_per_stage", float),
                 placement=fields.many("placement", int),
+                vocabulary=cast(Vocabulary, fields.one("vocabulary", str)) if fields.has("vocabulary") else "whole",
             ),
             device=fields.one("device", str),
             num_cores=fields.one("num_cores", int),
@@ -456,23 +458,23 @@ def _measured_rows(report: RunReport) -> Iterator[tuple[str, str, str]]:
     measured_peak, predicted_peak = (
         _peak(peaks, facts.device_bytes) for peaks in (result.measured_peak_bytes, result.predicted_peak_bytes)
     )
-    device = f", part of {format_bytes(facts.device_bytes)}" if facts.device_bytes else ""
-    yield "loss, first → last step", losses, ""
+    device = f" of {format_bytes(facts.device_bytes)}" if facts.device_bytes else ""
+    yield "loss, first → last", losses, ""
     if result.preferences:
         first, last = (figures for _, figures in (result.preferences[0], result.preferences[-1]))
-        yield "reward margin, first → last step", f"{first.margin:.4f} → {last.margin:.4f}", ""
-        yield "preferred rightly, first → last step", f"{percent(first.accuracy)} → {percent(last.accuracy)}", ""
+        yield "reward margin, first → last", f"{first.margin:.4f} → {last.margin:.4f}", ""
+        yield "preferred rightly, first → last", f"{percent(first.accuracy)} → {percent(last.accuracy)}", ""
     yield "real tokens", f"{result.real_tokens:,}", ""
     yield "real tokens/s", f"{result.real_tokens_per_s:,.0f}", ""
     yield "CPU time a token", _microseconds(cpu_s), ""
     yield "padding efficiency", percent(result.padding_efficiency), ""
-    yield "micro-batches a replica and step", spread, ""
+    yield "micro-batches a replica", spread, ""
     yield "makespan, mean", seconds(measured_s), seconds(predicted_s)
-    yield "  longer than predicted", _drift(measured_s, predicted_s), ""
+    yield "  over predicted", _drift(measured_s, predicted_s), ""
     yield "bubble, mean", percent(measured_bubble), percent(predicted_bubble)
-    yield "  both means are of", step_range(numbers), ""
-    yield "exposed planning", f"{seconds(exposed_s)} ({percent(share)} of the time)", ""
-    yield f"peak bytes of a rank{device}", measured_peak, predicted_peak
+    yield "  means are of", step_range(numbers), ""
+    yield "exposed planning", f"{seconds(exposed_s)} ({percent(share)})", ""
+    yield f"fullest rank{device}", measured_peak, predicted_peak
 
 
 def _fitted_rows(result: RunResult) -> Iterator[tuple[str, str, str]]:

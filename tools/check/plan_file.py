@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from dynapipe_ext.batch.topology import Topology, widths_of
+from dynapipe_ext.batch.topology import Topology, Vocabulary, widths_of
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.tools.files import Fields, read_json
 
@@ -82,7 +82,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
     root = Fields(data, str(path))
     root.only(_FIELDS)
     shape = root.sub("topology")
-    shape.only(("tp", "pp", "dp", "width", "layers_per_stage"))
+    shape.only(("tp", "pp", "dp", "width", "layers_per_stage", "vocabulary"))
     replicas = [(raw, f"{path}: replicas[{i}]") for i, raw in enumerate(root.many("replicas", dict))]
     numbers = [Fields(*replica).one("dp_rank", int) for replica in replicas]
     tp, pp, dp = (shape.one(name, int) for name in ("tp", "pp", "dp"))
@@ -109,8 +109,9 @@ def read_plan_file(path: str | Path) -> PlanFile:
         raise ConfigError(f"{path}: the replicas place stages differently, {short(placements)}: plan them as one step")
     layers = shape.many("layers_per_stage", float) if "layers_per_stage" in data["topology"] else ()
     placement = () if placements[0] == tuple(range(pp)) else placements[0]
+    vocabulary = shape.one("vocabulary", str) if "vocabulary" in data["topology"] else "whole"
     return PlanFile(
-        topology=Topology(tp, pp, dp, layers, placement, width),
+        topology=Topology(tp, pp, dp, layers, placement, width, cast(Vocabulary, vocabulary)),
         replicas=tuple(read),
         batch_bound_s=_seconds(root, "batch_bound_s") if "batch_bound_s" in data else None,
         free_batch_bound_s=_seconds(root, "free_batch_bound_s") if "free_batch_bound_s" in data else None,

@@ -54,8 +54,7 @@ def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -
     """The memory of every pipeline rank at its fullest moment, on the replica where that is largest."""
     micro_batches = plan.batch.micro_batches
     priced = costs.evaluate(micro_batches)  # of all replicas at once
-    head = np.zeros_like(priced.stored_bytes)
-    head[-1] = costs.head_bytes(micro_batches)
+    head = costs.head_bytes(micro_batches)
     tables = tuple(
         table.tolist() for table in (priced.stored_bytes, priced.working_bytes, head, costs.message_bytes(priced))
     )
@@ -152,7 +151,6 @@ def _forward_bytes(micro_batches: Sequence[MicroBatch], costs: EstimatedCosts) -
     ]
     priced = costs.evaluate(checkpointed)
     layers = costs.layers_per_stage[:, None]
-    head = np.zeros_like(priced.stored_bytes)
-    head[-1] = costs.head_bytes(checkpointed)
+    head = costs.head_bytes(checkpointed)
     one_layer = (priced.stored_bytes - head) // np.maximum(1, layers) + head + priced.working_bytes
     return costs.of_ranks(one_layer.max(axis=1), np.maximum)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dynapipe_ext.tools.account.run_series import Point
 
 _WIDTH, _HEIGHT = 440, 200
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 8, 24
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 10, 8, 24
 _FEW = 40  # points that are marked one by one, or joined without a running mean
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dynapipe_ext.batch.micro_batches import LengthArray, round_up
 from dynapipe_ext.batch.topology import Topology
@@ -15,20 +15,20 @@ from dynapipe_ext.tools.console import counted, figure, percent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedStep:
-    """A proven step, and what the pipeline ranks of each replica did of it, in seconds from the step's start."""
+    """A proven step, and what the pipeline ranks of each replica did in it, in seconds from the step's start."""
 
     proven: ProvenStep
     replicas: tuple[Trace, ...]
 
     @property
-    def measured_s(self) -> float:
+    def step_s(self) -> float:
         return max(span.end_s for trace in self.replicas for span in trace.spans)
 
     @property
     def idle_ratio(self) -> float:
         """Idle time of all ranks over their number times the step."""
         ranks = sum(len(trace.ranks) for trace in self.replicas)
-        return 1 - sum(trace.busy_s for trace in self.replicas) / (ranks * self.measured_s)
+        return 1 - sum(trace.busy_s for trace in self.replicas) / (ranks * self.step_s)
 
     @property
     def padding_ratio(self) -> float:
@@ -44,8 +44,8 @@ class Way:
     steps: tuple[EmulatedStep, ...]
 
     @property
-    def measured_s(self) -> float:
-        return statistics.fmean(step.measured_s for step in self.steps)
+    def step_s(self) -> float:
+        return statistics.fmean(step.step_s for step in self.steps)
 
     @property
     def predicted_s(self) -> float:
@@ -69,7 +69,8 @@ class Way:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The same global batches in several ways, ours last. `samples` and `costs` say where both are from; ranks slept
-    `scale` times as long as the costs count. `batches` are the lengths, `pad_multiple` what rows are rounded up to."""
+    `scale` times as long as the costs count. `batches` are the lengths, `pad_multiple` what rows are rounded up to.
+    `late` is None where the steps were measured; where they are simulated instead, by what share ranks were late."""
 
     ways: tuple[Way, ...]
     topology: Topology
@@ -78,6 +79,21 @@ class Comparison:
     samples: str
     costs: str
     scale: float
+    late: float | None = None
+
+    @property
+    def lateness(self) -> float:
+        """By what share steps took longer than planned, in the way where that is most."""
+        return max(way.step_s / way.predicted_s for way in self.ways) - 1
+
+    def simulated(self) -> Comparison:
+        """The same steps as the plans predict them, for a machine too busy to wake sleeping ranks in time."""
+
+        def planned(way: Way) -> Way:
+            steps = (EmulatedStep(proven=s.proven, replicas=s.proven.step_plan.traces) for s in way.steps)
+            return replace(way, steps=tuple(steps))
+
+        return replace(self, ways=tuple(map(planned, self.ways)), late=self.lateness)
 
     @property
     def padded_ratio(self) -> float:
@@ -87,7 +103,7 @@ class Comparison:
     @property
     def result(self) -> str:
         """One sentence with the seconds of each way."""
-        times = ", ".join(f"{way.name} {figure(way.measured_s, 3)} s" for way in self.ways)
+        times = ", ".join(f"{way.name} {figure(way.step_s, 3)} s" for way in self.ways)
         padding = ", ".join(percent(way.padding_ratio) for way in self.ways)
         return (
             f"the same samples: {times} a step; padding {padding} ({percent(self.padded_ratio)} if all were padded to"
@@ -100,11 +116,19 @@ class Comparison:
         ranks, t = self.topology.pp * self.topology.dp, self.topology
         slower = "" if self.scale == 1 else f", {figure(self.scale, 2)} times as slowly"
         shared = f"; TP{t.tp} ranks do alike, one stands for them" if t.tp > 1 else ""
-        return (
-            f"measured on {counted(ranks, 'emulated rank')} (PP{t.pp} x DP{t.dp}{shared}): they run the plans'"
-            f" instructions and sleep for the seconds that the model's costs count{slower}, the mean of"
-            f" {counted(len(self.batches), 'step')}; nothing is computed. Samples: {self.samples}. Costs: {self.costs}."
-        )
+        on = f"{counted(ranks, 'emulated rank')} (PP{t.pp} x DP{t.dp}{shared})"
+        steps = f"the mean of {counted(len(self.batches), 'step')}; nothing is computed"
+        if self.late is None:
+            way = (
+                f"measured on {on}: they run the plans' instructions and sleep for the seconds that the model's costs"
+                f" count{slower}, {steps}"
+            )
+        else:
+            way = (
+                f"simulated, as this machine is too busy to measure: {on} woke up so late that steps took up to"
+                f" {percent(self.late, 0)} longer than planned. These are the planned seconds, {steps}"
+            )
+        return f"{way}. Samples: {self.samples}. Costs: {self.costs}."
 
     @property
     def lines(self) -> Sequence[str]:

@@ -9,7 +9,7 @@ from dynapipe_ext.tools.console import figure, percent
 from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.show.comparison import Comparison, Way
 from dynapipe_ext.tools.show.plan_drawing import Pane, drawn, legend_of_kinds
-from dynapipe_ext.tools.show.run_page import PAGE_FILE
+from dynapipe_ext.tools.show.run_page import PAGE_FILE, RUN_FILES, with_file
 
 _TICKS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _PAGE = """<!doctype html>
@@ -44,8 +44,8 @@ _LINK = f'<p><a href="{PAGE_FILE}">The page of the run that was trained</a></p>\
 
 
 def write_comparison_page(path: Path, comparison: Comparison) -> None:
-    """With a link to the page of the run in the same directory, if any. Errors: DataError where the place cannot be
-    written."""
+    """With a link to the page of the run in the same directory, if any, and one from there. Errors: DataError where the
+    place cannot be written."""
     panes = {way.name: _pane(way) for way in comparison.ways}
     longest_s = max(pane.end_s for pane in panes.values())
     tick_s = next((tick for tick in _TICKS_S if longest_s / tick <= 8), _TICKS_S[-1])
@@ -55,20 +55,22 @@ def write_comparison_page(path: Path, comparison: Comparison) -> None:
         how=html.escape(comparison.how[0].upper() + comparison.how[1:]),
         picture=drawn(panes, legend_of_kinds(), tick_s=tick_s),
         rows="\n".join(_row(way) for way in comparison.ways),
-        link=_LINK if (path.parent / PAGE_FILE).exists() else "",
+        link=_LINK if (of_run := path.parent / PAGE_FILE).exists() else "",
     )
     write_atomic(path, page)
+    if path.name in RUN_FILES and of_run.exists():
+        write_atomic(of_run, with_file(of_run.read_text(encoding="utf-8"), path.name))
 
 
 def _pane(way: Way) -> Pane:
     step = way.steps[0]
-    head = f"{way.name}: {figure(step.measured_s, 3)} s, {percent(step.idle_ratio, 0)} idle"
+    head = f"{way.name}: {figure(step.step_s, 3)} s, {percent(step.idle_ratio, 0)} idle"
     return Pane(head=html.escape(head), replicas=step.replicas)
 
 
 def _row(way: Way) -> str:
     figures = (
-        f"{figure(way.measured_s, 3)} s",
+        f"{figure(way.step_s, 3)} s",
         f"{figure(way.predicted_s, 3)} s",
         percent(way.idle_ratio),
         percent(way.padding_ratio),

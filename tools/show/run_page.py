@@ -14,6 +14,7 @@ from datetime import datetime
 
 from dynapipe_ext.errors import format_bytes
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.account.report import shared_cores_note
 from dynapipe_ext.tools.account.run_events import Happening
 from dynapipe_ext.tools.account.run_series import RunSeries, RunSoFar, Thinned
 from dynapipe_ext.tools.console import counted, figure, percent, seconds
@@ -30,6 +31,7 @@ from dynapipe_ext.tools.show.run_words import (
 from dynapipe_ext.tools.show.timeline import TraceRecord, notes_html, page_html, timeline_html
 
 PAGE_FILE = "index.html"
+_FILES_END = "</ul><!-- files -->"
 _REFRESH_S = 30
 _MOST_RANKS = 64
 _MOST_COLOURS = 5
@@ -43,7 +45,6 @@ RUN_FILES = {
     "costs.json": "the costs that its plans start from",
     "trace.json": "the recorded steps, to be read again",
     "trace.chrome.json": "the same for ui.perfetto.dev",
-    "loss.png": "the loss curve as a picture",
     "emulated.html": "the same samples under other schedules, on emulated ranks",
     "checkpoints": "what --resume goes on from",
     "tensorboard": "for TensorBoard",
@@ -88,7 +89,7 @@ def run_page_html(run: RunSoFar, page: RunPage) -> str:
         _charts(run, page),
         _compared(run),
         _memory(run),
-        _timeline(page),
+        _timeline(run, page),
         _slowest(run, page),
         _furthest_off(run.own),
         _next_moves(page),
@@ -270,7 +271,8 @@ def _memory(run: RunSoFar) -> str:
     return f"<h2>Most memory of each rank</h2>{table_html(headings, shown, numbers=(0, 2, 3, 4))}{rest}"
 
 
-def _timeline(page: RunPage) -> str:
+def _timeline(run: RunSoFar, page: RunPage) -> str:
+    """Its notes, but what the heading says already."""
     heading = "<h2>A step's timeline, simulated above measured</h2>"
     if page.record is None or not (page.record.measured or page.record.simulated):
         words = (
@@ -279,7 +281,10 @@ def _timeline(page: RunPage) -> str:
             else ("No step was recorded: the run ended before its last ones.")
         )
         return f'{heading}<p class="quiet">{words}</p>'
-    return f"{heading}{notes_html(page.record.notes)}{timeline_html(page.record)}"
+    facts = run.facts
+    shared = shared_cores_note(facts.topology.world_size, facts.num_cores) if facts.oversubscribed else None
+    notes = notes_html([note for note in page.record.notes if note != shared])
+    return f"{heading}{notes}{timeline_html(page.record)}"
 
 
 def _slowest(run: RunSoFar, page: RunPage) -> str:
@@ -376,5 +381,14 @@ def _settings(settings: SettingTables) -> str:
 def _files(names: Sequence[str]) -> str:
     if not names:
         return ""
-    entries = "".join(f'<li><a href="{name}">{name}</a> {text(RUN_FILES[name])}</li>' for name in names)
-    return f'<h2>Files</h2><ul class="files">{entries}</ul>'
+    return f'<h2>Files</h2><ul class="files">{"".join(map(_file_entry, names))}{_FILES_END}'
+
+
+def _file_entry(name: str) -> str:
+    return f'<li><a href="{name}">{name}</a> {text(RUN_FILES[name])}</li>'
+
+
+def with_file(page: str, name: str) -> str:
+    """A written page with a link to one more of RUN_FILES, which was made after it."""
+    entry = _file_entry(name)
+    return page if entry in page else page.replace(_FILES_END, entry + _FILES_END)

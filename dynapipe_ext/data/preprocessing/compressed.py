@@ -18,6 +18,18 @@ _ZSTANDARD_READ_BYTES = 1 << 10  # its decoder returns everything these bytes ex
 COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 DAMAGE = (EOFError, lzma.LZMAError, zlib.error, OSError)  # what `decompressed` raises
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_FOREIGN = {  # how such files begin: what they are, and what to do with them
+    b"PK\x03\x04": ("a zip archive or a workbook of Excel", "unpack it, or save its table as CSV in UTF-8"),
+    b"PAR1": ("Parquet", "rename it to .parquet"),
+    b"ARROW1": ("Arrow", "rename it to .arrow"),
+    b"\x1f\x8b": ("compressed by gzip", "rename it to .gz, or decompress it"),
+    b"\x28\xb5\x2f\xfd": ("compressed by Zstandard", "rename it to .zst, or decompress it"),
+    b"\xfd7zXZ": ("compressed by xz", "rename it to .xz, or decompress it"),
+    b"BZh91AY": ("compressed by bzip2", "rename it to .bz2, or decompress it"),
+    b"SQLite format 3": ("a database of SQLite", "write its rows as JSON, one object a line"),
+    b"%PDF-": ("a PDF", "extract its text"),
+}
 
 
 def check_readable(file: Path) -> None:
@@ -35,6 +47,18 @@ def damaged(file: Path, error: BaseException, *, line: int) -> DataError:
     reason = "ends too early" if isinstance(error, EOFError) else f"cannot be read ({error})"
     place = f" after line {line}" if line else ""
     return DataError(f"{file} {reason}{place}: copy or compress it again")
+
+
+def refuse_foreign(file: Path, start: bytes) -> None:
+    """Errors: DataError for a file that begins with `start`, which no text in UTF-8 does: in another encoding, or of
+    another kind than its name says."""
+    for magic, (kind, move) in _FOREIGN.items():
+        if start.startswith(magic):
+            raise DataError(f"{file} is no text but {kind}: {move}")
+    if start[:2] in _UTF_16_MARKS or b"\0" in start[:4]:
+        raise DataError(
+            f"{file} is no UTF-8 but UTF-16 or UTF-32: convert it, for example iconv -f UTF-16 -t UTF-8 OLD > NEW"
+        )
 
 
 def decompressed(raw: IO[bytes], suffix: str) -> Iterator[bytes]:

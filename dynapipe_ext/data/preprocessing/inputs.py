@@ -24,7 +24,9 @@ from dynapipe_ext.data.preprocessing.compressed import (
     check_readable,
     damaged,
     decompressed,
+    refuse_foreign,
 )
+from dynapipe_ext.data.preprocessing.file_heads import DELIMITERS, HEAD_BYTES, delimiter_of, json_form
 from dynapipe_ext.data.preprocessing.table_files import (
     ItemReader,
     array_items,
@@ -38,6 +40,7 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 Form = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text"]
 TextUnit = Literal["line", "paragraph", "document"]
 BLOCK_BYTES = 1 << 20
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
 _MAGIC = "*?["
 _LINE_END, _BLANK_LINE = re.compile(rb"\n"), re.compile(rb"\n\r?\n")
 _FORMS: dict[str, Form] = {
@@ -54,11 +57,23 @@ _FORMS: dict[str, Form] = {
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file, what it holds, and its size on disk."""
+    """A file, what it holds, and its size on disk. Of JSON, `wrapper` is the member of the one object in it that holds
+    the records; of a table, `delimiter` is what parts its columns."""
 
     path: Path
     form: Form
     stored_bytes: int
+    wrapper: str = ""
+    delimiter: str = ""
+
+    @property
+    def words(self) -> str:
+        """Its form, for people."""
+        if self.wrapper:
+            return f"{self.form}, its records under {self.wrapper!r}"
+        if self.delimiter not in ("", _DELIMITERS.get(self.form)):
+            return f"{self.form} of {DELIMITERS[self.delimiter]}"
+        return self.form
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +100,8 @@ def find_inputs(patterns: Iterable[str | Path], form: Form | None = None) -> tup
     """The files that paths, folders and globs (also `**`) name, in their order; those of one glob are sorted by name.
 
     The suffix before .gz, .xz, .zst or .bz2 tells the form, unless `form` does: .parquet and .pq are Parquet; .arrow,
-    .csv and .tsv their namesakes; .txt, .text and .md are text; all others are JSON, an array or an object a line. Of a
-    folder come the files of `files_of_folder`.
+    .csv and .tsv their namesakes; .txt, .text and .md are text; all others are JSON: an array, an object that holds
+    one, or an object a line. Of a folder come the files of `files_of_folder`.
 
     Errors: DataError for a path that is missing, unreadable or named twice, and for a glob without a match.
     """
@@ -100,7 +115,7 @@ def find_inputs(patterns: Iterable[str | Path], form: Form | None = None) -> tup
         if (real := path.resolve()) in seen:
             raise DataError(f"{path} is given twice: name every file once")
         seen.add(real)
-        files.append(InputFile(path, form or _form_of(path), path.stat().st_size))
+        files.append(_input_file(path, form))
     if not files:
         raise ConfigError("no input: name at least one file, for example data/*.jsonl.gz")
     return tuple(files)
@@ -168,9 +183,9 @@ def file_blocks(file: InputFile, unit: TextUnit, columns: Collection[str], block
         case "parquet" | "arrow":
             return _batch_blocks(file, columns, block_bytes)
         case "json":
-            return _item_blocks(file, array_items, block_bytes)
+            return _item_blocks(file, partial(array_items, wrapper=file.wrapper), block_bytes)
         case "csv" | "tsv":
-            delimiter = "," if file.form == "csv" else "\t"
+            delimiter = file.delimiter or _DELIMITERS[file.form]
             return _item_blocks(file, partial(table_rows, delimiter=delimiter), block_bytes)
         case "text" if unit == "document":
             return iter((_document(file),))
@@ -189,23 +204,39 @@ def _matches(pattern: str) -> list[Path]:
     return [Path(path) for path in paths]
 
 
-def _form_of(path: Path) -> Form:
+def _input_file(path: Path, form: Form | None) -> InputFile:
+    """The file, whose form its name says unless `form` does, and else how it begins."""
+    form, wrapper, delimiter = form or _form_of(path), "", ""
+    if form in _DELIMITERS:
+        delimiter = delimiter_of(_head(path), _DELIMITERS[form])
+    elif form in (None, "json"):
+        begun, wrapper = json_form(_head(path))
+        form = form or begun
+    return InputFile(path, form, path.stat().st_size, wrapper, delimiter)
+
+
+def _form_of(path: Path) -> Form | None:
+    """The form that a name says; None for JSON of any kind."""
     suffix = path.suffix.lower()
     inner = Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
     form = _FORMS.get(inner)
     if form in ("parquet", "arrow") and inner != suffix:
         raise DataError(f"{path} is a {form.capitalize()} file inside {suffix}: decompress it")
-    return form or ("json" if _begins_array(path) else "jsonl")
+    return form
 
 
-def _begins_array(path: Path) -> bool:
-    """Whether a file of JSON is an array, and not an object a line. A damaged file is refused when it is read."""
+def _head(path: Path) -> str:
+    """The beginning of a file's text; empty of a damaged one, which is refused when it is read."""
+    head = bytearray()
     with path.open("rb") as raw:
         try:
-            starts = (piece.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] for piece in _pieces(path, raw))
-            return next(filter(None, starts), b"") == b"["
+            for piece in _pieces(path, raw):
+                head += piece
+                if len(head) > HEAD_BYTES:
+                    break
         except DataError:
-            return False
+            return ""
+    return head[:HEAD_BYTES].removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors="ignore")
 
 
 def _line_blocks(file: InputFile, unit: TextUnit, block_bytes: int) -> Iterator[Block]:
@@ -255,9 +286,12 @@ def _document(file: InputFile) -> Block:
 
 
 def _pieces(path: Path, raw: IO[bytes]) -> Iterator[bytes]:
-    num_lines = 0
+    num_lines, is_first = 0, True
     try:
         for piece in decompressed(raw, path.suffix):
+            if is_first:
+                refuse_foreign(path, piece)
+                is_first = False
             num_lines += piece.count(b"\n")
             yield piece
     except DAMAGE as error:

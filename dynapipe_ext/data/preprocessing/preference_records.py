@@ -5,7 +5,8 @@
 {"prompt": [messages], "chosen": [messages], "rejected": …}     a chat, and two ways in which it goes on
 {"chosen": [messages], "rejected": [messages]}                  two chats that begin alike: with the prompt
 {"conversations": [turns], "chosen": {turn}, "rejected": …}     ShareGPT's chat, and two ways in which it goes on
-{"instruction", "input", "chosen": TEXT, "rejected": TEXT}      an instruction and two answers
+{"instruction", "input", "chosen": TEXT, "rejected": TEXT}      an instruction and two answers; so of "question" and
+                                                                other names of one
 
 As TRL's DPOTrainer and LLaMA-Factory take them.
 """
@@ -18,8 +19,12 @@ from typing import Any
 
 from dynapipe_ext.data.examples import PREFERENCE, lacking, string_field
 from dynapipe_ext.data.preprocessing.record_forms import (
+    CONTEXTS,
     CONVERSATIONS,
-    INSTRUCTION,
+    HISTORY,
+    PROMPT_FIELDS,
+    SYSTEMS,
+    TOOLS,
     RecordFields,
     chat_of,
     prompt_and_answer,
@@ -28,7 +33,8 @@ from dynapipe_ext.errors import DataError
 
 CHOSEN, REJECTED, _PROMPT = "chosen", "rejected", "prompt"
 _ANSWERS = (CHOSEN, REJECTED)
-_OF_INSTRUCTION = RecordFields((INSTRUCTION, "output"), is_instruction=True)
+_OUTPUT = "output"
+_QUESTIONS = tuple(name for name in PROMPT_FIELDS if name != _PROMPT)
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -64,16 +70,28 @@ def preference_of(
         raise lacking(record, missing, where=where, fields="all records must have a chosen and a rejected answer")
     answers = [record[name] for name in _ANSWERS]
     if all(isinstance(answer, str) for answer in answers):
-        if INSTRUCTION in record and _PROMPT not in record:
-            return _of_instruction(record, where, instructions_as_chats=instructions_as_chats)
+        if (question := _question(record)) is not None:
+            return _of_instruction(record, question, where, instructions_as_chats=instructions_as_chats)
         return _of_texts(record, where)
     if any(isinstance(answer, str) for answer in answers):
         raise DataError(f"{where}: one of {CHOSEN!r} and {REJECTED!r} is a text and the other is not: give two alike")
     return _of_chats(record, where)
 
 
+def _question(record: Mapping[str, object]) -> str | None:
+    """The field of what was asked, where that is not the prompt itself."""
+    if record.get(_PROMPT) is not None:
+        return None
+    return next((name for name in _QUESTIONS if isinstance(record.get(name), str)), None)
+
+
 def _of_texts(record: Mapping[str, object], where: str) -> TextPreference:
     chosen, rejected = (string_field(record, name, where=where) for name in _ANSWERS)
+    if beside := [name for name in (*SYSTEMS, HISTORY) if record.get(name)]:
+        raise DataError(
+            f"{where}: field {beside[0]!r} is part of a chat, but prompt and answers are text: rename the prompt to"
+            " 'instruction', write lists of messages, or leave it out"
+        )
     if record.get(_PROMPT) is not None:
         return TextPreference(string_field(record, _PROMPT, where=where), (chosen, rejected))
     size = num_alike(chosen, rejected)
@@ -85,14 +103,16 @@ def _of_texts(record: Mapping[str, object], where: str) -> TextPreference:
 
 
 def _of_instruction(
-    record: Mapping[str, object], where: str, *, instructions_as_chats: bool
+    record: Mapping[str, object], question: str, where: str, *, instructions_as_chats: bool
 ) -> TextPreference | ChatPreference:
-    both = [{**record, "output": record[name]} for name in _ANSWERS]
+    fields = RecordFields((question, _OUTPUT), is_instruction=True)
+    beside = {name: record[name] for name in (question, *CONTEXTS, *SYSTEMS, HISTORY, TOOLS) if name in record}
+    both = [{**beside, _OUTPUT: record[name]} for name in _ANSWERS]
     if instructions_as_chats:
-        chats = [chat_of(one, _OF_INSTRUCTION, where) for one in both]
+        chats = [chat_of(one, fields, where) for one in both]
         chosen, rejected = ([chat.messages[-1]] for chat in chats)
         return ChatPreference(chats[0].messages[:-1], (chosen, rejected), chats[0].tools)
-    (prompt, chosen_text), (_, rejected_text) = (prompt_and_answer(one, _OF_INSTRUCTION, where) for one in both)
+    (prompt, chosen_text), (_, rejected_text) = (prompt_and_answer(one, fields, where) for one in both)
     return TextPreference(prompt, (chosen_text, rejected_text))
 
 
@@ -105,13 +125,13 @@ def _of_chats(record: Mapping[str, object], where: str) -> ChatPreference:
         if not isinstance(turns, list):
             raise DataError(f"{where}: field {CONVERSATIONS!r} must be a list of turns")
         both = [{**rest, CONVERSATIONS: [*turns, *_like(turns, answer)]} for answer in answers]
-        num_prompt = len(turns) + bool(record.get("system"))
+        has_prompt = bool(turns)
     else:
         prompt = _prompt_messages(record, answers, where)
         both = [{**rest, "messages": [*prompt, *answer]} for answer in answers]
-        num_prompt = len(prompt)
+        has_prompt = bool(prompt)
     first, second = (chat_of(one, RecordFields(), where) for one in both)
-    num_prompt = num_prompt or num_alike(first.messages, second.messages)
+    num_prompt = len(first.messages) - len(answers[0]) if has_prompt else num_alike(first.messages, second.messages)
     for name, chat in zip(_ANSWERS, (first, second), strict=True):
         if not any(message["role"] == "assistant" for message in chat.messages[num_prompt:]):
             raise DataError(f"{where}: {name!r} has no message of the role 'assistant' behind what both begin with")
@@ -126,9 +146,10 @@ def _prompt_messages(record: Mapping[str, object], answers: Sequence[Any], where
     prompt = record.get(_PROMPT)
     if isinstance(prompt, list):
         return prompt
-    if prompt is None or num_alike(*answers):
+    name = _question(record) or (None if prompt is None else _PROMPT)
+    if name is None or num_alike(*answers):
         return []
-    return [{"role": "user", "content": string_field(record, _PROMPT, where=where)}]
+    return [{"role": "user", "content": string_field(record, name, where=where)}]
 
 
 def _like(turns: Sequence[Any], answer: Sequence[Any]) -> list[Any]:

@@ -1,10 +1,11 @@
 """The forms that records of training data have, each brought to one of three: a chat, a prompt with its answer, a text;
 or, where a run learns preferences, to a prompt with two answers (`preference_records.py`).
 
-{"messages": [{"role", "content"}]}                          a chat
+{"messages": [{"role", "content"}], "system", "tools"}       a chat, under one of the names `CHATS`
 {"conversations": [{"from", "value"}], "system", "tools"}    a chat, as ShareGPT writes it
 {"prompt": [messages], "completion": [messages]}             a chat of which only the completion is trained on
 {"instruction", "input", "output"}                           an instruction: a chat where a template is for chats
+{"question", "answer"} and the other `INSTRUCTIONS`          the same
 {"input", "target"} and the other `PAIRS`                    a prompt and its answer
 {"text"}                                                     a text
 """
@@ -29,31 +30,49 @@ from dynapipe_ext.errors import DataError, short
 Template = Literal["chat", "prompt", "text", "preference"]
 LossOn = Literal["answers", "last-answer"]
 MESSAGES, CONVERSATIONS, TOOLS, TASK = "messages", "conversations", "tools", "task"
-INSTRUCTION, _CONTEXTS, _SYSTEM, _HISTORY = "instruction", ("input", "context"), "system", "history"
-# The usual names of the fields of a prompt and its answer.
-PAIRS = (
-    ("input", "target"),
-    ("prompt", "response"),
-    ("prompt", "completion"),
-    ("inputs", "targets"),
+CHATS = (MESSAGES, CONVERSATIONS, "conversation", "dialogue", "dialog", "chat", "turns")
+INSTRUCTION, CONTEXTS, SYSTEMS, HISTORY = "instruction", ("input", "context"), ("system", "system_prompt"), "history"
+# The usual names of the fields of a question and its answer, which are a chat where a template is for chats.
+INSTRUCTIONS = (
     (INSTRUCTION, "output"),
     (INSTRUCTION, "response"),
+    (INSTRUCTION, "answer"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("problem", "solution"),
+    ("problem", "answer"),
+    ("prompt", "answer"),
+    ("prompt", "output"),
+    ("input", "output"),
+    ("input", "response"),
+    ("input", "answer"),
 )
+# Those, and the names of a text and its continuation, which come first.
+PAIRS = (("input", "target"), ("prompt", "response"), ("prompt", "completion"), ("inputs", "targets"), *INSTRUCTIONS)
 LABEL = "label"  # beside a completion: whether it is a good one, as KTO learns from
-# Names of such fields in general: where a record has some beside its text, that is said.
-PROMPT_FIELDS = (INSTRUCTION, "prompt", "question", "input", "inputs")
-ANSWER_FIELDS = ("output", "response", "completion", "answer", "target", "targets")
-CHAT_FIELDS = frozenset((MESSAGES, CONVERSATIONS, TOOLS, TASK, _SYSTEM, _HISTORY, *_CONTEXTS, "prompt", "completion"))
+# Names of such fields in general: where a record has some beside those that are read, that is said.
+PROMPT_FIELDS = (INSTRUCTION, "prompt", "question", "query", "problem", "input", "inputs")
+ANSWER_FIELDS = ("output", "response", "completion", "answer", "solution", "target", "targets")
+CHAT_FIELDS = frozenset((*CHATS, TOOLS, TASK, *SYSTEMS, HISTORY, *CONTEXTS, "prompt", "completion"))
 _SPEAKERS = {
     "human": "user",
     "user": "user",
+    "prompter": "user",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
     "assistant": "assistant",
     "system": "system",
     "function_call": "assistant",
     "observation": "tool",
     "tool": "tool",
 }
+_ROLES = {name: role for name, role in _SPEAKERS.items() if role in ("user", "assistant", "system") and name != role}
 _LOSS_SWITCHES = ("weight", "train")  # fields of a message that say whether loss falls on it
 
 
@@ -62,6 +81,7 @@ class RecordFields:
     """The names of the fields of a record. Without a pair every record is a text, whatever other fields it has.
 
     The pair of an instruction (`is_instruction`) may have more beside it: its input, a system prompt, a history.
+    Every pair of `INSTRUCTIONS` that was not named is one.
     """
 
     pair: tuple[str, str] | None = PAIRS[0]
@@ -109,12 +129,25 @@ def template_of(
         return "chat", named
     for pair in pairs:
         if all(name in record for name in pair):
-            is_instruction = pair[0] == INSTRUCTION and named.pair == PAIRS[0]  # a pair that is named is just that
+            is_instruction = pair in INSTRUCTIONS and named.pair == PAIRS[0]  # a pair that is named is just that
             fields = RecordFields(pair, named.text, is_instruction)
+            if all(isinstance(record[name], list | dict) for name in pair):
+                raise DataError(
+                    f"{where}: {pair[0]!r} and {pair[1]!r} are {json_type(record[pair[0]])} each, as a whole table has"
+                    f" its columns: write an object for each row, with strings, or chats as {MESSAGES!r}"
+                )
+            if not is_instruction and named.pair == PAIRS[0]:
+                _refuse_parts_of_chats(record, pair, where)
             return ("chat" if is_instruction and instructions_as_chats else "prompt"), fields
     if named.text in record:
         return "text", named
-    kinds = [MESSAGES, *(" and ".join(pair) for pair in pairs), named.text]
+    if is_message(record):
+        raise DataError(
+            f"{where}: the record is one message of a chat: put all messages of a chat into one record,"
+            f' {{"{MESSAGES}": [messages]}}, or into a list of their own'
+        )
+    usual = (*PAIRS[:4], (INSTRUCTION, "output"), ("question", "answer")) if named.pair == PAIRS[0] else pairs
+    kinds = [MESSAGES, *(" and ".join(pair) for pair in usual), named.text]
     raise lacking(
         record,
         [named.text],
@@ -127,32 +160,64 @@ def columns_of(template: Template | None, fields: RecordFields) -> frozenset[str
     """The fields of a record that are read."""
     pair = fields.pair or ()
     if template == "preference":
-        return CHAT_FIELDS | frozenset(pair) | PREFERENCE | {INSTRUCTION}
+        return CHAT_FIELDS | frozenset(pair) | PREFERENCE | frozenset(PROMPT_FIELDS)
     if template == "chat":
         return CHAT_FIELDS | frozenset(pair)
-    beside = (*_CONTEXTS, _SYSTEM, _HISTORY) if fields.is_instruction else ()
+    beside = (*CONTEXTS, *SYSTEMS, HISTORY) if fields.is_instruction else ()
     return frozenset((fields.text, *pair, TASK, *beside))
 
 
 def unread_fields(record: Mapping[str, object], template: Template, fields: RecordFields) -> tuple[str, ...]:
     """The fields of a record that hold its words, too, and are not read: of a text its prompt and answer, of an
-    instruction its text.
+    instruction its text and other answers.
 
     >>> alpaca = {"instruction": "add", "input": "1 1", "output": "2", "text": "add 1 1: 2"}
     >>> unread_fields(alpaca, "prompt", RecordFields(("instruction", "output"), is_instruction=True))
     ('text',)
     >>> unread_fields({"question": "1 1", "answer": "2", "text": "1 1: 2"}, "text", RecordFields())
     ('question', 'answer')
+    >>> numina = {"problem": "1 + 1", "solution": "It is 2.", "answer": "2"}
+    >>> unread_fields(numina, "prompt", RecordFields(("problem", "solution"), is_instruction=True))
+    ('answer',)
     """
     if template == "text":
         prompt, answer = ([name for name in names if name in record] for names in (PROMPT_FIELDS, ANSWER_FIELDS))
         return (*prompt, *answer) if prompt and answer else ()
-    return (fields.text,) if fields.is_instruction and fields.text in record else ()
+    if not fields.is_instruction:
+        return ()
+    read = (*(fields.pair or ()), *CONTEXTS)
+    others = (name for name in (*ANSWER_FIELDS, fields.text) if name not in read)
+    return tuple(name for name in others if isinstance(record.get(name), str) and record[name])
 
 
 def is_chat(record: Mapping[str, object]) -> bool:
     is_split = isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list)
-    return MESSAGES in record or CONVERSATIONS in record or is_split
+    return chat_field(record) is not None or is_split
+
+
+def chat_field(record: Mapping[str, object]) -> str | None:
+    """The field that has a chat's messages: one of the first two names, or another of `CHATS` if it is a list.
+
+    >>> chat_field({"messages": None, "chat": "a text"}), chat_field({"chat": []}), chat_field({"chat": "a text"})
+    ('messages', 'chat', None)
+    """
+    names = [name for name in CHATS if name in record and (name in CHATS[:2] or isinstance(record[name], list))]
+    return next((name for name in names if record[name] is not None), names[0] if names else None)
+
+
+def is_message(value: object) -> bool:
+    """Whether it is a message of a chat: an object with a "role" or, as ShareGPT has it, a "from"."""
+    return isinstance(value, Mapping) and any(isinstance(value.get(name), str) for name in ("role", "from"))
+
+
+def _refuse_parts_of_chats(record: Mapping[str, object], pair: tuple[str, str], where: str) -> None:
+    """Errors: DataError for what a text and its continuation have no place for."""
+    if beside := [name for name in (*SYSTEMS, HISTORY) if record.get(name)]:
+        raise DataError(
+            f"{where}: field {beside[0]!r} is part of a chat, but {pair[0]!r} and {pair[1]!r} are a text and its"
+            f" continuation: rename them to 'instruction' and 'output', write {MESSAGES!r}, or name them by --input-key"
+            f" and --target-key to leave {beside[0]!r} out"
+        )
 
 
 def example_of(record: Mapping[str, object], fields: RecordFields, *, where: str) -> Example:
@@ -188,12 +253,12 @@ def prompt_and_answer(record: Mapping[str, object], fields: RecordFields, where:
     prompt, answer = strings(record, fields.pair, where)
     if not fields.is_instruction:
         return prompt, answer
-    for name in (_SYSTEM, _HISTORY):
+    for name in (*SYSTEMS, HISTORY):
         if record.get(name):
             raise DataError(
                 f"{where}: field {name!r} is part of a chat: give a tokenizer with a chat template, or leave it out"
             )
-    context = _context(record, where)
+    context = _context(record, fields.pair, where)
     parts = [("Instruction", prompt), *([("Input", context)] if context else []), ("Response", "")]
     return "\n\n".join(f"### {heading}:\n{words}" for heading, words in parts), answer
 
@@ -207,24 +272,7 @@ def strings(record: Mapping[str, object], names: Sequence[str], where: str) -> l
 
 def chat_of(record: Mapping[str, object], fields: RecordFields, where: str, *, loss_on: LossOn = "answers") -> Chat:
     """The chat in a record. Errors: DataError for anything that is not a chat, or has no answer to train on."""
-    num_context = 0
-    if MESSAGES in record:
-        messages = record[MESSAGES]
-        if isinstance(messages, str):  # as tables without lists have them
-            messages = _parsed(messages, f"{where}: field {MESSAGES!r}")
-    elif CONVERSATIONS in record:
-        messages = _turns(record, where)
-    elif is_chat(record):
-        prompt, completion = record["prompt"], record["completion"]
-        assert isinstance(prompt, list)
-        assert isinstance(completion, list)
-        messages, num_context = [*prompt, *completion], len(prompt)
-    elif fields.pair is not None and fields.is_instruction:
-        messages = _instruction(record, fields.pair, where)
-    else:
-        raise lacking(record, [MESSAGES], where=where, fields="all records of the data must be of one kind")
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f'{where}: field {MESSAGES!r} must be a list of {{"role", "content"}}, at least one')
+    messages, num_context = _messages(record, fields, where)
     chat = [_message(message, number, where) for number, message in enumerate(messages, 1)]
     if not any(message["role"] == "assistant" for message in chat[num_context:]):
         raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on: remove it")
@@ -236,6 +284,51 @@ def chat_of(record: Mapping[str, object], fields: RecordFields, where: str, *, l
         last = max(place for place, trained in enumerate(is_trained) if trained)
         is_trained = [place == last for place in range(len(chat))]
     return Chat(chat, tuple(is_trained), _tools(record, where))
+
+
+def _messages(record: Mapping[str, object], fields: RecordFields, where: str) -> tuple[list[Any], int]:
+    """The messages of a record as they are written, but for names of speakers, and how many are no completion."""
+    messages: object
+    field, num_context = chat_field(record), 0
+    if field is not None:
+        messages = record[field]
+        if isinstance(messages, str):  # as tables without lists have them
+            messages = _parsed(messages, f"{where}: field {field!r}")
+    elif is_chat(record):
+        prompt, completion = record["prompt"], record["completion"]
+        assert isinstance(prompt, list)
+        assert isinstance(completion, list)
+        messages, num_context = [*prompt, *completion], len(prompt)
+    elif fields.pair is not None and fields.is_instruction:
+        return _instruction(record, fields.pair, where), 0
+    else:
+        raise lacking(record, [MESSAGES], where=where, fields="all records of the data must be of one kind")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{where}: field {field or MESSAGES!r} must be a list of {{"role", "content"}}, at least one')
+    if all(isinstance(message, dict) and "role" not in message for message in messages):
+        messages = [_turn(turn, number, field or "prompt", where) for number, turn in enumerate(messages, 1)]
+    messages = [_with_usual_role(message) for message in messages]
+    if system := _system(record, where):
+        if isinstance(messages[0], dict) and messages[0].get("role") == "system":
+            name = next(name for name in SYSTEMS if record.get(name))
+            raise DataError(f"{where}: field {name!r} stands beside a first turn of the system: keep one of them")
+        return [{"role": "system", "content": system}, *messages], num_context + bool(num_context)
+    return messages, num_context
+
+
+def _with_usual_role(message: Any) -> Any:
+    """The message, from "assistant" where its role is another name for that; likewise from "user"."""
+    if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+        return message
+    return message | {"role": _ROLES.get(role.lower(), role)}
+
+
+def _system(record: Mapping[str, object], where: str) -> str:
+    """The system prompt that stands beside a chat or an instruction. Errors: DataError for two of them."""
+    names = [name for name in SYSTEMS if record.get(name)]
+    if len(names) > 1:
+        raise DataError(f"{where}: it has both {names[0]!r} and {names[1]!r}: keep one")
+    return string_field(record, names[0], where=where) if names else ""
 
 
 def _message(message: object, number: int, where: str) -> Mapping[str, Any]:
@@ -287,55 +380,43 @@ def _instruction(record: Mapping[str, object], pair: tuple[str, str], where: str
     """An instruction as a chat: system prompt, earlier questions with their answers, the instruction, the answer."""
     instruction, answer = strings(record, pair, where)
     messages: list[Mapping[str, Any]] = []
-    if record.get(_SYSTEM):
-        messages.append({"role": "system", "content": string_field(record, _SYSTEM, where=where)})
-    history = record.get(_HISTORY) or []
+    if system := _system(record, where):
+        messages.append({"role": "system", "content": system})
+    history = record.get(HISTORY) or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise DataError(f"{where}: field {_HISTORY!r} must be a list of [question, answer]")
+        raise DataError(f"{where}: field {HISTORY!r} must be a list of [question, answer]")
     for question, earlier in history:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": earlier}]
-    context = _context(record, where)
+    context = _context(record, pair, where)
     question = f"{instruction}\n{context}" if context else instruction
     return [*messages, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _context(record: Mapping[str, object], where: str) -> str:
+def _context(record: Mapping[str, object], pair: tuple[str, str], where: str) -> str:
     """What an instruction is about. Errors: DataError for two of them."""
-    contexts = [name for name in _CONTEXTS if record.get(name)]
+    contexts = [name for name in CONTEXTS if name not in pair and record.get(name)]
     if len(contexts) > 1:
-        raise DataError(f"{where}: both {contexts[0]!r} and {contexts[1]!r} stand beside {INSTRUCTION!r}: keep one")
+        raise DataError(f"{where}: both {contexts[0]!r} and {contexts[1]!r} stand beside {pair[0]!r}: keep one")
     return string_field(record, contexts[0], where=where) if contexts else ""
 
 
-def _turns(record: Mapping[str, object], where: str) -> object:
-    """ShareGPT's turns, {"from", "value"} each, as messages; a list that is not of turns is returned unchanged."""
-    turns = record[CONVERSATIONS]
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" not in turn for turn in turns):
-        messages = turns
-    else:
-        messages = [_turn(turn, number, where) for number, turn in enumerate(turns, 1)]
-    if record.get(_SYSTEM) and isinstance(messages, list):
-        if messages and isinstance(messages[0], dict) and messages[0].get("role") == "system":
-            raise DataError(f"{where}: field {_SYSTEM!r} stands beside a first turn of the system: keep one of them")
-        return [{"role": "system", "content": string_field(record, _SYSTEM, where=where)}, *messages]
-    return messages
-
-
-def _turn(turn: Mapping[str, Any], number: int, where: str) -> dict[str, Any]:
+def _turn(turn: Mapping[str, Any], number: int, field: str, where: str) -> dict[str, Any]:
+    """One of ShareGPT's turns, {"from", "value"}, as a message."""
     speaker = turn.get("from")
-    if speaker not in _SPEAKERS or "value" not in turn:
+    role = speaker.lower() if isinstance(speaker, str) else ""
+    if role not in _SPEAKERS or "value" not in turn:
         raise DataError(
-            f"{where}: turn {number} of {CONVERSATIONS!r} is from {short(speaker)}: known are"
+            f"{where}: turn {number} of {field!r} is from {short(speaker)}: known are"
             f' {", ".join(_SPEAKERS)}, with a "value" each; write others as {MESSAGES!r} of "role" and "content"'
         )
     switches = {name: turn[name] for name in _LOSS_SWITCHES if name in turn}
-    if speaker == "function_call":
+    if role == "function_call":
         calls = _parsed(turn["value"], f"{where}: turn {number}, a function_call,")
         calls = calls if isinstance(calls, list) else [calls]
         if not all(isinstance(call, dict) and "name" in call for call in calls):
             raise DataError(f'{where}: turn {number}, a function_call, must be {{"name", "arguments"}} as JSON')
         return {"role": "assistant", "tool_calls": [{"type": "function", "function": c} for c in calls]} | switches
-    return {"role": _SPEAKERS[speaker], "content": turn["value"]} | switches
+    return {"role": _SPEAKERS[role], "content": turn["value"]} | switches
 
 
 def _tools(record: Mapping[str, object], where: str) -> list[Any] | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import assert_never
 
-from dynapipe_ext.data.examples import decoded, parse_object
+from dynapipe_ext.data.examples import as_object, decoded, parse_line
 from dynapipe_ext.data.preprocessing.inputs import Block, BlockStream, InputFile
+from dynapipe_ext.data.preprocessing.record_forms import MESSAGES, is_message
 from dynapipe_ext.errors import DataError
 
 Record = Mapping[str, object]
@@ -15,7 +16,7 @@ Record = Mapping[str, object]
 def records(block: Block, *, text_key: str) -> Iterator[tuple[str, Record]]:
     """(place, record) for every record of the block. A record of a text file has the single field `text_key`.
 
-    Blank lines are no records; they separate the paragraphs of a text.
+    Blank lines are no records; they separate the paragraphs of a text. A list of messages is a record of these alone.
 
     Errors: DataError naming file and line for text that is not UTF-8, and for a line that is not a JSON object.
     """
@@ -24,12 +25,12 @@ def records(block: Block, *, text_key: str) -> Iterator[tuple[str, Record]]:
             for number, line in enumerate(_lines(block.payload), block.first):
                 if line.strip():
                     where = f"{block.file}, line {number}"
-                    yield where, parse_object(line, where=where)
+                    yield where, _record(line, where, "write one object a line")
         case "json" | "csv" | "tsv":
-            unit, fields = ("item", "make each item an object") if block.form == "json" else ("row", "")
+            unit = "item" if block.form == "json" else "row"
             for number, line in enumerate(_lines(block.payload), block.first):
                 where = f"{block.file}, {unit} {number}"
-                yield where, parse_object(line, where=where, fields=fields)
+                yield where, _record(line, where, "make each item an object")
         case "text":
             for where, text in _texts(block):
                 yield where, {text_key: decoded(text, where=where)}
@@ -54,6 +55,13 @@ def all_records(
                 yield file, where, record
         if not has_records:
             raise DataError(f"{file.path} is empty (it has no records): leave it out, or give it at least one")
+
+
+def _record(line: bytes, where: str, fields: str) -> Record:
+    value = parse_line(line, where=where)
+    if isinstance(value, list) and value and all(map(is_message, value)):
+        return {MESSAGES: value}
+    return as_object(value, where=where, fields=fields)
 
 
 def _lines(payload: bytes) -> list[bytes]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import codecs
 import csv
 import io
+import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from dynapipe_ext.data.examples import PREFERENCE
+from dynapipe_ext.data.preprocessing.file_heads import HEAD_BYTES, refuse_members
 from dynapipe_ext.errors import ConfigError, DataError, install_advice
 
 _ROWS = 256  # of Parquet and Arrow, read at a time
@@ -28,11 +31,13 @@ PieceReader = Callable[[IO[bytes]], Iterator[bytes]]
 ItemReader = Callable[[Path, IO[bytes], PieceReader], Iterator[tuple[bytes, int]]]
 
 
-def array_items(file: Path, raw: IO[bytes], pieces: PieceReader) -> Iterator[tuple[bytes, int]]:
-    """The items of a JSON array, in the memory of the longest one. Errors: DataError with the number of the item."""
+def array_items(file: Path, raw: IO[bytes], pieces: PieceReader, *, wrapper: str = "") -> Iterator[tuple[bytes, int]]:
+    """The items of a JSON array, in the memory of the longest one: of the file's, or of the one that an object has as
+    its member `wrapper`. Errors: DataError with the number of the item."""
     decoder, text, number, is_open = json.JSONDecoder(), "", 1, False
     place = least = 0
     stream = _texts(file, pieces(raw))
+    stream = _from_member(stream, wrapper) if wrapper else stream
 
     def refused(reason: str) -> DataError:
         return DataError(f"{file}, item {number}: {reason}: write a JSON array of objects, or one object a line")
@@ -55,8 +60,9 @@ def array_items(file: Path, raw: IO[bytes], pieces: PieceReader) -> Iterator[tup
             if text[start : start + 1] == "]":
                 if is_next:
                     raise refused("the array ends after a comma")
-                if text[start + 1 :].strip() or any(rest.strip() for rest, _ in stream):
-                    raise refused("text follows the array")
+                behind = itertools.chain([text[start + 1 :]], (rest for rest, _ in stream))
+                if reason := _refused_end(behind, wrapper):
+                    raise refused(reason)
                 return
             try:
                 _, end = decoder.raw_decode(text, start)
@@ -73,6 +79,41 @@ def array_items(file: Path, raw: IO[bytes], pieces: PieceReader) -> Iterator[tup
             number, place, least = number + 1, end, 0
         least = 2 * (len(text) - place)
     raise refused("the file ends before the array does")
+
+
+def _from_member(stream: Iterator[tuple[str, bool]], name: str) -> Iterator[tuple[str, bool]]:
+    """What of a text of JSON begins with the value of an object's member, which begins within its head."""
+    head, is_last = "", False
+    member = re.compile(rf"[{{,]\s*{re.escape(json.dumps(name, ensure_ascii=False))}\s*:\s*(?=\[)")
+    for piece, is_last in stream:
+        head += piece
+        for match in member.finditer(head):
+            try:  # what stands before is whole members, and not a part of one
+                json.loads(f"{head[: match.start()]}}}") if head[match.start()] == "," else None
+            except ValueError:
+                continue
+            yield head[match.end() :], is_last
+            yield from stream
+            return
+    yield head, is_last
+
+
+def _refused_end(rest: Iterable[str], wrapper: str) -> str:
+    """Why what follows an array cannot be read; empty where nothing does, or what an object has beside its records."""
+    kept, limit = "", HEAD_BYTES
+    for piece in rest:
+        kept += piece.lstrip() if not kept else piece
+        if kept and not wrapper:
+            return "text follows the array"
+        if len(kept) > limit:
+            return f"more than {limit:,} characters follow the records in {wrapper!r}"
+    if not wrapper or kept.strip() == "}":
+        return ""
+    try:
+        members = json.loads("{" + kept.removeprefix(","))
+    except (ValueError, RecursionError):
+        return f"the object does not end behind the records in {wrapper!r}"
+    return refuse_members(members)
 
 
 def table_rows(file: Path, raw: IO[bytes], pieces: PieceReader, delimiter: str) -> Iterator[tuple[bytes, int]]:
@@ -92,7 +133,7 @@ def table_rows(file: Path, raw: IO[bytes], pieces: PieceReader, delimiter: str) 
         except csv.Error as error:
             move = "end lines by LF, not by CR alone" if "new-line" in str(error) else "check its quotes"
             raise DataError(f"{file}, row {number + 1}: not read as a table ({error}): {move}") from None
-        if not row:
+        if not row or (names is None and row == ["sep=", ""]):  # as Excel is told the delimiter
             continue
         if names is None:
             names = [name.strip() for name in row]
@@ -204,9 +245,13 @@ def files_of_folder(folder: Path) -> list[Path]:
     places = {path: place for path, place in hidden if not any(part.startswith(".") for part in place.parts)}
     files = [path for path in places if path.suffix.lower() in (".parquet", ".pq") and path.is_file()]
     if not files:
+        suffixes = Counter(
+            "**/" * (place.parent != Path()) + f"*{path.suffix}" for path, place in places.items() if path.is_file()
+        )
+        (pattern, _), *_ = [*suffixes.most_common(1), ("*.jsonl", 0)]
         raise DataError(
             f"{folder} is a folder without Parquet files, and none that `save_to_disk` of datasets wrote: name files,"
-            f" for example {str(folder / '*.jsonl')!r}"
+            f" for example {str(folder / pattern)!r}"
         )
     splits_of = {path: match.group(1) for path in files if (match := _SPLIT.search(places[path].as_posix().lower()))}
     if len(names := sorted(set(splits_of.values()))) > 1:

@@ -4,13 +4,14 @@ pipeline."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of
 
 Receivers = Literal["all", "first"]  # every rank, or the first of tensor, pipeline and data parallel ranks alone
 
@@ -20,13 +21,15 @@ class HeldWeight:
     """The part of a weight that one rank has: where that rank stands, and torch's name of the weight's `dtype`.
 
     Of the ranks that hold parts of a weight of this name it is the first. Those beside it, along tensor parallel ranks,
-    have parts of the same shape; those of other replicas the same part.
+    have parts of the same shape; those of other replicas the same part. Of rows that are divided over pipeline ranks
+    the first `num_parts` pipeline ranks have one each, of that shape and in their order.
     """
 
     pp_rank: int
     ep_rank: int
     dtype: str
     shape: tuple[int, ...]
+    num_parts: int = 1
 
 
 def exchange_places(held: Mapping[str, torch.Tensor]) -> dict[str, HeldWeight]:
@@ -34,14 +37,19 @@ def exchange_places(held: Mapping[str, torch.Tensor]) -> dict[str, HeldWeight]:
     from megatron.core import parallel_state
 
     own_place = [parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()]
-    own_specs = {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in held.items()}
+    own_specs = {name: [_num_parts(t), str(t.dtype).removeprefix("torch."), *t.shape] for name, t in held.items()}
     with named_collectives("exchange of names of weights"):
         rows = gather_json([own_place, own_specs], device_of(held))
     places: dict[str, HeldWeight] = {}
     for (pp_rank, ep_rank), specs in sorted(rows, key=lambda row: row[0]):
-        for name, (dtype, *shape) in specs.items():
-            places.setdefault(name, HeldWeight(pp_rank, ep_rank, dtype, tuple(shape)))
+        for name, (num_parts, dtype, *shape) in specs.items():
+            places.setdefault(name, HeldWeight(pp_rank, ep_rank, dtype, tuple(shape), num_parts))
     return places
+
+
+def _num_parts(weight: torch.Tensor) -> int:
+    part = part_of(weight)
+    return 1 if part is None else part[1]
 
 
 def device_of(held: Mapping[str, torch.Tensor]) -> torch.device:
@@ -63,6 +71,16 @@ def first_expert(num_experts: int) -> int:
 
     ranks = parallel_state.get_expert_model_parallel_world_size()
     return int(num_experts // ranks * parallel_state.get_expert_model_parallel_rank())
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the ranks beside one another cut a weight."""
+
+    name: str
+    tp_dim: int | None
+    tp_parts: int
+    of_experts: bool
 
 
 class WeightGatherer:
@@ -97,24 +115,33 @@ class WeightGatherer:
         """
         if not self._all_receive and not self._is_first_replica[of_experts]:
             return None
-        place, tensor = self.places[name], None
+        place = self.places[name]
         with named_collectives(f"gathering {name}"):
-            if place.pp_rank == self._pp_group.rank():
-                cut_by = ranks_that_cut(of_experts=of_experts)
-                if name in self._held:
-                    tensor = _gathered(self._held[name].detach(), tp_dim, tp_parts, cut_by)
-                if of_experts and self._ep_group.size() > 1 and (self._all_receive or cut_by.rank() == 0):
-                    tensor = self._broadcast(tensor, name, tp_dim, of_experts, self._ep_group, place.ep_rank)
-            if self._pp_group.size() > 1 and self._passes_on:
-                tensor = self._broadcast(tensor, name, tp_dim, of_experts, self._pp_group, place.pp_rank)
-        return tensor if self._is_receiver else None
+            cut = _Cut(name, tp_dim, tp_parts, of_experts)
+            parts = [self._part(cut, place.pp_rank + part, place.ep_rank) for part in range(place.num_parts)]
+        if not self._is_receiver:
+            return None
+        whole = [part for part in parts if part is not None]
+        return whole[0] if len(whole) == 1 else torch.cat(whole)
 
-    def _broadcast(
-        self, tensor: torch.Tensor | None, name: str, tp_dim: int | None, of_experts: bool, group: Any, source: int
-    ) -> torch.Tensor:
+    def _part(self, cut: _Cut, pp_rank: int, ep_rank: int) -> torch.Tensor | None:
+        """What one pipeline rank has of a weight, over those beside it; for receivers, and on the way to them."""
+        tensor = None
+        if pp_rank == self._pp_group.rank():
+            cut_by = ranks_that_cut(of_experts=cut.of_experts)
+            if cut.name in self._held:
+                tensor = _gathered(self._held[cut.name].detach(), cut.tp_dim, cut.tp_parts, cut_by)
+            if cut.of_experts and self._ep_group.size() > 1 and (self._all_receive or cut_by.rank() == 0):
+                tensor = self._broadcast(tensor, cut, self._ep_group, ep_rank)
+        if self._pp_group.size() > 1 and self._passes_on:
+            tensor = self._broadcast(tensor, cut, self._pp_group, pp_rank)
+        return tensor
+
+    def _broadcast(self, tensor: torch.Tensor | None, cut: _Cut, group: Any, source: int) -> torch.Tensor:
         if tensor is None:
-            shape = whole_shape(self.places[name], tp_dim, of_experts=of_experts)
-            tensor = torch.empty(shape, dtype=getattr(torch, self.places[name].dtype), device=self._device)
+            place = replace(self.places[cut.name], num_parts=1)
+            shape = whole_shape(place, cut.tp_dim, of_experts=cut.of_experts)
+            tensor = torch.empty(shape, dtype=getattr(torch, place.dtype), device=self._device)
         dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
         return tensor
 
@@ -122,6 +149,7 @@ class WeightGatherer:
 def whole_shape(place: HeldWeight, tp_dim: int | None, *, of_experts: bool) -> tuple[int, ...]:
     """Of a weight whose parts lie along `tp_dim` (None: it is whole on every rank)."""
     shape = list(place.shape)
+    shape[:1] = [rows * place.num_parts for rows in shape[:1]]
     if tp_dim is not None:
         shape[tp_dim] *= ranks_that_cut(of_experts=of_experts).size()
     return tuple(shape)

@@ -10,7 +10,9 @@ import torch
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.chunk_runner import HeadSlices
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of, rows_of
 from dynapipe_ext.executor.stages.sliced_head import Head, losses_in_slices
+from dynapipe_ext.executor.stages.spread_head import Message, head_part
 
 _RULES = "dynapipe_rules"  # attribute of a head with hooks of ours: what they do to logits
 
@@ -31,13 +33,12 @@ def divide_logits(model: Any, divisor: float) -> None:
     _add_rule(model.output_layer, divided, scale=1 / divisor)
 
 
-def hide_padding(model: Any, vocab_size: int, columns: int) -> None:
+def hide_padding(model: Any, vocab_size: int) -> None:
     """Logits of padding, which no model learned, become the lowest number: nothing in a softmax, and no gradient."""
-    from megatron.core import parallel_state
-
     if not model.post_process:
         return
-    num_real = vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
+    columns: int = model.output_layer.output_size_per_partition
+    num_real = vocab_size - _first_id(model.output_layer)
     if num_real >= columns:
         return
 
@@ -47,6 +48,12 @@ def hide_padding(model: Any, vocab_size: int, columns: int) -> None:
         return logits, bias
 
     _add_rule(model.output_layer, hide, num_ids=num_real)
+
+
+def _first_id(layer: Any) -> int:
+    """The id of the first row that this rank has of a head, or of a part of one."""
+    number, _ = rows_of(layer.weight, layer.tp_group.rank(), layer.tp_group.size())
+    return int(number * layer.output_size_per_partition)
 
 
 def _add_rule(layer: Any, hook: Any, **rule: Any) -> None:
@@ -71,7 +78,7 @@ class _PassedThrough(torch.nn.Module):
 def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
     """Within, a GPTModel or an encoder-decoder that ends in the head computes its loss in slices; where they are None,
     as usual. Errors: ConfigError for a head whose logits are changed in a way that slices do not know."""
-    if slices is None:
+    if slices is None or not model.post_process:
         yield
         return
     holder = getattr(model, "lm_head", model)
@@ -88,15 +95,7 @@ def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
     stand_in, slice_len = _PassedThrough(layer), slices.take()
 
     def losses(labels_BS: torch.Tensor, x_SBH: torch.Tensor) -> torch.Tensor:
-        group = layer.tp_group if layer.tp_group.size() > 1 else None
-        head = Head(
-            weight=stand_in.__dict__["weight"],
-            bias=None if layer.skip_bias_add else layer.bias,
-            first_id=0 if group is None else group.rank() * layer.output_size_per_partition,
-            group=group,
-            divides_sequence=group is not None and layer.sequence_parallel,
-            **rules,
-        )
+        head = _head_of(layer, stand_in.__dict__["weight"])
         labels_SB = labels_BS.transpose(0, 1).contiguous()
         return losses_in_slices(x_SBH, labels_SB, head, slice_len=slice_len).transpose(0, 1).contiguous()
 
@@ -106,6 +105,54 @@ def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
         yield
     finally:
         holder._modules["output_layer"] = layer
+        del model.__dict__["compute_language_model_loss"]
+
+
+def _head_of(layer: Any, weight: torch.Tensor) -> Head:
+    group = layer.tp_group if layer.tp_group.size() > 1 else None
+    return Head(
+        weight=weight,
+        bias=None if layer.skip_bias_add else layer.bias,
+        first_id=_first_id(layer),
+        group=group,
+        divides_sequence=group is not None and layer.sequence_parallel,
+        is_part=part_of(layer.weight) is not None,
+        **getattr(layer, _RULES, {}),
+    )
+
+
+def part_message(
+    layer: Any,
+    x_SBH: torch.Tensor,
+    before: tuple[torch.Tensor, ...],
+    labels_SB: torch.Tensor,
+    slices: HeadSlices | None,
+) -> Message:
+    """What a part of a head, a linear layer of Megatron's, sends on."""
+    head = _head_of(layer, layer.weight)
+
+    def logits(x_SBH: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = layer(x_SBH)[0]  # hooks of ours have scaled and capped it
+        return product if product.dtype == torch.float64 else product.float()
+
+    slice_len = None if slices is None else slices.take()
+    return head_part(x_SBH, before, labels_SB, head, slice_len=slice_len, logits=logits)
+
+
+@contextmanager
+def part_behind_layers(model: Any, slices: HeadSlices | None) -> Iterator[None]:
+    """Within, a GPTModel that ends in a part of the head gives what the part sends on, in the place of losses."""
+    layer = model.output_layer
+
+    def message(labels_BS: torch.Tensor, x_SBH: torch.Tensor) -> Message:
+        return part_message(layer, x_SBH, (), labels_BS.transpose(0, 1).contiguous(), slices)
+
+    model._modules["output_layer"] = _PassedThrough(layer)
+    model.__dict__["compute_language_model_loss"] = message
+    try:
+        yield
+    finally:
+        model._modules["output_layer"] = layer
         del model.__dict__["compute_language_model_loss"]
 
 

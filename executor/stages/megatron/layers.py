@@ -40,7 +40,7 @@ def with_lengths(borders: torch.Tensor, lengths: Sequence[int], span: range | No
     return borders
 
 
-def _angles_of(freqs: torch.Tensor, lengths: Sequence[int], span: range | None) -> torch.Tensor:
+def angles_of(freqs: torch.Tensor, lengths: Sequence[int], span: range | None) -> torch.Tensor:
     """Of the positions in `span` of a row; `freqs` are of all its positions, or of those of a document from 0 on."""
     if len(freqs) == sum(lengths):
         return freqs if span is None else freqs[span.start : span.stop]
@@ -71,7 +71,8 @@ def rotate_without_waiting() -> None:
         group = options.pop("cp_group", None)
         if row is None or (group is not None and group.size() > 1):
             return original(x_THD, cu_seqlens, freqs, cp_group=group, **options)
-        freqs = _angles_of(freqs, *row)
+        if row[1] is None or not options.get("multi_latent_attention"):  # whose angles are of the slice: _LatentAngles
+            freqs = angles_of(freqs, *row)
         rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(x_THD.unsqueeze(1), freqs, **options)
         return rotated.squeeze(1)
 

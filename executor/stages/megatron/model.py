@@ -19,6 +19,7 @@ from dynapipe_ext.executor.stages.megatron.head import cap_logits, divide_logits
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers
 from dynapipe_ext.executor.stages.megatron.rotation import concentrate, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, first_layers, is_tied_by_megatron, virtual_stage
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of, rows_of, save_by_rows
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.family_configs import router_fault
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
@@ -114,8 +115,10 @@ def take_unrounded(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def full_shape(parameter: torch.Tensor, tp: int) -> list[int]:
-    """The shape of a tensor-parallel parameter before it was cut."""
+    """The shape of a tensor-parallel parameter, or of a part of the head, before it was cut."""
     shape = list(parameter.shape)
+    if (part := part_of(parameter)) is not None:
+        shape[0] *= part[1]
     if getattr(parameter, "tensor_model_parallel", False):
         shape[parameter.partition_dim] *= tp  # type: ignore[attr-defined]
     return shape
@@ -123,6 +126,9 @@ def full_shape(parameter: torch.Tensor, tp: int) -> list[int]:
 
 def tensor_slice(whole: torch.Tensor, parameter: torch.Tensor, tp_rank: int, tp: int) -> torch.Tensor:
     """This rank's part of a whole weight; a partition stride of 2 is a gated MLP's [gate; up], cut one by one."""
+    if part_of(parameter) is not None:
+        number, blocks = rows_of(parameter, tp_rank, tp)
+        return whole.chunk(blocks)[number]
     if not getattr(parameter, "tensor_model_parallel", False) or tp == 1:
         return whole
     dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
@@ -305,8 +311,9 @@ def build_chunks(
 ) -> list[torch.nn.Module]:
     """What `build(stage)` gives for each stage of a pipeline rank, in their order.
 
-    Where a rank holds both ends of a tied model (a V), the head uses the embedding's weight and has none of its own:
-    one parameter, one gradient, one optimizer state, saved once. Stages of an encoder-decoder likewise (`lend_copies`).
+    Where a rank holds both ends of a tied model (a V), or parts of both, the head uses the embedding's weight and has
+    none of its own: one parameter, one gradient, one optimizer state, saved once. Stages of an encoder-decoder likewise
+    (`lend_copies`).
     """
     stages = topology.stages_of(pp_rank)
     chunks: list[Any] = [build(stage) for stage in stages]
@@ -314,7 +321,7 @@ def build_chunks(
         from dynapipe_ext.executor.stages.megatron.t5 import lend_copies
 
         lend_copies(chunks)
-    elif architecture.tied_embeddings and not is_tied_by_megatron(topology) and stages[0] == 0:
+    elif architecture.tied_embeddings and not is_tied_by_megatron(topology) and stages[0] in topology.embedding_stages:
         head, embedding = chunks[-1].output_layer, chunks[0].embedding
         del head.weight
         head.__dict__["weight"] = embedding.word_embeddings.weight  # used, not owned: parameters() leaves it out
@@ -353,6 +360,8 @@ def build_model(
         from dynapipe_ext.executor.stages.megatron.t5 import EncoderDecoderPart
 
         model = EncoderDecoderPart(a, topology, stage, config)
+    elif stage not in topology.layer_stages:
+        model = _vocabulary_part(a, topology, stage, config)
     else:
         model = _build_gpt(a, topology, stage, config)
     model.to(device=device, dtype=config.params_dtype)
@@ -365,7 +374,7 @@ def build_model(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(math.nan)
-    hide_padding(model, a.vocab_size, a.padded_vocab_size() // topology.tp)
+    hide_padding(model, a.vocab_size)
     return model
 
 
@@ -376,6 +385,8 @@ def _check(a: Architecture, topology: Topology) -> None:
         )
     if VOCAB_MULTIPLE % topology.tp:
         raise ConfigError(f"tp is {topology.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
+    if topology.vocabulary != "whole":
+        _check_spread(a, topology)
     for name, size in a.divided_sizes.items():
         if size % topology.tp:
             raise ConfigError(f"{name} {size} must be a multiple of tp {topology.tp}")
@@ -390,37 +401,97 @@ def _check(a: Architecture, topology: Topology) -> None:
         )
 
 
+def _check_spread(a: Architecture, topology: Topology) -> None:
+    asked, move = f"vocabulary {topology.vocabulary!r}", "leave the vocabulary whole"
+    if a.num_decoder_layers:
+        raise ConfigError(f"{asked} does not divide an encoder-decoder's head over pipeline ranks: {move}")
+    if a.tied_embeddings and topology.vocabulary == "head":
+        raise ConfigError(
+            f"{asked} divides the head alone, whose weight is the embedding's (tied_embeddings): take both, untie them,"
+            f" or {move}"
+        )
+    if len(topology.layer_stages) < topology.pp:
+        raise ConfigError(
+            f"{asked} of pp {topology.pp} is with stages of layers on every pipeline rank, but there are"
+            f" {len(topology.layer_stages)}: {move}"
+        )
+    blocks = topology.pp * topology.tp
+    if (rows := a.padded_vocab_size()) % blocks:
+        raise ConfigError(
+            f"{asked} divides {rows:,} rows over pp {topology.pp} x tp {topology.tp} ranks, which does not go evenly:"
+            f" take degrees whose product divides them, or {move}"
+        )
+
+
 def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    has_embedding, has_head = stage == topology.layer_stages.start, stage == topology.head_stages.start
+    parts = topology.embedding_stages if has_embedding else topology.head_stages if has_head else range(1)
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
             gpt_layers(a, config, topology.with_layers(a.num_layers).stage_layers[stage]), layer_norm=MarkedNorm
         ),
-        vocab_size=a.padded_vocab_size(),
+        vocab_size=a.padded_vocab_size() // len(parts),
         max_sequence_length=a.max_seq_len,
-        pre_process=stage == 0,
-        post_process=stage == topology.num_stages - 1,
+        pre_process=has_embedding,
+        post_process=has_head,
         parallel_output=True,
         share_embeddings_and_output_weights=a.tied_embeddings and is_tied_by_megatron(topology),
         vp_stage=virtual_stage(topology, stage, config),
         position_embedding_type="rope" if a.position == "rope" else "learned_absolute",
     )
-    is_last = stage == topology.num_stages - 1
     if a.position == "rope" and not a.latent:
         rotary: Any = model.rotary_pos_emb
         rotary.inv_freq = rotary_frequencies(a).to(rotary.inv_freq.device)
-    if a.scaled_embedding and stage == 0:
+    if has_embedding:
+        _finish_embedding(topology, stage, model)
+    if a.scaled_embedding and has_embedding:
         scale = torch.tensor(a.hidden_size**0.5).to(config.params_dtype)  # rounded, as published
         embedding: Any = model.embedding
         embedding.register_forward_hook(lambda _module, _inputs, output: output * scale.to(output.device))
-    if a.embedding_scale != 1 and stage == 0:
+    if a.embedding_scale != 1 and has_embedding:
         own_embedding: Any = model.embedding
         own_embedding.register_forward_hook(lambda _module, _inputs, output: output * a.embedding_scale)
-    if a.logit_divisor != 1 and is_last:
-        divide_logits(model, a.logit_divisor)
-    if a.logit_softcap and is_last:
-        cap_logits(model, a.logit_softcap)
+    if has_head:
+        _finish_head(a, topology, stage, model)
     return model
+
+
+def _vocabulary_part(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
+    """A stage without layers."""
+    from dynapipe_ext.executor.stages.megatron.embedding_part import EmbeddingPart
+    from dynapipe_ext.executor.stages.megatron.head_part import HeadPart
+
+    num_rows, model = a.padded_vocab_size() // topology.pp, torch.nn.Module()
+    if stage in topology.embedding_stages:
+        model = EmbeddingPart(config, num_rows)
+        _finish_embedding(topology, stage, model)
+    else:
+        model = HeadPart(config, num_rows, is_last=stage == topology.num_stages - 1)
+        _finish_head(a, topology, stage, model)
+    return model
+
+
+def _finish_embedding(topology: Topology, stage: int, model: Any) -> None:
+    """Make a stage's embedding a part, where there are several."""
+    from dynapipe_ext.executor.stages.megatron.embedding_part import add_received, look_up_own_rows
+
+    if len(topology.embedding_stages) > 1:
+        layer = model.embedding.word_embeddings
+        save_by_rows(model, _EMBEDDING, layer.weight, topology.vocabulary_part(stage), topology.pp)
+        look_up_own_rows(layer)
+        if stage in topology.layer_stages:
+            add_received(model)
+
+
+def _finish_head(a: Architecture, topology: Topology, stage: int, model: Any) -> None:
+    if len(topology.head_stages) > 1:
+        part = topology.vocabulary_part(stage)
+        save_by_rows(model, _HEAD, model.output_layer.weight, part, len(topology.head_stages))
+    if a.logit_divisor != 1:
+        divide_logits(model, a.logit_divisor)
+    if a.logit_softcap:
+        cap_logits(model, a.logit_softcap)

@@ -11,7 +11,8 @@ import torch
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.joined_ranks import JoinedRanks
-from dynapipe_ext.executor.stages.megatron.core_attention import CarriedRow, DocumentAttention
+from dynapipe_ext.executor.stages.megatron.core_attention import CarriedRow, DocumentAttention, packed_lengths
+from dynapipe_ext.executor.stages.megatron.layers import angles_of
 
 _TAKES_PIECES, _TAKES_SLICES = "dynapipe_takes_pieces", "dynapipe_takes_slices"  # attributes of models that are ready
 _PLACED = "dynapipe_placed_angles"
@@ -43,6 +44,8 @@ def take_slices(model: Any, joined: JoinedRanks | None) -> None:
                 f"{type(model).__name__} {fault}, so joined ranks cannot share its rows: take width 1 (--width 1)"
             )
         _placed_angles(model, "slices of rows: take width 1 (--width 1)")
+        for attention in _latent_attentions(model):
+            _LatentAngles(attention)
         setattr(model, _TAKES_SLICES, True)
     if joined is not None and (fault := _fault(model, partial(_fault_of_heads, joined.width))):
         raise ConfigError(f"{type(model).__name__} {fault}")
@@ -69,8 +72,6 @@ def _fault_of_pieces(attention: Any) -> str:
 
 def _fault_of_slices(attention: Any) -> str:
     core = attention.core_attention
-    if attention.config.multi_latent_attention:
-        return "compresses keys and values (multi_latent_attention), which are not exchanged between joined ranks"
     if attention.config.apply_rope_fusion:
         return "turns by a fused kernel (apply_rope_fusion), which does not know slices"
     if isinstance(core, DocumentAttention):
@@ -130,6 +131,41 @@ def _placed_angles(model: Any, of_what: str) -> None:
     model.register_forward_pre_hook(placed.see_row, with_kwargs=True)
     rotary.register_forward_hook(placed.instead)
     setattr(model, _PLACED, placed)
+
+
+def _latent_attentions(model: Any) -> list[Any]:
+    from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+
+    return [module for module in model.modules() if isinstance(module, MultiLatentAttention)]
+
+
+class _LatentAngles:
+    """Rotary angles of latent attention, which has its own: on joined ranks one for each position of the slice.
+
+    Queries, keys and values are exchanged as other attention's are, after they were brought up from latent vectors.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        self._core, self._packed = attention.core_attention, None
+        attention.register_forward_pre_hook(self.see_row, with_kwargs=True)
+        attention.rotary_pos_emb.register_forward_hook(self.instead)
+
+    def see_row(self, _attention: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
+        self._packed = keywords.get("packed_seq_params")
+
+    def instead(self, rotary: Any, _inputs: Any, output: Any) -> Any:
+        """Of stretched positions (yarn) the angles come with a factor."""
+        joined: JoinedRanks | None = self._core.joined
+        if joined is None:
+            return output
+        angles, *factor = output if isinstance(output, tuple) else (output,)
+        if self._packed is not None:
+            lengths = packed_lengths(self._packed)
+            own = angles_of(angles, lengths, joined.span(sum(lengths)))
+        else:
+            placed = type(rotary).forward(rotary, len(angles), joined.number * len(angles))
+            own = placed[0] if isinstance(placed, tuple) else placed
+        return (own, *factor) if factor else own
 
 
 class _PlacedAngles:

@@ -34,10 +34,14 @@ from dynapipe_ext.executor.stages.chunk_runner import (
 )
 from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.megatron.core_attention import CarriedRow
-from dynapipe_ext.executor.stages.megatron.head import head_in_slices
+from dynapipe_ext.executor.stages.megatron.embedding_part import EmbeddingPart, receive
+from dynapipe_ext.executor.stages.megatron.head import head_in_slices, part_behind_layers
+from dynapipe_ext.executor.stages.megatron.head_part import HeadPart
 from dynapipe_ext.executor.stages.megatron.layers import rotate_without_waiting, with_lengths
 from dynapipe_ext.executor.stages.megatron.placed_rows import take_pieces, take_slices
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs, PositionLoss, weighted_sum
+from dynapipe_ext.executor.stages.spread_head import Message, spread_losses
 
 
 class RecomputeSwitch:
@@ -145,13 +149,33 @@ Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order,
 
 
 def gpt_call(
-    chunk: Any, batch: Batch, x_SBH: torch.Tensor | None = None, *, of_positions: PositionLoss = weighted_sum
-) -> torch.Tensor | LossOfPairs:
-    """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the sum that `of_positions` makes."""
-    model = unwrapped(chunk)
+    chunk: Any,
+    batch: Batch,
+    x_SBH: torch.Tensor | None = None,
+    *before: torch.Tensor,
+    of_positions: PositionLoss = weighted_sum,
+) -> torch.Tensor | Message | LossOfPairs:
+    """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the sum that `of_positions` makes.
+
+    A part of the head is given the numbers of the parts `before` it, and gives a message to the next. A part of the
+    embedding adds its rows to those it is given.
+    """
+    model, slices = unwrapped(chunk), batch.get(HEAD_SLICE_KEY)
+    if isinstance(model, HeadPart):
+        labels_SB = batch["labels"].transpose(0, 1).contiguous()
+        message: Message = chunk(labels_SB, slices, x_SBH, *before)
+        if not model.is_last:
+            return message
+        return of_positions(spread_losses(message, labels_SB).transpose(0, 1).contiguous(), batch)
+    if isinstance(model, EmbeddingPart):
+        embedded: torch.Tensor = chunk(batch["tokens"], x_SBH)
+        return embedded
+    if model.pre_process and x_SBH is not None:
+        receive(model, x_SBH)
+    is_part = model.post_process and part_of(model.output_layer.weight) is not None
     model.set_input_tensor(x_SBH)
-    with head_in_slices(model, batch.get(HEAD_SLICE_KEY)):
-        output: torch.Tensor = chunk(
+    with part_behind_layers(model, slices) if is_part else head_in_slices(model, slices):
+        output: Any = chunk(
             input_ids=batch.get("tokens"),
             position_ids=batch.get("position_ids"),
             attention_mask=None,
@@ -159,7 +183,7 @@ def gpt_call(
             packed_seq_params=batch.get("packed"),
         )
     model.set_input_tensor(None)
-    return of_positions(output.float(), batch) if model.post_process else output
+    return of_positions(output.float(), batch) if model.post_process and not is_part else output
 
 
 def finalize_grads(chunks: Chunks) -> None:
@@ -215,7 +239,7 @@ class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc] # megatro
     def __init__(self, topology: Topology, num_layers: int) -> None:
         layers = topology.with_layers(num_layers).stage_layers
         stages = [[LayerType.decoder] * len(stage.held) for stage in layers]
-        stages[0].insert(0, LayerType.embedding)
+        stages[0].insert(0, LayerType.embedding)  # of a spread vocabulary the ends of its chains stand for it
         stages[-1].append(LayerType.loss)
         self._topology, self._layers = topology, layers
         self.input_data: Any = stages
@@ -246,8 +270,11 @@ def virtual_stage(topology: Topology, stage: int, config: Any) -> int | None:
 def is_tied_by_megatron(topology: Topology) -> bool:
     """Whether Megatron keeps a tied embedding and head equal: in one stage, or as copies on the first and last rank.
 
-    Else one rank holds both ends, and `build_chunks` makes them one weight. Errors: ConfigError where neither is so.
+    Else one rank holds both ends, or parts of both, and `build_chunks` makes them one weight. Errors: ConfigError where
+    neither is so.
     """
+    if topology.vocabulary == "both":
+        return False
     first, last = topology.stage_ranks[0], topology.stage_ranks[-1]
     num_chunks = {len(topology.stages_of(rank)) for rank in range(topology.pp)}
     if topology.num_stages == 1 or ((first, last) == (0, topology.pp - 1) and len(num_chunks) == 1):
@@ -436,7 +463,7 @@ def _checked(chunks: Chunks) -> list[Any]:
                 f"model chunk {number} is a {type(chunk).__name__}, without gradient buffers: wrap it in"
                 " megatron-core's DistributedDataParallel (wrap_ddp)"
             )
-        if next(chunk.parameters(), None) is None:
+        if next(chunk.parameters(), None) is None and not _head_is_embedding(unwrapped(chunk)):
             raise ConfigError(
                 f"model chunk {number} owns no parameters: give its stage at least one layer (layers_per_stage)"
             )

@@ -6,7 +6,8 @@ whole model is described on torch's meta device, cut, and only what is left gets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
@@ -244,15 +245,8 @@ def _part_class(whole: Any, leave: Callable[[Any], None]) -> Any:
 
         def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
             super().__init__(config, *inputs, **kwargs)
+            _draw_own_alone(self)
             leave(self)
-
-        def _init_weights(self, module: Any) -> None:
-            """As the family does, but for what a module would draw for a child that another stage has."""
-            try:
-                super()._init_weights(module)
-            except AttributeError:
-                if not any(isinstance(child, AbsentModule) for child in module.children()):
-                    raise
 
         def tie_weights(self, *arguments: Any, **kwargs: Any) -> Any:
             """Of the weights that are one in the whole model, those that are here."""
@@ -261,6 +255,39 @@ def _part_class(whole: Any, leave: Callable[[Any], None]) -> Any:
     Part.__name__ = Part.__qualname__ = whole.__name__
     Part.__module__ = whole.__module__
     return Part
+
+
+def _draw_own_alone(model: Any) -> None:
+    """Have the model, and models within it, draw what the family does but for children that another stage has."""
+
+    def alone(draw: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+        def drawn(module: torch.nn.Module) -> None:
+            try:
+                with _own_layers(module):
+                    draw(module)
+            except AttributeError:
+                if not any(isinstance(child, AbsentModule) for child in module.children()):
+                    raise
+
+        return drawn
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module._init_weights = alone(module._init_weights)
+
+
+@contextmanager
+def _own_layers(module: Any) -> Iterator[None]:
+    """For a while the lists of a module's children hold only those that are here, so that what it does to each of its
+    layers reaches all of these (Falcon H1's model sets a buffer in every layer)."""
+    lists = {name: child for name, child in module.named_children() if isinstance(child, torch.nn.ModuleList)}
+    cut = {name: layers for name, layers in lists.items() if any(isinstance(one, AbsentModule) for one in layers)}
+    for name, layers in cut.items():
+        module._modules[name] = torch.nn.ModuleList(one for one in layers if not isinstance(one, AbsentModule))
+    try:
+        yield
+    finally:
+        module._modules.update(cut)
 
 
 def _key_draws(model: Any, seed: int) -> None:

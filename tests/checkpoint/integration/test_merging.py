@@ -90,6 +90,16 @@ def test_the_merged_model_says_what_the_unmerged_says(name: str, tmp_path: Path)
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize("name", ["plain", "dora", "gpt2", "embedding", "fused"])
+def test_only_the_rounding_of_weights_parts_the_merged_from_the_unmerged(name: str, tmp_path: Path) -> None:
+    """Of a base in float64, which rounds a billion times less, nothing is left of it."""
+    base, adapter, model = trained(tmp_path, name, torch.float64)
+    merge_adapters(adapter, base, tmp_path / "merged")
+    unmerged = wide(model)
+    merged = wide(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64))
+    assert float((merged - unmerged).abs().max()) <= 1e-13 * float(unmerged.abs().max())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_merged_weights_have_the_types_and_bits_of_pefts(dtype: torch.dtype, tmp_path: Path) -> None:
     base, adapter, _ = trained(tmp_path, "plain", dtype)

@@ -176,8 +176,8 @@ def _scale(module: str, rank: int, raw: Mapping[str, Any], file: Path) -> float:
     named_rank = _of_module(module, "r", "rank_pattern", raw)
     if named_rank != rank:
         raise ConfigError(
-            f"{file.parent / ADAPTER_CONFIG} says that {module} has rank {short(named_rank)} but its A has {rank} rows:"
-            " give the adapter_config.json that was saved with these weights"
+            f"{file.parent / ADAPTER_CONFIG} says that {module} has rank {short(named_rank)}, but its A has {rank}"
+            " rows: give the adapter_config.json that was saved with these weights"
         )
     alpha = _of_module(module, "lora_alpha", "alpha_pattern", raw)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):

@@ -9,6 +9,7 @@ import torch
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages.megatron.gather import device_of, ranks_that_cut
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import rows_of
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.families import published_form
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
@@ -94,10 +95,11 @@ def _fill(architecture: Architecture, live: LiveModel, group: TensorGroup, tenso
     whole = to_megatron(architecture, group, tensors)
     for tensor, name in _held_names(architecture, live, group):
         cut_by = ranks_that_cut(of_experts=tensor.is_of_experts)
-        rows = live.held[name].shape[0] * cut_by.size()
-        layout = RankLayout(architecture, cut_by.size(), (architecture.total_layers,), padded_vocab_size=rows)
+        number, blocks = rows_of(live.held[name], cut_by.rank(), cut_by.size())
+        rows = live.held[name].shape[0] * blocks
+        layout = RankLayout(architecture, blocks, (architecture.total_layers,), padded_vocab_size=rows)
         dim, start = tensor.tp_dim or 0, 0
-        for begin, end in layout.spans(tensor, cut_by.rank()):
+        for begin, end in layout.spans(tensor, number):
             place = live.held[name].narrow(dim, start, end - begin)
             count = max(0, min(end, tensor.shape[dim]) - begin)  # behind are rows of padding
             place.narrow(dim, count, end - begin - count).zero_()

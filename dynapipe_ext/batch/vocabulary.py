@@ -1,0 +1,58 @@
+"""Topologies whose embedding and head lie over the ranks of a pipeline, in chains of stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dynapipe_ext.batch.topology import Topology, Vocabulary
+from dynapipe_ext.errors import ConfigError
+
+
+def spread_vocabulary(topology: Topology, vocabulary: Vocabulary) -> Topology:
+    """Stages of layers with the vocabulary over all pipeline ranks: a chain of heads goes on from the last stage, and
+    for "both" a chain of embeddings ends in the first. Chains go down or up the ranks, between neighbours where the
+    layers end on the first or the last rank.
+
+    Errors: ConfigError for one pipeline rank, and for a topology whose vocabulary is spread.
+
+    >>> spread_vocabulary(Topology(pp=3), "head").placement
+    (0, 1, 2, 1, 0)
+    >>> spread_vocabulary(Topology(pp=3, placement=(0, 1, 2, 2, 1, 0)), "both").placement
+    (2, 1, 0, 1, 2, 2, 1, 0, 1, 2)
+    """
+    if vocabulary == "whole":
+        return topology
+    if topology.vocabulary != "whole":
+        raise ConfigError(f"the vocabulary of this topology is spread already ({topology.vocabulary})")
+    ranks, layers = topology.stage_ranks, topology.layers_per_stage
+    head = _other_ranks(topology.pp, ranks[-1])
+    embedding = _other_ranks(topology.pp, ranks[0])[::-1] if vocabulary == "both" else ()
+    if layers:
+        layers = (0,) * len(embedding) + layers + (0,) * len(head)
+    return replace(topology, placement=embedding + ranks + head, layers_per_stage=layers, vocabulary=vocabulary)
+
+
+def gathered_vocabulary(topology: Topology) -> Topology:
+    """The stages of layers alone, with embedding and head whole: what `spread_vocabulary` began with.
+
+    >>> gathered_vocabulary(spread_vocabulary(Topology(pp=3), "both"))
+    Topology(tp=1, pp=3, dp=1, layers_per_stage=(), placement=(), width=1, vocabulary='whole')
+    """
+    held = slice(topology.layer_stages.start, topology.layer_stages.stop)
+    ranks, layers = topology.stage_ranks[held], topology.layers_per_stage[held]
+    placement = () if ranks == tuple(range(topology.pp)) else ranks
+    return replace(topology, placement=placement, layers_per_stage=layers, vocabulary="whole")
+
+
+def refuse_spread(topology: Topology, who: str) -> None:
+    """Errors: ConfigError for a vocabulary over pipeline ranks."""
+    if topology.vocabulary != "whole":
+        raise ConfigError(
+            f"vocabulary {topology.vocabulary!r} lies over pipeline ranks, which {who} cannot: leave it whole"
+        )
+
+
+def _other_ranks(pp: int, rank: int) -> tuple[int, ...]:
+    """All but one rank in the order of a chain that begins beside it."""
+    others = (one for one in range(pp) if one != rank)
+    return tuple(sorted(others, reverse=rank == pp - 1))

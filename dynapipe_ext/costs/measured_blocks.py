@@ -1,0 +1,116 @@
+"""What blocks of joined ranks were measured at: seconds of their exchanges by bytes, and how much slower a layer is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from dynapipe_ext.costs.links import Link
+from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares
+
+_FASTEST = 1e15  # bytes/s: of exchanges whose time does not grow with their bytes
+_MOST_TAX = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredBlock:
+    """Of one width. A rank receives bytes from the others of its block: `even`, another part of what each has (queries
+    by heads), or `gathered`, what each has sent to all (keys and values). `tax`: what a layer takes on slices, without
+    exchanges, beyond its share of whole rows' time, over that share: smaller kernels, copies, work that is not divided.
+    """
+
+    even: Link
+    gathered: Link
+    tax: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tax, int | float) or not 0 <= self.tax <= _MOST_TAX:
+            raise ConfigError(f"tax of a measured block is {short(self.tax)} but must be 0 to {_MOST_TAX:g}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> MeasuredBlock:
+        return cls(even=Link(**raw["even"]), gathered=Link(**raw["gathered"]), tax=raw["tax"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTimes:
+    """What a block of ranks has taken. Of exchanges, seconds by bytes that a rank received from others; of forward and
+    backward of layers on a long row, seconds of one rank on all of it, and of a block's on slices without exchanges.
+    """
+
+    even_s: Mapping[int, float]
+    gathered_s: Mapping[int, float]
+    whole_s: float
+    slice_s: float
+
+    def __post_init__(self) -> None:
+        for times in (self.even_s, self.gathered_s):
+            if len(times) < 2 or not all(num_bytes > 0 and 0 < s < 1e6 for num_bytes, s in times.items()):
+                raise DataError(
+                    f"seconds by bytes are {short(dict(times))} but an exchange needs two sizes: measure again"
+                )
+        if not (0 < self.whole_s < 1e6 and 0 < self.slice_s < 1e6):
+            raise DataError(f"a layer took {self.whole_s} s, on slices {self.slice_s} s: measure again")
+
+    def block(self, width: int) -> MeasuredBlock:
+        """As prices have it."""
+        tax = self.slice_s / (self.whole_s / width) - 1
+        return MeasuredBlock(
+            even=fitted_link(self.even_s),
+            gathered=fitted_link(self.gathered_s),
+            tax=round(min(max(0.0, tax), _MOST_TAX), 4),
+        )
+
+    def errors(self, width: int) -> FloatArray:
+        """|fitted - measured| / measured of every exchange."""
+        block = self.block(width)
+        pairs = [
+            (link, *of)
+            for link, times in ((block.even, self.even_s), (block.gathered, self.gathered_s))
+            for of in times.items()
+        ]
+        fitted = np.array([link.latency_ns + 1e9 * num_bytes / link.bytes_per_s for link, num_bytes, _ in pairs])
+        measured = np.array([1e9 * s for *_, s in pairs])
+        errors: FloatArray = np.abs(fitted - measured) / measured
+        return errors
+
+    def to_json(self) -> dict[str, Any]:
+        raw = asdict(self)
+        for name in ("even_s", "gathered_s"):
+            raw[name] = [[num_bytes, s] for num_bytes, s in raw[name].items()]
+        return raw
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> BlockTimes:
+        times = {name: {int(size): float(s) for size, s in raw[name]} for name in ("even_s", "gathered_s")}
+        return cls(whole_s=float(raw["whole_s"]), slice_s=float(raw["slice_s"]), **times)
+
+
+def fitted_link(seconds: Mapping[int, float]) -> Link:
+    """Latency and bytes a second with the least relative errors over what exchanges of so many bytes have taken.
+
+    >>> fitted_link({1000: 2e-6, 10**6: 1.001e-3})
+    Link(latency_ns=1000, bytes_per_s=1000000000)
+    """
+    sizes, ns = np.array(list(seconds), np.float64), 1e9 * np.array(list(seconds.values()))
+    latency_ns, ns_per_byte = non_negative_least_squares(np.stack([np.ones_like(sizes), sizes], axis=1), ns).tolist()
+    return Link(round(latency_ns), max(1, min(_FASTEST, round(1e9 / ns_per_byte) if ns_per_byte else _FASTEST)))
+
+
+def blocks_in_words(blocks: Mapping[int, BlockTimes]) -> list[str]:
+    """A line a width."""
+    lines = []
+    for width, times in sorted(blocks.items()):
+        one = times.block(width)
+        links = (("exchange", one.even), ("gathering", one.gathered))
+        words = [f"{name} {link.latency_ns / 1e3:.0f} us + {link.bytes_per_s / 1e9:.2f} GB/s" for name, link in links]
+        error = 100 * float(times.errors(width).mean())
+        lines.append(f"width {width}: {', '.join(words)} (fits off by {error:.0f} %), tax {100 * one.tax:.0f} %")
+    return lines

@@ -1,0 +1,56 @@
+"""How long measurements will take, told by those that were made: so that a limit in seconds holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from dynapipe_ext.batch.micro_batches import MicroBatch
+
+_RUNS = 12  # forwards and backwards of a layer that a measurement has at least, those that count bytes among them
+_LEAST_S = 1.5  # what short actions take, which are repeated
+
+
+@dataclass(slots=True)
+class MeasuringTime:
+    """`most_s` seconds from `start_s` on, by `clock`. Ranks that measure together `agree` on what there is time for.
+    `hidden_size` weighs a layer's products against its scores.
+    """
+
+    start_s: float
+    most_s: float
+    hidden_size: int
+    agree: Callable[[bool], bool]
+    clock: Callable[[], float] = time.monotonic
+    _largest: dict[str, tuple[float, float]] = field(default_factory=dict)  # by what: work, seconds of a run
+    _slower: dict[str, float] = field(default_factory=dict)  # by what: seconds taken over those expected
+
+    def took(self, what: str, micro_batches: Sequence[MicroBatch], run_s: float, taken_s: float) -> None:
+        """A measurement of these took so long, one forward and backward `run_s`."""
+        self._slower[what] = max(self._slower.get(what, 1.0), taken_s / max(_LEAST_S, _RUNS * run_s))
+        self._largest[what] = max(self._largest.get(what, (0.0, 0.0)), (self._work(micro_batches), run_s))
+
+    def expected_s(self, what: str, micro_batches: Sequence[MicroBatch]) -> float:
+        """By the measurement of most work; 0 before the first one.
+
+        >>> from dynapipe_ext.batch.micro_batches import SampleLength
+        >>> row = lambda n: [MicroBatch((SampleLength(0, n),))]
+        >>> spent = MeasuringTime(0.0, 100.0, 100, lambda answer: answer)
+        >>> spent.took("layer", row(100), run_s=0.1, taken_s=3.0)
+        >>> [round(spent.expected_s("layer", row(n)), 2) for n in (10, 100, 200)]
+        [3.0, 3.0, 5.49]
+        """
+        if what not in self._largest:
+            return 0.0
+        most, run_s = self._largest[what]
+        return self._slower[what] * max(_LEAST_S, _RUNS * run_s * self._work(micro_batches) / most)
+
+    def has(self, expected_s: float, *, share: float = 1.0) -> bool:
+        """Whether what takes so long ends before this share of the time is over."""
+        return self.agree(self.clock() + expected_s < self.start_s + share * self.most_s)
+
+    def _work(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """In proportion to the FLOPs of a layer: 12 h^2 for a position, 2 h for each that it attends to."""
+        rows = [(m, length) for m in micro_batches for length in (m.encoder_len, m.decoder_len)]
+        return float(sum(m.rows * n * (6 * self.hidden_size + n + m.samples[0].start) for m, n in rows))

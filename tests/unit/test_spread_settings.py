@@ -1,0 +1,197 @@
+"""A vocabulary over pipeline ranks in settings, plans and the search for a placement."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.batch.micro_batches import sample_lengths
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.vocabulary import gathered_vocabulary, spread_vocabulary
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch import cli
+from dynapipe_ext.launch.job.configured import configured_format, placed_stages, topology_of, variants, with_placement
+from dynapipe_ext.launch.job.settled import SettledPlanning, placed_planning
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.schedules.notation import plan_json, read_plan_json
+from dynapipe_ext.schedules.placements import PlacementSearch
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.check.plan_file import read_plan_file
+
+LENGTHS = [40, 300, 17, 90, 120, 64, 33, 250] * 2
+MODEL = """
+[model]
+num_layers = 4
+hidden_size = 64
+num_heads = 4
+ffn_hidden_size = 128
+tied_embeddings = false
+[data]
+vocab_size = 4096
+"""
+SIZES = Architecture.gpt(
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_query_groups=4,
+    ffn_hidden_size=128,
+    gated_mlp=False,
+    vocab_size=4096,  # its head is worth ten layers
+    max_seq_len=1024,
+    tied_embeddings=False,
+)
+
+
+def configured(topology: dict[str, Any], **tables: dict[str, Any]) -> TrainConfig:
+    model = {"tied_embeddings": False} | tables.pop("model", {})
+    return TrainConfig().with_values(topology={"tp": 1, "pp": 2} | topology, model=model, **tables)
+
+
+def planning(config: TrainConfig, costs: CostModel | None = None) -> SettledPlanning:
+    topology = topology_of(config)
+    counted = AnalyticCosts(SIZES, topology, flops_per_s=1e11, overhead_ns=1_000)
+    return SettledPlanning(config=config, costs=costs or counted, topology=topology, is_of_config=costs is None)
+
+
+def test_settings_name_the_layers_of_stages_of_layers_alone() -> None:
+    config = configured({"vocabulary": "head", "layers_per_stage": (3, 1)})
+    topology = topology_of(config)
+    assert (topology.layers_per_stage, topology.placement, topology.vocabulary) == ((3, 1, 0), (0, 1, 0), "head")
+    assert configured_format(config).first_head_stage == 1
+    assert with_placement(config, topology).topology == replace(config.topology, placement="linear", stages_per_rank=1)
+    v = configured({"vocabulary": "head", "placement": "v"})
+    assert with_placement(v, topology_of(v)).topology.stages_per_rank == 2
+    assert placed_stages(configured({"vocabulary": "auto"})) == Topology(pp=2, dp=2)
+
+
+def test_usual_schedules_beside_ours_keep_the_vocabulary_whole() -> None:
+    named = variants(configured({"vocabulary": "head"}), compare=True)
+    assert [topology_of(one.config).vocabulary for one in named] == ["head", "whole", "whole", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "tables", "refusal"),
+    [
+        ({"vocabulary": "head", "pp": 1}, {}, "divides it over pipeline ranks, but pp is 1"),
+        ({"vocabulary": "head"}, {"plan": {"schedule": "1f1b"}}, "schedule '1f1b' is for one stage a rank"),
+        ({"vocabulary": "auto"}, {"plan": {"schedule": "1f1b"}}, "vocabulary is 'auto', but schedule '1f1b' runs"),
+        (
+            {"vocabulary": "auto", "layers_per_stage": (2, 2)},
+            {},
+            "vocabulary is 'auto', which chooses layers_per_stage",
+        ),
+        ({"vocabulary": "tail"}, {}, "vocabulary is 'tail'"),
+        ({"vocabulary": "head"}, {"model": {"num_decoder_layers": 4}}, "which a model with a decoder side cannot"),
+    ],
+)
+def test_who_keeps_a_vocabulary_whole_says_so(
+    topology: dict[str, Any], tables: dict[str, dict[str, Any]], refusal: str
+) -> None:
+    if "num_decoder_layers" in tables.get("model", {}):
+        tables["model"] |= {"position": "relative", "norm": "rmsnorm", "bias": False}
+    with pytest.raises(ConfigError, match="") as refused:
+        topology_of(configured(topology, **tables))
+    assert refusal in str(refused.value)
+
+
+def test_jobs_with_adapters_or_an_engine_keep_it_whole() -> None:
+    config = configured({"vocabulary": "head"})
+    others = {
+        "which a model with adapters cannot": replace(config, lora=replace(config.lora, enabled=True)),
+        "which a DeepSpeed engine cannot": replace(config, deepspeed=replace(config.deepspeed, config="ds.json")),
+    }
+    for refusal, other in others.items():
+        with pytest.raises(ConfigError, match=refusal):
+            topology_of(other)
+
+
+def test_auto_takes_the_better_of_a_whole_head_and_one_over_all_ranks() -> None:
+    """A head of ten layers is spread; where it costs next to nothing, the stages behind it only add overhead."""
+    config = configured({"vocabulary": "auto", "placement": "linear"})
+    batches = [sample_lengths(LENGTHS)]
+    settled, trials = placed_planning(planning(config), lambda: batches)
+    assert [one.topology.vocabulary for one in trials] == ["head", "whole"]
+    assert settled.topology == trials[0].topology
+    assert settled.config.topology.vocabulary == "head"
+    assert topology_of(settled.config) == settled.topology
+    small = planning(config)
+    assert isinstance(small.costs, AnalyticCosts)
+    cheap = replace(small.costs, architecture=replace(SIZES, vocab_size=32), overhead_ns=100_000)
+    settled, trials = placed_planning(replace(small, costs=cheap), lambda: batches)
+    assert [one.topology.vocabulary for one in trials] == ["whole", "head"]
+    assert settled.config.topology.vocabulary == "whole"
+
+
+def test_auto_tries_what_costs_and_the_run_allow() -> None:
+    tied = replace(SIZES, tied_embeddings=True)
+    config = configured({"vocabulary": "auto"})
+    own = planning(config)
+    assert isinstance(own.costs, AnalyticCosts)
+    assert own.vocabularies == ("whole", "head")
+    assert replace(own, costs=replace(own.costs, architecture=tied)).vocabularies == ("whole", "both")
+    odd = replace(SIZES, vocab_size=4097)
+    assert replace(own, costs=replace(own.costs, architecture=odd)).vocabularies == ("whole",)
+    assert replace(own, costs=TokenCosts(2)).vocabularies == ("whole",)
+    assert replace(own, config=replace(config, lora=replace(config.lora, enabled=True))).vocabularies == ("whole",)
+    one_rank = planning(configured({"vocabulary": "auto", "pp": 1}))
+    assert one_rank.vocabularies == ("whole",)
+    assert planning(configured({"vocabulary": "head"})).vocabularies == ("head",)
+
+
+def test_layers_move_between_stages_of_layers_alone() -> None:
+    tried: list[Topology] = []
+
+    def planner_over(topology: Topology) -> Planner:
+        tried.append(topology)
+        return Planner(topology, AnalyticCosts(SIZES, topology, flops_per_s=1e11), 60e9, effort=50)
+
+    batches = [sample_lengths(LENGTHS)]
+    search = PlacementSearch(
+        Topology(pp=2), planner_over, lambda p, b: p.plan(b), 4, batches, halves=True, vocabularies=("head",)
+    )
+    search.trials(["linear", "v"])
+    assert len({one.layers_per_stage for one in tried}) > 4
+    for topology in tried:
+        assert topology.vocabulary == "head"
+        assert all(topology.layers_per_stage[stage] > 0 for stage in topology.layer_stages)
+        assert sum(gathered_vocabulary(topology).layers_per_stage) == 4
+
+
+def test_plans_say_the_vocabulary_and_are_checked_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan --vocabulary head` writes a plan that `check-plan` finds sound, and which reads back; a damaged one not."""
+    model, lengths, plan = tmp_path / "model.toml", tmp_path / "lengths.txt", tmp_path / "plan.json"
+    model.write_text(MODEL)
+    lengths.write_text("\n".join(map(str, LENGTHS)))
+    given = ["--config", str(model), "--lengths", str(lengths), "--memory-limit-gb", "1"]
+    batch = ["--tokens-per-batch", "2000", "--tp", "1", "--pp", "2", "--dp", "2"]
+    assert cli.main(["plan", *given, *batch, "--vocabulary", "head", "--json", str(plan)]) == 0
+    raw = json.loads(plan.read_text())
+    assert raw["topology"]["vocabulary"] == "head"
+    assert raw["topology"]["layers_per_stage"] == [2, 2, 0]
+    assert cli.main(["check-plan", str(plan), *given]) == 0
+    topology, _, _ = read_plan_json(raw)
+    assert topology == spread_vocabulary(Topology(tp=1, pp=2, dp=2), "head").with_layers(4)
+    assert read_plan_file(plan).topology == topology
+    capsys.readouterr()
+    del raw["topology"]["vocabulary"]  # no placement by name is (0, 1, 0)
+    plan.write_text(json.dumps(raw))
+    assert cli.main(["check-plan", str(plan), *given]) == 2
+    raw["topology"]["vocabulary"] = 7
+    plan.write_text(json.dumps(raw))
+    with pytest.raises(DataError, match="vocabulary is 7, expected str"):
+        read_plan_file(plan)
+
+
+def test_a_plan_of_a_whole_vocabulary_is_written_as_before() -> None:
+    topology = Topology(pp=2).with_layers(4)
+    planner = Planner(topology, AnalyticCosts(SIZES, topology, flops_per_s=1e11), 60e9, effort=20)
+    plan = planner.plan(sample_lengths(LENGTHS))
+    assert sorted(plan_json(plan, topology)["topology"]) == ["dp", "layers_per_stage", "pp", "tp"]
