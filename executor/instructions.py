@@ -2,10 +2,10 @@
 
 schedules ─► lower ─► ExecutionPlan of each rank
 
-The rank's order is the whole program. Send and Recv only start a transfer; Wait ends it. Forward and Backward take the
-buffers named after them: a Forward of stage s takes the "activation" that stage s - 1 produced, a Backward of stage s
-the "gradient" that stage s + 1 produced, and each leaves its own output in a buffer until it is sent or taken.
-Printed, a computation is its action in a schedule ("2F0"), everything else says what it does.
+The rank's order is the whole program. Send and Recv only start a transfer; Wait ends it. A Forward of stage s takes the
+"activation" that stage s - 1 produced. A Backward of stage s takes the "gradient" that stage s + 1 produced. Each
+leaves its own output in a buffer until it is sent or taken. Printed, a computation is its action in a schedule ("2F0"),
+everything else says what it does.
 
 All transfers of a replica have one order, that of their predicted sends. Each rank posts its own in that order, sends
 and receives over all its communicators (one for each direction between two ranks), so that they end even on devices

@@ -1,8 +1,8 @@
 """An ExecutionPlan as signed bytes, and back.
 
 Layout: 4 bytes `DYNX`, 1 byte version, 32 bytes HMAC-SHA256, then zlib-compressed JSON arrays. The HMAC covers the
-first five bytes, the `context` (the name under which the bytes are stored, so that a plan cannot be passed off as
-another step's) and the compressed body, and is checked before anything is unpacked. Nothing is unpickled.
+first five bytes, the `context` and the compressed body. It is checked before anything is unpacked. The context is the
+name under which the bytes are stored, so that a plan cannot pass for another step's. Nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -402,8 +402,8 @@ SamplePieces = tuple[int, ...]
 def sample_pieces(micro_batches: Sequence[MicroBatch]) -> tuple[SamplePieces, ...]:
     """The pieces of each cut sample of a replica, by the injection order of their first pieces; () without pieces.
 
-    Errors: PlanError for a micro-batch with a piece that is padded or whose later documents are pieces too, and for
-    pieces that do not follow one another from position 0 (one is missing, say because it went to another replica).
+    Errors: PlanError for a micro-batch with a piece that is padded or whose later documents are pieces too. Also for
+    pieces that do not follow one another from position 0: one is missing, or went to another replica.
     """
     positions_of: dict[int, list[int]] = {}
     for position, micro_batch in enumerate(micro_batches):

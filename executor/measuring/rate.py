@@ -1,7 +1,7 @@
 """Costs of the user's model on this device: what a planner needs to know before the first step.
 
-A model of a few layers is run forwards and backwards over a few shapes, and the seconds (CPU seconds on a CPU, where
-ranks may share cores) are fitted to overhead + FLOPs / rate, the form of `AnalyticCosts`.
+A model of a few layers runs forwards and backwards over a few shapes. Its seconds are fitted to overhead + FLOPs /
+rate, the form of `AnalyticCosts`. On a CPU they are CPU seconds, since ranks may share cores.
 """
 
 from __future__ import annotations

@@ -187,9 +187,9 @@ class WatchedTransport:
     """The Transport it is given, with `arrived`. Close it at the end; the inner transport is closed as well.
 
     `drain` is for accelerators, over a TorchP2PTransport: it blocks until the device has done what this thread queued.
-    Without it transfers are waited for by threads: a time limit of the inner transport then counts from when all
-    transfers before it on its queue have ended, not from when the rank waits, and after a failure every later transfer
-    of its queue fails at once, with the same error.
+    Without it threads wait for transfers, one thread for each queue. The inner transport's time limit then counts from
+    the end of the transfer before, not from when the rank waits. After a failure every later transfer of its queue
+    fails at once, with the same error.
     """
 
     def __init__(self, inner: Transport, *, drain: Callable[[], None] | None = None) -> None:

@@ -57,7 +57,7 @@ CASES = [
     Case("mistral", (2, 1, 1), write_pairs, "linear"),
     Case("mixtral", (1, 1, 1), write_texts, "wsd"),
     Case("qwen2", (2, 1, 1), write_texts, "constant"),
-    Case("qwen3", (2, 2, 2), write_chats, "cosine"),
+    Case("qwen3", (2, 1, 2), write_chats, "cosine"),
     Case("gpt2", (1, 2, 1), write_pairs, "linear", ("--split-backward",)),
 ]
 

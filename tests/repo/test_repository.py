@@ -215,6 +215,15 @@ def test_every_check_of_the_suite_is_run_by_one_command(root: Path) -> None:
         assert f"-m {tool}" in script
 
 
+def test_every_folder_of_tests_is_in_one_suite(root: Path) -> None:
+    """`tests/run.sh batching` and `checkpoint` run the folder of that name, `training` all others."""
+    script = (root / "tests/run.sh").read_text()
+    (wings,) = re.findall(r"^ *([\w| ]+)\) set -- \"tests/\$1\"", script, re.MULTILINE)
+    (others,) = re.findall(r"^ *training\) set -- tests/\{([\w,]+)\}", script, re.MULTILINE)
+    with_tests = {file.relative_to(root / "tests").parts[0] for file in (root / "tests").rglob("test_*.py")}
+    assert sorted([*wings.replace(" ", "").split("|"), *others.split(",")]) == sorted(with_tests)
+
+
 def test_the_scripts_are_sound(root: Path) -> None:
     for script in ("launch/quickstart.sh", "launch/setup.sh", "tests/run.sh", ".ci/run"):
         subprocess.run(["bash", "-n", str(root / script)], check=True, timeout=LIMIT_S)

@@ -1,7 +1,7 @@
 """Where the tensors of a published model lie in the module that a DeepSpeed engine holds.
 
-The engine knows transformers' modules, whose names are those on the Hub except where transformers 5 keeps the experts
-of a layer as one tensor, and tied weights, which a state dict has under each of their names.
+The engine holds transformers' modules. Their names are those on the Hub, but transformers 5 keeps the experts of a
+layer as one tensor. A state dict has tied weights under each of their names.
 """
 
 from __future__ import annotations
