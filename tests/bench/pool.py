@@ -6,9 +6,9 @@ An embedded server, its planner processes and one process that stands for all re
 plan of every one of 4,096 ranks from the store, a read each, and marks the step as rank 0 does. Llama 3 70B on counted
 costs, TP8 PP8, batches of 375 samples a replica as tests/bench/scale.py has them.
 
-Scaled to two cores: planners plan `dp` of the 64 replicas and their share of the batch, by default 16, which is what one
-core is for at 1,000 ranks a core; each of their plans is read by 64 / dp times as many ranks, so the store serves
-all 4,096. Times count from the first plan on. A step is kept where its plans have been read before the next one begins.
+Scaled to two cores: planners plan `dp` of the 64 replicas and their share of the batch, by default 16, which is what
+one core is for at 1,000 ranks a core; each of their plans is read by 64 / dp times as many ranks, so the store serves
+all 4,096. Times count from the first plan on. A step is kept where its plans were read before the next one begins.
 The CPU seconds of planners, store and readers a step say what cores an idle machine needs, whatever else runs here.
 
 Lengths are of DIR (default ../shared beside the repository): multitask_lengths.npy cut at 2,048. Writes
