@@ -37,7 +37,8 @@ from dynapipe_ext.splits.padded import Cut
 _TRIAL = 500  # of the effort, for each of several starts
 _COOLING = 1000  # of the effort: after it a move may cost half of what the first may
 _REPLICAS = 4  # that one measure of effort is for
-_MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves
+_MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves:
+_LONG = 8  # as many as for replicas of so many, but no fewer than half of the effort
 _ROWS = 12  # likewise, where samples come in pieces, which are many rows: moves are fewer, as each costs more
 _CORE_HAS_NO_CAP = 1 << 20  # how the native core is told of a rule without a cap
 
@@ -228,10 +229,9 @@ def _walks(start: Start, settings: Settings, *, are_several: bool) -> tuple[Walk
 def _num_moves(start: Start, effort: int) -> int:
     """The moves of an effort; where samples come in pieces, no more work than that of a few rows."""
     replicas, cuts = len(start.groups), len(start.cuts)
-    times = replicas // _REPLICAS
+    moves = effort * max(1, replicas // _REPLICAS)
     if has_long_replicas(replicas, cuts):  # a simulation takes as long as a replica has micro-batches
-        times = times * _MANY * replicas // cuts
-    moves = effort * max(1, times)
+        moves = max(effort // 2, moves * _LONG * replicas // cuts)
     return moves * _ROWS // max(_ROWS, len(start.cuts)) if start.sample_pieces else moves
 
 

@@ -139,9 +139,9 @@ class Walk:
     begun: int = 0
     cooling: int = 1
 
-    def allowed(self, record: int, step: int) -> int:
-        """The most energy that move number `step` may lead to, where `record` is the least so far."""
-        return record + record // _ALLOWANCE * self.cooling // (self.cooling + step)
+    def most(self, least: int, step: int) -> int:
+        """What move number `step` may lead to where the least so far is that."""
+        return least + least // _ALLOWANCE * self.cooling // (self.cooling + step)
 
 
 @dataclass(slots=True)
