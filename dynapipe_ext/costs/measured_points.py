@@ -149,7 +149,9 @@ def table_points(
     chain = np.concatenate(chains)
     of_row = chain / np.tile(rows_axis, len(chains))[:, None, None]
     num_rows = len(rows_axis)
-    attended = table.pieces and table.pieces.attended_ns(table.stage_attentions(), stage_ranks, table.topology.width)
+    attended = None
+    if table.pieces is not None:
+        attended = table.pieces.attended_ns(table.stage_attentions(), stage_ranks, table.topology.width)
     return TablePoints(
         rows=rows_axis,
         axes=(encoder, decoder),
