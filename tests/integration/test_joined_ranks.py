@@ -141,11 +141,11 @@ V = Topology(pp=2, dp=4, placement=(0, 1, 1, 0))
 JOBS = {
     "v, fp64": Job(replace(V, dp=2), dtype=DOUBLE, widths=(2,)),
     "v of four, fp64": Job(V, dtype=DOUBLE, kinds=(PIECES[1], ROWS[0]), widths=(4,)),
-    "v": Job(V, kinds=(PIECES[1],), widths=(1, 2, 4)),
+    "v": Job(V, kinds=(PIECES[1],), widths=(1, 2)),
     "v, learned positions": Job(replace(V, dp=2), "learned", kinds=(PIECES[2], ROWS[0]), widths=(2,)),
     "tp": Job(Topology(tp=2, dp=4), sequence_parallel=True, kinds=PIECES[:1], widths=(4,)),  # of 2 heads
     "two heads": Job(Topology(dp=4), "two heads", kinds=(PIECES[2], ROWS[0]), widths=(4,)),
-    "tp, fp64": Job(Topology(tp=2, dp=2), dtype=DOUBLE, kinds=(PIECES[1], ROWS[0]), widths=(1, 2)),
+    "tp, fp64": Job(Topology(tp=2, dp=2), dtype=DOUBLE, kinds=(PIECES[1], ROWS[0]), widths=(2,)),
     "tp and v": Job(
         Topology(tp=2, pp=2, dp=2, placement=(0, 1, 1, 0)),
         sequence_parallel=True,
@@ -153,8 +153,8 @@ JOBS = {
         widths=(2,),
     ),
     "windows and experts": Job(Topology(pp=2, dp=2), "windows and experts", dtype=DOUBLE, kinds=ROWS, widths=(2,)),
-    "experts of two ranks": Job(Topology(dp=4), "experts", dtype=DOUBLE, kinds=(PIECES[1], ROWS[1]), ep=2),
-    "latent": Job(Topology(tp=2, dp=2), "latent", dtype=DOUBLE, sequence_parallel=True, kinds=ROWS, widths=(1, 2)),
+    "experts of two ranks": Job(Topology(dp=4), "experts", dtype=DOUBLE, kinds=PIECES[1:2], ep=2),
+    "latent": Job(Topology(tp=2, dp=2), "latent", dtype=DOUBLE, sequence_parallel=True, kinds=ROWS, widths=(2,)),
     "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[0], ROWS[1]), widths=(4,)),
     "head spread": Job(
         spread_vocabulary(Topology(tp=2, pp=2, dp=2), "head"),
