@@ -300,11 +300,11 @@ class Planner(PlanRules):
         planner = replace(self, effort=self.effort // _AGAIN)
         kinds = self._and_sliced(RECOMPUTES) if self.recompute == "auto" else self._recomputes
         proposals, best = replace(planner._proposals, kinds=kinds), plan
-        of_rules = {"equal_counts": self._rules.equal_counts, "max_tokens": self._rules.max_tokens}
+        rules = self._rules
         for _ in range(_ROUNDS_OF_HALVES):
             rows = [replica.micro_batches for replica in best.batch.replicas]
             before = best
-            for replicas in finer_splits(rows, **of_rules):
+            for replicas in finer_splits(rows, equal_counts=rules.equal_counts, max_tokens=rules.max_tokens):
                 with suppress(PlanError):
                     finer = planner._predicted(*planner._searched(proposals.fixed([replicas])), step=plan.batch.step)
                     best = min(best, finer, key=lambda one: one.makespan_ns)

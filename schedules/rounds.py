@@ -17,9 +17,10 @@ from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 
 def takes_rounds(plan: StepPlan) -> bool:
     """Whether rounds are an order of this plan on interleaved stages: whole backwards, no pieces, a core a rank."""
+    if plan.forward_only or plan.cores is not None:
+        return False
     is_whole = not any(m.attention == "carried" for m in plan.batch.micro_batches)
-    is_split = any(schedule.is_split for schedule in plan.schedules)
-    return is_whole and not is_split and not plan.forward_only and plan.cores is None
+    return is_whole and not any(schedule.is_split for schedule in plan.schedules)
 
 
 def in_rounds(plan: StepPlan, limit_bytes: int) -> tuple[PipelineSchedule, ...]:

@@ -152,7 +152,7 @@ def predicted(
     for d in fresh:
         if id(costs[d]) in peaks:
             continue
-        validate(schedules[d], len(replicas[d]), sample_pieces(replicas[d]))
+        validate(schedules[d], len(replicas[d]), sample_pieces(replicas[d]), progress=False)
         held = peaks[id(costs[d])] = peak_bytes(schedules[d], costs[d])
         if memory_limit_bytes is not None and max(held) > memory_limit_bytes:
             raise PlanError(

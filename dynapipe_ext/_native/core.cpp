@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "balance.hpp"
+#include "judge.hpp"
 #include "levelling.hpp"
 #include "regroup.hpp"
 #include "search.hpp"
@@ -32,7 +33,7 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
               const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
               const std::vector<std::tuple<int, int, int, int>>& rules, const Cuts& cuts,
               const std::vector<Groups>& starts, const std::tuple<std::uint64_t, i64, i64, i64>& walk, bool equal_counts,
-              const std::pair<i64, i64>& shared, const Groups& sample_pieces) {
+              const std::pair<i64, i64>& shared, const Groups& sample_pieces, bool with_actions) {
   dynapipe::Costs costs;
   costs.kinds = static_cast<int>(records.shape(0));
   costs.shapes = static_cast<int>(records.shape(1));
@@ -99,7 +100,7 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
       possible = possible && state.makespan[d] < dynapipe::kNever;
     }
     if (possible) state = job.improve(std::move(state), {seed, moves, begun, cooling});
-    for (int d = 0; possible && d < replicas; ++d) {
+    for (int d = 0; possible && with_actions && d < replicas; ++d) {
       dynapipe::Track track;
       std::vector<std::vector<dynapipe::Chosen>> orders;
       job.run(state, d, dynapipe::kNever, &orders, track, nullptr);
@@ -267,11 +268,33 @@ std::pair<Ranges, Groups> levelled(const Integers& work, const Integers& head, c
   return {job.cuts(), job.groups()};
 }
 
+// Spans of every rank's steps, and where each rank that can never go on stands. Twin: `simulate.run_steps`.
+std::pair<std::vector<std::vector<std::pair<i64, i64>>>, std::vector<std::pair<int, int>>> run_steps(
+    const std::vector<std::vector<dynapipe::Step>>& ranks, i64 slots) {
+  for (const auto& steps : ranks) {
+    for (const auto& [need, duration, out, delay] : steps) {
+      if (need < 0 || need >= slots || out < 0 || out >= slots) throw std::invalid_argument("a step names no slot");
+    }
+  }
+  nb::gil_scoped_release unlocked;
+  return dynapipe::run_steps(ranks, slots);
+}
+
+// Twin: `bounds._preemptive_in_python`.
+i64 preemptive_ns(const Times& heads, const Times& durations, const Times& tails) {
+  const std::size_t count = heads.shape(0);
+  if (durations.shape(0) != count || tails.shape(0) != count) throw std::invalid_argument("jobs have sizes that do not match");
+  nb::gil_scoped_release unlocked;
+  return dynapipe::preemptive_ns(heads.data(), durations.data(), tails.data(), count);
+}
+
 }  // namespace
 
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of planning; the twins in Python are the reference";
   module.def("search", &search);
+  module.def("run_steps", &run_steps);
+  module.def("preemptive_ns", &preemptive_ns);
   module.def("levelled", &levelled);
   module.def("balanced", &balanced);
   module.def("regrouped", &regrouped);

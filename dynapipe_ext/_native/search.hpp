@@ -77,7 +77,8 @@ class Search {
     state.makespan[d] = least;
   }
 
-  // Record-to-record travel (Dueck 1993): a move may cost up to an allowance, which shrinks with the moves made so far.
+  // Record-to-record travel (Dueck 1993): a move may cost up to an allowance, which shrinks with the moves made so far;
+  // one that changes a single replica costs that one no more than its own allowance.
   State improve(State start, const Walk& walk) {
     start.floor = floor_of(start);
     State best = start;
@@ -111,14 +112,15 @@ class Search {
         continue;
       }
       for (const auto& saved : groups_before_) in_piece_order(state_.groups[saved.replica]);
-      const i64 allowed = record + record / 4096 * walk.cooling / (walk.cooling + step);
+      const i64 allowed = record + walk.allowance(record, step);
       bool taken = true;
       state_.floor = floor_of(state_);
       for (const auto& saved : groups_before_) makespans_.set(saved.replica, 0);
       i64 most = std::max(state_.floor, makespans_.of(makespans_.largest())), sum = makespans_.sum();  // of what has run
       for (const auto& saved : groups_before_) {
         const int d = saved.replica;
-        const i64 room = room_beside(most, sum, allowed);
+        i64 room = room_beside(most, sum, allowed);
+        if (groups_before_.size() == 1) room = std::min(room, saved.makespan + walk.allowance(saved.makespan, step));
         const i64 found = run(state_, d, room + 1, nullptr, trials_[d], &tracks_[d]);
         taken = found <= room;
         if (!taken) break;

@@ -36,6 +36,9 @@ struct State {
 struct Walk {
   std::uint64_t seed;
   i64 moves, begun, cooling;
+
+  // By how much move number `step` may exceed that.
+  i64 allowance(i64 of, i64 step) const { return of / 4096 * cooling / (cooling + step); }
 };
 
 struct SharedCores {  // a step takes at least work x tp / cores; tp 0: every rank has a core of its own

@@ -220,6 +220,17 @@ def rows_a_sample(samples: Sequence[SampleLength]) -> int:
     return rows.pop()
 
 
+def without_stage(recompute: Recompute) -> Recompute:
+    """A kind as layers and head run under it: nothing again where the whole stage is computed again.
+
+    >>> [without_stage(kind) for kind in ("full", "stage", "head+stage", "head+full")]
+    ['full', 'none', 'head', 'head+full']
+    """
+    if recompute_of_layers(recompute) != "stage":
+        return recompute
+    return "head" if slices_head(recompute) else "none"
+
+
 def round_up(length: int, multiple: int) -> int:
     """
     >>> [round_up(n, 8) for n in (0, 1, 8, 9)]

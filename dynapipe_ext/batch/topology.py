@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
@@ -379,6 +380,12 @@ def _refuse_one_rank(pp: int, vocabulary: Vocabulary) -> None:
             f"vocabulary {vocabulary!r} divides it over pipeline ranks, but pp is {pp}: give 2 or more, or leave it"
             " whole"
         )
+
+
+@lru_cache(maxsize=64)  # every price of a micro-batch asks for them
+def stage_layers_of(topology: Topology, num_layers: int) -> tuple[StageLayers, ...]:
+    """The layers of every stage of a model of so many. Errors: as `Topology.with_layers`."""
+    return topology.with_layers(num_layers).stage_layers
 
 
 def widths_of(dp: int) -> tuple[int, ...]:

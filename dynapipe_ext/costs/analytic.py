@@ -20,6 +20,7 @@ from dynapipe_ext.batch.topology import (
     Topology,
     ZeroStage,
     refuse_half_layers,
+    stage_layers_of,
 )
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.floor import GrowingTimes
@@ -105,8 +106,8 @@ class AnalyticCosts:
     the whole row, and their gradients.
 
     A head over pipeline ranks costs each of its stages the same part of the products and of the logits, and the
-    overhead of an action. Each keeps the head's input, of which a message brings all but the first a copy, and four
-    fp32 numbers a position: the joined sums and targets of a message and its own.
+    overhead of an action and of half a layer. Each keeps the head's input, of which a message brings all but the first
+    a copy, and four fp32 numbers a position: the joined sums and targets of a message and its own.
     """
 
     architecture: Architecture
@@ -200,7 +201,7 @@ class AnalyticCosts:
 
     @property
     def _layers(self) -> tuple[StageLayers, ...]:
-        return self.topology.with_layers(self.architecture.num_layers).stage_layers
+        return stage_layers_of(self.topology, self.architecture.num_layers)
 
     @property
     def stage_layers(self) -> IntArray:
@@ -374,6 +375,7 @@ class AnalyticCosts:
         sent = hidden_bytes + (has_head[:-1] * HEAD_MESSAGE_BYTES) * tokens
         links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         halves = attentions + np.array([len(stage.mlp) for stage in stage_layers], np.int64)[:, None]
+        halves = halves + (has_head if len(heads) > 1 else 0)
         overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
         costs = MicroBatchCosts(
             forward_ns=overhead_ns + self._ns(forward, taxed=True),

@@ -8,13 +8,21 @@ from typing import Literal
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.micro_batches import (
+    LAYER_RECOMPUTES,
+    MicroBatch,
+    Recompute,
+    recompute_of_layers,
+    slices_head,
+    with_sliced_head,
+)
 from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
 
 LayerKind = Literal["encoder", "decoder", "postprocess", "attention", "mlp"]
 KINDS: tuple[LayerKind, ...] = ("encoder", "decoder", "postprocess")
+SLICED_HEAD: tuple[Recompute, LayerKind] = ("head", "postprocess")  # the grid of a head in slices, of any layers
 HALVES: tuple[LayerKind, ...] = ("attention", "mlp")  # of an encoder layer
 LayerPart = Literal["layer", "attention", "mlp"]
 COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 bytes; peak is while the layer runs
@@ -22,6 +30,21 @@ WEIGHT = "weight_ms"  # a column that not every measurement has
 HEAD_PEAK = "peak_mb"  # a column that not every measurement of a head has
 # Of a position, between parts of a head, beside hidden states: the log of the sum so far, and the target's logit.
 HEAD_MESSAGE_BYTES = 2 * 4
+
+
+def kinds_of(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> tuple[Recompute, ...]:
+    """The kinds of recomputation that grids price; with the head in slices too, where that was measured."""
+    of_layers = tuple(kind for kind in LAYER_RECOMPUTES if (kind, "encoder") in grids)
+    return of_layers + (with_sliced_head(of_layers) if SLICED_HEAD in grids else ())
+
+
+def grids_of(
+    grids: Mapping[tuple[Recompute, LayerKind], Grid], recompute: Recompute, kinds: Sequence[LayerKind] = KINDS
+) -> list[Grid | None]:
+    """The grids of a kind of recomputation, one of each of `kinds`; with the head in slices, the head's own."""
+    of_layers = recompute_of_layers(recompute)
+    head: Recompute = SLICED_HEAD[0] if slices_head(recompute) else of_layers
+    return [grids.get((head if kind == "postprocess" else of_layers, kind)) for kind in kinds]
 
 
 def stage_values(

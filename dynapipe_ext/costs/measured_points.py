@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import Recompute
+from dynapipe_ext.batch.micro_batches import Recompute, recompute_of_layers
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.floor import NEVER_NS, PointTable, TablePoints, least_from_on
 from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
@@ -45,7 +45,7 @@ def running_bytes(
     sides: dict[LayerKind, Sequence[FloatArray]] = {"encoder": shapes[:2], "decoder": shapes}
     sides |= dict.fromkeys(HALVES, shapes[:2])
     for kind, side in sides.items():
-        if grid := grids.get((recompute, kind)):
+        if grid := grids.get((recompute_of_layers(recompute), kind)):
             values = 1e6 * grid.at(list(side))[0]
             layer[kind] = [values[grid.columns.index(name)] for name in COLUMNS[2:]]
     stages = []
@@ -98,7 +98,7 @@ class LaidOutTable(PricesShapes, Protocol):
     def has_decoder(self) -> bool: ...
 
     @property
-    def recomputes(self) -> tuple[Recompute, ...]: ...
+    def kinds(self) -> tuple[Recompute, ...]: ...
 
     def stage_layers(self) -> list[tuple[int, int]]: ...
 
@@ -125,7 +125,7 @@ def table_points(
     def at_points(values: FloatArray, bad: BoolArray) -> FloatArray:
         return np.where(bad, NEVER_NS, values).reshape(shape)
 
-    for recompute in table.recomputes:
+    for recompute in table.kinds:
         priced = (least or table).evaluate_shapes(rows, enc, dec, recompute)
         bad = priced.infeasible
         forward, backward = (x.astype(np.float64) for x in (priced.forward_ns, priced.backward_ns))
@@ -149,7 +149,9 @@ def table_points(
     chain = np.concatenate(chains)
     of_row = chain / np.tile(rows_axis, len(chains))[:, None, None]
     num_rows = len(rows_axis)
-    attended = table.pieces and table.pieces.attended_ns(table.stage_attentions(), stage_ranks, table.topology.width)
+    attended = None
+    if table.pieces is not None:
+        attended = table.pieces.attended_ns(table.stage_attentions(), stage_ranks, table.topology.width)
     return TablePoints(
         rows=rows_axis,
         axes=(encoder, decoder),

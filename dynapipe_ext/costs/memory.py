@@ -119,9 +119,10 @@ def stage_parameters(
             unit[stage] = max(unit[stage], whole if count else 0)
     with_embedding, ranks = {*embeddings, first_decoder}, topology.stage_ranks
     shares_rows = a.tied_embeddings and (topology.vocabulary != "whole" or ranks[-1] == ranks[0])
-    for stages, parts, has_own in (with_embedding, embeddings, True), ({*heads}, heads, not shares_rows):
+    with_rows_already = with_embedding | ({*heads} if shares_rows else set()) if a.tied_embeddings else set()
+    for stages, parts, without in (with_embedding, embeddings, set()), ({*heads}, heads, with_rows_already):
         for stage in stages:
-            common[stage] += has_own * (embedding // len(parts))
+            common[stage] += (stage not in without) * (embedding // len(parts))
             unit[stage] = max(unit[stage], embedding // len(parts))
     common[embeddings[-1]] += outside["", "position"]
     common[heads[0]] += outside["decoder" if a.num_decoder_layers else "", "final_norm"]

@@ -19,6 +19,7 @@ from dynapipe_ext.batch.micro_batches import (
     Recompute,
     SampleLength,
     recompute_of_layers,
+    without_stage,
 )
 from dynapipe_ext.batch.topology import ActivationFormat, Offload, ReplicaCollectives, Topology
 from dynapipe_ext.costs.floor import ROUNDING_NS, Floor, GrowingTimes, PaddedTimes
@@ -178,8 +179,7 @@ def scaled_bytes(num_bytes: IntArray, factor: float) -> IntArray:
 def within_layers(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Recomputed as their layers are: not at all where the stage is as a whole."""
     return [
-        replace(m, recompute="head" if m.recompute == "head+stage" else "none") if m.layer_recompute == "stage" else m
-        for m in micro_batches
+        replace(m, recompute=without_stage(m.recompute)) if m.layer_recompute == "stage" else m for m in micro_batches
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, recompute_of_layers, without_stage
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import COLUMNS
@@ -251,8 +251,8 @@ class PieceSurcharges:
         of_keys = 1.0 if block is None or width == 1 else block.kept_values / block.key_values
         positions = CarriedPositions.of(micro_batches)
         own, before = positions.own, positions.joined - positions.own
-        again = np.array([m.recompute == "stage" for m in micro_batches])
-        kinds = np.array(["none" if m.recompute == "stage" else m.recompute for m in micro_batches], dtype=np.str_)
+        again = np.array([m.layer_recompute == "stage" for m in micro_batches])
+        kinds = np.array([recompute_of_layers(without_stage(m.recompute)) for m in micro_batches], dtype=np.str_)
         forward, backward, working, stored = np.zeros((4, len(micro_batches)))
         for kind, one in self.by_recompute.items():
             its = kinds == kind

@@ -10,10 +10,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, Layout, MicroBatch, Recompute, SampleLength, round_up
+from dynapipe_ext.batch.micro_batches import (
+    HEAD_SLICE,
+    LAYER_RECOMPUTES,
+    Layout,
+    MicroBatch,
+    Recompute,
+    SampleLength,
+    round_up,
+)
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.costs.layers import LayerKind
+from dynapipe_ext.costs.layers import SLICED_HEAD, LayerKind
 from dynapipe_ext.costs.measured_blocks import BlockTimes
 from dynapipe_ext.costs.measuring_time import MeasuringTime
 from dynapipe_ext.costs.memory import stage_parameters
@@ -40,10 +48,12 @@ _TIMES, _LEAST_SHAPES, _FEWEST = ("forward_s", "backward_s"), 8, 3
 _SIZES = ("rows", "length", "decoder_len")  # of a shape, as it is written
 _LAYER_KINDS: Mapping[ModelPart, LayerKind] = {"layer": "encoder", "encoder": "encoder", "decoder": "decoder"}
 _MOST_BYTES, _MOST_SECONDS = 1e18, 1e6
+_SLICED: tuple[ModelPart, Recompute] = ("head", "head")  # the head in slices
 _EXACT = 1e-3  # relative noise of counted bytes
 _SHORTEST_TARGET = 4  # many are a word: packed rows are priced by rows that are no shorter than the shortest
 _FEW_PIECES, _MANY_PIECES = 4, 16  # of a sample that is measured in pieces: long ones, and short ones at most
 _EDGE = 1.6  # a little above two steps of the grid, rounding included
+_CELL = 1.5  # positions of the far corner of a cell of the written table over those of its near one, rounding included
 _PER_DOUBLING = 4  # points of the written table: a multilinear cell then misses a square by less than 0.8 %
 
 
@@ -159,10 +169,18 @@ class ProfileRange:
         middle = [max(least, most // 4 // self.multiple * self.multiple) for least, most in self.sides]
         many = max(2, min(_MANY_PIECES, sum(middle) // sum(short)))
         rows = [[short], [middle], [long], [short] * many, [middle, middle, short, short]]
-        rows += [[pair] for pair in itertools.product(*zip(short, middle, strict=True))] if self.max_decoder_len else []
+        rows += (
+            [[[*pair]] for pair in itertools.product(*zip(short, middle, strict=True))] if self.max_decoder_len else []
+        )
         rows = [row for row in rows if sum(map(sum, row)) <= self.most_tokens]
         samples = [tuple(SampleLength(i, *sizes) for i, sizes in enumerate(row)) for row in rows]
         return [MicroBatch(row, "packed", recompute, pad_multiple=self.multiple) for row in samples]
+
+    def in_slices(self, count: int) -> list[MeasuredShape]:
+        """Shapes within `max_tokens` with so many more positions than a slice of the head that their price rests on
+        several slices alone."""
+        shapes = [s for s in self.grid(3, 3) if _tokens(s) <= self.max_tokens and s[0] * s[-1] >= _CELL * HEAD_SLICE]
+        return _spread_over(shapes, count)
 
     def held_out(self, count: int, seed: int) -> list[MeasuredShape]:
         """Shapes within `max_tokens` that nobody chose, spread evenly over doublings."""
@@ -190,16 +208,21 @@ class Profile:
     blocks: dict[int, BlockTimes] = field(default_factory=dict)
 
     def kinds(self, within: ProfileRange) -> list[tuple[ModelPart, Recompute]]:
-        """The head recomputes nothing."""
+        """The head is computed once, or in slices."""
         layers = within.parts[:-1]
-        return [(part, r) for part in layers for r in within.recomputes] + [("head", "none")]
+        return [(part, r) for part in layers for r in within.recomputes] + [("head", "none"), _SLICED]
+
+    @property
+    def slices_head(self) -> bool:
+        """Whether enough shapes fit that have more positions than a slice of the head."""
+        return len(self.measured(*_SLICED)) >= _FEWEST
 
     def measured(self, part: ModelPart, recompute: Recompute) -> dict[MeasuredShape, Measured]:
         return {s: m for s, m in self.points.get((part, recompute), {}).items() if m is not None}
 
     def shapes(self) -> list[MeasuredShape]:
         """The whole ones, of which every part has seen its own."""
-        seen = set().union(*self.points.values())
+        seen = set().union(*(points for kind, points in self.points.items() if kind != _SLICED))
         whole = max(map(len, seen), default=0)
         return sorted(shape for shape in seen if len(shape) == whole)
 
@@ -211,9 +234,19 @@ class Profile:
         """Measure a shape in every way that is still missing. Larger ones than what did not fit do not fit."""
         for kind in self.kinds(within):
             points, own = self.points.setdefault(kind, {}), seen_by(kind[0], shape)
-            if own not in points:
+            if own not in points and (kind != _SLICED or _tokens(own) > HEAD_SLICE):
                 too_large = any(m is None and _is_within(s, own) for s, m in points.items())
                 points[own] = None if too_large else measure(kind[0], _micro_batch(shape, kind[1]))
+
+    def slice_head(self, measure: MeasureShape, within: ProfileRange, in_time: Callable[[MeasuredShape], bool]) -> None:
+        """Measure the head in slices, where there may be several, at as many shapes as a surface needs and time is."""
+        points = self.points.setdefault(_SLICED, {})
+        every = within.grid(_PER_DOUBLING, _PER_DOUBLING)
+        shapes = [seen_by("head", shape) for shape in every if shape[0] * shape[-1] > HEAD_SLICE]
+        for own in _spread_over(sorted({*shapes}, key=_tokens), 0 if self.slices_head else _FEWEST):
+            whole = (own[0], *own[-1:] * len(within.sides))
+            if own not in points and in_time(whole):
+                points[own] = measure("head", _micro_batch(whole, "head"))
 
     def fitting(self, within: ProfileRange) -> list[MeasuredShape]:
         """Shapes that fit with the kind of recomputation that keeps most, and in the head."""
@@ -296,7 +329,11 @@ class Profile:
                 kind = one["part"], one["recompute"]
                 shape = tuple(int(one[name]) for name in _SIZES[: 3 if kind[0] == "decoder" else 2])
                 measured = Measured(**{name: one[name] for name in QUANTITIES}) if "forward_s" in one else None
-                sound = kind[0] in PARTS and kind[1] in LAYER_RECOMPUTES and min(shape) >= 1 and _is_sound(measured)
+                sound = (
+                    (kind == _SLICED or (kind[0] in PARTS and kind[1] in LAYER_RECOMPUTES))
+                    and min(shape) >= 1
+                    and _is_sound(measured)
+                )
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise DataError(f"{where}: entry {i} cannot be read ({error!r}): remove the file") from error
             if not sound:
@@ -365,6 +402,7 @@ def choose_and_measure(
             break
         profile.visit(chosen, measure, within)
     profile.pack(measure, within)
+    profile.slice_head(measure, within, in_time)
 
 
 def _approach(
@@ -399,11 +437,14 @@ def cost_table(
     """
     a = architecture
     grids: dict[tuple[Recompute, LayerKind], Grid] = {}
-    head_grid = _grid(profile, ("head", "none"), within)
+    head = _columns(profile, ("head", "none"), within)
+    head_grid = Grid.from_points(head)
     for recompute in within.recomputes:
         for part in within.parts[:-1]:
-            grids[recompute, _LAYER_KINDS[part]] = _grid(profile, (part, recompute), within)
+            grids[recompute, _LAYER_KINDS[part]] = Grid.from_points(_columns(profile, (part, recompute), within))
         grids[recompute, "postprocess"] = head_grid
+    if profile.slices_head:
+        grids[SLICED_HEAD] = _sliced_grid(head, _columns(profile, _SLICED, within))
     whole, optimizer = 1 + 4 / value_bytes, 8 / value_bytes  # gradients and Adam's moments are fp32
     optimizer += 4 / value_bytes if value_bytes < 4 else 0  # and a master copy of 16-bit weights
     kept_values = 2 * a.kv_size_on(tp)
@@ -464,7 +505,10 @@ def once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerK
     return {"encoder": 2 * 4 * a.hidden_size / shards, "decoder": value_bytes * a.hidden_size / shards}
 
 
-def _grid(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> Grid:
+_Columns = Mapping[str, Mapping[tuple[int, ...], float]]  # by name, of every shape
+
+
+def _columns(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> _Columns:
     measured = profile.measured(*kind)
     missing = [s for s, m in profile.points[kind].items() if m is None]
     seen = dict.fromkeys(seen_by(kind[0], shape) for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING))
@@ -479,12 +523,33 @@ def _grid(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRa
     columns = {"forward_ms": column("forward_s", 1e3), "backward_ms": column("backward_s", 1e3)}
     columns |= {"stored_mb": column("stored_bytes", 1e-6), "peak_mb": column("peak_bytes", 1e-6)}
     columns["weight_ms"] = column("weight_s", 1e3)
-    return Grid.from_points(columns)
+    return columns
+
+
+def _sliced_grid(whole: _Columns, sliced: _Columns) -> Grid:
+    """Of a head in slices: as measured where there is more than one slice, and else as the whole one, as it then runs.
+
+    Between the longest shape of one slice and the next one it is a mixture of both, whose bytes are too many. So it is
+    one grid, on whose points bounds may lean.
+    """
+    return Grid.from_points(
+        {
+            name: {s: value for s, value in whole[name].items() if _tokens(s) <= HEAD_SLICE}
+            | {s: value for s, value in sliced[name].items() if _tokens(s) > HEAD_SLICE}
+            for name in whole
+        }
+    )
 
 
 def _micro_batch(shape: MeasuredShape, recompute: Recompute, layout: Layout = "padded") -> MicroBatch:
     rows, *lengths = shape
     return MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), layout, recompute)
+
+
+def _spread_over(shapes: Sequence[MeasuredShape], count: int) -> list[MeasuredShape]:
+    """So many of them, or all, the first and the last among them."""
+    places = np.linspace(0, len(shapes) - 1, min(count, len(shapes))).round().astype(int)
+    return [shapes[place] for place in places]
 
 
 def _tokens(shape: MeasuredShape) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, recompute_of_layers, without_stage
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Topology, refuse_half_layers
 from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.a100 import hidden_size_of, read_layers
@@ -25,10 +25,13 @@ from dynapipe_ext.costs.layers import (
     HEAD_MESSAGE_BYTES,
     HEAD_PEAK,
     KINDS,
+    SLICED_HEAD,
     WEIGHT,
     LayerKind,
     equivalent_shape,
     first_decoder_stage,
+    grids_of,
+    kinds_of,
     layers_of_stages,
     once_by_stage,
     parameters_by_stage,
@@ -198,6 +201,7 @@ class CostTable:
             prices_halves=self._prices_halves,
             prices_spread=not self.has_decoder and self.lm_head == "last",
             prices_pieces=self.pieces is not None,
+            slices_head=SLICED_HEAD in self.grids,
             sharded_state_bytes=self.state_parts[1],
             width=self.topology.width,
             priced_widths=(1, *self.blocks) if self.blocks else None,
@@ -221,6 +225,11 @@ class CostTable:
     def recomputes(self) -> tuple[Recompute, ...]:
         """The recomputation types that were measured."""
         return tuple(r for r in LAYER_RECOMPUTES if (r, "encoder") in self.grids)
+
+    @property
+    def kinds(self) -> tuple[Recompute, ...]:
+        """Those, and the same with the head in slices where that was measured."""
+        return kinds_of(self.grids)
 
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
@@ -293,8 +302,8 @@ class CostTable:
             refused = own[index] if "B" in self.working_in else micro_batches[index]
             raise PlanError(self._refusal(refused, shapes[:, index]))
         if self.packed_bytes:
-            more = [self.packed_bytes.get(m.recompute, 1.0) if p else 1.0 for m, p in zip(own, packed, strict=True)]
-            costs = costs.holding(np.array(more))
+            kinds = (m.layer_recompute if p else None for m, p in zip(own, packed, strict=True))
+            costs = costs.holding(np.array([self.packed_bytes.get(kind, 1.0) if kind else 1.0 for kind in kinds]))
         if self.pieces is None or all(m.attention != "carried" for m in micro_batches):
             return costs
         layers = np.array(self.stage_attentions(), np.int64)
@@ -313,7 +322,7 @@ class CostTable:
         return self._price(shapes, shapes[0] * shapes[1:], recompute)[0]
 
     def _equivalent(self, m: MicroBatch) -> tuple[float, float, float]:
-        return equivalent_shape(m, self.grids.get((m.recompute, "decoder" if m.decoder_len else "encoder")))
+        return equivalent_shape(m, self.grids.get((m.layer_recompute, "decoder" if m.decoder_len else "encoder")))
 
     def _of_rank(
         self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray
@@ -330,7 +339,7 @@ class CostTable:
             time = block.exchange_time(self.topology, self.links or Links.uniform(self._link), self.value_bytes)
         layers = np.array(self.stage_attentions())[:, None]
         forward = layers * time(tokens) * 1e-6
-        backward = forward * (1 + (recompute != "none"))
+        backward = forward * (1 + (recompute_of_layers(recompute) != "none"))
         gathered = 2 * self.value_bytes * block.kept_values * (block.gather_ranks > 1) * 1e-6 * tokens
         copied = layers * self.value_bytes * block.copied_values * 1e-6 * tokens
         whole = whole / width
@@ -344,7 +353,7 @@ class CostTable:
 
     def _stages(self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
-        grids = [self.grids.get((recompute, kind)) for kind in KINDS]
+        grids = grids_of(self.grids, recompute)
         on_every, head, heads = self.lm_head == "every", grids[-1], self.topology.head_stages
         if len(heads) > 1:
             grids[-1] = None  # parts of it come below
@@ -359,7 +368,7 @@ class CostTable:
             weight = stage_values(as_backward, layout, shapes, **options)[0][1]
         total = np.stack([forward, backward, weight, stored, running])
         if self.topology.has_half_layers:
-            halves = [self.grids.get((recompute, kind)) for kind in HALVES]
+            halves = grids_of(self.grids, recompute, HALVES)
             total = values_with_halves(total, halves, self.stage_halves(), shapes)
         if head and len(heads) > 1:
             total, known = values_with_spread_head(total, head, heads, shapes, self.value_bytes * self.hidden_size)
@@ -378,10 +387,10 @@ class CostTable:
         self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray
     ) -> dict[LayerKind, FloatArray]:
         """MB (stored, peak) of a layer of each kind on packed rows above those of the padded shapes: none below."""
-        kinds = KINDS[: 1 + self.has_decoder]
+        kinds, layer = KINDS[: 1 + self.has_decoder], recompute_of_layers(recompute)
         more: dict[LayerKind, FloatArray] = {kind: np.zeros((2, shapes.shape[1])) for kind in kinds}
         for kind in kinds:
-            if (packed := self.packed_layers.get((recompute, kind))) and (grid := self.grids.get((recompute, kind))):
+            if (packed := self.packed_layers.get((layer, kind))) and (grid := self.grids.get((layer, kind))):
                 values, _ = grid.at(list(shapes[: len(grid.axes)]))
                 padded = values[[grid.columns.index(name) for name in COLUMNS[2:]]]
                 more[kind] = np.maximum(0.0, packed.of(sizes) - padded) * (sizes[0] > 0)
@@ -400,16 +409,14 @@ class CostTable:
         sizes = np.zeros((6, shapes.shape[1])) if sizes is None else sizes / factor
         layout = self.stage_layers()
         count = shapes.shape[1]
-        again = np.broadcast_to(np.asarray(recompute) == "stage", count)
-        if isinstance(recompute, str):
-            ms_and_mb, in_table = self._of_rank("none" if recompute == "stage" else recompute, shapes, tokens[0], sizes)
-        else:
-            ms_and_mb, in_table = np.zeros((5, len(layout), count)), np.zeros(count, bool)
-            for kind in LAYER_RECOMPUTES:
-                if (chosen := (recompute == kind) | again * (kind == "none")).any():
-                    ms_and_mb[:, :, chosen], in_table[chosen] = self._of_rank(
-                        kind, shapes[:, chosen], tokens[0][chosen], sizes[:, chosen]
-                    )
+        ms_and_mb, in_table = np.zeros((5, len(layout), count)), np.zeros(count, bool)
+        again = np.zeros(count, bool)
+        for kind in dict.fromkeys([recompute] if isinstance(recompute, str) else recompute.tolist()):
+            chosen = slice(None) if isinstance(recompute, str) else recompute == kind
+            again[chosen] = (within := without_stage(kind)) != kind
+            if within in self.kinds:
+                priced = self._of_rank(within, shapes[:, chosen], tokens[0][chosen], sizes[:, chosen])
+                ms_and_mb[:, :, chosen], in_table[chosen] = priced
         if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
             in_table = in_table & ~again
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
@@ -457,9 +464,9 @@ class CostTable:
         text += f" (decoder {m.decoder_len})" if self.has_decoder else ""
         if m.layout == "packed" and m.attention != "row":
             text += f", priced as {shape[0]:.1f} x {shape[1]:.1f},"
-        if m.recompute not in self.recomputes:
-            return f"{text} with recompute {m.recompute!r}: the cost table has only {', '.join(self.recomputes)}"
-        axes = self.grids[m.recompute, "decoder" if self.has_decoder else "encoder"].axes
+        if m.recompute not in self.kinds:
+            return f"{text} with recompute {m.recompute!r}: the cost table has only {', '.join(self.kinds)}"
+        axes = self.grids[m.layer_recompute, "decoder" if self.has_decoder else "encoder"].axes
         for name, value, axis in zip(("rows", "encoder_len", "decoder_len"), shape, axes, strict=False):
             if value > axis[-1]:
                 return (

@@ -42,10 +42,13 @@ def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
     those of the sample.
     """
     sides = encoder, decoder = micro_batch.encoder_len, micro_batch.decoder_len
+    documents = micro_batch.documents
+    if len(documents) == 1 and not decoder and micro_batch.attention == "document" and micro_batch.layout == "packed":
+        return encoder, documents[0] ** 2 + (encoder - documents[0]) ** 2  # of most rows where samples are long
     tokens = micro_batch.rows * (encoder + decoder)
     if micro_batch.layout == "padded" or micro_batch.attention == "row":
         return tokens, micro_batch.rows * sum(length**2 for length in sides)
-    squares = _squares(micro_batch.documents, encoder)
+    squares = _squares(documents, encoder)
     if decoder:
         squares += _squares([s.decoder for s in micro_batch.samples], decoder)
     # A piece's end^2 - start^2 is that much more than its length squared.

@@ -93,6 +93,7 @@ class RowPackings:
     rule: RowRule
     weights: list[int]
     _made: dict[int, tuple[MicroBatch, ...] | None] = field(default_factory=dict)
+    _alone: dict[int, MicroBatch] = field(default_factory=dict)  # rows of one sample, by its identity
 
     @classmethod
     def of(cls, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> RowPackings:
@@ -110,8 +111,16 @@ class RowPackings:
         """So many rows, the same object each time; None where they are too tight."""
         if count not in self._made:
             rows = pack(self.samples, self.weights, count, self.rule.room)
-            self._made[count] = None if rows is None else tuple(self.rule.row(row) for row in rows)
+            self._made[count] = None if rows is None else tuple(map(self._row, rows))
         return self._made[count]
+
+    def _row(self, samples: Sequence[SampleLength]) -> MicroBatch:
+        if len(samples) > 1:
+            return self.rule.row(samples)
+        key = id(samples[0])  # `samples` keeps them
+        if key not in self._alone:
+            self._alone[key] = self.rule.row(samples)
+        return self._alone[key]
 
     def best(
         self, evaluate: MicroBatchEvaluate, *, pp: int, dp: int, max_bytes: int | None, equal_counts: bool
@@ -166,7 +175,7 @@ class RowPackings:
         ends = _least(values), _most(values)
         close = sorted({*ends, *(count for count in coarse if count in values and min(ends) < count < max(ends))})
         chosen = [*close[:: -(-len(close) // tries)], close[-1]]
-        packings = dict.fromkeys(self.numbering(count) for count in [_most(values), *chosen])
+        packings = map(self.numbering, dict.fromkeys([_most(values), *chosen]))
         return [rows for rows in packings if rows is not None]
 
     def _value(self, count: int, evaluate: MicroBatchEvaluate, *, weight: int, max_bytes: int | None) -> _Value | None:

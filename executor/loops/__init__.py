@@ -5,4 +5,5 @@ They import the loop where they are called, and use public calls of this package
 calls `plan_micro_batches` and `dynapipe_ext.megatron` instead.
 """
 
-TRIED = {"verl": "0.9.1", "megatron-bridge": "0.3.1", "torchtitan": "0.3.0"}  # by tests/bench/loops.py
+# By tests/bench/loops.py.
+TRIED = {"verl": "0.9.1", "megatron-bridge": "0.3.1", "ms-swift": "4.6.0", "torchtitan": "0.3.0"}

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, assert_never
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.micro_batches import MicroBatch, slices_head
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.pieces import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured, ModelPart
@@ -170,7 +170,7 @@ class LayerProfiler:
             forward_s=whole[0] / layers,
             backward_s=whole[1] / layers,
             input_s=split[1] / layers,
-            weight_s=split[2] / layers,
+            weight_s=0.0 if slices_head(micro_batch.recompute) and part == "head" else split[2] / layers,
             stored_bytes=stored,
             peak_bytes=max(peak, stored),
         )

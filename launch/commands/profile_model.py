@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import platform
 import sys
@@ -19,7 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, MicroBatch, Recompute, SampleLength, round_up
+from dynapipe_ext.batch.micro_batches import (
+    LAYER_RECOMPUTES,
+    MicroBatch,
+    Recompute,
+    SampleLength,
+    round_up,
+    with_sliced_head,
+)
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.measured_blocks import blocks_in_words
@@ -27,7 +35,7 @@ from dynapipe_ext.costs.measuring_time import MeasuringTime
 from dynapipe_ext.costs.model import fingerprint, no_width
 from dynapipe_ext.costs.pieces import MeasuredPieces
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
-from dynapipe_ext.costs.surface import Measured, ModelPart
+from dynapipe_ext.costs.surface import Measured, MeasuredShape, ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, ending
@@ -366,7 +374,11 @@ def _errors(table: CostTable, profiler: _TimedProfiler, job: _Job) -> dict[str, 
         pieces_in_time = lambda pieces: spent.has(spent.expected_s("layer", pieces), share=(1 + _PIECES_END) / 2)  # noqa: E731
         errors["pieces"] = errors_of_pieces(table, profiler.measure_pieces, samples, pieces_in_time)
     groups = _held_out(within, job.args.held_out, job.config.run.seed)
-    pairs = [(name, one) for both in zip(*groups.values(), strict=True) for name, one in zip(groups, both, strict=True)]
+    if table.facts.slices_head:
+        kind = with_sliced_head(within.recomputes)[0]
+        groups["head in slices"] = [_padded(shape, kind) for shape in within.in_slices(job.args.held_out)]
+    in_turn = itertools.zip_longest(*groups.values())
+    pairs = [(name, one) for ones in in_turn for name, one in zip(groups, ones, strict=True) if one is not None]
     found = [(name, held_out_errors(table, profiler.measure, [one], in_time)) for name, one in pairs]
     ours = {group: HeldOutErrors.joined([one for name, one in found if name == group]) for group in groups}
     return ours | errors
@@ -395,13 +407,14 @@ def _job(args: argparse.Namespace, start_s: float) -> _Job:
 
 def _widths_to_measure(args: argparse.Namespace, config: TrainConfig, model: Architecture) -> tuple[int, ...]:
     """Those that are named, or that steps of the settings may have, as far as this machine has devices for them."""
+    if args.widths and model.num_decoder_layers:
+        raise no_width("measured costs of an encoder-decoder", args.widths[0])
+    widths = [width for width in config.topology.widths if width > 1]
+    if args.widths is not None or model.num_decoder_layers or not widths:
+        return args.widths or ()
     import torch
 
-    if args.widths and model.num_decoder_layers:
-        raise no_width("costs of an encoder-decoder", args.widths[0])
-    if args.widths is not None or model.num_decoder_layers:
-        return args.widths or ()
-    widths, num_devices = [width for width in config.topology.widths if width > 1], torch.cuda.device_count()
+    num_devices = torch.cuda.device_count()
     fitting = tuple(width for width in widths if not num_devices or width * config.topology.tp <= num_devices)
     if len(fitting) < len(widths):
         print(
@@ -449,10 +462,7 @@ def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence
     """Padded shapes, and packed rows of documents or pairs of very different lengths, within what the table knows."""
     shapes = within.held_out(count, seed)
     kinds: list[Recompute] = [within.recomputes[i % len(within.recomputes)] for i in range(count)]
-    padded = [
-        MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), recompute=kind)
-        for (rows, *lengths), kind in zip(shapes, kinds, strict=True)
-    ]
+    padded = [_padded(shape, kind) for shape, kind in zip(shapes, kinds, strict=True)]
     random, packed = np.random.default_rng(seed + 1), []
     for kind in kinds:
         documents, room = [], within.max_tokens - within.multiple * len(within.sides)
@@ -465,6 +475,11 @@ def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence
         samples = tuple(SampleLength(i, *lengths) for i, lengths in enumerate(documents))
         packed.append(MicroBatch(samples, "packed", kind, pad_multiple=within.multiple))
     return {"padded": padded, "packed": packed}
+
+
+def _padded(shape: MeasuredShape, kind: Recompute) -> MicroBatch:
+    rows, *lengths = shape
+    return MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), recompute=kind)
 
 
 def _device_name(device: Any) -> str:

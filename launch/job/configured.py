@@ -259,7 +259,8 @@ def planned_kinds(config: TrainConfig, costs: CostModel) -> tuple[Recompute, ...
         return ("none",)
     if config.plan.recompute != "auto":
         return (config.plan.recompute,)
-    return (*LAYER_RECOMPUTES, *(with_sliced_head(LAYER_RECOMPUTES) if costs.facts.slices_head else ()))
+    in_slices = costs.facts.slices_head and can_slice_head(config)
+    return (*LAYER_RECOMPUTES, *(with_sliced_head(LAYER_RECOMPUTES) if in_slices else ()))
 
 
 def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import mul
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.floor import NEVER_NS, GrowingTimes, PointTable, TablePoints
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
 
+IntArray = npt.NDArray[np.int64]
 Job = tuple[int, int, int]  # head_ns, duration_ns, tail_ns
+_MOST_IN_64_BITS = 2.0**61  # of times that are added up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +90,10 @@ def replica_bounds(
     ranks = sorted(set(stage_ranks))
     stage_ns = chain_ns = heads_tails_ns = 0
     for rank in ranks:
-        jobs = chains.jobs(rank)
-        heads, durations, tails = zip(*jobs, strict=True)
-        stage_ns = max(stage_ns, min(heads) + sum(durations) + min(tails))
-        chain_ns = max(chain_ns, max(map(sum, jobs)))
-        heads_tails_ns = max(heads_tails_ns, _preemptive_ns(jobs))
+        heads, durations, tails = chains.jobs(rank)
+        stage_ns = max(stage_ns, int(heads.min() + durations.sum() + tails.min()))
+        chain_ns = max(chain_ns, int((heads + durations + tails).max()))
+        heads_tails_ns = max(heads_tails_ns, _preemptive_ns(heads, durations, tails))
     byte_time_ns = None
     if memory_limit_bytes is not None:
         byte_time_ns = max(chains.byte_time_ns(rank, memory_limit_bytes) for rank in ranks)
@@ -108,57 +111,50 @@ class _Chains:
         self.stages: dict[int, list[int]] = {}
         for stage, rank in enumerate(stage_ranks):
             self.stages.setdefault(rank, []).append(stage)
-        self.forward: list[list[int]] = costs.forward_ns.tolist()
-        self.weight: list[list[int]] = costs.weight_ns.tolist()
-        self.gradient: list[list[int]] = (costs.input_ns if split else costs.backward_ns).tolist()
-        self.stored: list[list[int]] = costs.stored_bytes.tolist()
-        self.working: list[list[int]] = costs.working_bytes.tolist()
-        micro_batches = range(costs.num_micro_batches)
-        moves = [
-            [0] * len(micro_batches) if stage_ranks[s] == stage_ranks[s + 1] else row
-            for s, row in enumerate(costs.transfer_ns.tolist())
-        ]
-        back = [[0] * len(micro_batches) for _ in moves] if forward_only else moves
-        self.head = [[0] * len(micro_batches)]  # before F
-        last_w = self.weight if split else [[0] * len(micro_batches) for _ in stage_ranks]
+        tables = costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.transfer_ns
+        small = sum(float(table.sum()) for table in tables) < _MOST_IN_64_BITS  # else in Python's integers
+        self.forward, backward, self.weight, moves = tables if small else (table.astype(object) for table in tables)
+        self.gradient = backward - self.weight if split else backward
+        last, none = costs.num_stages - 1, np.zeros_like(self.forward[0])
+        moves = [none if stage_ranks[s] == stage_ranks[s + 1] else moves[s] for s in range(last)]
+        back = [none for _ in moves] if forward_only else moves
+        last_w = self.weight if split else [none for _ in stage_ranks]
+        self.head = [none]  # before F
         self.tail = [last_w[0]]  # after B or I: the gradient goes on up while W, if split, runs where it is
-        for s in range(costs.num_stages - 1):
-            self.head.append([self.head[s][m] + self.forward[s][m] + moves[s][m] for m in micro_batches])
-            self.tail.append(
-                [max(last_w[s + 1][m], back[s][m] + self.gradient[s][m] + self.tail[s][m]) for m in micro_batches]
-            )
-        self.between = [[0] * len(micro_batches) for _ in stage_ranks]  # from the end of F to the start of B or I
-        for s in reversed(range(costs.num_stages - 1)):
-            self.between[s] = [
-                moves[s][m] + self.forward[s + 1][m] + self.between[s + 1][m] + self.gradient[s + 1][m] + back[s][m]
-                for m in micro_batches
-            ]
+        for s in range(last):
+            self.head.append(self.head[s] + self.forward[s] + moves[s])
+            self.tail.append(np.maximum(last_w[s + 1], back[s] + self.gradient[s] + self.tail[s]))
+        self.between = [none for _ in stage_ranks]  # from the end of F to the start of B or I
+        for s in reversed(range(last)):
+            ahead = self.forward[s + 1] + self.between[s + 1] + self.gradient[s + 1]
+            self.between[s] = moves[s] + ahead + back[s]
 
-    def jobs(self, rank: int) -> list[Job]:
+    def jobs(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Heads, durations and tails of all that the rank runs."""
         jobs = []
         for s in self.stages[rank]:
-            for m, forward_ns in enumerate(self.forward[s]):
-                head, tail, gradient_ns = self.head[s][m], self.tail[s][m], self.gradient[s][m]
-                ready = head + forward_ns + self.between[s][m]
-                jobs.append((head, forward_ns, self.between[s][m] + gradient_ns + tail))
-                if self.forward_only:
-                    continue
-                jobs.append((ready, gradient_ns, tail))
-                if self.split:
-                    jobs.append((ready + gradient_ns, self.weight[s][m], 0))
-        return jobs
+            head, forward_ns, gradient_ns, tail = self.head[s], self.forward[s], self.gradient[s], self.tail[s]
+            ready = head + forward_ns + self.between[s]
+            jobs.append((head, forward_ns, self.between[s] + gradient_ns + tail))
+            if self.forward_only:
+                continue
+            jobs.append((ready, gradient_ns, tail))
+            if self.split:
+                jobs.append((ready + gradient_ns, self.weight[s], np.zeros_like(tail)))
+        heads, durations, tails = map(np.concatenate, zip(*jobs, strict=True))
+        return heads, durations, tails
 
     def byte_time_ns(self, rank: int, limit_bytes: int) -> int:
         """The rank's bytes x nanoseconds that cannot be avoided, spread over all that the limit leaves free."""
         stages = self.stages[rank]
         free = limit_bytes - sum(int(self.costs.static_bytes[s]) for s in stages)
-        byte_ns = 0
+        byte_ns = 0  # beyond 64 bits
         for s in stages:
-            for m, forward_ns in enumerate(self.forward[s]):
-                busy_ns = forward_ns + self.gradient[s][m]
-                held_ns = busy_ns + self.between[s][m] + (self.weight[s][m] if self.split else 0)
-                byte_ns += self.stored[s][m] * held_ns
-                byte_ns += self.working[s][m] * (forward_ns if self.costs.working_in == "F" else busy_ns)
+            busy_ns = self.forward[s] + self.gradient[s]
+            held_ns = busy_ns + self.between[s] + (self.weight[s] if self.split else 0)
+            working_ns = self.forward[s] if self.costs.working_in == "F" else busy_ns
+            byte_ns += sum(map(mul, self.costs.stored_bytes[s].tolist(), held_ns.tolist()))
+            byte_ns += sum(map(mul, self.costs.working_bytes[s].tolist(), working_ns.tolist()))
         if free < 0 or (byte_ns and not free):
             raise PlanError(
                 f"rank {rank} holds {limit_bytes - free} B of weights and states, which leaves nothing of the"
@@ -166,15 +162,22 @@ class _Chains:
             )
         spread_ns = -(-byte_ns // free) if byte_ns else 0
         first = stages[0]
-        return min(self.head[first]) + spread_ns + (0 if self.split else min(self.tail[first]))
+        return int(self.head[first].min()) + spread_ns + (0 if self.split else int(self.tail[first].min()))
 
 
-def _preemptive_ns(jobs: Sequence[Job]) -> int:
+def _preemptive_ns(heads: IntArray, durations: IntArray, tails: IntArray) -> int:
     """Least possible max(end + tail) over preemptive orders of the jobs on one machine: always run the largest tail.
 
-    >>> _preemptive_ns([(0, 2, 5), (1, 3, 9), (0, 1, 0)])
+    >>> _preemptive_ns(np.array([0, 1, 0]), np.array([2, 3, 1]), np.array([5, 9, 0]))
     13
     """
+    if native is None or heads.dtype != np.int64:
+        return preemptive_in_python(zip(heads.tolist(), durations.tolist(), tails.tolist(), strict=True))
+    return int(native.preemptive_ns(heads, durations, tails))
+
+
+def preemptive_in_python(jobs: Iterable[Job]) -> int:
+    """`_preemptive_ns` without the native core."""
     ready: list[tuple[int, int]] = []  # (-tail, time left)
     now, best = 0, 0
     for head, duration, tail in sorted(jobs):
@@ -196,7 +199,6 @@ def _preemptive_ns(jobs: Sequence[Job]) -> int:
 
 
 FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _NEXT_TO_NOTHING_NS = 1e-12  # of a square, where attention took no time that was measured
 

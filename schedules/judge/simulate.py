@@ -9,17 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynapipe_ext.batch.micro_batches import PieceNeighbours, SamplePieces
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.timeline import Span, Trace
 
 
-def validate(schedule: PipelineSchedule, num_micro_batches: int, sample_pieces: Sequence[SamplePieces] = ()) -> None:
+def validate(
+    schedule: PipelineSchedule,
+    num_micro_batches: int,
+    sample_pieces: Sequence[SamplePieces] = (),
+    *,
+    progress: bool = True,
+) -> None:
     """Nothing if every micro-batch runs F then B, or F then I then W, on each stage, and the order has no cycle.
 
     In a schedule of forwards alone (`forward_only`) it runs F, and nothing else. On each stage the forwards of a
-    sample's pieces must run from the first to the last, and their B or I from the last to the first.
+    sample's pieces must run from the first to the last, and their B or I from the last to the first. Who simulates the
+    order next, which finds a cycle, too, leaves that out by `progress`.
 
     Errors: PlanError naming the action, stage or micro-batch at fault.
     """
@@ -50,7 +58,8 @@ def validate(schedule: PipelineSchedule, num_micro_batches: int, sample_pieces: 
                     + (": only a schedule of forwards alone may lack backwards" if kinds == "F" else "")
                 )
     _check_pieces(schedule, PieceNeighbours.of(sample_pieces))
-    _check_progress(schedule, num_micro_batches)
+    if progress:
+        _check_progress(schedule, num_micro_batches)
 
 
 def _check_pieces(schedule: PipelineSchedule, order: PieceNeighbours) -> None:
@@ -139,10 +148,18 @@ def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list
     action at which each of them is blocked.
     """
     steps = timed_actions(schedule, costs)
-    spans, stuck = run_steps(steps, num_slots(costs.num_stages, costs.num_micro_batches))
+    slots = num_slots(costs.num_stages, costs.num_micro_batches)
+    run = run_steps if native is None or not _is_small(costs) else native.run_steps
+    spans: list[list[SpanNs]]
+    spans, stuck = run(steps, slots)
     if stuck:
         raise deadlock(schedule, stuck)
     return spans
+
+
+def _is_small(costs: MicroBatchCosts) -> bool:
+    """Whether times of any order are within 64 bits."""
+    return sum(float(table.sum()) for table in (costs.forward_ns, costs.backward_ns, costs.transfer_ns)) < 2.0**61
 
 
 def makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
@@ -280,15 +297,8 @@ def timed_actions(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[li
     check_sizes(schedule, costs)
     forward = forward_steps(costs, schedule.stage_ranks)
     backward = backward_steps(costs, schedule.stage_ranks)
-    gradient: list[list[TimedAction]] = []
+    gradient: list[list[TimedAction]] = []  # of I, where there is one
     weight: list[list[int]] = []
-    if any(
-        action.kind is Kind.BACKWARD_INPUT or action.kind is Kind.BACKWARD_WEIGHT
-        for r in schedule.ranks
-        for action in r
-    ):
-        gradient = backward_steps(costs, schedule.stage_ranks, split=True)
-        weight = costs.weight_ns.tolist()
     ranks = []
     for actions in schedule.ranks:
         steps: list[TimedAction] = []
@@ -300,9 +310,11 @@ def timed_actions(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[li
             elif kind is Kind.BACKWARD:
                 steps.append(backward[stage][m])
             elif kind is Kind.BACKWARD_INPUT:
+                gradient = gradient or backward_steps(costs, schedule.stage_ranks, split=True)
                 split.add((stage, m))
                 steps.append(gradient[stage][m])
             else:
+                weight = weight or costs.weight_ns.tolist()
                 steps.append((_NOW if (stage, m) in split else _NEVER, weight[stage][m], _NOWHERE, 0))
         ranks.append(steps)
     return ranks

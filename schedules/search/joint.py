@@ -140,7 +140,7 @@ class _Search:
             can_run = self._move()
             for d in self.touched:
                 in_piece_order(self.state.groups[d], self.problem.sample_pieces)
-            if not can_run or not self._within(walk.allowed(record, step)):
+            if not can_run or not self._within(walk.most(record, step), step):
                 self.state = before
                 continue
             record = min(record, self.state.energy)
@@ -148,14 +148,16 @@ class _Search:
                 best = copy.deepcopy(self.state)
         return best
 
-    def _within(self, most_energy: int) -> bool:
-        """Simulate what the move changed, for as long as the energy may stay within the bound."""
+    def _within(self, most_energy: int, step: int) -> bool:
+        """Simulate what the move changed, for as long as the energy may stay within the bound. Where that is a single
+        replica, it may take longer by no more than its own allowance: else those that are not the slowest become so."""
         state = self.state
+        own_ns = [self.walk.most(state.makespan_ns[d], step) for d in self.touched] if len(self.touched) == 1 else []
         state.floor_ns = self.problem.floor_ns(state.cuts)
         for d in self.touched:
             state.makespan_ns[d] = 0
         for d in self.touched:
-            room = state.most_ns_within(most_energy, d)
+            room = min([state.most_ns_within(most_energy, d), *own_ns])
             state.makespan_ns[d] = _makespan_of(self.problem, state, d, room + 1)
             if state.makespan_ns[d] > room:
                 return False

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,8 @@ from dynapipe_ext.splits.padded import Cut
 _TRIAL = 500  # of the effort, for each of several starts
 _COOLING = 1000  # of the effort: after it a move may cost half of what the first may
 _REPLICAS = 4  # that one measure of effort is for
-_MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves
+_MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves:
+_LONG = 8  # as many as for replicas of so many, but no fewer than half of the effort
 _ROWS = 12  # likewise, where samples come in pieces, which are many rows: moves are fewer, as each costs more
 _CORE_HAS_NO_CAP = 1 << 20  # how the native core is told of a rule without a cap
 
@@ -173,7 +175,7 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
         state = _searched(best.problem, cuts, orders, settings, best.rest)
     return best.index, Optimized(
         tuple(tuple(state.cut(m) for m in group) for group in state.groups),
-        tuple(_schedule(actions, best.problem) for actions in state.actions),
+        _schedules(state.actions, best.problem),
         tuple(state.makespan_ns),
     )
 
@@ -207,7 +209,7 @@ def _trials(candidates: Sequence[_Candidate], settings: Settings) -> list[Search
     """Each start's result after its trial; a single start is not searched yet."""
 
     def trial(one: _Candidate) -> SearchState:
-        return _searched(one.problem, one.cuts, one.orders, settings, one.trial)
+        return _searched(one.problem, one.cuts, one.orders, settings, one.trial, with_actions=not one.rest.moves)
 
     threads = min(len(os.sched_getaffinity(0)), len(candidates))
     if threads > 1 and settings.use_native and native is not None:  # the native core releases Python's lock
@@ -227,10 +229,9 @@ def _walks(start: Start, settings: Settings, *, are_several: bool) -> tuple[Walk
 def _num_moves(start: Start, effort: int) -> int:
     """The moves of an effort; where samples come in pieces, no more work than that of a few rows."""
     replicas, cuts = len(start.groups), len(start.cuts)
-    times = replicas // _REPLICAS
+    moves = effort * max(1, replicas // _REPLICAS)
     if has_long_replicas(replicas, cuts):  # a simulation takes as long as a replica has micro-batches
-        times = times * _MANY * replicas // cuts
-    moves = effort * max(1, times)
+        moves = max(effort // 2, moves * _LONG * replicas // cuts)
     return moves * _ROWS // max(_ROWS, len(start.cuts)) if start.sample_pieces else moves
 
 
@@ -247,10 +248,18 @@ def _in_turn(state: SearchState) -> tuple[list[Cut], list[list[list[int]]]]:
 
 
 def _searched(
-    problem: Problem, cuts: Sequence[Cut], orders: Sequence[Sequence[Sequence[int]]], settings: Settings, walk: Walk
+    problem: Problem,
+    cuts: Sequence[Cut],
+    orders: Sequence[Sequence[Sequence[int]]],
+    settings: Settings,
+    walk: Walk,
+    *,
+    with_actions: bool = True,
 ) -> SearchState:
-    options = {"equal_counts": settings.equal_counts, "use_native": settings.use_native}
-    return search(problem, cuts, orders, walk, **options)
+    equal_counts, use_native = settings.equal_counts, settings.use_native
+    return search(
+        problem, cuts, orders, walk, equal_counts=equal_counts, use_native=use_native, with_actions=with_actions
+    )
 
 
 def search(
@@ -261,12 +270,14 @@ def search(
     *,
     equal_counts: bool = False,
     use_native: bool = True,
+    with_actions: bool = True,
 ) -> SearchState:
     """The best state of a walk of random moves from `cuts`, which cover the items in turn, and from `starts` (per
     replica, the orders of cuts to begin with).
 
     Record-to-record travel (Dueck 1993): a move may cost up to an allowance, which shrinks with the moves made so far,
-    whatever the number that is to follow. A function of its arguments; of equals the first stays.
+    whatever the number that is to follow. A function of its arguments; of equals the first stays. The native core can
+    leave out its actions, which take long to write down.
     """
     if native is None or not use_native:
         return search_in_python(problem, cuts, starts, walk, equal_counts=equal_counts)
@@ -284,11 +295,16 @@ def search(
         equal_counts,
         (0, 1) if problem.cores is None else (problem.cores.tp, problem.cores.num_cores),
         list(map(list, problem.sample_pieces)),
+        with_actions,
     )
     stages = len(problem.stage_ranks)
     state_cuts = [Cut(*cut) if cut[0] >= 0 else None for cut in new_cuts]
+    tables: dict[int, list[Chosen]] = {}  # by the number of cuts: replicas share the actions of equal numbers
+    for group in groups if with_actions else ():
+        if len(group) not in tables:
+            tables[len(group)] = [Chosen(*one) for one in product(_ACTIONS, range(stages), range(len(group)))]
     chosen = [
-        [_decoded(codes, stages, len(group)) for codes in replica]
+        [list(map(tables[len(group)].__getitem__, codes)) for codes in replica]
         for replica, group in zip(actions, groups, strict=False)
     ]
     return SearchState(state_cuts, groups, chosen_rules, makespans, chosen, problem.floor_ns(state_cuts))
@@ -300,14 +316,7 @@ def _rule_for_core(rule: DispatchRule) -> tuple[int, int, int, int]:
     return extra, rule.rhythm, rule.patience, most_pending
 
 
-def _decoded(codes: Sequence[int], stages: int, count: int) -> list[Chosen]:
-    """A rank's actions, which the native core writes as numbers: (action x stages + stage) x count + position."""
-    rest, position = np.divmod(np.array(codes, np.int64), max(1, count))
-    action, stage = np.divmod(rest, stages)
-    return list(map(Chosen, map(_ACTIONS.__getitem__, action.tolist()), stage.tolist(), position.tolist()))
-
-
-_ACTIONS = (CostField.FORWARD, CostField.GRADIENT, CostField.WEIGHT)
+_ACTIONS = (CostField.FORWARD, CostField.GRADIENT, CostField.WEIGHT)  # as the native core's numbers count them
 
 
 def _problem(start: Start, settings: Settings, records: IntArray) -> Problem:
@@ -405,11 +414,14 @@ def _shapes(start: Start, cuts: Sequence[Cut]) -> IntArray:
     return shapes
 
 
-def _schedule(actions: list[list[Chosen]], problem: Problem) -> PipelineSchedule:
+def _schedules(replicas: list[list[list[Chosen]]], problem: Problem) -> tuple[PipelineSchedule, ...]:
     kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT if problem.split else Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    ranks = tuple(tuple(Action(one.stage, kinds[one.action], one.position) for one in rank) for rank in actions)
     name = "adaptive-split" if problem.split else "adaptive"
-    return PipelineSchedule(name, ranks or tuple(() for _ in set(problem.stage_ranks)), problem.stage_ranks)
+    chosen = {id(one): one for ranks in replicas for rank in ranks for one in rank}  # what replicas share, once
+    made = {key: Action(one.stage, kinds[one.action], one.position) for key, one in chosen.items()}
+    idle: tuple[tuple[Action, ...], ...] = tuple(() for _ in set(problem.stage_ranks))
+    orders = (tuple(tuple(made[id(one)] for one in rank) for rank in ranks) for ranks in replicas)
+    return tuple(PipelineSchedule(name, ranks or idle, problem.stage_ranks) for ranks in orders)
 
 
 def renumbered(schedule: PipelineSchedule, place: dict[int, int]) -> PipelineSchedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -139,9 +139,9 @@ class Walk:
     begun: int = 0
     cooling: int = 1
 
-    def allowed(self, record: int, step: int) -> int:
-        """The most energy that move number `step` may lead to, where `record` is the least so far."""
-        return record + record // _ALLOWANCE * self.cooling // (self.cooling + step)
+    def most(self, least: int, step: int) -> int:
+        """What move number `step` may lead to where the least so far is that."""
+        return least + least // _ALLOWANCE * self.cooling // (self.cooling + step)
 
 
 @dataclass(slots=True)
@@ -187,17 +187,24 @@ class SearchState:
 def start_orders(costs: MicroBatchCosts, sample_pieces: Sequence[SamplePieces] = ()) -> list[list[int]]:
     """Orders to begin with: natural, ascending, descending, alternating between the two halves, and cheap at both ends
     (a short fill and drain, and neighbours alike). The pieces of a sample stand together, and count as one."""
-    times = (costs.forward_ns + costs.backward_ns).sum(axis=0).tolist()
+    times: list[int] = (costs.forward_ns + costs.backward_ns).sum(axis=0).tolist()
+    if not sample_pieces:
+        return _orders(range(len(times)), times)
     later = {m for pieces in sample_pieces for m in pieces[1:]}
     units = {m: (m,) for m in range(len(times)) if m not in later} | {pieces[0]: pieces for pieces in sample_pieces}
     work = {m: sum(times[k] for k in unit) for m, unit in units.items()}
-    ascending = sorted(units, key=lambda m: (work[m], m))
+    return [[k for m in order for k in units[m]] for order in _orders(sorted(units), work)]
+
+
+def _orders(items: Sequence[int], work: Sequence[int] | Mapping[int, int]) -> list[list[int]]:
+    """Those of `start_orders`, each once, of ascending items."""
+    ascending = sorted(items, key=work.__getitem__)
     half = len(ascending) // 2
     alternating = [m for pair in zip(ascending[half:], ascending[:half], strict=False) for m in pair]
     alternating += [ascending[-1]] if len(ascending) % 2 else []
     hill = ascending[::2] + ascending[1::2][::-1]
-    orders = [sorted(units), ascending, ascending[::-1], alternating, hill]
-    return [[k for m in order for k in units[m]] for i, order in enumerate(orders) if order not in orders[:i]]
+    orders = [list(items), ascending, ascending[::-1], alternating, hill]
+    return [order for i, order in enumerate(orders) if order not in orders[:i]]
 
 
 def piece_positions(group: Sequence[int], sample_pieces: Sequence[SamplePieces]) -> tuple[SamplePieces, ...]:

@@ -151,8 +151,8 @@ class Proposals:
             smallest, *larger = self._rooms(samples)
             tried = [partial(self._packed, rows, price, in_flight, dp, [smallest]) for in_flight in held]
             tried += [partial(self._packed, rows, price, 1, dp, larger)] if larger else []
-            packings = dict.fromkeys(parts for finalists in _possible(tried) for parts in finalists)
-            micro_batches = [list(parts) for parts in packings]
+            packings = [parts for finalists in _possible(tried) for parts in finalists]
+            return [self._with_replicas(parts, samples, step, price) for parts in _distinct(packings)]
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
     def piece_choices(self, samples: list[SampleLength], sizes: Sequence[int]) -> PieceChoices:
@@ -190,9 +190,15 @@ class Proposals:
     def _bottleneck(self, costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
         return bottleneck(costs, min_in_flight, self.topology.stage_ranks)
 
-    def _with_replicas(self, parts: list[MicroBatch], samples: Sequence[SampleLength], step: int) -> Replicas:
+    def _with_replicas(
+        self,
+        parts: Sequence[MicroBatch],
+        samples: Sequence[SampleLength],
+        step: int,
+        price: MicroBatchPrice | None = None,
+    ) -> Replicas:
         parts = _at_least(parts, min(self.topology.num_replicas, len(samples)))
-        time_ns, _ = self._bottleneck(self.costs.evaluate(parts))
+        time_ns, _ = self._bottleneck((price or self.costs.evaluate)(parts))
         return [[parts[i] for i in group] for group in self._assigned(time_ns.tolist(), samples, step)]
 
     def fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
@@ -417,8 +423,19 @@ def _remembering(price: MicroBatchPrice) -> MicroBatchPrice:
     return remembered
 
 
-def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+def _distinct(packings: Iterable[tuple[MicroBatch, ...]]) -> list[tuple[MicroBatch, ...]]:
+    """Each packing once, in the order of the first. They are compared, as hashes of many rows take longer."""
+    distinct: list[tuple[MicroBatch, ...]] = []
+    for packing in packings:
+        if not any(packing is other or packing == other for other in distinct):
+            distinct.append(packing)
+    return distinct
+
+
+def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> Sequence[MicroBatch]:
     """Cut the largest micro-batch of several samples in two until there are `count`; there are as many samples."""
+    if len(micro_batches) >= count:
+        return micro_batches
     parts = list(micro_batches)
     while len(parts) < count:
         several = [k for k, part in enumerate(parts) if len(part.samples) > 1]

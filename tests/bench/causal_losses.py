@@ -56,6 +56,10 @@ NAMED = (
     "starcoder2", "exaone4", "ernie4_5", "nemotron", "helium", "seed_oss", "hunyuan_v1_dense", "ministral",
     "llama4_text", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3",
 )  # fmt: skip
+_OF_GROUPS = {
+    "num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2, "layer_group_size": 2, "kv_lora_rank": 16,
+    "qk_head_dim": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
 _POSITIONS, _SPECIAL = 128, {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 
 
@@ -63,8 +67,8 @@ def tiny_config(family: str) -> Any:
     """With small sizes where the family takes them, else the default one cut to a small model of all its layers."""
     default = CONFIG_MAPPING[family]()
     wanted = SIZES | _SPECIAL | {"vocab_size": VOCABULARY, "max_position_embeddings": _POSITIONS}
-    if "num_expert_group" in default.to_dict():  # else as many groups as the published model, of 4 experts
-        wanted |= {"num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2}
+    if "num_expert_group" in default.to_dict():  # Kimi Linear, Bailing: their own kinds of layers, and few experts
+        wanted = {name: size for name, size in wanted.items() if name != "layer_types"} | _OF_GROUPS
     sizes = {name: size for name, size in wanted.items() if name in default.to_dict()}
     try:
         config = CONFIG_MAPPING[family](**sizes)

@@ -63,6 +63,7 @@ LOOPS = {
     "verl": Loop("verl_ranks", 2, ("verl", "mbridge", *_MEGATRON)),
     "megatron-bridge": Loop("bridge_ranks", 4, _BRIDGE, choices=("llama",)),
     "megatron-bridge-experts": Loop("bridge_ranks", 4, _BRIDGE, choices=("qwen3-moe",)),
+    "ms-swift": Loop("swift_ranks", 2, ("ms-swift", "mcore-bridge", *_MEGATRON)),
     "torchtitan": Loop(
         "titan_ranks", 2, ("torchtitan", "torch"), kinds=("stock", "planned"), stock_ranks=1, most_off=1e-6
     ),

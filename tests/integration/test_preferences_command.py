@@ -154,6 +154,7 @@ def test_losses_and_rewards_are_those_of_a_plain_loop(case: Case, trained: Path,
         if np.abs(chosen - rejected).min() > 1e-4:
             assert learned["accuracy"] == (chosen > rejected).mean()
     assert report["preferences"][-1]["margin"] > report["preferences"][0]["margin"]
+    assert "What to try next" in Path("run/index.html").read_text()
 
 
 SETTINGS = """

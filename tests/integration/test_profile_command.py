@@ -104,6 +104,22 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_head_in_slices_is_measured_and_keeps_no_logits(config: str, tmp_path: Path, one_repeat: None) -> None:
+    few = ["--min-len", "64", "--max-tokens", "2048", "--max-shapes", "4", "--held-out", "2", "--recompute", "full"]
+    out = tmp_path / "costs.json"
+    assert main(["profile", "--config", config, "--out", str(out), *few]) == 0
+    table = CostTable.read(out)
+    assert table.facts.slices_head
+    assert table.provenance["held_out_error"]["head in slices"]["stored_bytes"] < 0.03
+    rows = tuple(SampleLength(i, 64) for i in range(32))
+    whole, sliced = (table.evaluate([MicroBatch(rows, recompute=kind)]) for kind in ("full", "head+full"))  # type: ignore[arg-type]
+    logits_bytes = 4 * 256 * 32 * 64  # of the padded vocabulary
+    assert whole.stored_bytes[-1, 0] - sliced.stored_bytes[-1, 0] >= 7 / 8 * logits_bytes
+    peaks = [(costs.stored_bytes + costs.working_bytes)[-1, 0] for costs in (sliced, whole)]
+    assert peaks == sorted(peaks)
+    assert sliced.weight_ns[-1, 0] <= whole.weight_ns[-1, 0]
+
+
 def test_a_model_is_measured_and_its_table_plans(measured: Path) -> None:
     out = measured / "costs.json"
     table = CostTable.read(out)

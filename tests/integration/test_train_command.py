@@ -316,6 +316,7 @@ def test_torchrun_trains_as_the_launcher_does(
     assert sum(taken.layers_per_stage) == 4
     report = report_of(tmp_path / "embedded")
     assert report["layers_per_stage"] == list(taken.layers_per_stage)
+    assert "What to try next" in (tmp_path / "embedded" / "index.html").read_text()
     port = free_port()
     with RedisServer(port=port) as server:
         monkeypatch.setenv("DYNAPIPE_STORE_PASSWORD", server.address.password or "")

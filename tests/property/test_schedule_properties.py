@@ -13,18 +13,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.bounds import _preemptive_ns, lower_bound_ns
+from dynapipe_ext.schedules.judge.bounds import _preemptive_ns, lower_bound_ns, preemptive_in_python
 from dynapipe_ext.schedules.judge.simulate import (
     SharedCores,
     held_bytes,
     makespan_ns,
+    num_slots,
     peak_bytes,
+    run_steps,
     simulate,
     simulate_ns,
     simulate_shared_ns,
+    timed_actions,
     trace_of,
     validate,
 )
@@ -266,7 +270,21 @@ def test_the_preemptive_bound_is_the_largest_over_subsets_of_head_work_and_tail(
     jobs = [(head, max(1, work), tail) for head, work, tail in jobs]
     subsets = (c for size in range(1, len(jobs) + 1) for c in itertools.combinations(jobs, size))
     expected = max(min(h for h, _, _ in c) + sum(w for _, w, _ in c) + min(t for _, _, t in c) for c in subsets)
-    assert _preemptive_ns(jobs) == expected
+    heads, works, tails = (np.array(numbers, np.int64) for numbers in zip(*jobs, strict=True))
+    assert _preemptive_ns(heads, works, tails) == preemptive_in_python(jobs) == expected
+
+
+@given(random_costs(), st.integers(0, 99), st.data())
+def test_both_cores_time_an_order_alike_and_stop_at_the_same_actions(
+    costs: MicroBatchCosts, seed: int, data: st.DataObject
+) -> None:
+    assert native is not None
+    schedule = optimize(costs, memory_limit_bytes=1 << 60, split=bool(seed % 2), effort=0, seed=seed)
+    ranks = timed_actions(schedule, costs)
+    if data.draw(st.booleans()):  # out of order, in which ranks may wait for ever
+        ranks = [data.draw(st.permutations(steps)) for steps in ranks]
+    slots = num_slots(costs.num_stages, costs.num_micro_batches)
+    assert native.run_steps(ranks, slots) == run_steps(ranks, slots)
 
 
 def needed_bytes(costs: MicroBatchCosts) -> int:

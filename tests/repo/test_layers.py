@@ -41,6 +41,7 @@ RIM = {
         "executor/loops/*.py",  # inside other loops
         "executor/measuring/rate.py",  # it times the user's model
         "executor/measuring/profiling.py",  # so does this one
+        "executor/measuring/exchanges.py",  # and its ranks' exchanges
         "executor/measuring/profiler_ranges.py",
         "executor/stages/carried_keys.py",
         "executor/stages/deepspeed/*.py",

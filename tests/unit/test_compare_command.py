@@ -58,6 +58,14 @@ def test_a_run_beside_one_of_the_same_settings_is_said_to_be_the_same(
     assert "run (1)" in compared(capsys, one, one)
 
 
+def test_losses_on_other_data_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = a_run(tmp_path / "one", steps_of_a_run())
+    settings = TrainConfig().with_values(run={"steps": 20}, data={"path": "b.jsonl"}).to_json()
+    said = compared(capsys, one, a_run(tmp_path / "other", steps_of_a_run(), settings=settings))
+    assert "The samples or their tokens differ, so losses do not compare." in said
+    assert "the losses are" not in said
+
+
 def test_a_run_without_a_step_and_a_killed_one_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = a_run(tmp_path / "one", steps_of_a_run()), a_run(tmp_path / "other", [])
     with (one / "events.jsonl").open("a") as file:

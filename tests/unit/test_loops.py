@@ -13,7 +13,7 @@ import torch
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.executor.loops import TRIED, megatron_bridge, verl
+from dynapipe_ext.executor.loops import TRIED, megatron_bridge, ms_swift, verl
 from dynapipe_ext.executor.loops.counts import in_count
 from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.executor.loops.running_model import RunningModel
@@ -183,6 +183,104 @@ def test_megatron_bridges_schedule_is_told_how_many_micro_batches_there_are(pp2:
     assert told(num_microbatches=9, seq_length=1) == (9, 1)
     found = step.cut(packed_rows([[30, 7, 90], [12, 55, 8]], CAP))
     assert told(num_microbatches=9, seq_length=1) == (len(found), 1)
+
+
+class SwiftTrainer:
+    """What ms-swift's adapter reads of a trainer, whose step returns the rows that it is given."""
+
+    def __init__(self, **changes: Any) -> None:
+        usual = {
+            "padding_free": True,
+            "task_type": "causal_lm",
+            "calculate_per_token_loss": True,
+            "micro_batch_size": 2,
+        }
+        usual |= {"context_parallel_size": 1, "enable_channel_loss": False, "seq_length": CAP // 2}
+        usual |= {"pipeline_model_parallel_size": 2, "num_microbatches": 4}
+        self.args, self.wrapped_models = SimpleNamespace(**{**usual, **changes}), [None]
+        self.template = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=7))
+
+    def train_step(self, data: Any) -> list[Any]:
+        return [next(data) for _ in range(self.args.num_microbatches)]
+
+
+@pytest.fixture
+def swift_here(monkeypatch: pytest.MonkeyPatch, pp2: RunningModel) -> Any:
+    """ms-swift's trainer under its name; rows are padded to a multiple of 4."""
+    trainers, base = ModuleType("trainer"), ModuleType("base")
+    trainers.MegatronTrainer = type("MegatronTrainer", (SwiftTrainer,), {})  # type: ignore[attr-defined]
+    base.get_padding_to = lambda args: 4  # type: ignore[attr-defined]
+    for name in ("swift", "swift.megatron", "swift.megatron.trainers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "swift.megatron.trainers.trainer", trainers)
+    monkeypatch.setitem(sys.modules, "swift.megatron.trainers.base", base)
+    return trainers.MegatronTrainer  # type: ignore[attr-defined]
+
+
+def swift_row(lengths: list[int], first: int) -> dict[str, Any]:
+    """As the template's collator leaves it: samples end to end, then padding to a multiple of 4."""
+    real, padding = sum(lengths), -sum(lengths) % 4
+    positions = torch.cat([*(torch.arange(n) for n in lengths), torch.zeros(padding, dtype=torch.int64)])
+    tokens = torch.cat([first + torch.arange(real), torch.full((padding,), 7)])
+    labels = torch.cat([-first - torch.arange(real), torch.full((padding,), -100)])
+    return {"input_ids": tokens[None], "labels": labels[None], "position_ids": positions[None], "seq_lens": lengths}
+
+
+SWIFT_ROWS = [LENGTHS[i : i + 2] for i in range(0, 8, 2)]
+
+
+def test_ms_swifts_samples_are_packed_anew_and_each_stays_as_it_is(swift_here: Any) -> None:
+    rows = [swift_row(lengths, 1000 * (i + 1)) for i, lengths in enumerate(SWIFT_ROWS)]
+    trainer, data = swift_here(), iter([*rows, "the next step's"])
+    with ms_swift.planned_loop():
+        found = trainer.train_step(data)
+    assert next(data) == "the next step's"
+    assert trainer.args.num_microbatches == 4
+    assert sorted(n for row in found for n in row["seq_lens"]) == sorted(LENGTHS)
+    tokens = torch.cat([row["input_ids"][0] for row in found])
+    assert sorted(tokens[tokens >= 1000].tolist()) == sorted(
+        n for row in rows for n in row["input_ids"][0].tolist() if n != 7
+    )
+    for row in found:
+        assert row["input_ids"].numel() == -(-sum(row["seq_lens"]) // 4) * 4 <= CAP
+        real = row["input_ids"] >= 1000
+        assert (row["labels"][real] == -row["input_ids"][real]).all()
+        assert (row["labels"][~real] == -100).all()
+        at = 0
+        for length in row["seq_lens"]:
+            assert row["position_ids"][0, at : at + length].tolist() == [*range(length)]
+            assert (row["input_ids"][0, at : at + length].diff() == 1).all()
+            at += length
+
+
+def test_ms_swifts_virtual_stages_read_the_same_rows(swift_here: Any) -> None:
+    trainer = swift_here()
+    trainer.wrapped_models = [None, None]
+    trainer.train_step = lambda data: data
+    rows = [swift_row(lengths, 1000 * (i + 1)) for i, lengths in enumerate(SWIFT_ROWS)]
+    count, iterators = ms_swift._planned(trainer, [iter(rows), iter(rows)], 0, 4)
+    first, second = ([row["input_ids"].tolist() for row in iterator] for iterator in iterators)
+    assert first == second
+    assert len(first) == count
+    assert count % 2 == 0
+
+
+def test_ms_swifts_other_rows_are_its_own_or_refused(swift_here: Any) -> None:
+    own = ["own"] * 4
+    with ms_swift.planned_loop():
+        assert swift_here(padding_free=False).train_step(iter(own)) == own
+        assert swift_here(task_type="seq_cls").train_step(iter(own)) == own
+        assert type("Preferences", (swift_here,), {})().train_step(iter(own)) == own
+        refused = {"calculate_per_token_loss": False, "context_parallel_size": 2, "enable_channel_loss": True}
+        for name, value in refused.items():
+            with pytest.raises(ConfigError, match=f"{name}"):
+                swift_here(**{name: value}).train_step(iter(own))
+        images = {**swift_row([5], 1000), "pixel_values": None}
+        with pytest.raises(ConfigError, match="a batch has pixel_values"):
+            swift_here(num_microbatches=1).train_step(iter([images]))
+        with pytest.raises(PlanError, match="sample 0"):
+            swift_here(num_microbatches=1).train_step(iter([swift_row([CAP + 1], 1000)]))
+    assert swift_here().train_step(iter(own)) == own
 
 
 def test_doctor_says_which_version_of_a_loop_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -13,14 +13,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.micro_batches import (
+    HEAD_SLICE,
+    MicroBatch,
+    Recompute,
+    SampleLength,
+    recompute_of_layers,
+    with_sliced_head,
+)
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.layers import SLICED_HEAD
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.surface import Measured, ModelPart, Surface, left_out_errors, next_shape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.tools.account.profile_errors import held_out_errors
 
 _SHAPE = Architecture.gpt(
@@ -45,9 +55,14 @@ def truth(part: ModelPart, rows: int, length: int, recompute: Recompute, *, bend
     tokens, squares = rows * length, rows * length**2
     slow = 1 + bend / (1 + np.exp(-(np.log2(tokens) - 9)))
     forward = (2e-4 + 1e-6 * tokens + 2e-9 * squares) * slow * (1.0 if part == "layer" else 0.5)
-    again = {"none": 0.0, "selective": 2e-9 * squares, "full": forward}[recompute] if part == "layer" else 0.0
+    again = {"none": 0.0, "selective": 2e-9 * squares, "full": forward}[recompute_of_layers(recompute)]
+    again = again if part == "layer" else 0.0
     stored = 1000 * tokens * (0.1 if recompute == "full" else 1) if part == "layer" else 700 * tokens
     weight = 0.0 if recompute == "full" else 0.8 * forward
+    if (
+        part == "head" and recompute == "head"
+    ):  # in slices: the product again, two numbers a position, a slice of logits
+        return Measured(forward, 3 * forward, 3 * forward, 0.0, 8 * tokens, 300_000 + 50 * tokens)
     return Measured(
         forward_s=forward,
         backward_s=2 * forward + again,
@@ -234,6 +249,59 @@ def test_bytes_of_packed_rows_that_no_layer_keeps_are_refused() -> None:
             CostTable.from_json(raw)
 
 
+def test_heads_in_slices_are_priced_as_measured_and_whole_up_to_a_slice() -> None:
+    table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=4)
+    assert table.facts.slices_head
+    read = CostTable.from_json(json.loads(json.dumps(table.to_json())))
+    assert read.fingerprint() == table.fingerprint()
+    short, long = (2, HEAD_SLICE // 2), (6, 300)
+    for kind in table.recomputes:
+        (sliced,) = with_sliced_head([kind])
+        whole, in_slices = (read.evaluate([padded(*short, each), padded(*long, each)]) for each in (kind, sliced))
+        for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
+            assert getattr(whole, name)[0, 0] == getattr(in_slices, name)[0, 0], name
+        head, layers = truth("head", *long, "head"), truth("layer", *long, kind)
+        assert in_slices.stored_bytes[0, 1] == pytest.approx(4 * layers.stored_bytes + head.stored_bytes, rel=0.01)
+        assert in_slices.backward_ns[0, 1] == pytest.approx(1e9 * (4 * layers.backward_s + head.backward_s), rel=0.05)
+        assert in_slices.weight_ns[0, 1] == pytest.approx(1e9 * 4 * layers.weight_s, rel=0.05)
+    errors = held_out_errors(table, Device(), [padded(*shape, "head") for shape in _RANGE.in_slices(8)])
+    assert errors.num_unpriced == 0
+    assert all(mean <= 0.03 for mean in errors.mean.values()), errors.mean
+    arrays = table.evaluate_shapes([6], [300], 0, "head+full")
+    assert arrays.digest() == table.evaluate([padded(*long, "head+full")]).digest()
+    stage, none = (table.evaluate([padded(*long, kind)]) for kind in ("head+stage", "head"))
+    assert np.array_equal(stage.keeping_inputs(np.array([True])).stored_bytes, stage.stored_bytes)
+    assert np.array_equal(stage.forward_ns, none.forward_ns)
+
+
+def test_without_shapes_of_several_slices_there_is_no_price_for_them() -> None:
+    within = replace(_RANGE, max_tokens=HEAD_SLICE // 2)
+    table = cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
+    assert not table.facts.slices_head
+    with pytest.raises(PlanError, match=r"with recompute 'head': the cost table has only none, selective, full"):
+        table.evaluate([padded(1, 100, "head")])
+    assert within.in_slices(6) == []
+
+
+def test_plans_by_measured_costs_have_heads_in_slices_where_memory_is_short() -> None:
+    within = replace(_RANGE, max_len=2048)
+    table = cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
+    whole = replace(table, grids={kind: grid for kind, grid in table.grids.items() if kind != SLICED_HEAD})
+    both = table.evaluate([padded(1, 2000), padded(1, 2000, "head")])
+    needs = both.static_bytes[0] + both.stored_bytes[0] + both.working_bytes[0]
+
+    def planned(costs: CostTable, limit_bytes: float) -> StepPlan:
+        return Planner(Topology(), costs, limit_bytes, effort=100).plan([2000] * 4)
+
+    assert {m.recompute for m in planned(table, 1e12).batch.micro_batches} == {"none"}
+    limit = float(needs.mean())
+    sliced = planned(table, limit)
+    assert {m.recompute for m in sliced.batch.micro_batches} == {"head"}
+    assert sliced.lower_bound_s <= sliced.makespan_s
+    assert sliced.peak_bytes <= limit
+    assert sliced.makespan_ns < planned(whole, limit).makespan_ns
+
+
 def test_a_shape_that_was_measured_is_not_measured_again() -> None:
     profile, first = Profile(), Device()
     choose_and_measure(profile, first, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda p: len(p.shapes()) < 4)
@@ -243,8 +311,10 @@ def test_a_shape_that_was_measured_is_not_measured_again() -> None:
     choose_and_measure(kept, second, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda _profile: True)
     at_once = Device()
     whole = measured(at_once, error_target=0.01, most_shapes=12)
+    head = ("head", "head")  # in slices, of which a table of four shapes needed some more
+    ours, theirs = (points.points.pop(head) for points in (kept, whole))
     assert kept.points == whole.points
-    assert first.asked + second.asked == at_once.asked
+    assert first.asked + second.asked - len(ours) == at_once.asked - len(theirs)
 
 
 def test_measurements_of_another_kind_are_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.micro_batches import HEAD_SLICE, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.memory import stage_layers, stage_parameters
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
@@ -45,6 +45,8 @@ def truth(part: ModelPart, rows: int, encoder: int, decoder: int, recompute: Rec
     forward_s = (2e-4 + 1e-6 * tokens + 3e-9 * scores + 2e-9 * biases) * slow
     again_s = {"none": 0.0, "selective": 3e-9 * scores, "full": forward_s}[recompute] if part != "head" else 0.0
     weight_s = 0.0 if recompute == "full" else 0.7 * forward_s
+    if part == "head" and recompute == "head":  # in slices
+        return Measured(forward_s, 3 * forward_s, 3 * forward_s, 0.0, 8 * tokens, 300_000 + 50 * tokens)
     kept = {"none": 1000 * tokens + 4 * scores, "selective": 1000 * tokens, "full": 100 * tokens}[recompute]
     stored = kept + 4 * biases
     return Measured(
@@ -131,8 +133,12 @@ def test_a_part_is_measured_once_for_all_shapes_that_are_the_same_to_it(table: C
     assert len(seen) == len(set(seen))
     counts = {part: sum(one[0] == part for one in seen) for part in sides}
     assert counts["decoder"] == 3 * SHAPES > counts["encoder"]
-    assert counts["head"] < SHAPES
-    assert {one[4] for one in device.asked if one[0] == "head"} == {"none"}
+    heads = [one for one in seen if one[0] == "head"]
+    assert sum(one[-1] == "none" for one in heads) < SHAPES
+    in_slices = [(rows, decoder) for _, rows, decoder, kind in heads if kind == "head"]
+    assert in_slices
+    assert all(rows * decoder > HEAD_SLICE for rows, decoder in in_slices)
+    assert {one[4] for one in device.asked if one[0] == "head"} == {"none", "head"}
 
 
 @pytest.mark.parametrize(

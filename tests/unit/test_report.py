@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, StoreInfo, compare_table, summary_table
+from dynapipe_ext.tools.show.run_words import NextMove, next_moves_table
 
 
 def result(name: str = "dynapipe", step_s: float = 0.5, cpu_s: float = 3.0, last_loss: float = 1.25) -> RunResult:
@@ -77,8 +79,8 @@ ONE_STEP: dict[str, Any] = {
 }
 
 
-def text_of(table: Table) -> str:
-    console = Console(width=160, record=True, color_system=None, file=open("/dev/null", "w"))  # noqa: SIM115 (record)
+def text_of(table: Table, width: int = 160) -> str:
+    console = Console(width=width, record=True, color_system=None, file=open("/dev/null", "w"))  # noqa: SIM115 (record)
     console.print(table)
     return console.export_text()
 
@@ -192,6 +194,16 @@ def test_summary_shows_measured_beside_predicted() -> None:
     assert "steps 1 to 2" in text
     assert "8 ranks share 2 cores" in text
     assert "share" not in text_of(summary_table(report(oversubscribed=False)))
+
+
+def test_the_tables_at_a_runs_end_are_readable_in_eighty_columns() -> None:
+    lines = text_of(summary_table(report()), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert re.search(r"│ loss, first → last +│ +5.0000 → 1.2500 │", "\n".join(lines))
+    moves = [NextMove("--tokens-per-batch 16384", "more micro-batches a step; it also changes what is learned", 0.125)]
+    lines = text_of(next_moves_table(moves, 6), 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert re.search(r"│ --tokens-per-batch 16384 │ more .* │ +\+12.5 % │", "\n".join(lines))
 
 
 def test_means_are_of_the_steps_that_have_every_figure_and_the_table_names_them() -> None:

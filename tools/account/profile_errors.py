@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, slices_head
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.pieces import SUM_BYTES, MeasurePieces
 from dynapipe_ext.costs.profiled import MeasureShape
@@ -132,7 +132,9 @@ def errors_of_pieces(
 
 
 def _plain(m: MicroBatch) -> MicroBatch:
-    return MicroBatch(m.samples, m.layout, pad_multiple=m.pad_multiple)
+    """As the head sees it: computed whole or in slices."""
+    kind: Recompute = "head" if slices_head(m.recompute) else "none"
+    return MicroBatch(m.samples, m.layout, kind, pad_multiple=m.pad_multiple)
 
 
 def errors_table(errors: Mapping[str, HeldOutErrors]) -> Table:

@@ -167,7 +167,7 @@ def _padded_bound_ns(
     table = costs if isinstance(costs, CostTable) else None
     ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
     # A stage that is recomputed whole is slower than one that is not, unless times were fitted.
-    kinds = LAYER_RECOMPUTES
+    kinds = table.kinds if table else LAYER_RECOMPUTES
     if isinstance(costs, AdjustedCosts):
         kinds = RECOMPUTES + (with_sliced_head(RECOMPUTES) if costs.facts.slices_head else ())
     work, chain = np.zeros(len(ranks)), 0.0
@@ -204,7 +204,7 @@ def _most_rows(
     beside = np.array([static[[r == rank for r in stage_ranks]].sum() for rank in stage_ranks])[:, None]
     encoder, decoder = np.array(needs, np.int64).T
     most_rows: dict[tuple[ByteNeed, Recompute], int] = {}
-    for recompute in LAYER_RECOMPUTES:
+    for recompute in table.kinds:
         fit = np.zeros(len(needs), np.int64)
         too_many = np.full(len(needs), int(_points(table)[0][-1]) + 1)
         while (too_many - fit > 1).any():
@@ -263,13 +263,13 @@ def _packed_bound_ns(
     edges = dict.fromkeys(ranks, np.inf)
     for length in sorted(set(zip(shapes[1].tolist(), shapes[2].tolist(), strict=True))):
         here = shapes[:, (shapes[1] == length[0]) & (shapes[2] == length[1])]
-        times = _times(costs, dict.fromkeys(LAYER_RECOMPUTES, here), split=split)
+        times = _times(costs, dict.fromkeys(costs.kinds, here), split=split)
         if len(times.rows):
             best[length] = {f"rank {rank}": float(times.work(own).min()) for rank, own in ranks.items()}
             best[length]["chain"] = float((times.chain / times.rows).min())
     if not best:
         return None
-    times = _times(costs, dict.fromkeys(LAYER_RECOMPUTES, shapes), split=split)
+    times = _times(costs, dict.fromkeys(costs.kinds, shapes), split=split)
     for rank, own in ranks.items():
         edges[rank] = float(times.forward[: own[0]].sum(axis=0).min())
         edges[rank] += 0.0 if split else float(times.backward[: own[0]].sum(axis=0).min())

@@ -295,6 +295,13 @@ class NamedRun:
     settings: SettingTables
 
 
+# Settings under which two losses are of other words, or of other tokens for them.
+_OF_DATA = {
+    f"[data] {name}"
+    for name in ("path", "mixture", "num_samples", "tokenizer", "vocab_size", "template", "loss_on", "tasks")
+}
+
+
 def difference_sentences(one: NamedRun, other: NamedRun) -> Iterator[str]:
     """How the second run differs from the first, in words."""
     differing = [row for row in settings_that_differ(one.settings, other.settings) if row[0] != "[run] run_dir"]
@@ -313,7 +320,10 @@ def difference_sentences(one: NamedRun, other: NamedRun) -> Iterator[str]:
         yield f"The devices differ ({one.run.facts.device}; {other.run.facts.device}), so speeds do not compare."
     if a.last.number != b.last.number:
         yield f"{one.name} has {counted(a.last.number, 'step')}, {other.name} {b.last.number:,}."
-    yield from _loss_difference(one, other)
+    if any(name in _OF_DATA for name, _, _ in differing):
+        yield "The samples or their tokens differ, so losses do not compare."
+    else:
+        yield from _loss_difference(one, other)
     for what, here, there, more, less in (
         ("real tokens a step", a.real_tokens / a.num_steps, b.real_tokens / b.num_steps, "more", "fewer"),
         ("tokens a second", a.real_tokens_per_s, b.real_tokens_per_s, "more", "fewer"),

@@ -34,7 +34,8 @@ vars(moe_utils).setdefault("te_general_gemm", None)  # routers ask for it, by a 
 
 def local_block_spec(config: Any, use_transformer_engine: bool = False, **keywords: Any) -> Any:
     """What `get_gpt_decoder_block_spec` is called for, whichever engine is named."""
-    block = _block_spec(config, use_transformer_engine=False, normalization=config.normalization, **keywords)
+    keywords |= {"normalization": config.normalization}
+    block = _block_spec(config, use_transformer_engine=False, **keywords)
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = CoreAttention
     return block
