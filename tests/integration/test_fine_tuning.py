@@ -187,7 +187,6 @@ def test_losses_and_the_saved_model_are_those_of_a_plain_loop(case: Case, traine
     losses = plain_losses(model, train, global_batches(len(train)), case.schedule)
     assert report["losses"] == pytest.approx(losses, rel=1e-5)
     assert report["losses"][-1] < 0.9 * report["losses"][0]
-    assert "What to try next" in (folder / "run" / "index.html").read_text()
 
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "trained", attn_implementation="eager")
     with torch.no_grad():

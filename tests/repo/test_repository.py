@@ -224,6 +224,27 @@ def test_every_folder_of_tests_is_in_one_suite(root: Path) -> None:
     assert sorted([*wings.replace(" ", "").split("|"), *others.split(",")]) == sorted(with_tests)
 
 
+def test_ci_builds_the_site_and_trains_by_every_file_of_a_release_on_every_python(root: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    jobs = {}
+    for file in (root / ".github/workflows").glob("*.yml"):
+        jobs |= yaml.safe_load(file.read_text())["jobs"]
+    commands = {name: "\n".join(step.get("run", "") for step in job["steps"]) for name, job in jobs.items()}
+    assert "python -m tests.support.site" in commands["site"]
+    assert "-m build --sdist" in commands["sdist"]
+    assert "-m cibuildwheel" in commands["wheels"]
+    metadata = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    pythons = jobs["install"]["strategy"]["matrix"]["python"]
+    assert pythons[0] == metadata["requires-python"].removeprefix(">=")
+    assert pythons == ["3.11", "3.12", "3.13", "3.14"]
+    assert jobs["install"]["strategy"]["matrix"]["from"] == ["whl", "tar.gz"]
+    assert {*jobs["install"]["needs"]} == {"sdist", "wheels"}
+    assert "install '$file[train]'".replace("'", '"') in commands["install"]
+    for command in ("dynapipe demo", "dynapipe quickstart --steps 3"):
+        assert command in commands["install"]
+        assert f"`{command}`" in (root / ".github/docs/release.md").read_text()
+
+
 def test_the_scripts_are_sound(root: Path) -> None:
     for script in ("launch/quickstart.sh", "launch/setup.sh", "tests/run.sh", ".ci/run"):
         subprocess.run(["bash", "-n", str(root / script)], check=True, timeout=LIMIT_S)

@@ -28,7 +28,8 @@ table {{ border-collapse: collapse }} th, td {{ text-align: right; padding: .3re
 thead th {{ font-weight: 650; white-space: nowrap }} tbody th {{ min-width: 14rem }}
 th:first-child {{ text-align: left }} td {{ white-space: nowrap }} small {{ display: block; color: var(--soft) }}
 @media (max-width: 600px) {{ svg {{ min-width: 0 }} svg .head {{ font-size: 20px }} svg .tick {{ font-size: 17px }}
-  table {{ font-size: .8rem }} th, td {{ padding: .25rem .3rem }} tbody th {{ min-width: 6rem }} }}
+  table {{ font-size: .8rem }} th, td {{ padding: .25rem .3rem }} tbody th {{ min-width: 6rem }}
+  thead th {{ white-space: normal }} }}
 @media print {{ body {{ margin: 0 }} svg {{ min-width: 0 }} figure, tr {{ break-inside: avoid }} }}
 </style></head><body>
 <h1>{title}</h1>
