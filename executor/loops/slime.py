@@ -4,7 +4,7 @@ In a module that the manager of rollouts imports (`--rollout-function-path` name
 
     from dynapipe_ext.executor.loops import slime
 
-    slime.plan_always()
+    slime.plan_schedules_always()
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dynapipe_ext.executor.loops.replaced import replaced
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
 
-def plan_always(**rules: Any) -> None:
+def plan_schedules_always(**rules: Any) -> None:
     """`planned_schedules` until the process ends."""
     stack = ExitStack()
     stack.enter_context(planned_schedules(**rules))
