@@ -166,6 +166,8 @@ class ForwardBackward:
                 "adjust_tensor_shapes_fn was given, which is for messages of one shape between ranks of one stage each:"
                 " leave it out, or variable_seq_lengths and virtual stages"
             )
+        if topology.pp == 1:  # stock then reads neither, and loops give what they have, or None
+            shape = max(1, shape[0] or 1), max(1, shape[1] or 1)
         shapes = (shape,) * step.num_micro_batches
         if is_any_shape:
             shapes, step = told_shapes(step, model.pipeline, model.groups.pp, self.settings.shape_of)

@@ -6,4 +6,4 @@ calls `plan_micro_batches` and `dynapipe_ext.megatron` instead.
 """
 
 # By tests/bench/loops.py.
-TRIED = {"verl": "0.9.1", "megatron-bridge": "0.3.1", "ms-swift": "4.6.0", "torchtitan": "0.3.0"}
+TRIED = {"verl": "0.9.1", "megatron-bridge": "0.3.1", "ms-swift": "4.6.0", "slime": "0.3.1", "torchtitan": "0.3.0"}

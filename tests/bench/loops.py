@@ -63,6 +63,7 @@ LOOPS = {
     "verl": Loop("verl_ranks", 2, ("verl", "mbridge", *_MEGATRON)),
     "megatron-bridge": Loop("bridge_ranks", 4, _BRIDGE, choices=("llama",)),
     "megatron-bridge-experts": Loop("bridge_ranks", 4, _BRIDGE, choices=("qwen3-moe",)),
+    "slime": Loop("slime_ranks", 2, ("megatron-core", "torch")),  # from its sources, on PYTHONPATH
     "ms-swift": Loop("swift_ranks", 2, ("ms-swift", "mcore-bridge", *_MEGATRON)),
     "torchtitan": Loop(
         "titan_ranks", 2, ("torchtitan", "torch"), kinds=("stock", "planned"), stock_ranks=1, most_off=1e-6
@@ -76,7 +77,12 @@ def ran(loop: Loop, kind: str, python: Path, folder: Path) -> Steps:
     count = {"data": 1, "stock": loop.stock_ranks or loop.ranks}.get(kind, loop.ranks)
     port = str(random.randint(20_000, 40_000))
     shared = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "WORLD_SIZE": str(count)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    shared |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     command = [str(python), "-m", "tests.bench.real_loops.run_rank", loop.module, str(folder), kind, *loop.choices]
     with (folder / f"{kind}.log").open("w") as log:
         ranks = [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -255,6 +256,89 @@ def test_a_foreign_loop_finds_the_bits_of_stock_schedules(run_ranks: Any) -> Non
                 assert torch.allclose(losses[f"{place}, split"][1][name], gradient, rtol=1e-5, atol=1e-6), name
         assert losses["VPP2"][0] == losses["PP2"][0]
     assert len(ranks[3][1]["PP2"][0]) == len(SHAPES)
+
+
+def whole_mean(data_iterator: Any, model: Any) -> Any:
+    """A loss function of two values, whose report has more than tensors."""
+    output, loss_of_tokens = forward_step(data_iterator, model)
+
+    def mean(output: torch.Tensor) -> Any:
+        loss, num_tokens, report = loss_of_tokens(output)
+        return loss / num_tokens, {**report, "rows": 2, "said": "odd"}
+
+    return output, mean
+
+
+def of_closure(data_iterator: None, model: Any) -> Any:
+    """It reads no iterator: each call finds the same batch."""
+    return forward_step(batches(EVEN), model)
+
+
+ODD: dict[str, tuple[Foreign, dict[str, Any]]] = {
+    "one micro-batch": (Foreign([(3, 7)], seq_length=7), {}),
+    "one of its own shape": (Foreign([(3, 7)]), {"any_shape": True}),
+    "even, sent as any shape": (Foreign(EVEN), {"any_shape": True}),
+    "a number of numpy's": (Foreign(EVEN, seq_length=LENGTH), {"num_microbatches": np.int64(3)}),
+    "lists of one": (Foreign(SHAPES), {"in_lists": True}),
+    "no iterator": (Foreign(EVEN, seq_length=LENGTH, step=of_closure, data=lambda _: None), {}),
+    "rows that nobody says": (Foreign(SHAPES), {"micro_batch_size": None}),
+    "another decoder's length": (Foreign(SHAPES), {"decoder_seq_length": 3}),
+    "reduced by all": (Foreign(SHAPES), {"force_all_reduce": True}),
+    "first of validation": (Foreign(SHAPES), {"forward_only": True, "first_val_step": True}),
+    "later in validation": (Foreign(EVEN, seq_length=LENGTH), {"forward_only": True, "first_val_step": False}),
+    "two values": (Foreign(SHAPES, step=whole_mean), {}),
+    "two values, forwards": (Foreign(SHAPES, step=whole_mean), {"forward_only": True}),
+    "what is no loss": (Foreign(SHAPES), {"forward_only": True, "collect_non_loss_data": True}),
+    "more than fill the pipeline": (Foreign(SHAPES * 3), {}),
+}
+
+
+def odd_step(function: Any, chunk: Any, config: Any, manner: Foreign, asked: dict[str, Any]) -> Any:
+    """All that a step returns and leaves: reports, what is left of the data, gradients, the state of autograd."""
+    asked = dict(asked)
+    chunk.zero_grad_buffer()
+    torch.manual_seed(3)
+    config.variable_seq_lengths = asked.pop("any_shape", manner.any_shape)
+    in_lists, data = asked.pop("in_lists", False), manner.data(manner.shapes)
+    sizes = {"seq_length": manner.seq_length, "micro_batch_size": manner.shapes[0][0]}
+    reports = function(
+        forward_step_func=manner.step,
+        data_iterator=[data] if in_lists else data,
+        model=[chunk] if in_lists else chunk,
+        **{"num_microbatches": len(manner.shapes), **sizes, **asked},
+    )
+    gradients = [parameter.main_grad.tolist() for parameter in chunk.parameters()]
+    left = None if data is None else len(list(data))
+    return _as_lists(reports), left, gradients, torch.is_grad_enabled(), config.variable_seq_lengths
+
+
+def _as_lists(value: Any) -> Any:
+    match value:
+        case torch.Tensor():
+            return value.tolist()
+        case dict():
+            return {name: _as_lists(one) for name, one in value.items()}
+        case list():
+            return [_as_lists(one) for one in value]
+    return value
+
+
+def run_odd(env: Any) -> dict[Any, bool]:
+    dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
+    found = {}
+    for place, loop in {"PP1": Loop(), "PP2": Loop(pp=2), "PP2, means": Loop(pp=2, per_token=False)}.items():
+        (chunk,), config = start(loop)
+        functions = get_forward_backward_func(), dynapipe.ForwardBackward()
+        for name, (manner, asked) in ODD.items():
+            stock, ours = (odd_step(function, chunk, config, manner, asked) for function in functions)
+            found[place, name] = stock == ours
+    dist.destroy_process_group()
+    return found
+
+
+def test_odd_arguments_have_the_meaning_and_the_bits_of_stock_schedules(run_ranks: Any) -> None:
+    for rank, found in enumerate(run_ranks(2, run_odd)):
+        assert all(found.values()), (rank, [case for case, same in found.items() if not same])
 
 
 def doubled_width(env: Any) -> bool:

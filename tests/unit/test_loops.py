@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.executor.loops import TRIED, megatron_bridge, ms_swift, verl
+from dynapipe_ext.executor.loops import TRIED, megatron_bridge, ms_swift, slime, verl
 from dynapipe_ext.executor.loops.counts import in_count
 from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.executor.loops.running_model import RunningModel
@@ -281,6 +281,55 @@ def test_ms_swifts_other_rows_are_its_own_or_refused(swift_here: Any) -> None:
         with pytest.raises(PlanError, match="sample 0"):
             swift_here(num_microbatches=1).train_step(iter([swift_row([CAP + 1], 1000)]))
     assert swift_here().train_step(iter(own)) == own
+
+
+@pytest.fixture
+def slime_here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """slime's module under its name; what its own function would be asked."""
+    schedules: Any = ModuleType("dp_schedule")
+    schedules.build_dp_schedule = lambda *_, **__: "theirs"
+    for name in ("slime", "slime.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "slime.utils.dp_schedule", schedules)
+    return schedules
+
+
+def slime_schedule(
+    schedules: Any, lengths: list[int], *, vpp: int = 1, cp: int = 1, size: int = 4, **asked: Any
+) -> Any:
+    usual = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": CAP}
+    args = SimpleNamespace(**{**usual, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2, **asked})
+    parallel = {"dp_size": 2, "cp_size": cp, "vpp_size": vpp, "microbatch_group_size_per_vp_stage": 2}
+    rollouts = [i // 2 for i in range(len(lengths))]  # two samples each
+    return schedules.build_dp_schedule(args, parallel, lengths, global_batch_size=size, rollout_indices=rollouts)
+
+
+def test_slimes_schedule_holds_what_its_own_promises(slime_here: Any) -> None:
+    lengths = [*LENGTHS, *LENGTHS[::-1], 30, 30]  # two steps of four rollouts, and one rollout too many
+    with slime.planned_schedules(costs=TokenCosts(2, overhead_ns=10**5)):
+        for vpp in (1, 2):
+            partitions, places, counts, sizes = slime_schedule(slime_here, lengths, vpp=vpp)
+            assert sizes == [4, 4]
+            assert sorted(chain.from_iterable(partitions)) == [*range(16)]
+            for samples, own in zip(partitions, places, strict=True):
+                assert len(own) == sum(counts)  # as many on every replica
+                assert [*chain.from_iterable(own)] == [*range(len(samples))]
+                assert all(sum(lengths[samples[i]] for i in group) <= CAP for group in own)
+                first = chain.from_iterable(own[: counts[0]])
+                assert {samples[i] for i in first} <= {*range(8)}  # a step's rollouts stay in it
+            assert all(count % vpp == 0 for count in counts)
+
+
+def test_slimes_other_cuts_are_its_own_or_refused(slime_here: Any) -> None:
+    with slime.planned_schedules(costs=TokenCosts(2)):
+        assert slime_schedule(slime_here, LENGTHS, use_dynamic_batch_size=False) == "theirs"
+        with pytest.raises(ConfigError, match="cp_size is 2"):
+            slime_schedule(slime_here, LENGTHS, cp=2)
+        with pytest.raises(ConfigError, match="4 rollouts are fewer than a step's global_batch_size 5"):
+            slime_schedule(slime_here, LENGTHS, size=5)
+        with pytest.raises(PlanError, match="sample 2"):
+            slime_schedule(slime_here, LENGTHS, max_tokens_per_gpu=80)
+    assert slime_schedule(slime_here, LENGTHS) == "theirs"
 
 
 def test_doctor_says_which_version_of_a_loop_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
