@@ -58,8 +58,9 @@ NAMED = (
 )  # fmt: skip
 _OF_GROUPS = {
     "num_expert_group": 1, "topk_group": 1, "num_experts_per_token": 2, "layer_group_size": 2, "kv_lora_rank": 16,
-    "qk_head_dim": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "qk_head_dim": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
 }  # fmt: skip
+_OF_STATES = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 _POSITIONS, _SPECIAL = 128, {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
 
 
@@ -69,6 +70,8 @@ def tiny_config(family: str) -> Any:
     wanted = SIZES | _SPECIAL | {"vocab_size": VOCABULARY, "max_position_embeddings": _POSITIONS}
     if "num_expert_group" in default.to_dict():  # Kimi Linear, Bailing: their own kinds of layers, and few experts
         wanted = {name: size for name, size in wanted.items() if name != "layer_types"} | _OF_GROUPS
+    if "mamba_d_ssm" in default.to_dict():  # Falcon H1, whose other sizes follow from these
+        wanted |= _OF_STATES
     sizes = {name: size for name, size in wanted.items() if name in default.to_dict()}
     try:
         config = CONFIG_MAPPING[family](**sizes)

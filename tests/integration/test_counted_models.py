@@ -56,6 +56,17 @@ def test_linear_attention_and_its_convolution_are_said_not_to_be_counted(tmp_pat
     assert counted.parameters - counted.active == experts * 6 // 8
 
 
+def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
+    config = transformers.Mamba2Config(
+        hidden_size=32, num_heads=4, head_dim=16, num_hidden_layers=2, vocab_size=64, n_groups=1, state_size=8
+    )
+    config.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["time_step_limit"][1] == {"__float__": "Infinity"}
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert count_model(raw, "config.json").parameters == sum(p.numel() for p in model.parameters())
+
+
 def test_flops_and_estimate_count_a_family_that_no_plan_knows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from dynapipe_ext.batching.packing import PackingCollator, check_packing
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages.chunk_runner import DeferredGradients
 from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
-from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_model
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder, parts_of_model
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineReductions
 from dynapipe_ext.models.layer_pattern import LayerPattern
@@ -50,6 +50,25 @@ def test_a_family_that_is_declared_learns_what_the_whole_model_learns(family):
     losses, found = learned(model, topology, plans_of(topology, "padded", split=True), pattern=pattern)
     assert losses == pytest.approx([loss] * 4, rel=1e-5)
     assert_same(found, gradients)
+
+
+def test_a_model_that_sets_buffers_of_its_layers_sets_those_of_each_stage(tmp_path):
+    """Falcon H1's, which the loops over all layers of a model that has some alone would not reach."""
+    config = transformers.FalconH1Config(
+        vocab_size=61, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16,
+        ssm_multipliers=[0.5, 2.0, 3.0, 0.25, 1.5],
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    whole = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).named_buffers())
+    names = {name for name in whole if name.endswith("mup_vector")}
+    assert len(names) == 4
+    pattern = replace(LLAMA, last=("model.final_layernorm", "lm_head"), packs=False)
+    for rank in range(2):
+        (part,) = parts_of_folder(tmp_path, Topology(pp=2), rank, pattern=pattern)
+        own = {name: value for name, value in part.model.named_buffers() if name in names}
+        assert len(own) == 2
+        assert all(torch.equal(value, whole[name]) for name, value in own.items())
 
 
 def stage_of(model, topology=None, pattern=None) -> TransformersStage:

@@ -47,7 +47,7 @@ def count_model(raw: Mapping[str, Any], where: str) -> CountedModel:
 
 def _built(raw: Mapping[str, Any], where: str) -> Any:
     try:
-        config = transformers.AutoConfig.for_model(**raw)
+        config = transformers.AutoConfig.for_model(**_with_floats(raw))
     except Exception as error:  # whatever a family's configuration raises for its fields
         raise ConfigError(f"{where}: transformers cannot read it ({in_one_line(error)})") from error
     for name in _CLASSES:
@@ -59,6 +59,15 @@ def _built(raw: Mapping[str, Any], where: str) -> Any:
             except Exception as error:  # as above
                 raise ConfigError(f"{where}: transformers cannot build it ({in_one_line(error)})") from error
     raise ConfigError(f"{where}: transformers has no model of model_type {short(raw.get('model_type'))}")
+
+
+def _with_floats(value: Any) -> Any:
+    """The value with its numbers that JSON does not have, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        tagged = value.get("__float__") if len(value) == 1 else None
+        known = tagged in ("Infinity", "-Infinity", "NaN")
+        return float(str(tagged)) if known else {name: _with_floats(one) for name, one in value.items()}
+    return [_with_floats(one) for one in value] if isinstance(value, list) else value
 
 
 def _layers(model: Any, where: str) -> tuple[str, Any]:
