@@ -23,7 +23,8 @@ class PlanRules:
     other than "dynapipe-ext" splits batches as a peer does, for comparisons. `max_tokens` caps the positions of one
     micro-batch, of padded rows over both sides, of a packed row of either side; 0: memory alone limits it. `effort`
     counts the moves that the search tries: where the batch is cut, recomputation, replica, order, dispatch rule. From
-    8 replicas on it tries more, in proportion.
+    8 replicas on it tries more, in proportion. A larger effort begins as a smaller one does and ends no worse; for
+    packed rows from 8,000 on, as a smaller one begins from fewer numbers of rows.
 
     `split_backward` runs backwards as I and W under the adaptive schedule. `fill_waits` lets ranks run W while they
     wait for a transfer; it does not change the plan. `recompute` "auto" chooses for each micro-batch, and "stage" for
