@@ -10,7 +10,7 @@ import torch
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.chunk_runner import HeadSlices
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of, block_of_rows
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows, part_of
 from dynapipe_ext.executor.stages.sliced_head import Head, losses_in_slices
 from dynapipe_ext.executor.stages.spread_head import Message, head_part
 

@@ -21,7 +21,7 @@ from dynapipe_ext.executor.stages.megatron.head import cap_logits, divide_logits
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers
 from dynapipe_ext.executor.stages.megatron.rotation import concentrate, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, first_layers, is_tied_by_megatron, virtual_stage
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of, block_of_rows, save_by_rows
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows, part_of, save_by_rows
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.family_configs import router_fault
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
