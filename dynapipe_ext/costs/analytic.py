@@ -103,8 +103,8 @@ class AnalyticCosts:
     the whole row, and their gradients.
 
     A head over pipeline ranks costs each of its stages the same part of the products and of the logits, and the
-    overhead of an action. Each keeps the head's input, of which a message brings all but the first a copy, and four
-    fp32 numbers a position: the joined sums and targets of a message and its own.
+    overhead of an action and of half a layer. Each keeps the head's input, of which a message brings all but the first
+    a copy, and four fp32 numbers a position: the joined sums and targets of a message and its own.
     """
 
     architecture: Architecture
@@ -372,6 +372,7 @@ class AnalyticCosts:
         sent = hidden_bytes + (has_head[:-1] * HEAD_MESSAGE_BYTES) * tokens
         links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         halves = attentions + np.array([len(stage.mlp) for stage in stage_layers], np.int64)[:, None]
+        halves = halves + (has_head if len(heads) > 1 else 0)
         overhead_ns = self.overhead_ns + halves * self.layer_overhead_ns // 2
         costs = MicroBatchCosts(
             forward_ns=overhead_ns + self._ns(forward, taxed=True),

@@ -66,10 +66,9 @@ def test_counted_parts_take_the_head_and_what_messages_add(recompute: Recompute,
     for name in ("forward_ns", "backward_ns", "weight_ns"):
         one, parts = getattr(whole, name), getattr(spread, name)
         assert (parts[: PP - 1] == one[: PP - 1]).all()
-        more = (
-            {"forward_ns": 1, "backward_ns": 2 if recompute == "stage" else 1, "weight_ns": 0}[name] * 1_000 * (PP - 1)
-        )
-        assert np.abs(parts.sum(axis=0) - one.sum(axis=0) - more).max() <= 2 * PP, name
+        actions = {"forward_ns": 1, "backward_ns": 2 if recompute == "stage" else 1, "weight_ns": 0}[name]
+        more = actions * (1_000 * (PP - 1) + 25 * PP)  # 25: half a layer's
+        assert np.abs(parts.sum(axis=0) - one.sum(axis=0) - more).max() <= 3 * PP, name
         assert (parts[PP:] == parts[PP]).all()  # the parts are alike
         assert (parts[PP - 1] < one[PP - 1]).all() or name == "weight_ns"
     numbers = 2 * 4 * -(-TOKENS // width)
@@ -121,13 +120,22 @@ def test_zero_gathers_a_part_of_the_head_and_not_all_of_it() -> None:
     assert (spread.working_bytes[PP - 1] < whole.working_bytes[PP - 1]).all()
 
 
-def test_the_busiest_rank_is_near_the_even_share() -> None:
-    """An even share of layers and a part of the head each: only an action's overhead is uneven."""
-    costs = priced(counted(overhead_ns=0), HEAD)
-    work = (costs.forward_ns + costs.backward_ns).astype(float)
-    by_rank = np.zeros((PP, work.shape[1]))
-    np.add.at(by_rank, list(HEAD.stage_ranks), work)
-    assert (by_rank.max(axis=0) <= 1.0001 * by_rank.mean(axis=0)).all()
+@pytest.mark.parametrize("pp", [4, 8, 16])
+def test_the_busiest_rank_is_near_the_even_share(pp: int) -> None:
+    """Llama 3 8B in rows of 2,048: a head of 2.4 layers leaves the busiest of 8 ranks 1.16 of the mean in whole layers,
+    over all ranks less than 1.01."""
+    even = Topology(tp=2, pp=pp).with_layers(32)
+    costs = AnalyticCosts(preset("llama-3-8b"), even, flops_per_s=400e12, layer_overhead_ns=20_000)
+    last = 1 if pp == 16 else 32 // pp - 3 + (pp == 8)
+    given = [(32 - last) // (pp - 1) + (stage < (32 - last) % (pp - 1)) for stage in range(pp - 1)]
+    busiest = {}
+    for topology in replace(even, layers_per_stage=(*given, last)), spread_vocabulary(even, "head"):
+        rows = costs.over(topology)[0].evaluate_shapes([1], [2048])
+        work = (rows.forward_ns + rows.backward_ns)[:, 0]
+        by_rank = np.bincount(topology.stage_ranks, weights=work)
+        busiest[topology.vocabulary] = by_rank.max() / by_rank.mean()
+    assert busiest["head"] <= 1.01
+    assert busiest["whole"] >= {4: 1.04, 8: 1.15, 16: 1.3}[pp]
 
 
 def test_measured_parts_take_their_share_of_the_measured_head(tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""A whole head, half layers and a head over the pipeline ranks, planned beside one another.
+
+    python tests/bench/spread.py [--tables ../shared] [--machine TEXT]
+
+Counted models, 64k tokens a replica of public lengths cut at 2,048, packed rows, simulated. "whole": whole layers where
+they leave the busiest rank the least work; "half": the same in halves; "head": the head over all pipeline ranks. The
+limit is 30 GB above the states of even layers. `over_even`: makespan over all work of the plan / ranks (of the whole
+head's costs, for all ways); `busiest`: the busiest rank's work over the mean.
+
+With `--tables`, GPT batches with reference plans on published A100 layer costs: the share of the room between the
+reference and the bound of even layers, one stage a rank, that plans close, each on the placement that is best for the
+batches. The judge of the others reads no spread head: these are simulated, as all of ours are to 0.5 %.
+Writes results/spread.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+from contenders import provenance
+from judged import CASES, MEMORY_GB, Bench, Case, samples_of
+
+from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import PlacementName, Topology, Vocabulary, placement_of
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.data.shipped_lengths import SOURCE, shipped_lengths
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.named_models import preset
+from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
+from dynapipe_ext.schedules.placements import PlacementSearch
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+
+FORMAT, RESULT = "dynapipe-spread/1", Path(__file__).parent / "results" / "spread.json"
+TOKENS, LONGEST, ROOM_BYTES = 65_536, 2048, 30e9
+WAYS = ("whole", "half", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    architecture: Architecture
+    tp: int
+
+
+MODELS = (
+    Model("Llama 3 8B", preset("llama-3-8b"), 2),
+    Model("Gemma 2 9B, head of its own", replace(preset("gemma-2-9b"), tied_embeddings=False), 2),
+    Model("Llama 3 70B", preset("llama-3-70b"), 8),
+)
+
+
+def rank_work(costs: CostModel, topology: Topology, samples: Sequence[SampleLength]) -> np.ndarray:
+    """Nanoseconds of every pipeline rank with all samples as one padded row each."""
+    rows = costs.evaluate_shapes(np.ones(len(samples), int), [sample.encoder for sample in samples])
+    work = (rows.forward_ns + rows.backward_ns).sum(axis=1)
+    total: np.ndarray = np.bincount(topology.stage_ranks, weights=work, minlength=topology.pp)
+    return total
+
+
+def balanced(costs: CostModel, topology: Topology, samples: Sequence[SampleLength], step: float) -> Topology:
+    """Layers moved from the busiest rank to the idlest, `step` at a time, for as long as the busiest have less."""
+    while True:
+        work = rank_work(costs.over(topology)[0], topology, samples)
+        layers = list(topology.layers_per_stage)
+        giver = max(topology.stages_of(int(work.argmax())), key=lambda stage: layers[stage])
+        taker = topology.stages_of(int(work.argmin()))[0]
+        if layers[giver] <= step:
+            return topology
+        layers[giver], layers[taker] = layers[giver] - step, layers[taker] + step
+        moved = replace(topology, layers_per_stage=tuple(layers))
+        if sorted(rank_work(costs.over(moved)[0], moved, samples), reverse=True) >= sorted(work, reverse=True):
+            return topology
+        topology = moved
+
+
+def placed(way: str, costs: CostModel, even: Topology, samples: Sequence[SampleLength]) -> Topology:
+    match way:
+        case "head":
+            return spread_vocabulary(even, "head")
+        case "half":
+            return balanced(costs, balanced(costs, even, samples, 1), samples, 0.5)
+        case _:
+            return balanced(costs, even, samples, 1)
+
+
+def work_ns(plan: StepPlan) -> int:
+    return sum(int((one.forward_ns + one.backward_ns).sum()) for one in plan.costs)
+
+
+def counted_rows(samples: Sequence[SampleLength]) -> Iterator[dict[str, Any]]:
+    placements: tuple[PlacementName, ...] = ("linear", "v")
+    for model in MODELS:
+        for pp in (4, 8, 16):
+            for name in placements:
+                if len(placement_of(name, pp)) > model.architecture.num_layers:
+                    continue
+                for split in (False, True):
+                    yield from counted_ways(model, pp, name, split, samples)
+
+
+def counted_ways(
+    model: Model, pp: int, name: PlacementName, split: bool, samples: Sequence[SampleLength]
+) -> Iterator[dict[str, Any]]:
+    """One model on one placement, each way planned once."""
+    placement = () if name == "linear" else placement_of(name, pp)
+    even = Topology(tp=model.tp, pp=pp, placement=placement).with_layers(model.architecture.num_layers)
+    costs = AnalyticCosts(
+        model.architecture.padded(), even, flops_per_s=400e12, split_backward=split, sequence_parallel=True
+    )
+    limit_bytes = max(sum(int(costs.static_bytes()[s]) for s in even.stages_of(rank)) for rank in range(pp))
+    for way in WAYS:
+        topology = placed(way, costs, even, samples)
+        planner = Planner(
+            topology, costs.over(topology)[0], limit_bytes + ROOM_BYTES, split_backward=split, layout="packed",
+            pad_multiple=model.tp,
+        )  # fmt: skip
+        row: dict[str, Any] = {"model": model.name, "pp": pp, "placement": name, "split": split, "way": way}
+        row["busiest"] = float(rank_work(planner.costs, topology, samples).max() * pp
+                               / rank_work(planner.costs, topology, samples).sum())  # fmt: skip
+        try:
+            plan = planner.plan(samples)
+        except PlanError as error:
+            yield row | {"refused": str(error)}
+            continue
+        whole = costs.evaluate(plan.batch.micro_batches)
+        even_ns = int((whole.forward_ns + whole.backward_ns).sum()) / pp
+        yield row | {
+            "layers": list(topology.layers_per_stage),
+            "makespan_s": plan.makespan_s,
+            "over_even": plan.makespan_ns / even_ns,
+            "over_own_work": plan.makespan_ns * pp / work_ns(plan),
+            "over_bound": plan.makespan_s / plan.lower_bound_s,
+            "micro_batches": len(plan.batch.micro_batches),
+        }
+
+
+def table_rows(shared: Path) -> Iterator[dict[str, Any]]:
+    """Shares of the room, means over the batches of a file."""
+    bench = Bench(shared, shared, 1)
+    for case in CASES:
+        if case.closed is None:  # pairs, whose stages keep the head whole
+            continue
+        batches = bench.batches(case)
+        for split in (False, True):
+            costs = bench.costs(case)
+            planner = Planner(case.topology, costs, MEMORY_GB * 10**9, pad_multiple=1, split_backward=split)
+            for halves, vocabularies in ((False, ("whole",)), (True, ("whole",)), (True, ("head",))):
+                yield table_row(case, planner, batches, halves=halves, vocabularies=vocabularies)  # type: ignore[arg-type]
+
+
+def table_row(
+    case: Case,
+    planner: Planner,
+    batches: Sequence[dict[str, Any]],
+    *,
+    halves: bool,
+    vocabularies: Sequence[Vocabulary],
+) -> dict[str, Any]:
+    lengths = [samples_of(case, batch) for batch in batches]
+
+    def over(topology: Topology) -> Planner:
+        return replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
+
+    search = PlacementSearch(
+        planner.topology, over, lambda one, samples: one.plan(samples), case.layers, lengths, halves, vocabularies
+    )
+    best = search.trials(get_args(PlacementName))[0].topology
+    shares, distances = [], []
+    for batch, samples in zip(batches, lengths, strict=True):
+        plan, reference_s = over(best).plan(samples), max(batch["makespan_ms"]) / 1e3
+        bound_ns = batch_floor_ns(
+            planner.costs, samples, planner.topology.stage_ranks, dp=case.topology.dp, split=planner.split_backward,
+            packed=False, memory_limit_bytes=int(planner.memory_limit_bytes),
+        )  # fmt: skip
+        assert bound_ns is not None
+        shares.append((reference_s - plan.makespan_s) / (reference_s - bound_ns / 1e9))
+        ranks = case.topology.pp * case.topology.dp
+        distances.append(plan.makespan_ns * ranks / work_ns(plan))
+    return {
+        "case": case.name,
+        "split": planner.split_backward,
+        "way": f"{'half' if halves else 'whole'} layers, {'head spread' if 'head' in vocabularies else 'whole head'}",
+        "placement": best.placement_name,
+        "layers": list(best.layers_per_stage),
+        "room_closed": statistics.fmean(shares),
+        "over_own_work": statistics.fmean(distances),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, help="folder above data/reference_plans and data/a100_layer_costs")
+    parser.add_argument(
+        "--only-tables", action="store_true", help="keep the counted models of the result that is there"
+    )
+    parser.add_argument("--machine", default="", help="what to call this machine")
+    args = parser.parse_args()
+    result = json.loads(RESULT.read_text()) if RESULT.exists() else {"counted": [], "tables": []}
+    result |= {"format": FORMAT, **provenance(args.machine), "lengths": f"{SOURCE}, cut at {LONGEST}", "tokens": TOKENS}
+    if not args.only_tables:
+        drawn = shipped_lengths(TOKENS, most=LONGEST)[:, 0]
+        number = int(np.searchsorted(np.cumsum(drawn), TOKENS))
+        result["counted"] = list(map(shown, counted_rows(sample_lengths(drawn[:number].tolist()))))
+    if args.tables:
+        result["tables"] = list(map(shown, table_rows(args.tables)))
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    print(" ".join(f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in row.items() if k != "layers"), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
