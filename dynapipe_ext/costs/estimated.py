@@ -53,7 +53,7 @@ class Strategy:
 
     @property
     def stages_per_rank(self) -> int:
-        return self.topology.num_stages // self.topology.pp
+        return len(self.topology.layer_stages) // self.topology.pp
 
     @property
     def placement(self) -> str:

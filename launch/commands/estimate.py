@@ -105,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cp", metavar="N,…", help="context parallel ranks: data parallel ones that share rows (default: 1)"
     )
     add_flag(ways, "topology.placement", "of stages on ranks; auto tries all (default: auto)")
+    add_flag(ways, "topology.vocabulary", "of it, over the ranks of pipelines; auto tries it (default: whole)")
     search = parser.add_argument_group("search and output")
     search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned")
     add_flag(search, "plan.effort", "moves tried in the last plans", default=2000)
@@ -186,6 +187,7 @@ def question_of(args: argparse.Namespace) -> Question:
             pp=_numbers(args.pp, "--pp"),
             placement=args.placement or "auto",
             stages_per_rank=_stages_per_rank(args),
+            vocabulary=args.vocabulary or "whole",
             zero_stages=_numbers(args.zero, "--zero", most=3, least=0),
             offloads=_words(args.offload, "--offload", OFFLOADS_TRIED),
             recomputes=_words(args.recompute, "--recompute", get_args(RecomputeChoice)),

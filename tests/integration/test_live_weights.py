@@ -18,6 +18,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages.megatron.model import (
     build_chunks,
     build_model,
+    fill_weights,
     initialize_parallel,
     transformer_config,
 )
@@ -111,11 +112,23 @@ def faults_of(one: Published, layout: Layout, rank: int) -> list[str]:
         wanted = part_of_rank(one, layout.topology, rank)
         state = {k: v for k, v in chunks[0].module.state_dict().items() if not k.endswith("_extra_state")}
         faults += differences(state, wanted)
+    if layout.topology.vocabulary != "whole":
+        faults += filled_otherwise(one, layout, rank, chunks)
     exported = list(export_hf_weights(chunks, one.architecture))
     order = [info.name for group in tensor_groups(one.architecture) for info in group.tensors]
     faults += differences(dict(exported), one.tensors) + ["order"] * ([name for name, _ in exported] != order)
     received = dict(export_hf_weights(chunks, one.architecture, receivers="first"))
     return faults + (differences(received, one.tensors) if rank == 0 else list(received))
+
+
+def filled_otherwise(one: Published, layout: Layout, rank: int, chunks: list[Any]) -> list[str]:
+    """Weights that differ from those of `chunks` where a run fills its own from a checkpoint, at its start."""
+    filled, whole = build(one, layout, rank), {tensor.name: value for tensor, value in whole_tensors(one)}
+    faults = []
+    for chunk, loaded in zip(filled, chunks, strict=True):
+        fill_weights(chunk.module, whole.items())
+        faults += differences(dict(chunk.module.named_parameters()), dict(loaded.module.named_parameters()))
+    return faults
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ class Case:
 
 TRANSFORMERS = ("--backend", "transformers")
 CASES = [
-    Case("dpo", write_preferences, ("--pp", "2")),
+    Case("dpo", write_preferences, ("--pp", "2", "--vocabulary", "head")),
     Case("dpo", write_chat_preferences, ("--tp", "2", "--dp", "2")),
     Case("dpo", write_chat_preferences, ("--pp", "2", "--placement", "v"), (*TRANSFORMERS, "--layout", "padded")),
     Case("ipo", write_preferences, ("--pp", "2", "--dp", "2", "--width", "2", "--placement", "v", "--split-backward")),
@@ -85,7 +85,7 @@ def given(case: Case, folder: Path) -> list[str]:
         for flag, value in zip(case.ranks, case.ranks[1:], strict=False)
         if flag in ("--tp", "--pp", "--dp", "--width")
     }
-    others = [word for word in case.ranks if word in ("--placement", "v", "--split-backward")]
+    others = [word for word in case.ranks if word in ("--placement", "v", "--split-backward", "--vocabulary", "head")]
     return [*flags, *(word for pair in ranks.items() for word in pair), *others]
 
 

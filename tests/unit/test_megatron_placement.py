@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron.model import transformer_config
+from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.models.architecture import Architecture
 
@@ -85,6 +88,28 @@ def test_megatron_ties_ends_on_the_first_and_last_rank_and_we_those_on_one(topol
 def test_tied_ends_that_megatron_would_not_find_are_refused(placement):
     with pytest.raises(ConfigError, match=r"tied embeddings under placement .*untie them"):
         is_tied_by_megatron(Topology(pp=max(placement) + 1, placement=placement))
+
+
+@pytest.mark.parametrize(
+    ("shape", "topology", "says"),
+    [
+        ({"tied_embeddings": True}, Topology(pp=2), "'head' leaves the embedding whole, but this model's head is it"),
+        ({"vocab_size": 200}, Topology(pp=3), "vocab_size 256 does not divide over tp 1 x pp 3"),
+        ({}, Topology(pp=2, placement=(0, 1), layers_per_stage=(8, 0)), "there are 1 stages of layers"),
+    ],
+)
+def test_heads_that_parts_cannot_make_are_refused_by_name(shape, topology, says):
+    spread = replace(topology, vocabulary="head") if topology.placement else spread_vocabulary(topology, "head")
+    architecture = replace(SHAPE, **{"tied_embeddings": False} | shape)
+    with pytest.raises(ConfigError, match=says):
+        build_model(architecture, spread, 0, None, seed=None, device=torch.device("cpu"))
+
+
+def test_parts_of_a_model_with_a_decoder_side_are_refused_by_name():
+    sizes = {"hidden_size": 32, "num_heads": 4, "ffn_hidden_size": 64, "vocab_size": 256, "max_seq_len": 64}
+    t5 = Architecture.t5(num_layers=2, num_decoder_layers=2, gated_mlp=True, tied_embeddings=False, **sizes)
+    with pytest.raises(ConfigError, match="'head' lies over pipeline ranks, which a model with a decoder side cannot"):
+        build_model(t5, spread_vocabulary(Topology(pp=2), "head"), 0, None, seed=None, device=torch.device("cpu"))
 
 
 def test_several_stages_on_the_only_rank_are_refused():

@@ -195,3 +195,20 @@ def test_a_plan_of_a_whole_vocabulary_is_written_as_before() -> None:
     planner = Planner(topology, AnalyticCosts(SIZES, topology, flops_per_s=1e11), 60e9, effort=20)
     plan = planner.plan(sample_lengths(LENGTHS))
     assert sorted(plan_json(plan, topology)["topology"]) == ["dp", "layers_per_stage", "pp", "tp"]
+
+
+def test_an_estimate_spreads_what_it_is_asked_to(tmp_path: Path) -> None:
+    """With its parts alike on all ranks layers are even, and what is written for `train` says so."""
+    written, report = tmp_path / "best.toml", tmp_path / "estimate.json"
+    asked = ["--model", "llama-3-8b", "--gpus-per-node", "8", "--tp", "2", "--pp", "4", "--placement", "linear"]
+    asked += ["--length-distribution", "uniform:1024", "--plans", "2", "--zero", "0,1", "--offload", "none"]
+    asked += ["--tokens-per-batch", "32768", "--effort", "20", "--recompute", "none"]
+    arguments = ["estimate", *asked, "--vocabulary", "head", "--json", str(report), "--write", str(written)]
+    assert cli.main(arguments) == 0
+    option = json.loads(report.read_text())["options"][0]
+    assert (option["vocabulary"], option["stages_per_rank"]) == ("head", 1)
+    assert option["layers_per_stage"] == [8, 8, 8, 8, 0, 0, 0]
+    assert topology_of(TrainConfig.read(written)).vocabulary == "head"
+    assert cli.main(["estimate", *asked, "--vocabulary", "auto", "--json", str(report)]) == 0
+    found = {one.get("vocabulary", "whole") for one in json.loads(report.read_text())["options"]}
+    assert found == {"whole", "head"}

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.batch.micro_batches import round_up
+from dynapipe_ext.batch.vocabulary import gathered_vocabulary
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES
 from dynapipe_ext.costs.unfused import PlainLayers
@@ -155,6 +156,7 @@ def _row(question: Question, option: Option, prices: Prices, *, offloads: bool) 
         f"{t.tp} x {t.pp} x {t.dp}"
         + (f", cp {s.cp}" if s.cp > 1 else "")
         + (f", {s.placement} {s.stages_per_rank}" if t.placement else "")
+        + ("" if t.vocabulary == "whole" else f", {t.vocabulary} spread")
         + (f", ep {s.ep}" if s.ep > 1 else ""),
         zero,
         _recompute(option),
@@ -249,7 +251,8 @@ def memory_table(option: Option) -> Table:
 def _layers(option: Option) -> list[str]:
     """The numbers of layers of each pipeline rank's stages."""
     topology, layers = option.strategy.topology, option.costs.layers_per_stage.tolist()
-    return ["+".join(str(layers[stage]) for stage in topology.stages_of(rank)) for rank in range(topology.pp)]
+    of_ranks = ([s for s in topology.stages_of(rank) if s in topology.layer_stages] for rank in range(topology.pp))
+    return ["+".join(str(layers[stage]) for stage in stages) for stages in of_ranks]
 
 
 def estimate_json(estimate: Estimate, prices: Prices) -> dict[str, Any]:
@@ -307,6 +310,7 @@ def _option_json(option: Option, prices: Prices, question: Question) -> dict[str
         "cp": s.cp,
         "placement": s.placement,
         "stages_per_rank": s.stages_per_rank,
+        **({} if t.vocabulary == "whole" else {"vocabulary": t.vocabulary}),
         "layers_per_stage": option.costs.layers_per_stage.tolist(),
         "sequence_parallel": s.sequence_parallel,
         "zero_stage": s.zero_stage,
@@ -369,7 +373,8 @@ def settings(
             "pp": t.pp,
             "dp": s.cp * t.dp,
             **({} if s.cp == 1 else {"width": s.cp}),
-            "layers_per_stage": list(t.layers_per_stage),
+            "layers_per_stage": list(gathered_vocabulary(t).layers_per_stage),
+            **({} if t.vocabulary == "whole" else {"vocabulary": t.vocabulary}),
             **({} if s.placement == "linear" else {"placement": s.placement, "stages_per_rank": s.stages_per_rank}),
             "sequence_parallel": s.sequence_parallel,
         },

@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, Pieces, Recompute, with_sliced_head
-from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, placement_of, widths_of
+from dynapipe_ext.batch.topology import Offload, PlacementName, Topology, Vocabulary, placement_of, widths_of
+from dynapipe_ext.batch.vocabulary import gathered_vocabulary, spread_vocabulary
 from dynapipe_ext.costs.cluster import Cluster, Precision
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -22,7 +23,7 @@ from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture, layer
 from dynapipe_ext.models.flops import layer_weights
 from dynapipe_ext.reproducible import product
 from dynapipe_ext.settings.plan_rules import PlanRules
-from dynapipe_ext.settings.tables import PlacementChoice
+from dynapipe_ext.settings.tables import PlacementChoice, VocabularyChoice
 from dynapipe_ext.splits.pieces import piece_sizes
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
@@ -37,13 +38,15 @@ _MIXED = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The allowed choices. An empty tuple leaves a choice to the search, and placement "auto" that of stages."""
+    """The allowed choices. An empty tuple leaves a choice to the search, and placement "auto" that of stages. With a
+    `vocabulary` "auto" every pipeline is tried with a whole one and with one over its ranks."""
 
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = ()
     placement: PlacementChoice = "auto"
     stages_per_rank: tuple[int, ...] = ()
+    vocabulary: VocabularyChoice = "whole"
     zero_stages: tuple[int, ...] = ()
     offloads: tuple[Offload, ...] = ()
     recomputes: tuple[RecomputeChoice, ...] = ()
@@ -135,15 +138,30 @@ def _placed(question: Question, topology: Topology, dropped: Dropped) -> Iterato
     """The topology under the placement that is asked for, where its layers fill it."""
     name, rounds = question.limits.placement, question.limits.stages_per_rank
     if name == "linear" or name == "auto":
-        yield topology
+        yield from _spread(question, topology, dropped)
     else:
-        yield from _filled(question.architecture, topology, name, rounds or (2,), dropped)
+        for placed in _filled(question.architecture, topology, name, rounds or (2,), dropped):
+            yield from _spread(question, placed, dropped)
+
+
+def _spread(question: Question, topology: Topology, dropped: Dropped) -> Iterator[Topology]:
+    """The topology with the vocabulary as it is asked for; one pipeline rank has all of it."""
+    a, vocabulary = question.architecture, question.limits.vocabulary
+    if topology.pp == 1 or vocabulary in ("whole", "auto"):
+        yield topology
+    if topology.pp == 1 or vocabulary == "whole":
+        return
+    if a.num_decoder_layers:
+        dropped.add("a vocabulary over the pipeline ranks of an encoder-decoder")
+        return
+    of_model: Vocabulary = "both" if a.tied_embeddings else "head"
+    yield spread_vocabulary(topology, of_model if vocabulary == "auto" else vocabulary)
 
 
 def placed_otherwise(question: Question, strategy: Strategy, dropped: Dropped) -> Iterator[Strategy]:
     """A strategy of one stage a rank with several: interleaved up to all layers of a rank, but at most
     `_MOST_STAGES`, or as a V."""
-    a, topology = question.architecture, replace(strategy.topology, layers_per_stage=())
+    a, topology = question.architecture, replace(gathered_vocabulary(strategy.topology), layers_per_stage=())
     most = min(_MOST_STAGES, a.total_layers // topology.pp)
     interleaved = question.limits.stages_per_rank or sorted({n for n in (2, 4, most) if 1 < n <= most})
     names: tuple[tuple[PlacementName, Sequence[int]], ...] = (
@@ -151,7 +169,8 @@ def placed_otherwise(question: Question, strategy: Strategy, dropped: Dropped) -
         ("v", [n for n in interleaved if n in (2, 4)]),
     )
     for name, rounds in names:
-        for placed in _filled(a, topology, name, rounds, dropped):
+        for layers in _filled(a, topology, name, rounds, dropped):
+            placed = spread_vocabulary(layers, strategy.topology.vocabulary)
             yield replace(strategy, topology=replace(placed, layers_per_stage=balanced_layers(a, placed)))
 
 
@@ -244,21 +263,22 @@ def _with_states(question: Question, topology: Topology, cp: int, dropped: Dropp
                 )
 
 
-def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
+def balanced_layers(a: Architecture, topology: Topology) -> tuple[float, ...]:
     """The numbers of layers of all stages that give the busiest stage the least work. The head counts as a part of a
-    layer.
+    layer; over all ranks it weighs alike on each.
 
     Remaining layers go to later stages, which hold fewer micro-batches at a time. Encoder-decoders are cut evenly. The
     result is empty where Megatron's even cut is as good.
     """
     even = topology.with_layers(a.total_layers).layers_per_stage
-    num_stages = topology.num_stages
+    held = topology.layer_stages
+    num_stages = len(held)
     if a.num_decoder_layers or num_stages == 1:
         return ()
     of_layer = {i: layer_weights(kind) for kind, layers in layer_kinds(a) for i in layers}
     each = [of_layer[i] for i in range(a.num_layers)]
     before = [0.0, *accumulate(weights / each[-1] for weights in each)]  # in layers like the last
-    head = a.vocab_size * a.hidden_size / each[-1]
+    head = a.vocab_size * a.hidden_size / each[-1] if topology.vocabulary == "whole" else 0.0
     layers = [1] * num_stages
     for _ in range(a.total_layers - num_stages):
         ends = [0, *accumulate(layers)]
@@ -266,6 +286,7 @@ def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
         work[-1] += head
         least = min(range(num_stages), key=lambda s: (round(work[s], 6), -s))
         layers[least] += 1
+    layers = [0] * held.start + layers + [0] * (topology.num_stages - held.stop)
     return () if tuple(layers) == even else tuple(layers)
 
 

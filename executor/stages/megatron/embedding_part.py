@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import rows_of
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows
 
 _RECEIVED = "dynapipe_received"  # attribute of a GPTModel: the sum over the parts before its own
 
@@ -43,7 +43,7 @@ class EmbeddingPart(MegatronModule):  # type: ignore[misc] # megatron has no typ
 
 def look_up_own_rows(layer: Any) -> None:
     """Have a VocabParallelEmbedding whose weight is a part give zeros for ids of other parts."""
-    number, _ = rows_of(layer.weight, layer.tp_group.rank(), layer.tp_group.size())
+    number, _ = block_of_rows(layer.weight, layer.tp_group.rank(), layer.tp_group.size())
     layer.forward = partial(_own_rows, layer, number * layer.num_embeddings_per_partition)
 
 
@@ -55,8 +55,10 @@ def _own_rows(layer: Any, first_id: int, ids_BS: torch.Tensor) -> torch.Tensor:
     rows_BSH = rows_BSH.masked_fill(is_other_BS[..., None], 0.0)
     if layer.reduce_scatter_embeddings:
         rows_SBH = rows_BSH.transpose(0, 1).contiguous()
-        return tensor_parallel.reduce_scatter_to_sequence_parallel_region(rows_SBH, group=layer.tp_group)
-    return tensor_parallel.reduce_from_tensor_model_parallel_region(rows_BSH, group=layer.tp_group)
+        words: torch.Tensor = tensor_parallel.reduce_scatter_to_sequence_parallel_region(rows_SBH, group=layer.tp_group)
+    else:
+        words = tensor_parallel.reduce_from_tensor_model_parallel_region(rows_BSH, group=layer.tp_group)
+    return words
 
 
 def add_received(model: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.chunk_runner import HeadSlices
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of, rows_of
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows, part_of
 from dynapipe_ext.executor.stages.sliced_head import Head, losses_in_slices
 from dynapipe_ext.executor.stages.spread_head import Message, head_part
 
@@ -52,7 +52,7 @@ def hide_padding(model: Any, vocab_size: int) -> None:
 
 def _first_id(layer: Any) -> int:
     """The id of the first row that this rank has of a head, or of a part of one."""
-    number, _ = rows_of(layer.weight, layer.tp_group.rank(), layer.tp_group.size())
+    number, _ = block_of_rows(layer.weight, layer.tp_group.rank(), layer.tp_group.size())
     return int(number * layer.output_size_per_partition)
 
 

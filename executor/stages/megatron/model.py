@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.vocabulary import refuse_spread
+from dynapipe_ext.costs.states import refuse_undivided_vocabulary
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.head import cap_logits, divide_logits, hide_padding
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers
 from dynapipe_ext.executor.stages.megatron.rotation import concentrate, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, first_layers, is_tied_by_megatron, virtual_stage
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of, rows_of, save_by_rows
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows, part_of, save_by_rows
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.family_configs import router_fault
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
@@ -127,7 +129,7 @@ def full_shape(parameter: torch.Tensor, tp: int) -> list[int]:
 def tensor_slice(whole: torch.Tensor, parameter: torch.Tensor, tp_rank: int, tp: int) -> torch.Tensor:
     """This rank's part of a whole weight; a partition stride of 2 is a gated MLP's [gate; up], cut one by one."""
     if part_of(parameter) is not None:
-        number, blocks = rows_of(parameter, tp_rank, tp)
+        number, blocks = block_of_rows(parameter, tp_rank, tp)
         return whole.chunk(blocks)[number]
     if not getattr(parameter, "tensor_model_parallel", False) or tp == 1:
         return whole
@@ -385,8 +387,7 @@ def _check(a: Architecture, topology: Topology) -> None:
         )
     if VOCAB_MULTIPLE % topology.tp:
         raise ConfigError(f"tp is {topology.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
-    if topology.vocabulary != "whole":
-        _check_spread(a, topology)
+    _check_spread(a, topology)
     for name, size in a.divided_sizes.items():
         if size % topology.tp:
             raise ConfigError(f"{name} {size} must be a multiple of tp {topology.tp}")
@@ -402,24 +403,13 @@ def _check(a: Architecture, topology: Topology) -> None:
 
 
 def _check_spread(a: Architecture, topology: Topology) -> None:
-    asked, move = f"vocabulary {topology.vocabulary!r}", "leave the vocabulary whole"
     if a.num_decoder_layers:
-        raise ConfigError(f"{asked} does not divide an encoder-decoder's head over pipeline ranks: {move}")
-    if a.tied_embeddings and topology.vocabulary == "head":
+        refuse_spread(topology, "a model with a decoder side")
+    refuse_undivided_vocabulary(a.padded(), topology)
+    if topology.vocabulary != "whole" and len(topology.layer_stages) < topology.pp:
         raise ConfigError(
-            f"{asked} divides the head alone, whose weight is the embedding's (tied_embeddings): take both, untie them,"
-            f" or {move}"
-        )
-    if len(topology.layer_stages) < topology.pp:
-        raise ConfigError(
-            f"{asked} of pp {topology.pp} is with stages of layers on every pipeline rank, but there are"
-            f" {len(topology.layer_stages)}: {move}"
-        )
-    blocks = topology.pp * topology.tp
-    if (rows := a.padded_vocab_size()) % blocks:
-        raise ConfigError(
-            f"{asked} divides {rows:,} rows over pp {topology.pp} x tp {topology.tp} ranks, which does not go evenly:"
-            f" take degrees whose product divides them, or {move}"
+            f"vocabulary {topology.vocabulary!r} lies over {topology.pp} pipeline ranks, but there are"
+            f" {len(topology.layer_stages)} stages of layers: give each rank one, or leave the vocabulary whole"
         )
 
 

@@ -463,7 +463,7 @@ def _checked(chunks: Chunks) -> list[Any]:
                 f"model chunk {number} is a {type(chunk).__name__}, without gradient buffers: wrap it in"
                 " megatron-core's DistributedDataParallel (wrap_ddp)"
             )
-        if next(chunk.parameters(), None) is None and not _head_is_embedding(unwrapped(chunk)):
+        if next(chunk.parameters(), None) is None and not isinstance(unwrapped(chunk), HeadPart):
             raise ConfigError(
                 f"model chunk {number} owns no parameters: give its stage at least one layer (layers_per_stage)"
             )

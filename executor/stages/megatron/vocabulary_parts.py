@@ -22,12 +22,12 @@ def part_of(weight: torch.Tensor) -> tuple[int, int] | None:
     return part
 
 
-def rows_of(weight: torch.Tensor, tp_rank: int, tp: int) -> tuple[int, int]:
+def block_of_rows(weight: torch.Tensor, tp_rank: int, tp: int) -> tuple[int, int]:
     """Which of how many equal blocks of a vocabulary's rows a rank has.
 
     >>> weight = torch.zeros(4, 2)
     >>> mark_part(weight, part=2, num_parts=4)
-    >>> rows_of(weight, tp_rank=1, tp=2), rows_of(torch.zeros(4, 2), tp_rank=1, tp=2)
+    >>> block_of_rows(weight, tp_rank=1, tp=2), block_of_rows(torch.zeros(4, 2), tp_rank=1, tp=2)
     ((5, 8), (1, 2))
     """
     part, num_parts = part_of(weight) or (0, 1)
@@ -52,6 +52,6 @@ def _state_of_part(
     state = state_of(prefix, *arguments, **options)
     shard, weight = state[prefix + key], model.get_parameter(key)
     tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    rows = (0, *rows_of(weight, tp_rank, tp))
+    rows = (0, *block_of_rows(weight, tp_rank, tp))
     state[prefix + key] = ShardedTensor.from_rank_offsets(shard.key, shard.data, rows, replica_id=shard.replica_id)
     return state

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.batch.topology import Topology, refuse_half_layers
+from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.errors import ConfigError, ExecutionError
 
 
@@ -44,11 +45,7 @@ def places_of(topology: Topology, num_layers: int, pp_rank: int) -> list[PartPla
         raise ConfigError(
             f"tp is {topology.tp} but models of transformers are not cut over tensor parallel ranks: give tp 1"
         )
-    if topology.vocabulary != "whole":
-        raise ConfigError(
-            f"vocabulary {topology.vocabulary!r} divides the head over pipeline ranks, which models of transformers do"
-            " not: leave the vocabulary whole, or train by megatron-core"
-        )
+    refuse_spread(topology, "a model of transformers")
     counts = topology.with_layers(num_layers).layers_per_stage
     if min(counts) < 1:
         raise ConfigError(f"layers_per_stage is {counts} but each stage of a transformers model needs a layer or more")

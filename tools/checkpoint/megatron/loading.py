@@ -9,7 +9,7 @@ import torch
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages.megatron.gather import device_of, ranks_that_cut
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import rows_of
+from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.families import published_form
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
@@ -95,7 +95,7 @@ def _fill(architecture: Architecture, live: LiveModel, group: TensorGroup, tenso
     whole = to_megatron(architecture, group, tensors)
     for tensor, name in _held_names(architecture, live, group):
         cut_by = ranks_that_cut(of_experts=tensor.is_of_experts)
-        number, blocks = rows_of(live.held[name], cut_by.rank(), cut_by.size())
+        number, blocks = block_of_rows(live.held[name], cut_by.rank(), cut_by.size())
         rows = live.held[name].shape[0] * blocks
         layout = RankLayout(architecture, blocks, (architecture.total_layers,), padded_vocab_size=rows)
         dim, start = tensor.tp_dim or 0, 0
