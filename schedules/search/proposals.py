@@ -80,7 +80,9 @@ class Proposals:
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Starts from ordered samples, which the search may cut anywhere."""
         proposed = []
-        in_flight = self._in_flight(self.topology.pp, (self.topology.pp + 1) // 2)
+        topology = self.topology
+        more = () if topology.vocabulary == "whole" else (topology.num_stages,)  # whose short stages hold few
+        in_flight = self._in_flight(*more, topology.pp, (topology.pp + 1) // 2)
         priced, firsts = self._first_cuts(samples, in_flight)
         for cuts in firsts:
             start = Start(
