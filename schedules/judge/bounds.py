@@ -113,10 +113,12 @@ class _Chains:
             self.stages.setdefault(rank, []).append(stage)
         tables = costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.transfer_ns
         small = sum(float(table.sum()) for table in tables) < _MOST_IN_64_BITS  # else in Python's integers
-        self.forward, backward, self.weight, moves = tables if small else (table.astype(object) for table in tables)
-        self.gradient = backward - self.weight if split else backward
-        last, none = costs.num_stages - 1, np.zeros_like(self.forward[0])
-        moves = [none if stage_ranks[s] == stage_ranks[s + 1] else moves[s] for s in range(last)]
+        forward, backward, weight, transfer = tables if small else tuple(table.astype(object) for table in tables)
+        self.forward: IntArray = forward
+        self.weight: IntArray = weight
+        self.gradient: IntArray = backward - weight if split else backward
+        last, none = costs.num_stages - 1, np.zeros_like(forward[0])
+        moves: list[Any] = [none if stage_ranks[s] == stage_ranks[s + 1] else transfer[s] for s in range(last)]
         back = [none for _ in moves] if forward_only else moves
         last_w = self.weight if split else [none for _ in stage_ranks]
         self.head = [none]  # before F
