@@ -226,16 +226,17 @@ class EstimatedCosts:
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """The part of the stored bytes of every stage that is the head's: norm, logits; shape (S, M)."""
-        has_head = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
         if isinstance(self.base, AnalyticCosts) and self.plain is None:
             return self.base.head_bytes(micro_batches)
-        if self.plain is not None:
-            kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
-            positions = np.fromiter(kept_positions, np.int64)
-            _, is_sliced = kinds_of_layers(np.array([m.recompute for m in micro_batches], np.str_))
-            is_sliced = self.base.sliced_head.of(is_sliced, positions)
-            return has_head * self._plain_head_bytes(self.plain, positions, is_sliced)
-        return has_head * self.base.head_bytes(micro_batches)
+        head: IntArray = np.zeros((self.num_stages, len(micro_batches)), np.int64)
+        if self.plain is None:
+            head[-1] = self.base.head_bytes(micro_batches)
+            return head
+        kept_positions = (0 if m.layer_recompute == "stage" else m.padded_tokens for m in micro_batches)
+        positions = np.fromiter(kept_positions, np.int64)
+        _, is_sliced = kinds_of_layers(np.array([m.recompute for m in micro_batches], np.str_))
+        head[-1] = self._plain_head_bytes(self.plain, positions, self.base.sliced_head.of(is_sliced, positions))
+        return head
 
     def _collectives_ns(
         self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]

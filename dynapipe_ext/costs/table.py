@@ -582,7 +582,8 @@ def table_points(
     chain = np.concatenate(chains)
     of_row = chain / np.tile(rows_axis, len(chains))[:, None, None]
     num_rows = len(rows_axis)
-    attended = table.pieces and table.pieces.attended_ns(table.stage_attentions(), stage_ranks, table.topology.width)
+    layers, pieces = table.stage_attentions(), table.pieces
+    attended = None if pieces is None else pieces.attended_ns(layers, stage_ranks, table.topology.width)
     return TablePoints(
         rows=rows_axis,
         axes=(encoder, decoder),

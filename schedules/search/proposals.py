@@ -80,7 +80,8 @@ class Proposals:
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Starts from ordered samples, which the search may cut anywhere."""
         proposed = []
-        in_flight = self._in_flight(self.topology.num_stages, (self.topology.pp + 1) // 2)
+        topology = self.topology  # the short stages of a spread vocabulary hold few
+        in_flight = self._in_flight(topology.num_stages, len(topology.layer_stages), (topology.pp + 1) // 2)
         priced, firsts = self._first_cuts(samples, in_flight)
         for cuts in firsts:
             start = Start(

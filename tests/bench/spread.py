@@ -1,16 +1,16 @@
 """A whole head, half layers and a head over the pipeline ranks, planned beside one another.
 
-    python tests/bench/spread.py [--tables ../shared] [--machine TEXT]
+    python tests/bench/spread.py [--tables ../shared] [--models NAME …] [--pp N …] [--machine TEXT]
 
 Counted models, 64k tokens a replica of public lengths cut at 2,048, packed rows, simulated. "whole": whole layers where
-they leave the busiest rank the least work; "half": the same in halves; "head": the head over all pipeline ranks. The
+they leave the busiest rank the least work; "half": the same in halves; "head": that, and the head over all ranks. The
 limit is 30 GB above the states of even layers. `over_even`: makespan over all work of the plan / ranks (of the whole
 head's costs, for all ways); `busiest`: the busiest rank's work over the mean.
 
-With `--tables`, GPT batches with reference plans on published A100 layer costs: the share of the room between the
-reference and the bound of even layers, one stage a rank, that plans close, each on the placement that is best for the
-batches. The judge of the others reads no spread head: these are simulated, as all of ours are to 0.5 %.
-Writes results/spread.json.
+With `--tables`, GPT batches with reference plans on published A100 layer costs: of the room between the reference and
+the bound of even layers, one stage a rank, the share that plans with a head over all ranks close, on the placement that
+is best for the batches (plans.py has the others). The judge reads no spread head, so these makespans are simulated.
+Writes results/spread.json, of which it keeps the rows of models and ranks that are not named.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,7 +32,7 @@ from contenders import provenance
 from judged import CASES, MEMORY_GB, Bench, Case, samples_of
 
 from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import PlacementName, Topology, Vocabulary, placement_of
+from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
 from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
@@ -40,7 +41,6 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
-from dynapipe_ext.schedules.placements import PlacementSearch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 
@@ -90,7 +90,7 @@ def balanced(costs: CostModel, topology: Topology, samples: Sequence[SampleLengt
 def placed(way: str, costs: CostModel, even: Topology, samples: Sequence[SampleLength]) -> Topology:
     match way:
         case "head":
-            return spread_vocabulary(even, "head")
+            return balanced(costs, spread_vocabulary(even, "head"), samples, 0.5)
         case "half":
             return balanced(costs, balanced(costs, even, samples, 1), samples, 0.5)
         case _:
@@ -101,15 +101,13 @@ def work_ns(plan: StepPlan) -> int:
     return sum(int((one.forward_ns + one.backward_ns).sum()) for one in plan.costs)
 
 
-def counted_rows(samples: Sequence[SampleLength]) -> Iterator[dict[str, Any]]:
+def counted_rows(
+    models: Sequence[Model], ranks: Sequence[int], samples: Sequence[SampleLength]
+) -> Iterator[dict[str, Any]]:
     placements: tuple[PlacementName, ...] = ("linear", "v")
-    for model in MODELS:
-        for pp in (4, 8, 16):
-            for name in placements:
-                if len(placement_of(name, pp)) > model.architecture.num_layers:
-                    continue
-                for split in (False, True):
-                    yield from counted_ways(model, pp, name, split, samples)
+    for model, pp, name, split in product(models, ranks, placements, (False, True)):
+        if len(placement_of(name, pp)) <= model.architecture.num_layers:
+            yield from counted_ways(model, pp, name, split, samples)
 
 
 def counted_ways(
@@ -149,39 +147,27 @@ def counted_ways(
 
 
 def table_rows(shared: Path) -> Iterator[dict[str, Any]]:
-    """Shares of the room, means over the batches of a file."""
+    """Shares of the room, means over the batches of a file, of heads over all ranks: layers are even beside them."""
     bench = Bench(shared, shared, 1)
     for case in CASES:
         if case.closed is None:  # pairs, whose stages keep the head whole
             continue
-        batches = bench.batches(case)
         for split in (False, True):
-            costs = bench.costs(case)
-            planner = Planner(case.topology, costs, MEMORY_GB * 10**9, pad_multiple=1, split_backward=split)
-            for halves, vocabularies in ((False, ("whole",)), (True, ("whole",)), (True, ("head",))):
-                yield table_row(case, planner, batches, halves=halves, vocabularies=vocabularies)  # type: ignore[arg-type]
+            planner = Planner(
+                case.topology, bench.costs(case), MEMORY_GB * 10**9, pad_multiple=1, split_backward=split
+            )  # fmt: skip
+            rows = [table_row(case, planner, bench.batches(case), name) for name in get_args(PlacementName)]
+            yield max(rows, key=lambda row: row["room_closed"])
 
 
-def table_row(
-    case: Case,
-    planner: Planner,
-    batches: Sequence[dict[str, Any]],
-    *,
-    halves: bool,
-    vocabularies: Sequence[Vocabulary],
-) -> dict[str, Any]:
-    lengths = [samples_of(case, batch) for batch in batches]
-
-    def over(topology: Topology) -> Planner:
-        return replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
-
-    search = PlacementSearch(
-        planner.topology, over, lambda one, samples: one.plan(samples), case.layers, lengths, halves, vocabularies
-    )
-    best = search.trials(get_args(PlacementName))[0].topology
+def table_row(case: Case, planner: Planner, batches: Sequence[dict[str, Any]], name: PlacementName) -> dict[str, Any]:
+    placement = () if name == "linear" else placement_of(name, case.topology.pp)
+    topology = spread_vocabulary(replace(case.topology, placement=placement).with_layers(case.layers), "head")
+    spread = replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
     shares, distances = [], []
-    for batch, samples in zip(batches, lengths, strict=True):
-        plan, reference_s = over(best).plan(samples), max(batch["makespan_ms"]) / 1e3
+    for batch in batches:
+        samples, reference_s = samples_of(case, batch), max(batch["makespan_ms"]) / 1e3
+        plan = spread.plan(samples)
         bound_ns = batch_floor_ns(
             planner.costs, samples, planner.topology.stage_ranks, dp=case.topology.dp, split=planner.split_backward,
             packed=False, memory_limit_bytes=int(planner.memory_limit_bytes),
@@ -193,9 +179,7 @@ def table_row(
     return {
         "case": case.name,
         "split": planner.split_backward,
-        "way": f"{'half' if halves else 'whole'} layers, {'head spread' if 'head' in vocabularies else 'whole head'}",
-        "placement": best.placement_name,
-        "layers": list(best.layers_per_stage),
+        "placement": topology.placement_name,
         "room_closed": statistics.fmean(shares),
         "over_own_work": statistics.fmean(distances),
     }
@@ -204,17 +188,19 @@ def table_row(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, help="folder above data/reference_plans and data/a100_layer_costs")
-    parser.add_argument(
-        "--only-tables", action="store_true", help="keep the counted models of the result that is there"
-    )
+    parser.add_argument("--models", nargs="*", default=[model.name for model in MODELS], help="that are planned")
+    parser.add_argument("--pp", nargs="*", type=int, default=[4, 8, 16])
     parser.add_argument("--machine", default="", help="what to call this machine")
     args = parser.parse_args()
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"counted": [], "tables": []}
     result |= {"format": FORMAT, **provenance(args.machine), "lengths": f"{SOURCE}, cut at {LONGEST}", "tokens": TOKENS}
-    if not args.only_tables:
-        drawn = shipped_lengths(TOKENS, most=LONGEST)[:, 0]
-        number = int(np.searchsorted(np.cumsum(drawn), TOKENS))
-        result["counted"] = list(map(shown, counted_rows(sample_lengths(drawn[:number].tolist()))))
+    drawn = shipped_lengths(TOKENS, most=LONGEST)[:, 0]
+    samples = sample_lengths(drawn[: int(np.searchsorted(np.cumsum(drawn), TOKENS))].tolist())
+    kept = [row for row in result["counted"] if row["model"] not in args.models or row["pp"] not in args.pp]
+    result["counted"] = kept
+    for row in counted_rows([model for model in MODELS if model.name in args.models], args.pp, samples):
+        result["counted"].append(shown(row))
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
     if args.tables:
         result["tables"] = list(map(shown, table_rows(args.tables)))
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
