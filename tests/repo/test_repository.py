@@ -60,6 +60,10 @@ TESTED_COMMANDS = {
     "dynapipe plan --lengths lengths.npy --dp 8 --pieces auto --width auto": (
         "tests/unit/test_plan_command.py::test_data_parallel_ranks_join_by_either_flag_or_as_the_step_needs"
     ),
+    "dynapipe train --vocabulary head": (
+        "tests/integration/test_train_vocabulary.py"
+        "::test_a_run_ended_by_ctrl_c_goes_on_under_other_parts_to_the_losses_of_a_whole_head"
+    ),
     "dynapipe train --width 2": (
         "tests/integration/test_preferences_command.py::test_losses_and_rewards_are_those_of_a_plain_loop"
     ),

@@ -29,7 +29,6 @@ class HeadPart(MegatronModule):  # type: ignore[misc] # megatron has no types
             bias=False,
             skip_bias_add=False,
             gather_output=False,
-            tp_group=self.pg_collection.tp if hasattr(self, "pg_collection") else None,
         )
 
     def forward(
