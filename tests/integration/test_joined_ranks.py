@@ -155,6 +155,7 @@ JOBS = {
     "windows and experts": Job(Topology(pp=2, dp=2), "windows and experts", dtype=DOUBLE, kinds=ROWS, widths=(2,)),
     "experts of two ranks": Job(Topology(dp=4), "experts", dtype=DOUBLE, kinds=PIECES[1:2], ep=2),
     "latent": Job(Topology(tp=2, dp=2), "latent", dtype=DOUBLE, sequence_parallel=True, kinds=ROWS, widths=(2,)),
+    "latent without slices": Job(Topology(tp=2), "latent", dtype=DOUBLE, kinds=ROWS[:1], widths=(1,)),
     "one key": Job(Topology(pp=2, dp=4), "one key", kinds=(PIECES[0], ROWS[1]), widths=(4,)),
     "head spread": Job(
         spread_vocabulary(Topology(tp=2, pp=2, dp=2), "head"),

@@ -355,4 +355,7 @@ class SummedLatentAttention(MLASelfAttention):  # type: ignore[misc] # megatron 
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(whole), output[1]
         latent, turned = whole.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        return torch.cat([latent, copy_to_tensor_model_parallel_region(turned)], dim=-1), output[1]
+        turned = copy_to_tensor_model_parallel_region(turned)
+        if turned.requires_grad:  # Megatron sums a copy of what is not contiguous, and returns it as it was
+            turned.register_hook(torch.Tensor.contiguous)
+        return torch.cat([latent, turned], dim=-1), output[1]
