@@ -75,7 +75,7 @@ class PlacementSearch:
                 trials.append(self._best_of(name, stages_per_rank, vocabulary))
             except ConfigError as error:
                 refusal = refusal or error
-        several = [one for one in trials if one.topology.placement]
+        several = [one for one in trials if not one.topology.placement_name.startswith("linear")]
         if several and not stages_per_rank:
             best = min(several, key=lambda one: one.makespan_s)
             if best.bubble_ratio > _IDLE:

@@ -253,14 +253,15 @@ def ranks(job: Job) -> list[Process]:
 
 
 def left_by(tiny: Path) -> dict[str, Any]:
-    """The report of a run that ended early; page and events agree with it."""
+    """The report of a run; page and events agree with it."""
     run_dir = tiny.parent / "run"
     report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
     assert RunReport.read(run_dir / "report.json").unfinished == report["unfinished"]
     assert report["steps"] == len(report["losses"]) >= 2
     lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()[1:]]
     assert [line["loss"] for line in lines] == report["losses"]
-    assert '<span class="badge early">ended early</span>' in (run_dir / "index.html").read_text()
+    state = '"badge early">ended early<' if report["unfinished"] else '"badge done">done<'
+    assert state in (run_dir / "index.html").read_text()
     return report
 
 
