@@ -154,8 +154,8 @@ def refuse_undivided_vocabulary(a: Architecture, topology: Topology) -> None:
 
 def refused_tie() -> ConfigError:
     return ConfigError(
-        "vocabulary 'head' leaves the embedding whole, but this model's head is it: spread both over pipeline ranks, or"
-        " neither"
+        "vocabulary 'head' leaves the embedding whole, but this model ties its head to it: give 'both', which divides"
+        " the two alike, or 'whole'"
     )
 
 

@@ -98,7 +98,7 @@ def test_every_rank_holds_the_rows_of_its_part(vocabulary: Vocabulary, tied: boo
     model = replace(MODEL, tied_embeddings=tied)
     topology = spread_vocabulary(WHOLE, vocabulary)
     if tied and vocabulary == "head":
-        with pytest.raises(ConfigError, match="this model's head is it: spread both over pipeline ranks, or neither"):
+        with pytest.raises(ConfigError, match="this model ties its head to it: give 'both'"):
             parameters_per_stage(model, topology)
         return
     held = parameters_per_stage(model, topology)
@@ -204,7 +204,7 @@ def test_who_cannot_spread_a_vocabulary_says_so(tmp_path: Path) -> None:
     refused: dict[str, Callable[[], object]] = {
         "a table with a decoder side, or with a head on every stage, cannot": lambda: pairs.over(four),
         "a head on every stage, cannot: leave it whole": lambda: replace(table, lm_head="every").over(four),
-        "this model's head is it": lambda: tied.over(four),
+        "this model ties its head to it": lambda: tied.over(four),
         "vocab_size 770 does not divide over tp 2 x pp 3": lambda: AnalyticCosts(odd, HEAD),
         "a model with adapters cannot": lambda: adapter_costs(counted(HEAD), lora, MODEL, HEAD, recipe="mixed"),
     }

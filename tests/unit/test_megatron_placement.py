@@ -93,7 +93,7 @@ def test_tied_ends_that_megatron_would_not_find_are_refused(placement):
 @pytest.mark.parametrize(
     ("shape", "topology", "says"),
     [
-        ({"tied_embeddings": True}, Topology(pp=2), "'head' leaves the embedding whole, but this model's head is it"),
+        ({"tied_embeddings": True}, Topology(pp=2), "'head' leaves the embedding whole, but this model ties its head"),
         ({"vocab_size": 200}, Topology(pp=3), "vocab_size 256 does not divide over tp 1 x pp 3"),
         ({}, Topology(pp=2, placement=(0, 1), layers_per_stage=(8, 0)), "there are 1 stages of layers"),
     ],
