@@ -348,12 +348,12 @@ class _Pending:
 
 
 def _model_state(chunks: Chunks) -> dict[str, Any]:
-    """Megatron's description of a rank's weights by its own words: "model", or "model0", … for several chunks.
-
-    Tensors are told apart by their keys, which are names in the whole model: any placement takes what another saved.
+    """Megatron's description of a rank's weights. Tensors are told apart by their keys, which are names in the whole
+    model: any placement takes what another saved. All chunks are in one dictionary, as Megatron compares what ranks
+    have beside tensors, and some may have more chunks than others.
     """
     states = [chunk.module.sharded_state_dict(metadata=SHARDING) for chunk in chunks]
-    return {"model": states[0]} if len(states) == 1 else {f"model{i}": state for i, state in enumerate(states)}
+    return {"model": {f"{i}.{name}": one for i, state in enumerate(states) for name, one in state.items()}}
 
 
 def load_checkpoint(
