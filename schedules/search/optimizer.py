@@ -173,6 +173,7 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
     if best.rest.moves:
         cuts, orders = _in_turn(state)
         state = _searched(best.problem, cuts, orders, settings, best.rest)
+    state = _of_least_work(best.problem, state, settings)
     return best.index, Optimized(
         tuple(tuple(state.cut(m) for m in group) for group in state.groups),
         _schedules(state.actions, best.problem),
@@ -245,6 +246,23 @@ def _in_turn(state: SearchState) -> tuple[list[Cut], list[list[list[int]]]]:
     left = sorted((cut, m) for m, cut in enumerate(state.cuts) if cut is not None)
     place = {m: i for i, (_, m) in enumerate(left)}
     return [cut for cut, _ in left], [[[place[m] for m in group]] for group in state.groups]
+
+
+def _of_least_work(problem: Problem, state: SearchState, settings: Settings) -> SearchState:
+    """The state with each cut in the kind of recomputation that takes the least work, if that ends at the same time:
+    moves that cost no time have recomputed what fits without. Sooner is not taken, as more effort might miss it."""
+
+    def work_ns(cut: Cut) -> int:
+        record = problem.cost_record(cut)
+        return NEVER if record is None else int(record[:, actions].sum())
+
+    actions = list(_ACTIONS if problem.split else _ACTIONS[:2])
+    cuts, orders = _in_turn(state)
+    lightest = [min((cut._replace(kind=kind) for kind in range(len(problem.records))), key=work_ns) for cut in cuts]
+    if lightest == cuts:
+        return state
+    lighter = _searched(problem, lightest, orders, settings, Walk(seed=settings.seed, moves=0))
+    return lighter if lighter.makespan_ns == state.makespan_ns else state
 
 
 def _searched(
