@@ -291,13 +291,14 @@ def test_every_form_of_a_table_gives_its_rows(tmp_path, monkeypatch, name, block
     monkeypatch.setattr("dynapipe_ext.data.preprocessing.table_files._ROWS", 4)
     path = write(tmp_path, name, WRITERS[name](ROWS))
     unit = "item" if name.endswith("json") else "row"
-    found = [(where, {"text": row["text"]}) for where, row in read(path)]
+    found = [(where, {key: text for key, text in row.items() if key != "n"}) for where, row in read(path)]
     assert found == [(f"{path}, {unit} {number}", row) for number, row in enumerate(ROWS, 1)]
     blocks = blocks_of(path, columns=("text",))
     assert (len(blocks) > 5) == (block_bytes < 1000)
     upto = [block.upto_bytes for block in blocks]
     assert upto == sorted(upto)
-    assert path.stat().st_size - 12 <= upto[-1] <= path.stat().st_size
+    behind = len(', "n": 3}') if name == "wrapped.json" else 0
+    assert path.stat().st_size - 8 - behind <= upto[-1] <= path.stat().st_size
 
 
 @pytest.mark.parametrize("name", WRITERS)
