@@ -249,18 +249,25 @@ def _in_turn(state: SearchState) -> tuple[list[Cut], list[list[list[int]]]]:
 
 
 def _of_least_work(problem: Problem, state: SearchState, settings: Settings) -> SearchState:
-    """The state with each cut in the kind of recomputation that takes the least work, if that ends at the same time:
-    moves that cost no time have recomputed what fits without. Sooner is not taken, as more effort might miss it."""
-
-    def work_ns(cut: Cut) -> int:
-        record = problem.cost_record(cut)
-        return NEVER if record is None else int(record[:, actions].sum())
-
-    actions = list(_ACTIONS if problem.split else _ACTIONS[:2])
+    """Where memory holds every cut at once in the kind of recomputation that takes the least work: the state with
+    these, if that ends at the same time, as moves that cost no time have recomputed some. Sooner is not taken, as more
+    effort might miss it."""
     cuts, orders = _in_turn(state)
-    lightest = [min((cut._replace(kind=kind) for kind in range(len(problem.records))), key=work_ns) for cut in cuts]
-    if lightest == cuts:
+    firsts, ends, kinds = np.array(cuts).T
+    records = problem.records[:, problem.shapes[ends - 1, ends - firsts - 1]]  # (kinds, cuts, stages, fields)
+    work = records[..., : CostField.STORED if problem.split else CostField.WEIGHT].sum(axis=(2, 3))
+    least = work.argmin(axis=0)
+    if (least == kinds).all():
         return state
+    records = records[least, np.arange(len(cuts))]
+    ranks = np.array(problem.stage_ranks)
+    for (group,) in orders:
+        stored = records[group, :, CostField.STORED].sum(axis=0)
+        working = records[group, :, CostField.WORKING].max(axis=0)
+        for rank, free_bytes in enumerate(problem.free_bytes):
+            if stored[ranks == rank].sum() + working[ranks == rank].max() > free_bytes:
+                return state
+    lightest = [cut._replace(kind=kind) for cut, kind in zip(cuts, least.tolist(), strict=True)]
     lighter = _searched(problem, lightest, orders, settings, Walk(seed=settings.seed, moves=0))
     return lighter if lighter.makespan_ns == state.makespan_ns else state
 
