@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,6 +99,14 @@ def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
         labels_SB = labels_BS.transpose(0, 1).contiguous()
         return losses_in_slices(x_SBH, labels_SB, head, slice_len=slice_len).transpose(0, 1).contiguous()
 
+    with _ending_in(model, holder, stand_in, losses):
+        yield
+
+
+@contextmanager
+def _ending_in(model: Any, holder: Any, stand_in: _PassedThrough, losses: Callable[..., Any]) -> Iterator[None]:
+    """Within, the head of `holder` passes hidden states through, and the model makes its losses of them."""
+    layer = holder.output_layer
     holder._modules["output_layer"] = stand_in
     model.__dict__["compute_language_model_loss"] = losses
     try:
@@ -147,13 +155,8 @@ def part_behind_layers(model: Any, slices: HeadSlices | None) -> Iterator[None]:
     def message(labels_BS: torch.Tensor, x_SBH: torch.Tensor) -> Message:
         return part_message(layer, x_SBH, (), labels_BS.transpose(0, 1).contiguous(), slices)
 
-    model._modules["output_layer"] = _PassedThrough(layer)
-    model.__dict__["compute_language_model_loss"] = message
-    try:
+    with _ending_in(model, model, _PassedThrough(layer), message):
         yield
-    finally:
-        model._modules["output_layer"] = layer
-        del model.__dict__["compute_language_model_loss"]
 
 
 def _fault_of(model: Any, layer: Any, rules: dict[str, Any]) -> str:
