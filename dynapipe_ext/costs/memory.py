@@ -118,12 +118,16 @@ def stage_parameters(
             whole = per_layer[side, number, False] + per_layer[side, number, True]
             unit[stage] = max(unit[stage], whole if count else 0)
     with_embedding, ranks = {*embeddings, first_decoder}, topology.stage_ranks
-    shares_rows = a.tied_embeddings and (topology.vocabulary != "whole" or ranks[-1] == ranks[0])
-    with_rows_already = with_embedding | ({*heads} if shares_rows else set()) if a.tied_embeddings else set()
-    for stages, parts, without in (with_embedding, embeddings, set()), ({*heads}, heads, with_rows_already):
-        for stage in stages:
-            common[stage] += (stage not in without) * (embedding // len(parts))
-            unit[stage] = max(unit[stage], embedding // len(parts))
+    with_own_rows = {*heads}
+    if a.tied_embeddings:  # a rank that has the embedding, or both ends' same part, needs no copy
+        is_beside = topology.vocabulary != "whole" or ranks[-1] == ranks[0]
+        with_own_rows = set() if is_beside else {*heads} - with_embedding
+    for stage in with_embedding:
+        common[stage] += embedding // len(embeddings)
+        unit[stage] = max(unit[stage], embedding // len(embeddings))
+    for stage in heads:
+        common[stage] += (stage in with_own_rows) * (embedding // len(heads))
+        unit[stage] = max(unit[stage], embedding // len(heads))
     common[embeddings[-1]] += outside["", "position"]
     common[heads[0]] += outside["decoder" if a.num_decoder_layers else "", "final_norm"]
     if a.num_decoder_layers:
