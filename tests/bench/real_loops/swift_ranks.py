@@ -22,7 +22,6 @@ from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
 import megatron.core.extensions.transformer_engine as engine
-import transformers
 
 import dynapipe_ext.megatron as dynapipe
 from dynapipe_ext.executor.loops import ms_swift
@@ -30,7 +29,7 @@ from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.tools.checkpoint import load_hf_weights
 from tests.bench.real_loops.stand_ins import local_block_spec, name_absent, pretend_device
-from tests.support.model_folders import write_model_tokenizer
+from tests.bench.real_loops.tiny_model import write_tiny_qwen2
 
 name_absent("transformer_engine", "flash_attn", "triton", "deep_ep")
 for absent in [name for name in dir(engine) if getattr(engine, name) is None]:
@@ -49,13 +48,7 @@ VOCAB, LONGEST = 320, 512
 
 def write_data(folder: Path) -> None:
     """A tiny Qwen2 with random weights, a tokenizer, and chats of lognormal lengths."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = transformers.Qwen2Config(
-        vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, **sizes
-    )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-    write_model_tokenizer(folder / "model")
+    write_tiny_qwen2(folder, VOCAB)
     draw = random.Random(0)
 
     def say(count: float) -> str:

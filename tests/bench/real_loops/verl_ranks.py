@@ -24,7 +24,6 @@ megatron_cpu.install()
 from contextlib import ExitStack, contextmanager
 
 import mbridge.core.llm_bridge
-import transformers
 from mbridge.core.bridge import Bridge
 from megatron.core import parallel_state
 from safetensors.torch import load_file
@@ -48,7 +47,7 @@ from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.tools.checkpoint import load_hf_weights
 from tests.bench.real_loops.stand_ins import LOCAL, local_block_spec, pretend_device
-from tests.support.model_folders import write_model_tokenizer
+from tests.bench.real_loops.tiny_model import write_tiny_qwen2
 
 STEPS, ROLLOUTS, MINI_BATCH, CAP = 20, 32, 16, 512  # rollouts of a step and of an update; tokens of a micro-batch
 VOCAB, PROMPT, LONGEST = 320, 8, 400
@@ -56,14 +55,7 @@ PP = 2
 
 
 def write_data(folder: Path) -> None:
-    """A tiny Qwen2 with random weights, and a tokenizer."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = transformers.Qwen2Config(
-        vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, **sizes
-    )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder / "model")
-    write_model_tokenizer(folder / "model")
+    write_tiny_qwen2(folder, VOCAB)
 
 
 def _load_weights(_bridge: Any, models: list[Any], path: str, *_: Any, **__: Any) -> None:
