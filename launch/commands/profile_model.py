@@ -371,17 +371,21 @@ def _errors(table: CostTable, profiler: _TimedProfiler, job: _Job) -> dict[str, 
     if table.facts.prices_pieces:
         between = within.piece_sizes[len(within.piece_sizes) // 2]
         samples = [within.sample_in_pieces(between, kind) for kind in within.recomputes]
-        pieces_in_time = lambda pieces: spent.has(spent.expected_s("layer", pieces), share=(1 + _PIECES_END) / 2)  # noqa: E731
-        errors["pieces"] = errors_of_pieces(table, profiler.measure_pieces, samples, pieces_in_time)
+        errors["pieces"] = errors_of_pieces(
+            table,
+            profiler.measure_pieces,
+            samples,
+            lambda pieces: spent.has(spent.expected_s("layer", pieces), share=(1 + _PIECES_END) / 2),
+        )
     groups = _held_out(within, job.args.held_out, job.config.run.seed)
     if table.facts.slices_head:
         kind = with_sliced_head(within.recomputes)[0]
         groups["head in slices"] = [_padded(shape, kind) for shape in within.in_slices(job.args.held_out)]
     in_turn = itertools.zip_longest(*groups.values())
     pairs = [(name, one) for ones in in_turn for name, one in zip(groups, ones, strict=True) if one is not None]
-    found = [(name, held_out_errors(table, profiler.measure, [one], in_time)) for name, one in pairs]
-    ours = {group: HeldOutErrors.joined([one for name, one in found if name == group]) for group in groups}
-    return ours | errors
+    of_each = [(name, held_out_errors(table, profiler.measure, [one], in_time)) for name, one in pairs]
+    joined = {group: HeldOutErrors.joined([one for name, one in of_each if name == group]) for group in groups}
+    return joined | errors
 
 
 def _job(args: argparse.Namespace, start_s: float) -> _Job:
