@@ -253,6 +253,8 @@ def _of_least_work(problem: Problem, state: SearchState, settings: Settings) -> 
     these, if that ends at the same time, as moves that cost no time have recomputed some. Sooner is not taken, as more
     effort might miss it."""
     cuts, orders = _in_turn(state)
+    if not cuts:
+        return state
     firsts, ends, kinds = np.array(cuts).T
     records = problem.records[:, problem.shapes[ends - 1, ends - firsts - 1]]  # (kinds, cuts, stages, fields)
     work = records[..., : CostField.STORED if problem.split else CostField.WEIGHT].sum(axis=(2, 3))
