@@ -116,9 +116,12 @@ def placed_stages(config: TrainConfig) -> Topology:
 
 
 def runs_half_layers(config: TrainConfig) -> bool:
-    """Whether the stages of this job may begin and end within a layer: those of decoders on megatron-core."""
+    """Whether the stages of this job may begin and end within a layer: those of decoders, of transformers where that
+    is proven of the family."""
     m = config.model
-    return not (m.uses_transformers or m.num_decoder_layers or config.lora.enabled or config.deepspeed.config)
+    if m.num_decoder_layers or config.lora.enabled or config.deepspeed.config:
+        return False
+    return not m.uses_transformers or m.cut is None or bool(m.cut.pattern.halves)
 
 
 def spread_fault(config: TrainConfig) -> str:
