@@ -32,8 +32,8 @@ class LayerPattern:
     that begins with them (`returns_tuple`), of `num_returned` values. Only the first stage needs the modules in
     `first`, only the last those in `last`. No text runs through those in `idle`, such as the tower of images: the first
     stage keeps them as they are. Every stage has a copy of all others, such as rotary embeddings, which have no
-    weights. `packs`: documents packed into a row do not see one another; `check_packing` proves it of a model. `halves`:
-    what the layers run before and behind the place where a stage may end within one; empty where there is no such.
+    weights. `packs`: documents packed into a row do not see one another; `check_packing` proves it of a model.
+    `halves`: what layers run before and behind the place where a stage may end within one; empty if there is none.
 
     >>> LayerPattern(layers="model.layers", first=("model.embed_tokens",), last=("model.norm", "lm_head")).body
     'model'

@@ -141,7 +141,7 @@ def topology_of(config: TrainConfig) -> Topology:
     t, m = config.topology, config.model
     topology = placed_stages(config).with_layers(m.total_layers)
     if not runs_half_layers(config):
-        who = "a model of transformers" if m.uses_transformers else "a model with a decoder side, or with adapters,"
+        who = "this model of transformers" if m.uses_transformers else "a model with a decoder side, or with adapters,"
         refuse_half_layers(topology.layers_per_stage, who)
     if fault := spread_fault(config):
         refuse_spread(topology, fault)

@@ -2,7 +2,8 @@
 
 It is run on a small model of the same class and settings (`twin`), on CPU, before weights are read. It proves
 
-- of the cut: with every half of a layer (where layers have halves) on a stage of its own, logits and all gradients are those of one stage, bit for bit;
+- of the cut: with every layer on a stage of its own (every half of one, where layers have halves), logits and all
+  gradients are those of one stage, bit for bit;
 - of padded rows: logits of samples padded behind to one length are those of each alone;
 - of packed rows: so are those of documents in one row, at every length that changes what the family computes, as
   `check_packing` has it (windows, chunks: they are shortened, and documents cross them).

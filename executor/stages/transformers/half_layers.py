@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.executor.stages.transformers.layers import half_layer, states_of, with_states
+from dynapipe_ext.executor.stages.transformers.layers import half_layer, hidden_states_of, with_hidden_states
 from dynapipe_ext.executor.stages.transformers.twin import token_ids
 from dynapipe_ext.models.layer_pattern import HalfModule
 from dynapipe_ext.models.module_tree import num_weights
@@ -53,7 +53,7 @@ class _LayerCall:
             stack.callback(module.register_forward_hook(self._note(name)).remove)
 
     def _returned(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._args, self._kwargs, self._output = args, kwargs, states_of((output,), {})
+        self._args, self._kwargs, self._output = args, kwargs, hidden_states_of((output,), {})
 
     def _note(self, name: str) -> Any:
         def note(_module: Any, _inputs: Any, output: Any) -> None:
@@ -82,9 +82,9 @@ class _LayerCall:
     def _is_cut_by(self, modules: Sequence[HalfModule]) -> bool:
         args, kwargs = self._args, self._kwargs
         try:
-            middle = states_of((half_layer(self._layer, "attention", modules)(*args, **kwargs),), {})
-            args, kwargs = with_states(middle, args, kwargs)
-            output = states_of((half_layer(self._layer, "mlp", modules)(*args, **kwargs),), {})
+            middle = hidden_states_of((half_layer(self._layer, "attention", modules)(*args, **kwargs),), {})
+            args, kwargs = with_hidden_states(middle, args, kwargs)
+            output = hidden_states_of((half_layer(self._layer, "mlp", modules)(*args, **kwargs),), {})
         except Exception:  # noqa: BLE001 (of the model's own code, whose modules take no zeros there)
             return False
         return torch.equal(output, self._output)

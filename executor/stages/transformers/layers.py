@@ -88,7 +88,7 @@ class AbsentModule(torch.nn.Module):
         self._num_tupled = num_tupled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        passed = self._passed(states_of(args, kwargs))
+        passed = self._passed(hidden_states_of(args, kwargs))
         return (passed, *(None,) * (self._num_tupled - 1)) if self._num_tupled else passed
 
     def _passed(self, x: torch.Tensor | None) -> torch.Tensor:
@@ -97,13 +97,15 @@ class AbsentModule(torch.nn.Module):
         return x
 
 
-def states_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def hidden_states_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The hidden states among a module's arguments, or in what it returned; None where there are none."""
     states = args[0] if args else next((kwargs[name] for name in _STATES if name in kwargs), None)
     return states[0] if isinstance(states, tuple) else states
 
 
-def with_states(states: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_hidden_states(
+    states: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a layer with other hidden states."""
     if args:
         return (states, *args[1:]), dict(kwargs)
@@ -175,7 +177,7 @@ def as_entry(layer: Any) -> Any:
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             received, self.received = self.received, None
-            args, kwargs = with_states(received, args, kwargs)
+            args, kwargs = with_hidden_states(received, args, kwargs)
             return super().__call__(*args, **kwargs)
 
     return _of_renamed_class(layer, Entry)
@@ -190,7 +192,7 @@ def as_exit(layer: Any) -> Any:
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             output = super().__call__(*args, **kwargs)
-            self.kept = states_of((output,), {})
+            self.kept = hidden_states_of((output,), {})
             return output
 
     return _of_renamed_class(layer, Exit)
