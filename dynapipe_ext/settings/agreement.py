@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dynapipe_ext.batch.micro_batches import Pieces
-from dynapipe_ext.batch.schedule_names import check_placed, own_placement
 from dynapipe_ext.batch.topology import Topology, counts_of_layers, placement_of, widths_of
 from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.data.sample_selection import weighted_files
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.named_models import carried_fault
+from dynapipe_ext.settings.plan_rules import check_placed, own_placement
 from dynapipe_ext.settings.tables import (
     DataSettings,
     EvalSettings,

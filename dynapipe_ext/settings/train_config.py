@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dynapipe_ext.batch.schedule_names import own_placement
 from dynapipe_ext.errors import ConfigError, reason, refuse_unknown
 from dynapipe_ext.settings.agreement import (
     check_data_settings,
@@ -25,7 +24,7 @@ from dynapipe_ext.settings.agreement import (
 from dynapipe_ext.settings.declared import Setting, check_declared, declared
 from dynapipe_ext.settings.deepspeed_settings import with_decided, with_read
 from dynapipe_ext.settings.model_settings import with_adapted, with_described
-from dynapipe_ext.settings.plan_rules import check_rules
+from dynapipe_ext.settings.plan_rules import check_rules, own_placement
 from dynapipe_ext.settings.tables import (
     CheckpointSettings,
     DataSettings,
