@@ -24,7 +24,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     settled_planning,
 )
 from dynapipe_ext.launch.job.configured import followed_placement, trials_table
-from dynapipe_ext.launch.job.model_cut import layout_line, names_layout
+from dynapipe_ext.launch.job.model_folder import layout_line, names_layout
 from dynapipe_ext.launch.job.settled import placed_planning
 from dynapipe_ext.launch.setting_flags import add_flag, add_flags, settings_of_flags
 from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds

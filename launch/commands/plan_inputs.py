@@ -25,7 +25,7 @@ from dynapipe_ext.launch.job.configured import (
     placed_stages,
     topology_of,
 )
-from dynapipe_ext.launch.job.model_cut import settled_cut
+from dynapipe_ext.launch.job.model_folder import settled_cut
 from dynapipe_ext.launch.job.requested import refuse_settings
 from dynapipe_ext.launch.job.run_costs import costs_of_settings, refuse_table_of_other_model
 from dynapipe_ext.launch.job.settled import SettledPlanning

@@ -37,12 +37,7 @@ from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, RayWorkers, Workers, usable_cores
 from dynapipe_ext.data.sample_selection import Tasks, read_tasks, unknown_tasks
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import (
-    add_json,
-    add_truncate,
-    cut_at,
-    ending,
-)
+from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
 from dynapipe_ext.launch.job.data_form import (
     DataForm,
     form_of,

@@ -19,7 +19,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.free_memory import Room, sizes_of_devices
-from dynapipe_ext.launch.job.model_cut import configured_cut
+from dynapipe_ext.launch.job.model_folder import configured_cut
 from dynapipe_ext.launch.job.requested import add_arguments, requested_job
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import settle_costs

@@ -20,8 +20,7 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, refuse_guessable
-from dynapipe_ext.launch.job.model_cut import names_layout
-from dynapipe_ext.launch.job.model_folder import refuse_unsupported, settings_of_model, usual_settings
+from dynapipe_ext.launch.job.model_folder import names_layout, refuse_unsupported, settings_of_model, usual_settings
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_data import named_files
 from dynapipe_ext.launch.job.run_directory import (

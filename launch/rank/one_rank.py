@@ -27,7 +27,7 @@ from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, tag_of_secret
-from dynapipe_ext.launch.job.model_cut import configured_cut
+from dynapipe_ext.launch.job.model_folder import configured_cut
 from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs

@@ -19,8 +19,7 @@ from dynapipe_ext.costs.memory import reading_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.errors import named_collectives
-from dynapipe_ext.executor.checkpoints.disk_room import bytes_of_checkpoint, lacks_room
-from dynapipe_ext.executor.checkpoints.folder import RunState, least_validation_loss
+from dynapipe_ext.executor.checkpoints.folder import RunState, bytes_of_checkpoint, lacks_room, least_validation_loss
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, UnaskedSaves
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
