@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.costs.memory import reading_stages
+from dynapipe_ext.costs.layers import reading_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.errors import named_collectives

@@ -22,8 +22,7 @@ from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, concentrate
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, first_layers, is_tied_by_megatron, virtual_stage
 from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows, part_of, save_by_rows
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
-from dynapipe_ext.models.family_configs import router_fault
-from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
+from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments, router_fault
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HEADS = (_HEAD, f"lm_head.{_HEAD}")  # of GPTModel and of T5Model
