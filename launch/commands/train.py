@@ -29,7 +29,7 @@ from dynapipe_ext.launch.processes.cluster import run_local, set_process_title
 from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, num_cores, visible_devices
 from dynapipe_ext.launch.processes.terminal import outlive_readers
 from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
-from dynapipe_ext.launch.run.claim import claimed
+from dynapipe_ext.launch.run.outcome import claimed
 from dynapipe_ext.launch.setting_flags import DEGREES
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.settings.train_config import TrainConfig

@@ -277,6 +277,8 @@ def dropout_line(config: TrainConfig) -> str:
 
 def prediction_line(architecture: str) -> str:
     """What is said of a config.json's layers of multi-token prediction, which no model here has; else nothing."""
+    if not architecture:
+        return ""
     raw = raw_config(architecture)
     if not (layers := [f"{name} {raw[name]}" for name in _PREDICTION_LAYERS if raw.get(name)]):
         return ""

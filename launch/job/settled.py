@@ -1,7 +1,7 @@
 """A job settled once: all who train or plan start from what these functions return, so that none differs.
 
 requested.requested_job ─► JobRequest         settings, first weights, store, loggers, places: refused before all else
-run.claim.claimed ─► JobRequest               its run directory and its store are there
+run.outcome.claimed ─► JobRequest             its run directory and its store are there
 settled_job ─► SettledJob                     data read, costs read or measured, layers placed: what ranks start from
 SettledPlanning ─► Planner                    what plans follow from, with or without a run
 

@@ -24,7 +24,7 @@ from dynapipe_ext.executor.free_memory import Room, free_bytes, most_free_bytes,
 from dynapipe_ext.launch.job import model_folder, requested
 from dynapipe_ext.launch.job.requested import requested_job
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
-from dynapipe_ext.settings.deepspeed_keys import moments_of
+from dynapipe_ext.settings.tables import moments_of
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.unit.test_model_flags import LLAMA
 
