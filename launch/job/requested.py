@@ -32,9 +32,8 @@ from dynapipe_ext.launch.job.run_directory import (
 )
 from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_ranks_here, store_password
 from dynapipe_ext.launch.processes.scratch import read_secret
-from dynapipe_ext.launch.setting_flags import add_setting_flags, settings_of_flags
 from dynapipe_ext.launch.store import asked_store
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.train_config import TrainConfig, add_setting_flags, settings_of_flags
 from dynapipe_ext.tools.console import counted, say_loading
 from dynapipe_ext.tools.step_listeners import require_tensorboard, require_wandb
 

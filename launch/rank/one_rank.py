@@ -33,6 +33,7 @@ from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs
 from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S, RunData, run_data
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, settled_job
+from dynapipe_ext.launch.job.terms import SECRET, terms_of, terms_of_data
 from dynapipe_ext.launch.processes.env import (
     RankEnv,
     keep_cublas_deterministic,
@@ -40,7 +41,6 @@ from dynapipe_ext.launch.processes.env import (
     num_cores,
     visible_devices,
 )
-from dynapipe_ext.launch.rank.meeting import SECRET, terms_of, terms_of_data
 from dynapipe_ext.launch.rank.rank_log import RankLog, rank_log, shown, written
 from dynapipe_ext.launch.run.outcome import (
     Spans,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.job import terms
 from dynapipe_ext.launch.job.job_keys import tag_of_secret
 from dynapipe_ext.launch.job.run_data import run_data
-from dynapipe_ext.launch.rank import meeting
-from dynapipe_ext.launch.rank.meeting import SECRET, difference, terms_of, terms_of_data
+from dynapipe_ext.launch.job.terms import SECRET, difference, terms_of, terms_of_data
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.model_folders import model_folder
 
@@ -108,7 +108,7 @@ def test_the_file_of_a_folder_that_differs_is_named(tmp_path: Path) -> None:
 
 
 def test_prepared_data_are_those_of_their_tokens(tmp_path: Path) -> None:
-    def prepared(name: str, num_samples: int) -> tuple[meeting.Terms, meeting.Terms]:
+    def prepared(name: str, num_samples: int) -> tuple[terms.Terms, terms.Terms]:
         made = {"num_samples": num_samples, "tokenizer": "bytes", "truncate": True}
         config = TrainConfig.from_json({"run": {"run_dir": str(tmp_path / name / "run")}, "data": made})
         folder = run_data(config).whole.directory
@@ -168,8 +168,8 @@ def test_packages_that_compute_something_are_compared(
     model_folder("llama", tmp_path / "model")
     (tmp_path / "engine.json").write_text("{}")
     text = json.dumps(tables).replace("MODEL", str(tmp_path / "model")).replace("ENGINE", str(tmp_path / "engine.json"))
-    installed, own = terms_of(TrainConfig.from_json(json.loads(text)), compare=False), meeting._version
-    monkeypatch.setattr(meeting, "_version", lambda name: "0.1" if name == package else own(name))
+    installed, own = terms_of(TrainConfig.from_json(json.loads(text)), compare=False), terms._version
+    monkeypatch.setattr(terms, "_version", lambda name: "0.1" if name == package else own(name))
     other = terms_of(TrainConfig.from_json(json.loads(text)), compare=False)
     says = f"the package {package} is {own(package)} for rank 0 (a) and 0.1 for rank 2 (b): install the same on every"
     assert difference(installed, other, WHO).startswith(says)
@@ -185,7 +185,7 @@ def test_one_version_of_several_sources_is_told_apart_and_a_wheel_is_its_checkou
 ) -> None:
     def digest(layout: str, text: str) -> str:
         places = {"dynapipe_ext": tmp_path / layout / "dynapipe_ext"}
-        for room in meeting._ROOMS:
+        for room in terms._ROOMS:
             parent = tmp_path / layout if layout == "checkout" else places["dynapipe_ext"]
             places[f"dynapipe_ext.{room}"] = parent / room
         for name, place in places.items():
@@ -193,7 +193,7 @@ def test_one_version_of_several_sources_is_told_apart_and_a_wheel_is_its_checkou
             (place / "__init__.py").write_text(f"{name} {text}")
         origins = {name: SimpleNamespace(origin=str(place / "__init__.py")) for name, place in places.items()}
         monkeypatch.setattr("importlib.util.find_spec", origins.__getitem__)
-        return meeting._digest_of_sources()
+        return terms._digest_of_sources()
 
     assert digest("checkout", "one") == digest("wheel", "one") != digest("checkout", "two")
 
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
 
     config = TrainConfig.from_json({"data": {"path": str(tmp_path / "data.jsonl")}})
     monkeypatch.setattr(Path, "open", refused)
-    monkeypatch.setattr(meeting, "_digest_of_sources", lambda: "")
+    monkeypatch.setattr(terms, "_digest_of_sources", lambda: "")
     with pytest.raises(ConfigError, match=r"data\.jsonl cannot be read \(Permission denied\): check its place"):
         terms_of(config, compare=False)
 
