@@ -6,7 +6,8 @@ from __future__ import annotations
 import difflib
 import errno
 import tokenize
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral, Real
 
 MOST_NAME_BYTES = 255  # of a file
@@ -171,3 +172,24 @@ class ExecutionError(DynaPipeError):
 
 class NotFiniteError(ExecutionError):
     """A step's loss or gradients are not finite, and the settings allow no such step."""
+
+
+# What gloo and NCCL say of a peer that is late or gone; both raise plain RuntimeErrors (torch 2.6 to 2.13).
+_SIGNS = ("timed out", "timeout", "connection closed", "connection reset", "gloo", "nccl", "broken pipe", "socket")
+
+
+@contextmanager
+def named_collectives(what: str) -> Iterator[None]:
+    """Within, or over a function: a backend's error becomes an ExecutionError that says what this rank was doing.
+
+    Collectives inside a stage (tensor and data parallel) have no instruction that could name them when they fail.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error).lower() for sign in _SIGNS):
+            raise
+        raise ExecutionError(
+            f"{what}: another rank that takes part in it is late or gone ({str(error).splitlines()[0]}):"
+            " look at the first message of the other ranks"
+        ) from error

@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
+from dynapipe_ext.batch.micro_batches import count_positions
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FittedTimes, fitted_times, times_by_letter, without
 from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_error
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.tokens import count_positions
 from dynapipe_ext.executor.events import CostsFit
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.timeline import Span

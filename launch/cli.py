@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dynapipe_ext.launch.processes.signals import ending_signals_raise, show_own_stacks
-from dynapipe_ext.launch.processes.terminal import complete_streams
+from dynapipe_ext.launch.processes.signals import complete_streams, ending_signals_raise, show_own_stacks
 
 _INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
 

@@ -24,7 +24,6 @@ from dynapipe_ext.batch.micro_batches import (
     slices_head,
     with_sliced_head,
 )
-from dynapipe_ext.batch.schedule_names import check_placed
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
@@ -58,7 +57,7 @@ from dynapipe_ext.schedules.step_plan import (
 )
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.schedules.trials import StepTrial, soonest, times_of_whole_ns, whole_or_pieces
-from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
+from dynapipe_ext.settings.plan_rules import PlanRules, check_placed, check_rules
 from dynapipe_ext.splits.halving import finer_splits
 from dynapipe_ext.splits.padded import bottleneck
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -501,3 +501,35 @@ def pieces_of(text: str) -> Pieces:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
         raise ConfigError(f"pieces is {short(text)} but must be off, auto or the tokens of a piece, like 8192")
     return int(text)
+
+
+def carried_start(micro_batch: MicroBatch) -> int:
+    """Positions of its first document's sample that run before it in other micro-batches; 0 for whole samples."""
+    return micro_batch.samples[0].start if micro_batch.attention == "carried" else 0
+
+
+def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
+    """Padded tokens; and positions that attend x positions attended to, self-attention of both sides: rows x length
+    squared if padded or attending over the row; the sum over documents (the row's padding is one more) if attention
+    restarts at each. A piece of a longer sample attends to what came before it, too: of all its pieces the squares are
+    those of the sample.
+    """
+    sides = encoder, decoder = micro_batch.encoder_len, micro_batch.decoder_len
+    documents = micro_batch.documents
+    if len(documents) == 1 and not decoder and micro_batch.attention == "document" and micro_batch.layout == "packed":
+        return encoder, documents[0] ** 2 + (encoder - documents[0]) ** 2  # of most rows where samples are long
+    tokens = micro_batch.rows * (encoder + decoder)
+    if micro_batch.layout == "padded" or micro_batch.attention == "row":
+        return tokens, micro_batch.rows * sum(length**2 for length in sides)
+    squares = _squares(documents, encoder)
+    if decoder:
+        squares += _squares([s.decoder for s in micro_batch.samples], decoder)
+    # A piece's end^2 - start^2 is that much more than its length squared.
+    start = carried_start(micro_batch)
+    return tokens, int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
+
+
+def _squares(documents: Sequence[int], row_len: int) -> int:
+    padding = row_len - sum(documents)
+    squares: int = sum(map(mul, documents, documents))
+    return squares + padding * padding

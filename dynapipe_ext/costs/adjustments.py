@@ -13,7 +13,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute, with_sliced_head
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute, count_positions, with_sliced_head
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.floor import Floor, GrowingTimes
 from dynapipe_ext.costs.grid import flat_shapes
@@ -29,7 +29,6 @@ from dynapipe_ext.costs.model import (
     kinds_of_layers,
     refuse_carried,
 )
-from dynapipe_ext.costs.tokens import count_positions
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.reproducible import FloatArray, product
 

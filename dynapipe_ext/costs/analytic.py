@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, carried_start, count_positions
 from dynapipe_ext.batch.topology import (
     DTYPE_OF_WIDTH,
     ActivationFormat,
@@ -39,6 +39,8 @@ from dynapipe_ext.costs.model import (
     kinds_of_layers,
     refuse_carried,
     scaled_bytes,
+    topology_from_json,
+    topology_to_json,
 )
 from dynapipe_ext.costs.pieces import CarriedPositions
 from dynapipe_ext.costs.states import (
@@ -52,7 +54,6 @@ from dynapipe_ext.costs.states import (
     rows_on_rank,
     states_of_stages,
 )
-from dynapipe_ext.costs.tokens import carried_start, count_positions, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError, check_integer
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
 

@@ -16,9 +16,9 @@ from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, Replic
 from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.floor import Floor
 from dynapipe_ext.costs.grid import flat_shapes
-from dynapipe_ext.costs.layers import first_decoder_stage
+from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
 from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.memory import stage_layers, states
+from dynapipe_ext.costs.memory import states
 from dynapipe_ext.costs.model import (
     UNCOUNTED_TAX,
     IntArray,
@@ -31,10 +31,11 @@ from dynapipe_ext.costs.model import (
     kinds_of_layers,
     refuse_carried,
     scaled_bytes,
+    topology_from_json,
+    topology_to_json,
     within_layers,
 )
 from dynapipe_ext.costs.states import StateRecipe
-from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 

@@ -19,6 +19,7 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
+from dynapipe_ext.models.architecture import Architecture
 
 LayerKind = Literal["encoder", "decoder", "postprocess", "attention", "mlp"]
 KINDS: tuple[LayerKind, ...] = ("encoder", "decoder", "postprocess")
@@ -283,3 +284,17 @@ def once_by_stage(layers: Sequence[tuple[int, int]], once: Mapping[LayerKind, fl
     end, decoder = encoder_end_stage(layers), once.get("decoder", 0.0)
     held = [once.get("encoder", 0.0) * (stage == end) + decoder * (n > 0) for stage, (_, n) in enumerate(layers)]
     return np.array(held)
+
+
+def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[int, int]]:
+    """(encoder or decoder-only, decoder) layers of every stage. Errors: ConfigError for too few layers."""
+    topology = topology.with_layers(architecture.total_layers)
+    return layers_of_stages(
+        architecture.num_layers, architecture.total_layers, topology.num_stages, topology.layers_per_stage
+    )
+
+
+def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
+    """The stages that read tokens: those of embeddings and heads, and the one where a decoder begins."""
+    layers = stage_layers(architecture, topology)
+    return *topology.embedding_stages, first_decoder_stage(layers) or 0, *topology.head_stages

@@ -11,7 +11,7 @@ import numpy as np
 
 from dynapipe_ext.batch.topology import Offload, Topology, refuse_half_layers
 from dynapipe_ext.batch.vocabulary import refuse_spread
-from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
+from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.states import (
     BYTES_PER_PARAMETER,
@@ -63,20 +63,6 @@ def _sizes(architecture: Architecture) -> dict[tuple[str, int, GroupKind, bool],
         kind = -1 if outside else first_layers.index(group.layer)
         totals[group.side, kind, group.kind, group.is_of_experts] += group.size
     return dict(totals)
-
-
-def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[int, int]]:
-    """(encoder or decoder-only, decoder) layers of every stage. Errors: ConfigError for too few layers."""
-    topology = topology.with_layers(architecture.total_layers)
-    return layers_of_stages(
-        architecture.num_layers, architecture.total_layers, topology.num_stages, topology.layers_per_stage
-    )
-
-
-def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
-    """The stages that read tokens: those of embeddings and heads, and the one where a decoder begins."""
-    layers = stage_layers(architecture, topology)
-    return *topology.embedding_stages, first_decoder_stage(layers) or 0, *topology.head_stages
 
 
 def stage_parameters(

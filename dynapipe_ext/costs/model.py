@@ -488,3 +488,19 @@ def growing_times(
 def fingerprint(settings: Mapping[str, Any]) -> str:
     """SHA-256 of settings in canonical JSON."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def topology_to_json(topology: Topology) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in topology.to_json().items()}
+
+
+def topology_from_json(raw: Mapping[str, Any]) -> Topology:
+    return Topology(
+        tp=raw["tp"],
+        pp=raw["pp"],
+        dp=raw["dp"],
+        layers_per_stage=tuple(raw["layers_per_stage"]),
+        placement=tuple(raw["placement"]),
+        width=raw.get("width", 1),
+        vocabulary=raw.get("vocabulary", "whole"),
+    )

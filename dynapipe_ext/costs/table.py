@@ -52,6 +52,8 @@ from dynapipe_ext.costs.model import (
     fingerprint,
     no_width,
     refuse_carried,
+    topology_from_json,
+    topology_to_json,
     within_layers,
 )
 from dynapipe_ext.costs.packed_rows import (
@@ -64,7 +66,6 @@ from dynapipe_ext.costs.packed_rows import (
 )
 from dynapipe_ext.costs.pieces import PieceSurcharges
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
-from dynapipe_ext.costs.tokens import topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 
 FORMAT = "dynapipe-costs/1"

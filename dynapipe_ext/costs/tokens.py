@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import mul
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, count_positions
 from dynapipe_ext.batch.topology import ActivationFormat, Topology, widths_of
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.model import (
@@ -28,38 +27,6 @@ from dynapipe_ext.errors import ConfigError, short
 
 _MOST = 1 << 60
 _MOST_A_TOKEN = 1 << 31  # so that the longest sample stays within 64 bits
-
-
-def carried_start(micro_batch: MicroBatch) -> int:
-    """Positions of its first document's sample that run before it in other micro-batches; 0 for whole samples."""
-    return micro_batch.samples[0].start if micro_batch.attention == "carried" else 0
-
-
-def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
-    """Padded tokens; and positions that attend x positions attended to, self-attention of both sides: rows x length
-    squared if padded or attending over the row; the sum over documents (the row's padding is one more) if attention
-    restarts at each. A piece of a longer sample attends to what came before it, too: of all its pieces the squares are
-    those of the sample.
-    """
-    sides = encoder, decoder = micro_batch.encoder_len, micro_batch.decoder_len
-    documents = micro_batch.documents
-    if len(documents) == 1 and not decoder and micro_batch.attention == "document" and micro_batch.layout == "packed":
-        return encoder, documents[0] ** 2 + (encoder - documents[0]) ** 2  # of most rows where samples are long
-    tokens = micro_batch.rows * (encoder + decoder)
-    if micro_batch.layout == "padded" or micro_batch.attention == "row":
-        return tokens, micro_batch.rows * sum(length**2 for length in sides)
-    squares = _squares(documents, encoder)
-    if decoder:
-        squares += _squares([s.decoder for s in micro_batch.samples], decoder)
-    # A piece's end^2 - start^2 is that much more than its length squared.
-    start = carried_start(micro_batch)
-    return tokens, int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
-
-
-def _squares(documents: Sequence[int], row_len: int) -> int:
-    padding = row_len - sum(documents)
-    squares: int = sum(map(mul, documents, documents))
-    return squares + padding * padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +156,3 @@ class TokenCosts:
 
     def fingerprint(self) -> str:
         return fingerprint(self.to_json())
-
-
-def topology_to_json(topology: Topology) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in topology.to_json().items()}
-
-
-def topology_from_json(raw: Mapping[str, Any]) -> Topology:
-    return Topology(
-        tp=raw["tp"],
-        pp=raw["pp"],
-        dp=raw["dp"],
-        layers_per_stage=tuple(raw["layers_per_stage"]),
-        placement=tuple(raw["placement"]),
-        width=raw.get("width", 1),
-        vocabulary=raw.get("vocabulary", "whole"),
-    )

@@ -114,21 +114,6 @@ def deepseek_v2_config(a: Architecture) -> dict[str, Any]:
     return deepseek_config(a) | {"topk_method": "group_limited_greedy" if a.router_num_groups else "greedy"}
 
 
-def router_fault(a: Architecture) -> str:
-    """Why megatron-core 0.16 would choose other experts than this model; empty where it chooses the same.
-
-    It scores a group by the sum of its best top_k // router_group_topk experts; DeepSeek-V2 by its best one, V3 by its
-    best two.
-    """
-    best = 2 if a.router_score == "sigmoid" else 1
-    if not a.router_num_groups or a.top_k // a.router_group_topk == best:
-        return ""
-    return (
-        f"{a.family} scores a group of experts by its best {best}, megatron-core by its best num_experts_per_tok"
-        f" {a.top_k} // topk_group {a.router_group_topk} = {a.top_k // a.router_group_topk}: it chooses others"
-    )
-
-
 def gpt_oss_values(fields: ConfigFields, values: Values) -> dict[str, Any]:
     """Nothing. Errors: ConfigError without frequencies, for which transformers takes some kind of YaRN."""
     if not fields.raw.get("rope_parameters") and not fields.raw.get("rope_scaling"):

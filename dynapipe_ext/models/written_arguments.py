@@ -7,7 +7,7 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture, LatentAttention
-from dynapipe_ext.models.family_configs import LATENT_NORM_EPS, router_fault
+from dynapipe_ext.models.family_configs import LATENT_NORM_EPS
 from dynapipe_ext.models.megatron_arguments import DTYPE_FLAGS, LLAMA3_SCALING, NORM_NAMES, POSITION_NAMES
 from dynapipe_ext.models.rope_scaling import Yarn
 
@@ -240,3 +240,18 @@ def latent_options(architecture: Architecture, latent: LatentAttention) -> list[
         if value is not None and name not in _WITHOUT_OPTION:
             options += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return options
+
+
+def router_fault(a: Architecture) -> str:
+    """Why megatron-core 0.16 would choose other experts than this model; empty where it chooses the same.
+
+    It scores a group by the sum of its best top_k // router_group_topk experts; DeepSeek-V2 by its best one, V3 by its
+    best two.
+    """
+    best = 2 if a.router_score == "sigmoid" else 1
+    if not a.router_num_groups or a.top_k // a.router_group_topk == best:
+        return ""
+    return (
+        f"{a.family} scores a group of experts by its best {best}, megatron-core by its best num_experts_per_tok"
+        f" {a.top_k} // topk_group {a.router_group_topk} = {a.top_k // a.router_group_topk}: it chooses others"
+    )

@@ -57,17 +57,6 @@ OPTIMIZERS: Mapping[str, Collection[str]] = {  # by names as DeepSpeed compares 
     "adagrad": (*_TORCH, "lr_decay", "initial_accumulator_value", "eps", "amsgrad", "fp32_optimizer_states"),
     "sgd": (*_TORCH, "momentum", "dampening", "nesterov"),
 }
-_MOMENTS = {"adagrad": 1, "lion": 1, "sgd": 0}  # of each parameter
-
-
-def moments_of(kind: str, parameters: Mapping[str, Any]) -> int:
-    """Values that an optimizer of DeepSpeed keeps of each parameter; of one that is not known here, as many as Adam.
-
-    >>> moments_of("AdamW", {}), moments_of("SGD", {"momentum": 0.9}), moments_of("Adam", {"amsgrad": True})
-    (2, 1, 3)
-    """
-    more = {"sgd": "momentum", "adam": "amsgrad", "adamw": "amsgrad"}.get(kind.lower(), "")
-    return _MOMENTS.get(kind.lower(), 2) + (parameters.get(more, 0) not in (0, "auto"))
 
 
 _WARMUP = ("warmup_num_steps", "warmup_type", "last_batch_iteration")

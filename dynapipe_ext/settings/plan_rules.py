@@ -1,4 +1,7 @@
-"""The rules of a plan: all that decides how a batch is cut and scheduled, beside topology, costs, memory and seed."""
+"""The rules of a plan: all that decides how a batch is cut and scheduled, beside topology, costs, memory and seed.
+
+Also the names of schedules, and the placements under which they run.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from dynapipe_ext.batch.micro_batches import Layout, LossNorm, Pieces, Recompute, pieces_of
-from dynapipe_ext.batch.schedule_names import ScheduleName, check_fill_waits
+from dynapipe_ext.batch.topology import PlacementName, Topology
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.settings.declared import check_declared, setting
 
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
+ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]
+# Every backward as I and W, asked for or not.
+SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2", "zb-v", "v-half")
 _MOST_PIECE = 1 << 31
 
 
@@ -103,3 +109,47 @@ def _check_pieces(rules: PlanRules, where: str, *, counts_are_free: bool) -> Non
     for name, (goes, why) in beside.items():
         if not goes:
             raise ConfigError(f"{where}pieces is {pieces!r} with {name} {getattr(rules, name)!r}: {why}, or pieces off")
+
+
+def own_placement(schedule: ScheduleName) -> PlacementName:
+    """The placement under which a schedule runs where none is named.
+
+    >>> own_placement("zb-v"), own_placement("adaptive")
+    ('v', 'linear')
+    """
+    match schedule:
+        case "interleaved-1f1b":
+            return "interleaved"
+        case "zb-v" | "v-half":
+            return "v"
+        case _:
+            return "linear"
+
+
+def check_placed(schedule: ScheduleName, topology: Topology, where: str = "") -> None:
+    """Refuse stages on other ranks than the schedule has them; the adaptive one takes any. Errors: ConfigError."""
+    placement, needed = topology.placement_name, own_placement(schedule)
+    if schedule == "adaptive":
+        return
+    match needed:
+        case "linear":
+            is_placed, stages = placement == needed, "one stage a rank"
+        case "interleaved":
+            is_placed, stages = topology.is_interleaved, "interleaved stages"
+        case "v":
+            is_placed, stages = placement == "v, 2 stages a rank", "two stages a rank in a V"
+    if not is_placed:
+        raise ConfigError(
+            f"{where}schedule {schedule!r} is for {stages}, but the placement is {topology.stage_ranks} ({placement}):"
+            f" take placement {needed!r}, or the adaptive schedule, which runs under any"
+        )
+
+
+def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: bool, where: str = "") -> None:
+    """Refuse to fill waits where there is nothing to fill them with. Errors: ConfigError."""
+    if fill_waits and not (split_backward if schedule == "adaptive" else schedule in SPLIT_SCHEDULES):
+        raise ConfigError(
+            f"{where}fill_waits needs weight gradients (W) of their own, but schedule {schedule!r} with split_backward"
+            f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
+            f" {', '.join(SPLIT_SCHEDULES)}"
+        )

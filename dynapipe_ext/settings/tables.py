@@ -12,7 +12,6 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.models.named_models import Backend
 from dynapipe_ext.settings.declared import setting, with_default
-from dynapipe_ext.settings.deepspeed_keys import moments_of
 from dynapipe_ext.settings.flag_values import betas, dtype, layer_counts, number_or_word, width
 from dynapipe_ext.settings.plan_rules import PlanRules
 
@@ -24,6 +23,7 @@ TemplateChoice = Literal["auto", "chat", "prompt", "text", "preference"]
 PreferenceKind = Literal["", "dpo", "ipo", "orpo", "simpo"]
 LossOnChoice = Literal["answers", "last-answer"]
 MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
+_MOMENTS = {"adagrad": 1, "lion": 1, "sgd": 0}  # of each parameter, by an optimizer of DeepSpeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,3 +395,13 @@ class DebugSettings:
     log_dir: str = setting("", "--log-dir", "keep a log of each rank there", "DIR")
     log_level: Literal["info", "debug"] = setting("info", "--log-level", "debug: with every action")
     plan_dir: str = setting("", "--plan-dir", "keep every step's plan there, for replay", "DIR")
+
+
+def moments_of(kind: str, parameters: Mapping[str, Any]) -> int:
+    """Values that an optimizer of DeepSpeed keeps of each parameter; of one that is not known here, as many as Adam.
+
+    >>> moments_of("AdamW", {}), moments_of("SGD", {"momentum": 0.9}), moments_of("Adam", {"amsgrad": True})
+    (2, 1, 3)
+    """
+    more = {"sgd": "momentum", "adam": "amsgrad", "adamw": "amsgrad"}.get(kind.lower(), "")
+    return _MOMENTS.get(kind.lower(), 2) + (parameters.get(more, 0) not in (0, "auto"))

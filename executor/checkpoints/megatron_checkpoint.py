@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, named_collectives
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.folder import (
     Manifest,
@@ -45,7 +45,7 @@ from dynapipe_ext.executor.checkpoints.folder import (
 )
 from dynapipe_ext.executor.checkpoints.saving import NO_FAULT, SavingRanks, WriteFault
 from dynapipe_ext.executor.protocols import OptimizerPlace
-from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
+from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.executor.stages.megatron.optimizer import SHARDING, MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
 

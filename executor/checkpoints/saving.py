@@ -20,13 +20,20 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import NO_ROOM, ExecutionError, NoRoomError, writing_move
+from dynapipe_ext.errors import NO_ROOM, ExecutionError, NoRoomError, named_collectives, writing_move
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.disk_room import AUTO_SAVE_S, lacks_room, needed_and_free, unwritable_number
-from dynapipe_ext.executor.checkpoints.folder import RECENT_STEPS, Manifest, RunState
+from dynapipe_ext.executor.checkpoints.folder import (
+    AUTO_SAVE_S,
+    RECENT_STEPS,
+    Manifest,
+    RunState,
+    lacks_room,
+    needed_and_free,
+    unwritable_number,
+)
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.protocols import OptimizerPlace
-from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
+from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.settings.tables import CheckpointSettings
 
 _T = TypeVar("_T")

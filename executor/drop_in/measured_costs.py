@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.costs.tokens import TokenCosts, count_positions
+from dynapipe_ext.batch.micro_batches import count_positions
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.collectives import gather_json

@@ -13,7 +13,6 @@ import numpy as np
 import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import as_length_array, round_up
-from dynapipe_ext.batch.schedule_names import ScheduleName
 from dynapipe_ext.batch.topology import widths_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatchRule, array_digest
@@ -26,6 +25,7 @@ from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.plan_rules import ScheduleName
 
 
 class PlannedSteps:

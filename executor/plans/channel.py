@@ -37,8 +37,7 @@ from dynapipe_ext.executor.plans.planner_process import (
 )
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import StepPlanner
-from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.keys import Keys, StoreTimeoutError
+from dynapipe_ext.executor.store.address import Keys, StoreAddress, StoreTimeoutError
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.wire import decode, unseal
 

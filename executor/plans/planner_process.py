@@ -26,8 +26,7 @@ from dynapipe_ext.errors import ConfigError, DynaPipeError, StoreError
 from dynapipe_ext.executor.parent_death import end_with_parent
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import StepPlanner, prove_step
-from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.keys import Keys, StoreTimeoutError
+from dynapipe_ext.executor.store.address import Keys, StoreAddress, StoreTimeoutError
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.wire import encode_all, sealed
 

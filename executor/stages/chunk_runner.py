@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, slices_head
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, named_collectives
 from dynapipe_ext.executor.events import PreferenceFigures
 from dynapipe_ext.executor.instructions import BackwardInput, ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedKeys, CarriedPiece
-from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.joined_ranks import ALONE, JOINED_KEY, Joined, JoinedRanks
 from dynapipe_ext.executor.stages.position_losses import NUM_FIGURES, LossOfPairs
 

@@ -1,39 +1,9 @@
-"""Collectives inside a stage (tensor and data parallel) have no instruction that could name them when they fail."""
+"""What anything that JSON holds is on all ranks: sent by one of them, or gathered of each."""
 
 from __future__ import annotations
 
 import json
-from contextlib import ContextDecorator
-from types import TracebackType
 from typing import Any
-
-from dynapipe_ext.errors import ExecutionError
-
-# What gloo and NCCL say of a peer that is late or gone; both raise plain RuntimeErrors (torch 2.6 to 2.13).
-_SIGNS = ("timed out", "timeout", "connection closed", "connection reset", "gloo", "nccl", "broken pipe", "socket")
-
-
-class _NamedCollectives(ContextDecorator):
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not isinstance(error, RuntimeError) or not any(sign in str(error).lower() for sign in _SIGNS):
-            return
-        reason = str(error).splitlines()[0]
-        raise ExecutionError(
-            f"{self._what}: another rank that takes part in it is late or gone ({reason}):"
-            " look at the first message of the other ranks"
-        ) from error
-
-
-def named_collectives(what: str) -> _NamedCollectives:
-    """Within, or over a function: a backend's error becomes an ExecutionError that says what this rank was doing."""
-    return _NamedCollectives(what)
 
 
 def send_json(value: Any, source: int, group: Any, device: Any) -> Any:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import Coordinates, Topology
+from dynapipe_ext.errors import named_collectives
 from dynapipe_ext.executor.protocols import Batch
-from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.transport.torch_p2p import make_group
 
 # Runs a collective that is named so over these ranks of the job, once it is its turn on this rank.

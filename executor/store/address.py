@@ -1,4 +1,8 @@
-"""Where the store listens, with the password kept apart from everything that is printed."""
+"""Where the store listens, and the names of what planners and ranks of one job put there.
+
+The password is kept apart from everything that is printed. A store has a namespace (one a run). Below it a `prefix` of
+`Keys` keeps data loaders, and the passes of one loader, apart.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, StoreError
 
 _FORMS = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS) or unix:///PATH/TO/SOCKET"
 _DEFAULT_PORT = 6379
@@ -177,3 +181,47 @@ def named_store(url_or_file: str | None) -> StoreAddress | None:
         return None
     flag = "--dynapipe-store"
     return StoreAddress.parse(url_or_file if "://" in url_or_file else url_in_file(Path(url_or_file), flag=flag))
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """
+    >>> Keys("3f2a/1").plan(epoch=0, step=7, dp_rank=1, pp_rank=3)
+    '3f2a/1/plan/0/7/1/3'
+    """
+
+    prefix: str
+
+    def plan(self, *, epoch: int, step: int, dp_rank: int, pp_rank: int) -> str:
+        """The signed ExecutionPlan of one pipeline rank of one replica; its tensor parallel ranks share it."""
+        return f"{self.prefix}/plan/{epoch}/{step}/{dp_rank}/{pp_rank}"
+
+    def taken(self, *, epoch: int, step: int) -> str:
+        """Put by global rank 0 when it takes its plan of the step: what lets planners go on."""
+        return f"{self.prefix}/taken/{epoch}/{step}"
+
+    def wanted(self, worker: int) -> str:
+        """Put by a rank that waits: the key of a plan that this planner may have published to a store that lost it."""
+        return f"{self.prefix}/wanted/{worker}"
+
+    def failure(self, worker: int) -> str:
+        """The signed sentence with which a planner process ended; see `publish_failure`."""
+        return f"{self.prefix}/failure/{worker}"
+
+    def heartbeat(self, worker: int) -> str:
+        """A count that a living planner process raises; readers only look at whether it changes."""
+        return f"{self.prefix}/heartbeat/{worker}"
+
+
+class StoreTimeoutError(StoreError):
+    """A key that was not put within the time limit of a `Store.get`."""
+
+
+def overdue(key: str, timeout_s: float, where: str) -> StoreTimeoutError:
+    """
+    >>> str(overdue("plan/0/3/0/1", 2.0, "unix:///tmp/d/s"))
+    "nobody put 'plan/0/3/0/1' into the store at unix:///tmp/d/s within 2.0 s: is its writer running?"
+    """
+    return StoreTimeoutError(
+        f"nobody put {key!r} into the store at {where} within {timeout_s:.1f} s: is its writer running?"
+    )

@@ -7,8 +7,7 @@ import time
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Store
-from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.keys import overdue
+from dynapipe_ext.executor.store.address import StoreAddress, overdue
 
 RECONNECT_S = 30.0
 

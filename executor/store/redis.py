@@ -30,8 +30,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from dynapipe_ext.errors import ConfigError, StoreError, StoreRefusedError
-from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.keys import overdue
+from dynapipe_ext.executor.store.address import StoreAddress, overdue
 
 T = TypeVar("T")
 

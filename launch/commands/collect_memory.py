@@ -12,7 +12,7 @@ from dynapipe_ext.batching.inference.memory_records import MemoryRecord, RecordF
 from dynapipe_ext.batching.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.command_parser import add_json, ending
-from dynapipe_ext.launch.setting_flags import add_flag
+from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.console import counted, deliver, output, say_loading, show
 from dynapipe_ext.tools.progress import WorkProgress
 

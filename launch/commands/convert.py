@@ -14,8 +14,8 @@ from rich.table import Table
 from dynapipe_ext.batch.topology import refuse_half_layers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending
-from dynapipe_ext.launch.setting_flags import add_flag, add_flags
 from dynapipe_ext.models.tensors import num_parameters
+from dynapipe_ext.settings.train_config import add_flag, add_flags
 from dynapipe_ext.tools.checkpoint import FORMATS, TARGETS, WriterOptions
 from dynapipe_ext.tools.console import deliver
 from dynapipe_ext.tools.progress import WorkProgress

@@ -27,8 +27,8 @@ from dynapipe_ext.executor.loops import TRIED
 from dynapipe_ext.executor.proven_step import PROVEN_RULE
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.processes.env import limit_threads
-from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.launch.store import RedisServer, find_server_binary
+from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.console import deliver, say_loading
 
 _MEGATRON_VERSIONS = ((0, 16), (0, 20))  # first supported, first unsupported: as in pyproject.toml

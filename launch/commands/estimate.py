@@ -20,11 +20,10 @@ from dynapipe_ext.launch.commands.counted_models import counted_json, counted_mo
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.model_folder import prediction_line
-from dynapipe_ext.launch.setting_flags import add_flag, add_flags
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.counted import CountedModel
 from dynapipe_ext.models.named_models import PRESETS, read_model
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags
 from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.estimate.answer import (
     Prices,

@@ -18,10 +18,10 @@ from dynapipe_ext.launch.commands.counted_models import (
     counted_table,
 )
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
-from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.flops import Positions, Sight, Work
 from dynapipe_ext.models.named_models import read_model
+from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.account.flops import Account, account, accounts_of_report, flops_table, read_log
 from dynapipe_ext.tools.console import deliver
 

@@ -64,7 +64,7 @@ from dynapipe_ext.launch.processes.nodes import (
     shell_line,
 )
 from dynapipe_ext.launch.processes.restarts import RestartedJob, RestartLimits, run_with_restarts
-from dynapipe_ext.launch.processes.terminal import outlive_readers
+from dynapipe_ext.launch.processes.signals import outlive_readers
 from dynapipe_ext.launch.run.outcome import reason_of, report_what_ran
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, note

@@ -24,14 +24,13 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     settled_planning,
 )
 from dynapipe_ext.launch.job.configured import followed_placement, trials_table
-from dynapipe_ext.launch.job.model_cut import layout_line, names_layout
+from dynapipe_ext.launch.job.model_folder import layout_line, names_layout
 from dynapipe_ext.launch.job.settled import placed_planning
-from dynapipe_ext.launch.setting_flags import add_flag, add_flags, settings_of_flags
 from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags, settings_of_flags
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.console import counted, deliver, output, percent
 from dynapipe_ext.tools.files import read_json

@@ -25,12 +25,11 @@ from dynapipe_ext.launch.job.configured import (
     placed_stages,
     topology_of,
 )
-from dynapipe_ext.launch.job.model_cut import settled_cut
+from dynapipe_ext.launch.job.model_folder import settled_cut
 from dynapipe_ext.launch.job.requested import refuse_settings
 from dynapipe_ext.launch.job.run_costs import costs_of_settings, refuse_table_of_other_model
 from dynapipe_ext.launch.job.settled import SettledPlanning
-from dynapipe_ext.launch.setting_flags import DEGREES, add_flag
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.train_config import DEGREES, TrainConfig, add_flag
 from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.files import parse_json
 

@@ -37,12 +37,7 @@ from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, RayWorkers, Workers, usable_cores
 from dynapipe_ext.data.sample_selection import Tasks, read_tasks, unknown_tasks
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import (
-    add_json,
-    add_truncate,
-    cut_at,
-    ending,
-)
+from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
 from dynapipe_ext.launch.job.data_form import (
     DataForm,
     form_of,
@@ -52,9 +47,8 @@ from dynapipe_ext.launch.job.data_form import (
     tokenizer_to_train_with,
 )
 from dynapipe_ext.launch.processes.env import child_environment
-from dynapipe_ext.launch.setting_flags import add_flag, add_flags
-from dynapipe_ext.settings.agreement import check_data_settings
 from dynapipe_ext.settings.tables import DataSettings
+from dynapipe_ext.settings.train_config import add_flag, add_flags, check_data_settings
 from dynapipe_ext.tools.console import deliver
 
 _OF_TEXT = (  # flags for text, which an .idx no longer has

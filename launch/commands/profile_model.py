@@ -43,11 +43,10 @@ from dynapipe_ext.launch.job.configured import architecture_of, refuse_undivided
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.processes.env import RankEnv, limit_threads
 from dynapipe_ext.launch.run.outcome import versions
-from dynapipe_ext.launch.setting_flags import DEGREES, add_flag, settings_of_flags
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.reproducible import exp, log
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.train_config import DEGREES, TrainConfig, add_flag, settings_of_flags
 from dynapipe_ext.tools.account.profile_errors import HeldOutErrors, errors_of_pieces, errors_table, held_out_errors
 from dynapipe_ext.tools.console import counted, deliver, say_loading
 from dynapipe_ext.tools.files import Fields, read_json, write_atomic

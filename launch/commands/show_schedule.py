@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dynapipe_ext.batch.schedule_names import own_placement
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, did_you_mean
 from dynapipe_ext.launch.command_parser import add_json, ending
-from dynapipe_ext.launch.setting_flags import add_flag
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.notation import to_csv
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.settings.plan_rules import own_placement
+from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.show.schedule import (

@@ -19,7 +19,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.free_memory import Room, sizes_of_devices
-from dynapipe_ext.launch.job.model_cut import configured_cut
+from dynapipe_ext.launch.job.model_folder import configured_cut
 from dynapipe_ext.launch.job.requested import add_arguments, requested_job
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import settle_costs
@@ -27,12 +27,11 @@ from dynapipe_ext.launch.job.run_data import PREPARE_LIMIT_S
 from dynapipe_ext.launch.job.settled import SettledJob, settled_job
 from dynapipe_ext.launch.processes.cluster import run_local, set_process_title
 from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, num_cores, visible_devices
-from dynapipe_ext.launch.processes.terminal import outlive_readers
+from dynapipe_ext.launch.processes.signals import outlive_readers
 from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
-from dynapipe_ext.launch.run.claim import claimed
-from dynapipe_ext.launch.setting_flags import DEGREES
+from dynapipe_ext.launch.run.outcome import claimed
 from dynapipe_ext.models.layer_pattern import ProvenCut
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.train_config import DEGREES, TrainConfig
 from dynapipe_ext.tools.console import counted, say_loading
 
 __all__ = ["add_arguments", "run"]

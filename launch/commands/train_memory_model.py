@@ -12,7 +12,7 @@ from rich.table import Table
 from dynapipe_ext.batching.inference.memory_records import read_records
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending
-from dynapipe_ext.launch.setting_flags import add_flag
+from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.console import counted, deliver, say_loading
 from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress

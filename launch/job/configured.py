@@ -20,7 +20,6 @@ from dynapipe_ext.batch.micro_batches import (
     sample_lengths,
     with_sliced_head,
 )
-from dynapipe_ext.batch.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.batch.topology import (
     ActivationFormat,
     PlacementName,
@@ -46,6 +45,7 @@ from dynapipe_ext.models.named_models import dropout_rates, is_float32_folder
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.settings.plan_rules import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.settings.tables import ModelSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import percent, seconds

@@ -20,8 +20,7 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, refuse_guessable
-from dynapipe_ext.launch.job.model_cut import names_layout
-from dynapipe_ext.launch.job.model_folder import refuse_unsupported, settings_of_model, usual_settings
+from dynapipe_ext.launch.job.model_folder import names_layout, refuse_unsupported, settings_of_model, usual_settings
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_data import named_files
 from dynapipe_ext.launch.job.run_directory import (
@@ -33,9 +32,8 @@ from dynapipe_ext.launch.job.run_directory import (
 )
 from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_ranks_here, store_password
 from dynapipe_ext.launch.processes.scratch import read_secret
-from dynapipe_ext.launch.setting_flags import add_setting_flags, settings_of_flags
 from dynapipe_ext.launch.store import asked_store
-from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.settings.train_config import TrainConfig, add_setting_flags, settings_of_flags
 from dynapipe_ext.tools.console import counted, say_loading
 from dynapipe_ext.tools.step_listeners import require_tensorboard, require_wandb
 

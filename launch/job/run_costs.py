@@ -23,7 +23,7 @@ from dynapipe_ext.launch.job.configured import (
     topology_of,
 )
 from dynapipe_ext.launch.job.run_directory import fitted_costs_file
-from dynapipe_ext.launch.processes.silence import ended_if_silent
+from dynapipe_ext.launch.processes.cluster import ended_if_silent
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import write_atomic

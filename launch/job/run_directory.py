@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dynapipe_ext.errors import ConfigError, format_bytes
-from dynapipe_ext.executor.checkpoints.disk_room import AUTO_SAVE_S, lacks_room
+from dynapipe_ext.executor.checkpoints.folder import AUTO_SAVE_S, lacks_room
 from dynapipe_ext.launch.processes.scratch import FileLock, is_held
 from dynapipe_ext.settings.tables import CheckpointSettings
 from dynapipe_ext.tools.account.report import RunReport

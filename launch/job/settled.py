@@ -1,7 +1,7 @@
 """A job settled once: all who train or plan start from what these functions return, so that none differs.
 
 requested.requested_job ─► JobRequest         settings, first weights, store, loggers, places: refused before all else
-run.claim.claimed ─► JobRequest               its run directory and its store are there
+run.outcome.claimed ─► JobRequest             its run directory and its store are there
 settled_job ─► SettledJob                     data read, costs read or measured, layers placed: what ranks start from
 SettledPlanning ─► Planner                    what plans follow from, with or without a run
 
@@ -50,8 +50,15 @@ from dynapipe_ext.launch.job.configured import (
     with_placement,
 )
 from dynapipe_ext.launch.job.job_keys import JobKeys
-from dynapipe_ext.launch.job.model_cut import layout_line, settled_cut
-from dynapipe_ext.launch.job.model_folder import adapters_line, dropout_line, idle_line, prediction_line, widened_line
+from dynapipe_ext.launch.job.model_folder import (
+    adapters_line,
+    dropout_line,
+    idle_line,
+    layout_line,
+    prediction_line,
+    settled_cut,
+    widened_line,
+)
 from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_costs import resumed_costs, settle_costs

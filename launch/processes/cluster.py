@@ -1,4 +1,4 @@
-"""Ranks forked on this machine, supervised until all have ended."""
+"""Ranks forked on this machine, supervised until all have ended; and work that is ended where it stands still."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
@@ -36,6 +37,8 @@ from dynapipe_ext.launch.processes.signals import (
     raise_if_lost,
     stacks_asked_for,
 )
+
+_GIVE_UP_S = 5.0  # for the main thread to raise, which a call that hangs in the system never does
 
 
 class StandingStill:
@@ -467,3 +470,48 @@ def say_at_once(text: str) -> None:
     """Write to standard error at once and in one piece, since several processes write there."""
     with suppress(OSError):
         os.write(2, (text.rstrip("\n") + "\n").encode())
+
+
+@contextmanager
+def ended_if_silent(limit_s: float, move: str) -> Iterator[Callable[[str], None]]:
+    """Inside, the function takes what is done next. Where one such thing takes longer than `limit_s`, this process
+    prints its stacks and raises, or ends with the same words where its main thread hangs. Elsewhere than in the main
+    thread nothing is watched.
+
+    Errors: ExecutionError naming what was done, and `move`, what the user may do.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda doing: None
+        return
+    doing, since_s, over = "start", time.monotonic(), threading.Event()
+
+    def sign(what: str) -> None:
+        nonlocal doing, since_s
+        doing, since_s = what, time.monotonic()
+
+    def fault() -> str:
+        return f"{doing} has not ended after {limit_s:g} s (stacks above): {move}"
+
+    def raise_fault(number: int, frame: FrameType | None) -> None:
+        raise ExecutionError(fault())
+
+    def watch() -> None:
+        while not over.wait(max(0.0, since_s + limit_s - time.monotonic())):
+            if time.monotonic() - since_s < limit_s:
+                continue
+            faulthandler.dump_traceback(file=2, all_threads=True)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+            if not over.wait(_GIVE_UP_S):
+                say_at_once(f"dynapipe: error: {fault()}")
+                os._exit(USER_ERROR_STATUS)
+            return
+
+    before = signal.signal(signal.SIGALRM, raise_fault)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield sign
+    finally:
+        over.set()
+        watcher.join()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)

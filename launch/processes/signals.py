@@ -1,20 +1,34 @@
-"""Signals that ask a job to end become exceptions, so that every `with` block on the way out is closed."""
+"""What a terminal or a supervisor does to a process: signals, and standard streams that nobody reads any more.
+
+Signals that ask a job to end become exceptions, so that every `with` block on the way out is closed. Processes may
+outlive whoever reads their streams, or start without them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
+import io
 import os
+import select
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _num_blocks = 0  # blocks of `ending_signals_blocked` around the main thread
 _waiting = 0  # a signal that arrived inside such a block: a thread without the block took it for the process
 _raised = 0  # the signal that has raised since handlers were installed
 _interrupted_again = False  # Ctrl-C came after the signal that has raised
+_GONE = (errno.EIO, errno.EPIPE, errno.EBADF)  # a terminal that was closed, a reader that has ended
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, or what the user may have, that a log lies on
 
 
 @contextlib.contextmanager
@@ -146,3 +160,43 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)  # signals to the parent do not concern the child
+
+
+def complete_streams() -> None:
+    """Open what this process lacks of its three standard descriptors: the next files would get their numbers, and what
+    is meant for a stream would be written into them. Call before anything is opened."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def outlive_readers() -> None:
+    """From now on what is written to a standard stream that nobody reads any more is lost, and while the disk of a log
+    is full: an error would end a run that has not saved. Forks of this process inherit that. A reader that only
+    rests is waited for, also by a stream that does not block."""
+    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
+
+
+class _Outliving(io.FileIO):
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            while (written := super().write(data)) is None:  # the pipe is full and was told not to block
+                select.select([], [self], [])
+        except OSError as error:
+            if error.errno not in (*_GONE, *_FULL):
+                raise
+            return memoryview(data).nbytes
+        return written
+
+
+def _outliving(stream: TextIO) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper) or stream.closed:
+        return stream
+    try:
+        raw = _Outliving(stream.fileno(), "w", closefd=False)
+    except OSError:  # of a test
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)

@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError, named_collectives
 from dynapipe_ext.executor.device import process_group_backend
-from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.launch.job.terms import Terms, difference
 from dynapipe_ext.launch.processes.env import RankEnv
 

@@ -12,10 +12,10 @@ from dynapipe_ext.executor.checkpoints.folder import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.checkpoints.saving import Saver
 from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
-from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients, own_parameters
+from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron.model import build_chunks, build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
-from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, gpt_call, wrap_ddp
+from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, gpt_call, own_parameters, wrap_ddp
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.model_folder import load_initial_weights

@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, named_collectives
 from dynapipe_ext.executor.checkpoints.folder import read_manifest
 from dynapipe_ext.executor.events import Listener, StepDone
 from dynapipe_ext.executor.free_memory import Room
 from dynapipe_ext.executor.plans.channel import store_patience_s
-from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, tag_of_secret
-from dynapipe_ext.launch.job.model_cut import configured_cut
+from dynapipe_ext.launch.job.model_folder import configured_cut
 from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.run_costs import RunCosts, settle_costs

@@ -54,10 +54,9 @@ from dynapipe_ext.launch.processes.env import (
     use_interface,
 )
 from dynapipe_ext.launch.processes.network import interface_towards
-from dynapipe_ext.launch.processes.signals import ENDING, ending_signals_raise
-from dynapipe_ext.launch.processes.terminal import complete_streams, outlive_readers
+from dynapipe_ext.launch.processes.signals import ENDING, complete_streams, ending_signals_raise, outlive_readers
 from dynapipe_ext.launch.rank.one_rank import place_of, rank_title, train_rank
-from dynapipe_ext.launch.run.claim import claimed
+from dynapipe_ext.launch.run.outcome import claimed
 from dynapipe_ext.settings.train_config import TrainConfig
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone

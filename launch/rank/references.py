@@ -16,10 +16,9 @@ import torch.distributed as dist
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.references import ReferencedPairs, References
 from dynapipe_ext.data.sample_selection import SampleSubset
-from dynapipe_ext.errors import NO_ARRAY, ExecutionError, NotFiniteError
+from dynapipe_ext.errors import NO_ARRAY, ExecutionError, NotFiniteError, named_collectives
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.preference_loss import PreferenceLoss
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.run_directory import runs_folder

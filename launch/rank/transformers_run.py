@@ -20,7 +20,7 @@ from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, par
 from dynapipe_ext.executor.stages.transformers.stage import LossOfLogits, TransformersStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.job.configured import topology_of
-from dynapipe_ext.launch.job.model_cut import named_pattern
+from dynapipe_ext.launch.job.model_folder import named_pattern
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.settings.train_config import TrainConfig

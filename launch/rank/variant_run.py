@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.costs.memory import reading_stages
+from dynapipe_ext.costs.layers import reading_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.pairs import PairDataset
-from dynapipe_ext.executor.checkpoints.disk_room import bytes_of_checkpoint, lacks_room
-from dynapipe_ext.executor.checkpoints.folder import RunState, least_validation_loss
+from dynapipe_ext.errors import named_collectives
+from dynapipe_ext.executor.checkpoints.folder import RunState, bytes_of_checkpoint, lacks_room, least_validation_loss
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, UnaskedSaves
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -28,7 +28,6 @@ from dynapipe_ext.executor.loader import Dataset, DynaPipeDataLoader
 from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.protocols import Recorder, Store, Transport
-from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.joined_ranks import Joined
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.preference_loss import PreferenceLoss

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, round_up, sample_lengths
-from dynapipe_ext.batch.schedule_names import ScheduleName
 from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.emulated_step import emulated_step
 from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
 from dynapipe_ext.launch.job.configured import global_batches, make_planner, topology_of, usual_way
+from dynapipe_ext.settings.plan_rules import ScheduleName
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.show.comparison import Comparison, EmulatedStep, Way
 

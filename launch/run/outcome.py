@@ -1,4 +1,4 @@
-"""What a run leaves in its directory: settings and costs at its start; report, page and timelines at its end."""
+"""A run's directory: claimed with its store; settings and costs at its start; report, page and timelines at its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import product
@@ -26,8 +26,11 @@ from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import DynaPipeError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.executor.plans.dump import forget_plans_ahead
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.job.configured import Variant, global_batches, make_planner, topology_of
+from dynapipe_ext.launch.job.job_keys import JobKeys
+from dynapipe_ext.launch.job.requested import JobRequest
 from dynapipe_ext.launch.job.run_costs import RunCosts
 from dynapipe_ext.launch.job.run_data import RunData
 from dynapipe_ext.launch.job.run_directory import (
@@ -45,6 +48,7 @@ from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.processes.env import launcher, under_torchrun
 from dynapipe_ext.launch.run.next_moves import next_moves
 from dynapipe_ext.launch.run.page import write_page
+from dynapipe_ext.launch.store import RedisServer, greet_store
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import held_bytes
@@ -341,3 +345,37 @@ def spans_to_bytes(spans: Spans) -> bytes:
 def spans_from_bytes(data: bytes) -> Spans:
     raw = json.loads(data)
     return {int(step): [Span(**{**span, "shape": tuple(span["shape"])}) for span in of] for step, of in raw.items()}
+
+
+@contextmanager
+def claimed(
+    request: JobRequest,
+    console: Console,
+    *,
+    overwrite: bool,
+    tls_host: str | None = None,
+    store_wait_s: float | None = None,
+) -> Iterator[JobRequest]:
+    """Inside, the request's store answers, its keys are made and its directory is its own; a run that ends early leaves
+    its report.
+
+    A store that the job starts is on this machine, over TLS where ranks on others reach it by `tls_host`. `overwrite`:
+    the run that the directory holds may be lost. `store_wait_s`: how long a store that has served this run may take to
+    answer (None: it is refused if it is away). Errors: StoreError and ConfigError, before the directory is made.
+    """
+    with ExitStack() as stack:
+        address, keys = request.address, JobKeys.begun(request.secret)
+        if address is None:
+            binary = request.config.job.redis_server or None
+            server = stack.enter_context(RedisServer(binary=binary, tls_host=tls_host, password=keys.store_password))
+            address = server.address
+            place = f"at {address}" if tls_host else "on a unix socket"
+            console.print(f"store: embedded {server.name} {server.version} {place}", markup=False, soft_wrap=True)
+        else:
+            greet_store(address, store_wait_s)  # refused here, once, rather than by every rank
+        directory = RunDirectory(request.run_dir, overwrite=overwrite, resume=request.resumed is not None)
+        stack.enter_context(directory)
+        if plan_dir := request.config.debug.plan_dir:
+            stack.callback(forget_plans_ahead, plan_dir)  # where ranks were killed before they could
+        stack.enter_context(keeping_what_ran(directory))
+        yield replace(request, address=address, keys=keys, run_dir=str(directory.path))

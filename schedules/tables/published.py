@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from dynapipe_ext.batch.schedule_names import ScheduleName
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, did_you_mean
 from dynapipe_ext.schedules.actions import PipelineSchedule
@@ -15,6 +14,7 @@ from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.v_shape import v_half, zb_v
 from dynapipe_ext.schedules.tables.zero_bubble import zb_h1, zb_h2
+from dynapipe_ext.settings.plan_rules import ScheduleName
 
 # Each takes the numbers of ranks and of micro-batches; interleaved-1f1b the stages a rank as well.
 PUBLISHED: Mapping[str, Callable[..., PipelineSchedule]] = MappingProxyType(

@@ -53,7 +53,7 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.plans.channel import StorePlanSource
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
-from dynapipe_ext.executor.store.keys import Keys
+from dynapipe_ext.executor.store.address import Keys
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext

@@ -37,7 +37,7 @@ from dynapipe_ext.batch.micro_batches import LengthArray, as_length_array
 from dynapipe_ext.data.batches import GlobalBatchRule, StepPosition, step_positions
 from dynapipe_ext.executor.plans.channel import PlannerProcesses
 from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner
-from dynapipe_ext.executor.store.keys import Keys
+from dynapipe_ext.executor.store.address import Keys
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.launch.store import RedisServer
 

@@ -17,8 +17,7 @@ import redis
 
 from dynapipe_ext.errors import ConfigError, DynaPipeError, StoreError
 from dynapipe_ext.executor.protocols import Store
-from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.keys import StoreTimeoutError
+from dynapipe_ext.executor.store.address import StoreAddress, StoreTimeoutError
 from dynapipe_ext.executor.store.opening import MemoryStore, open_store
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.launch.store import RedisServer

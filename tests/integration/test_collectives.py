@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ExecutionError
-from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.errors import ExecutionError, named_collectives
 
 
 def test_a_late_peer_is_an_error_with_the_name_of_the_step(run_ranks):

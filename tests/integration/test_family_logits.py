@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.stages.megatron.layers import rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.model import (
     build_chunks,
     build_model,
     initialize_parallel,
     transformer_config,
 )
-from dynapipe_ext.executor.stages.megatron.rotation import rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import finalize_grads, wrap_ddp
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups

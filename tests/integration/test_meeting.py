@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ConfigError, ExecutionError
-from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.errors import ConfigError, ExecutionError, named_collectives
 from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.rank.meeting import Meeting

@@ -143,7 +143,7 @@ def test_ranks_save_and_end_once_their_terminal_is_gone(tmp_path: Path) -> None:
 import os, signal, sys, time
 from dynapipe_ext.launch import cli, subcommands
 from dynapipe_ext.launch.processes.cluster import run_local
-from dynapipe_ext.launch.processes.terminal import outlive_readers
+from dynapipe_ext.launch.processes.signals import outlive_readers
 from types import SimpleNamespace
 
 def rank(env):
@@ -210,7 +210,7 @@ sys.exit(cli.main(["job"]))
 def test_what_nobody_reads_any_more_is_lost_and_no_error() -> None:
     code = """
 import os, sys
-from dynapipe_ext.launch.processes.terminal import outlive_readers
+from dynapipe_ext.launch.processes.signals import outlive_readers
 outlive_readers()
 sys.stdin.readline()
 for stream in (sys.stdout, sys.stderr):
@@ -231,7 +231,7 @@ os._exit(7)
 def test_a_log_on_a_full_disk_is_lost_and_a_reader_that_rests_is_waited_for() -> None:
     code = """
 import os, sys
-from dynapipe_ext.launch.processes.terminal import outlive_readers
+from dynapipe_ext.launch.processes.signals import outlive_readers
 outlive_readers()
 print("words", flush=True)
 os.set_blocking(2, False)

@@ -11,9 +11,8 @@ import pytest
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.measuring import rate
 from dynapipe_ext.launch.job.run_costs import settle_costs
-from dynapipe_ext.launch.processes.cluster import JobError, run_local
+from dynapipe_ext.launch.processes.cluster import JobError, ended_if_silent, run_local
 from dynapipe_ext.launch.processes.env import RankEnv
-from dynapipe_ext.launch.processes.silence import ended_if_silent
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.limits import LIMIT_S
 
@@ -41,7 +40,7 @@ def test_measuring_that_hangs_is_ended_long_before_the_limit_of_all_preparation(
 def test_a_process_that_hangs_where_python_cannot_raise_ends_with_the_same_words(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dynapipe_ext.launch.processes.silence._GIVE_UP_S", 0.2)
+    monkeypatch.setattr("dynapipe_ext.launch.processes.cluster._GIVE_UP_S", 0.2)
 
     def main(env: RankEnv) -> int:
         with ended_if_silent(0.2, "look there") as sign:

@@ -92,7 +92,7 @@ def test_every_option_that_stands_for_a_setting_has_the_declared_form() -> None:
 
 def test_no_flag_of_a_setting_is_declared_by_hand() -> None:
     """But `estimate` takes a range of tokens, and several numbers of ranks, where others take a number."""
-    sources = [*(HOUSE / "launch" / "commands").glob("*.py"), HOUSE / "launch" / "setting_flags.py"]
+    sources = [*(HOUSE / "launch" / "commands").glob("*.py"), HOUSE / "dynapipe_ext" / "settings" / "train_config.py"]
     by_hand = {
         (source.stem, call.args[0].value)
         for source in sources

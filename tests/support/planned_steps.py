@@ -14,7 +14,7 @@ from dynapipe_ext.data.batches import GlobalBatchRule, StepPosition, step_positi
 from dynapipe_ext.executor.plans.channel import StorePlanSource
 from dynapipe_ext.executor.plans.planner_process import PlannerJob, PlanPublisher, describe_planner
 from dynapipe_ext.executor.protocols import Store
-from dynapipe_ext.executor.store.keys import Keys
+from dynapipe_ext.executor.store.address import Keys
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.schedules.planner import Planner
 

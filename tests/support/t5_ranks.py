@@ -14,8 +14,7 @@ import torch
 
 from dynapipe_ext.batch.micro_batches import Layout, LossNorm, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
-from dynapipe_ext.costs.layers import first_decoder_stage
-from dynapipe_ext.costs.memory import stage_layers
+from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.pairs import PairSample, collate_pairs
 from dynapipe_ext.executor.stages.megatron.model import (

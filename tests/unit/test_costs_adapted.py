@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, MicroBatch, Recompute, SampleLength
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, Layout, MicroBatch, Recompute, SampleLength, count_positions
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import (
     AdjustedCosts,
@@ -27,7 +27,7 @@ from dynapipe_ext.costs.fitting import MeasuredAction, fit_times, prediction_err
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, ModelFacts
-from dynapipe_ext.costs.tokens import TokenCosts, count_positions
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.drift import fitted_costs
 from dynapipe_ext.models.named_models import preset

@@ -16,7 +16,8 @@ from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.estimated import Strategy
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.costs.memory import reading_stages, stage_parameters
+from dynapipe_ext.costs.layers import reading_stages
+from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.profiled import parameter_counts
 from dynapipe_ext.costs.states import parameters_per_stage

@@ -17,8 +17,7 @@ from dynapipe_ext.executor.stages.transformers.cut_proof import proven_cut
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.executor.stages.transformers.twin import built_twin, twin_config
-from dynapipe_ext.launch.job.model_cut import layout_line, with_cut
-from dynapipe_ext.launch.job.model_folder import refuse_unsupported
+from dynapipe_ext.launch.job.model_folder import layout_line, refuse_unsupported, with_cut
 from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut, read_pattern
 from dynapipe_ext.models.module_tree import causal_class
 from dynapipe_ext.models.named_models import preset

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from dynapipe_ext.errors import DataError, NoRoomError
-from dynapipe_ext.executor.checkpoints import disk_room
-from dynapipe_ext.executor.checkpoints.disk_room import bytes_of_checkpoint, free_disk_bytes, lacks_room, why_unwritable
+from dynapipe_ext.executor.checkpoints import folder
+from dynapipe_ext.executor.checkpoints.folder import bytes_of_checkpoint, free_disk_bytes, lacks_room, why_unwritable
 from dynapipe_ext.executor.checkpoints.saving import SavingRanks
 from dynapipe_ext.launch.job.run_directory import checkpoints_line
 from dynapipe_ext.settings.tables import CheckpointSettings
@@ -109,7 +109,7 @@ def test_what_is_free_is_asked_of_the_folder_that_is_there(tmp_path: Path, monke
 def test_the_first_line_of_a_run_says_where_it_saves_how_often_and_whether_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_room, "free_disk_bytes", lambda _: 35_000_000_000)
+    monkeypatch.setattr(folder, "free_disk_bytes", lambda _: 35_000_000_000)
     size = bytes_of_checkpoint(8_000_000_000, "bfloat16", 2)
     asked = CheckpointSettings(save_every=1, save_minutes=0.5, keep_last=0)
     never = CheckpointSettings(save_minutes=0)

@@ -15,8 +15,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, topology_of, trained_costs
-from dynapipe_ext.launch.job.model_cut import settled_cut
-from dynapipe_ext.launch.job.model_folder import idle_line
+from dynapipe_ext.launch.job.model_folder import idle_line, settled_cut
 from dynapipe_ext.models.module_tree import causal_class
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.support.checkpoints import differences, tensors_in

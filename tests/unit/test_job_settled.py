@@ -23,7 +23,7 @@ from dynapipe_ext.launch.commands import plan as plan_command
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, global_batches, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys
-from dynapipe_ext.launch.job.model_cut import configured_cut
+from dynapipe_ext.launch.job.model_folder import configured_cut
 from dynapipe_ext.launch.job.requested import JobRequest, add_arguments, requested_job
 from dynapipe_ext.launch.job.room import Place
 from dynapipe_ext.launch.job.settled import SettledJob, peers_job, settled_job

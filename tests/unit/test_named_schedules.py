@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import sample_lengths
-from dynapipe_ext.batch.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
@@ -21,6 +20,7 @@ from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.settings.plan_rules import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.settings.train_config import TrainConfig
 
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)

@@ -14,11 +14,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, pieces_by_position, sample_lengths, sample_pieces
+from dynapipe_ext.batch.micro_batches import (
+    MicroBatch,
+    SampleLength,
+    count_positions,
+    pieces_by_position,
+    sample_lengths,
+    sample_pieces,
+)
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.tokens import TokenCosts, count_positions
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import Architecture

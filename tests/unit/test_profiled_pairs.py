@@ -11,7 +11,8 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import HEAD_SLICE, MicroBatch, Recompute, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.memory import stage_layers, stage_parameters
+from dynapipe_ext.costs.layers import stage_layers
+from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.costs.table import CostTable

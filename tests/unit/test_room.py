@@ -19,12 +19,12 @@ import torch
 from dynapipe_ext.batch.micro_batches import as_length_array
 from dynapipe_ext.errors import LowMemoryError, PlanError
 from dynapipe_ext.executor import free_memory
-from dynapipe_ext.executor.checkpoints.disk_room import bytes_of_checkpoint
+from dynapipe_ext.executor.checkpoints.folder import bytes_of_checkpoint
 from dynapipe_ext.executor.free_memory import Room, free_bytes, most_free_bytes, sizes_of_devices
 from dynapipe_ext.launch.job import model_folder, requested
 from dynapipe_ext.launch.job.requested import requested_job
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
-from dynapipe_ext.settings.deepspeed_keys import moments_of
+from dynapipe_ext.settings.tables import moments_of
 from dynapipe_ext.settings.train_config import TrainConfig
 from tests.unit.test_model_flags import LLAMA
 

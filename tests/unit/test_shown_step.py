@@ -23,7 +23,7 @@ from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.plans.channel import StorePlanSource
 from dynapipe_ext.executor.plans.planner_process import PlanPublisher, describe_planner, planner_of
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.store.keys import Keys
+from dynapipe_ext.executor.store.address import Keys
 from dynapipe_ext.executor.store.opening import MemoryStore
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job import configured as job

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
-from dynapipe_ext.batch.schedule_names import check_placed
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, TensorSpec, Topology, Vocabulary, placement_of
 from dynapipe_ext.batch.vocabulary import gathered_vocabulary, spread_vocabulary
-from dynapipe_ext.costs.tokens import TokenCosts, topology_from_json, topology_to_json
+from dynapipe_ext.costs.model import topology_from_json, topology_to_json
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.settings.plan_rules import check_placed
 
 SPREAD: tuple[Vocabulary, ...] = ("head", "both")
 

@@ -21,7 +21,7 @@ from dynapipe_ext.executor.instructions import Backward, BackwardInput, Backward
 from dynapipe_ext.executor.plans.planner_process import PlanPublisher
 from dynapipe_ext.executor.proof import Collective, verify_step, with_collectives
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.store.keys import Keys
+from dynapipe_ext.executor.store.address import Keys
 from dynapipe_ext.executor.store.opening import MemoryStore
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from dynapipe_ext.errors import ConfigError, DataError, in_one_line, short
+from dynapipe_ext.errors import ConfigError, DataError, in_one_line, named_collectives, short
 from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
-from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.stages.megatron_cpu import uncompiled
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy

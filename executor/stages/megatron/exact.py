@@ -18,7 +18,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.accumulator import ExactSums
 from dynapipe_ext.executor.stages.chunk_runner import GradientAccumulator, Sum
-from dynapipe_ext.executor.stages.megatron.stage import Chunks, unwrapped
+from dynapipe_ext.executor.stages.megatron.stage import Chunks, own_parameters, unwrapped
 
 _EPSILON = 1e-6  # of Megatron's clipping
 
@@ -101,15 +101,6 @@ def _partial_over_tensor_parallel(chunks: Chunks) -> Iterator[torch.Tensor]:
             of_heads = config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
             if parameter.requires_grad and (of_rows or of_heads):
                 yield parameter
-
-
-def own_parameters(chunks: Chunks) -> list[Any]:
-    """Of those that train, the ones of which this rank's copy counts among all of its replica's."""
-    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-    from megatron.core.transformer.module import param_is_not_shared
-
-    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
-    return [p for p in trained if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]
 
 
 class ExactNorm:

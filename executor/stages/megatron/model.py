@@ -18,13 +18,11 @@ from dynapipe_ext.costs.states import refuse_undivided_vocabulary
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.head import cap_logits, divide_logits, hide_padding
-from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, gpt_layers
-from dynapipe_ext.executor.stages.megatron.rotation import concentrate, rotary_frequencies
+from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, concentrate, gpt_layers, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, first_layers, is_tied_by_megatron, virtual_stage
 from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows, part_of, save_by_rows
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
-from dynapipe_ext.models.family_configs import router_fault
-from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments
+from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments, router_fault
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HEADS = (_HEAD, f"lm_head.{_HEAD}")  # of GPTModel and of T5Model

@@ -517,3 +517,12 @@ def wrap_ddp(model: torch.nn.Module, config: Any, *, distributed_optimizer: bool
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=distributed_optimizer
     )
     return DistributedDataParallel(config, ddp_config, model)
+
+
+def own_parameters(chunks: Chunks) -> list[Any]:
+    """Of those that train, the ones of which this rank's copy counts among all of its replica's."""
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    trained = (p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+    return [p for p in trained if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]

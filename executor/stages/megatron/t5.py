@@ -24,8 +24,7 @@ from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.layers import first_decoder_stage
-from dynapipe_ext.costs.memory import stage_layers
+from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.accumulator import ExactSums
