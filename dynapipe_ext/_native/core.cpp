@@ -11,6 +11,7 @@
 #include "balance.hpp"
 #include "judge.hpp"
 #include "levelling.hpp"
+#include "program_calls.hpp"
 #include "regroup.hpp"
 #include "search.hpp"
 #include "splits.hpp"
@@ -301,4 +302,5 @@ NB_MODULE(_core, module) {
   module.def("stage_costs", &stage_costs);
   module.def("cheapest_cuts", &cheapest_cuts);
   module.def("least_bound", &least_bound);
+  dynapipe::programs::bind_programs(module);
 }
