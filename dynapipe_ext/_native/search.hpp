@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "disturbed.hpp"
 #include "pipeline.hpp"
 #include "state.hpp"
 
@@ -30,15 +31,17 @@ constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2, 4};  // how often each is
 
 class Search {
  public:
-  Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts, SharedCores cores)
+  // With a `spread`, orders that take no more than `most` are judged by their mean over times that are disturbed by up to
+  // `spread` / Disturbances::kScale.
+  Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts, SharedCores cores, i64 spread, i64 most)
       : costs_(costs), cores_(cores), stride_(static_cast<std::size_t>(kFields) * machine.stages), rules_(std::move(rules)),
-        equal_counts_(equal_counts), dispatcher_(std::move(machine)) {
+        equal_counts_(equal_counts), dispatcher_(std::move(machine), spread > 0), disturbances_(dispatcher_.machine(), spread), most_(most) {
     const std::size_t count = static_cast<std::size_t>(costs_.kinds) * costs_.shapes, ranks = dispatcher_.machine().ranks;
     ways_.resize(count * ranks);
     for (std::size_t k = 0; k < count; ++k) dispatcher_.measure(costs_.records + k * stride_, &ways_[k * ranks]);
   }
 
-  // Makespan of one replica of a state; see Dispatcher::run.
+  // Makespan of one replica of a state, see Dispatcher::run; where times are disturbed, their mean unless it gives up.
   i64 run(const State& state, int d, i64 give_up, std::vector<std::vector<Chosen>>* orders, Track& track, const Track* like) {
     const std::size_t ranks = dispatcher_.machine().ranks;
     track.records.clear();
@@ -52,7 +55,9 @@ class Search {
       track.ways.push_back(&ways_[(record - costs_.records) / stride_ * ranks]);
       track.sample_of.push_back(sample_of(m));
     }
-    return dispatcher_.run(track, like, give_up, orders);
+    if (!disturbances_.any()) return dispatcher_.run(track, like, give_up, orders);
+    const i64 found = dispatcher_.run(track, like, std::min(give_up, most_ + 1), orders);
+    return found < kNever && !track.records.empty() ? disturbances_.mean(track) : found;
   }
 
   // Best of all rules over some orders of one replica; the first order stays where nothing runs.
@@ -381,6 +386,8 @@ class Search {
   std::vector<Way> ways_;  // [kind][shape][rank]
   bool equal_counts_;
   Dispatcher dispatcher_;
+  Disturbances disturbances_;
+  i64 most_;  // ns that an order may take undisturbed, where it is judged by disturbed times
   State state_;  // its makespans are those of the start
   Makespans makespans_{{}};
   Random random_{0};
