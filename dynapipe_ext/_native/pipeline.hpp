@@ -30,9 +30,7 @@ class Dispatcher : public Admission {
     count_ = static_cast<int>(track.records.size());
     if (orders) orders->assign(machine_.ranks, {});
     if (count_ == 0) return 0;
-    track.gradients.set(track.sample_of);
-    gradients_ = &track.gradients;
-    if (hopeless(track, give_up)) return kNever;
+    if (least(track) >= give_up) return kNever;
     if (!gradients_->empty) needs_.set(machine_.stages, records_, *gradients_);
     begin(track, orders ? nullptr : like);
     if (!gradients_->empty) {
@@ -62,10 +60,13 @@ class Dispatcher : public Admission {
     }
   }
 
- private:
-  // Whether some rank alone takes that long already: its whole work, after the first micro-batch's way to it and before
-  // the way back of the last one.
-  bool hopeless(const Track& track, i64 give_up) {
+  // What some rank alone takes already: its whole work, after the first micro-batch's way to it and before the way back
+  // of the last one.
+  i64 least(Track& track) {
+    count_ = static_cast<int>(track.records.size());
+    if (count_ == 0) return 0;
+    track.gradients.set(track.sample_of);
+    gradients_ = &track.gradients;
     const int ranks = machine_.ranks;
     std::fill(work_.begin(), work_.end(), 0);
     std::fill(most_working_.begin(), most_working_.end(), 0);
@@ -82,15 +83,16 @@ class Dispatcher : public Admission {
       }
     }
     const Way *first = track.ways.front(), *last = track.ways[gradients_->empty ? count_ - 1 : gradients_->order.back()];
-    bool found = false;
+    i64 most = 0;
     for (int r = 0; r < ranks; ++r) {
       most_later_[r] += pieces_later_[r];
       tail_[r] = last[r].up;
-      found |= first[r].down + work_[r] + tail_[r] >= give_up;
+      most = std::max(most, first[r].down + work_[r] + tail_[r]);
     }
-    return found;
+    return most;
   }
 
+ private:
   // Begins at the start, or as far as `like` had come where its positions begin to differ.
   void begin(Track& track, const Track* like) {
     const std::size_t stages = machine_.stages, ranks = machine_.ranks;
