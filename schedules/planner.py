@@ -180,6 +180,7 @@ class Planner(PlanRules):
             fill_waits=False,
             recompute="auto",
             pieces="off",
+            noise=0.0,
         )
 
     @property
@@ -301,12 +302,11 @@ class Planner(PlanRules):
         proposals, best = replace(planner._proposals, kinds=kinds), plan
         rules = self._rules
         for _ in range(_ROUNDS_OF_HALVES):
-            rows = [replica.micro_batches for replica in best.batch.replicas]
-            before = best
+            before, rows = best, [replica.micro_batches for replica in best.batch.replicas]
             for replicas in finer_splits(rows, equal_counts=rules.equal_counts, max_tokens=rules.max_tokens):
                 with suppress(PlanError):
                     finer = planner._predicted(*planner._searched(proposals.fixed([replicas])), step=plan.batch.step)
-                    best = min(best, finer, key=lambda one: one.makespan_ns)
+                    best = self._sooner(best, finer)
             if best is before:
                 break
         return best
@@ -427,7 +427,7 @@ class Planner(PlanRules):
             return best_of_least_memory()
         if self.recompute == "auto" and any(m.recompute != "none" for m in plan.batch.micro_batches):
             with suppress(PlanError):
-                return min(plan, best_of_least_memory(), key=lambda one: one.makespan_ns)
+                return self._sooner(plan, best_of_least_memory())
         return plan
 
     def _best_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
@@ -446,8 +446,11 @@ class Planner(PlanRules):
         if all(m.recompute == "none" for m in plan.batch.micro_batches):
             return plan
         with suppress(PlanError):
-            plan = min(plan, self._best_under(kinds, samples, step), key=lambda one: one.makespan_ns)
+            plan = self._sooner(plan, self._best_under(kinds, samples, step))
         return plan
+
+    def _sooner(self, *plans: StepPlan) -> StepPlan:
+        return min(plans, key=lambda plan: plan.mean_makespan_ns(self.noise))
 
     def _and_sliced(self, kinds: tuple[Recompute, ...]) -> tuple[Recompute, ...]:
         """These kinds, and with the head in slices, where costs have prices for it."""
@@ -463,7 +466,7 @@ class Planner(PlanRules):
         plan = self._predicted(*self._searched(starts), step=step)
         if not self.topology.is_interleaved or not takes_rounds(plan):
             return plan
-        schedules = in_rounds(plan, int(self.memory_limit_bytes))
+        schedules = in_rounds(plan, int(self.memory_limit_bytes), self.noise)
         if schedules == plan.schedules:
             return plan
         replicas = [list(replica.micro_batches) for replica in plan.batch.replicas]
@@ -517,6 +520,7 @@ class Planner(PlanRules):
             stage_ranks=self.topology.stage_ranks,
             equal_counts=self._rules.equal_counts,
             cores=self.shared_cores,
+            noise=self.noise,
         )
         index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(optimized.replicas)

@@ -34,7 +34,7 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
               const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
               const std::vector<std::tuple<int, int, int, int>>& rules, const Cuts& cuts,
               const std::vector<Groups>& starts, const std::tuple<std::uint64_t, i64, i64, i64>& walk, bool equal_counts,
-              const std::pair<i64, i64>& shared, const Groups& sample_pieces, bool with_actions) {
+              const std::pair<i64, i64>& shared, const Groups& sample_pieces, const std::pair<i64, i64>& noise, bool with_actions) {
   dynapipe::Costs costs;
   costs.kinds = static_cast<int>(records.shape(0));
   costs.shapes = static_cast<int>(records.shape(1));
@@ -69,6 +69,8 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   const auto [seed, moves, begun, cooling] = walk;
   if (moves < 0 || begun < 0 || cooling < 1) throw std::invalid_argument("a walk has no negative moves, and cools after at least one");
   if (shared.first < 0 || shared.second < 1) throw std::invalid_argument("cores that ranks share must be at least one");
+  const auto [spread, most] = noise;
+  if (spread < 0 || most < 0 || spread >= dynapipe::Disturbances::kScale) throw std::invalid_argument("times are disturbed by a part of themselves");
   dynapipe::State state;
   int item = 0;
   for (auto [first, end, kind] : cuts) {
@@ -90,7 +92,7 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   {
     nb::gil_scoped_release unlocked;
     dynapipe::Search job(costs, std::move(machine), std::move(chosen_rules), equal_counts,
-                         {shared.first, shared.second});
+                         {shared.first, shared.second}, spread, most);
     const int replicas = static_cast<int>(starts.size());
     state.groups.resize(replicas);
     state.rule.assign(replicas, 0);

@@ -37,7 +37,9 @@ class PlanRules:
     samples in pieces alone: others that do not fit with "full" do not fit with "stage" either. Where it would recompute
     or nothing fits, it also tries the kinds with "head", whose logits are never whole. `replica_counts` "equal" gives
     every replica as many micro-batches. `pieces` cuts samples of more tokens than that, and runs their pieces one after
-    another ("carried" attention); "auto" does so where the step is predicted to end earlier.
+    another ("carried" attention); "auto" does so where the step is predicted to end earlier. With `noise` the search
+    judges an order by its mean makespan over times that are drawn evenly from 1 - noise to 1 + noise of the predicted
+    ones; predictions and bounds stay those of the predicted times.
     """
 
     layout: Layout = setting("padded", "--layout", "of micro-batches")
@@ -57,6 +59,9 @@ class PlanRules:
         "run samples of more than N tokens in pieces; auto: where that is faster",
         "auto|off|N",
         parse=pieces_of,
+    )
+    noise: float = setting(
+        0.0, "--noise", "judge orders by times that may be off by such a share", "SHARE", at_least=0, at_most=0.9
     )
 
     @property
@@ -79,6 +84,11 @@ def check_rules(rules: PlanRules, where: str = "", *, counts_may_be_free: bool =
             f"{where}split_backward goes with the adaptive schedule, not with {rules.schedule!r}: choose one of them"
         )
     check_fill_waits(rules.fill_waits, rules.schedule, rules.split_backward, where)
+    if rules.noise and rules.schedule != "adaptive":
+        raise ConfigError(
+            f"{where}noise is {rules.noise:g} with schedule {rules.schedule!r}, whose order is given: search one"
+            " (adaptive), or leave noise out"
+        )
     if rules.pieces != "off":
         _check_pieces(rules, where, counts_are_free=counts_may_be_free or not rules.equal_counts)
     if rules.max_tokens and rules.max_tokens < rules.pad_multiple:
