@@ -426,12 +426,6 @@ def needed_and_free(root: Path, num_bytes: int) -> str:
     return f"takes about {format_bytes(num_bytes)} below {root}, where {format_bytes(free_disk_bytes(root))} are free"
 
 
-def why_unwritable(error: BaseException, folder: Path) -> str:
-    """The operating system's words for `unwritable_number`, or nothing."""
-    number = unwritable_number(error, folder)
-    return os.strerror(number) if number else ""
-
-
 def unwritable_number(error: BaseException, folder: Path) -> int:
     """The operating system's number of a place that is full, read-only or not ours, where that is why a write failed;
     else 0. torch and safetensors have errors of their own, over the system's or in its place."""

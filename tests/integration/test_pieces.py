@@ -39,7 +39,6 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.show.timeline import read_trace_file
 from tests.support.given_costs import write_costs
 from tests.support.limits import LIMIT_S
 from tests.support.lowered import forwards_of
@@ -59,6 +58,7 @@ from tests.support.megatron_ranks import (
 from tests.support.pieces import SETTINGS, cut_sample, hand_made, pieced_replicas, random_legal_schedule
 from tests.support.preloaded import Preloaded
 from tests.support.rank_jobs import forget_models
+from tests.support.trace_files import read_trace_file
 
 SAMPLES = samples_of(0)[:8]
 ONE = Topology()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.tools.show.timeline import read_trace_file
 from tests.support.preloaded import Preloaded
+from tests.support.trace_files import read_trace_file
 
 
 @pytest.fixture(scope="module", params=["packed", "padded"])

@@ -22,11 +22,11 @@ from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events, read_history
-from dynapipe_ext.tools.show.timeline import read_trace_file
 from tests.support.given_costs import write_costs
 from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
+from tests.support.trace_files import read_trace_file
 
 TINY = f"""
 [run]

@@ -13,10 +13,10 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.tools.account.report import RunReport
-from dynapipe_ext.tools.show.timeline import read_trace_file
 from tests.support.given_costs import write_costs
 from tests.support.pieces import SETTINGS
 from tests.support.preloaded import Preloaded
+from tests.support.trace_files import read_trace_file
 
 STEPS = 4
 REST = f"""

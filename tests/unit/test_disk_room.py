@@ -17,13 +17,12 @@ from safetensors.torch import save_file
 
 from dynapipe_ext.errors import DataError, NoRoomError
 from dynapipe_ext.executor.checkpoints import folder
-from dynapipe_ext.executor.checkpoints.folder import bytes_of_checkpoint, free_disk_bytes, lacks_room, why_unwritable
+from dynapipe_ext.executor.checkpoints.folder import bytes_of_checkpoint, free_disk_bytes, lacks_room, unwritable_number
 from dynapipe_ext.executor.checkpoints.saving import SavingRanks
 from dynapipe_ext.launch.job.run_directory import checkpoints_line
 from dynapipe_ext.settings.tables import CheckpointSettings
 from dynapipe_ext.tools.files import writing_in
 
-TOO_LARGE = os.strerror(errno.EFBIG)
 TENSOR = torch.zeros(1 << 16)
 
 
@@ -59,13 +58,13 @@ def test_the_systems_words_are_found_below_each_writers_own(
     with full():
         with pytest.raises(Exception, match=own_words) as caught:
             write(tmp_path / "tensors")
-        assert why_unwritable(caught.value, tmp_path) == TOO_LARGE
+        assert unwritable_number(caught.value, tmp_path) == errno.EFBIG
     (tmp_path / "tensors").unlink(missing_ok=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fault_that_says_nothing_of_room_is_not_taken_for_one_where_there_is_some(tmp_path: Path) -> None:
-    assert why_unwritable(RuntimeError("unexpected pos 704 vs 598"), tmp_path) == ""
+    assert unwritable_number(RuntimeError("unexpected pos 704 vs 598"), tmp_path) == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,7 +73,7 @@ def test_a_fault_that_says_nothing_of_room_is_not_taken_for_one_where_there_is_s
     [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EFBIG, True), (errno.EROFS, True), (errno.EIO, False)],
 )
 def test_what_another_start_may_not_meet_is_no_want_of_room(number: int, lasts: bool, tmp_path: Path) -> None:
-    assert why_unwritable(OSError(number, os.strerror(number)), tmp_path) == (os.strerror(number) if lasts else "")
+    assert unwritable_number(OSError(number, os.strerror(number)), tmp_path) == number * lasts
 
 
 @pytest.mark.parametrize(

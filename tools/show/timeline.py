@@ -12,16 +12,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-from dynapipe_ext.batch.micro_batches import Piece
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.timeline import Span, Trace, chrome_events
-from dynapipe_ext.tools.files import read_json, write_atomic
+from dynapipe_ext.timeline import Trace, chrome_events
+from dynapipe_ext.tools.files import write_atomic
 
 FORMAT = "dynapipe-trace/1"
 
@@ -41,7 +40,6 @@ _REDUCTIONS = (
     "sync",
 )
 _COLUMNS = ("rank", "label", "shape", "start_ns", "end_ns", "cpu_ns", "bytes")
-_PIECE = tuple(field.name for field in fields(Piece))
 
 
 def span_kind(label: str) -> SpanKind:
@@ -261,36 +259,6 @@ def _columns(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _trace(data: Any, where: str) -> Trace:
-    """The inverse of `_columns`. Errors: DataError naming what is missing."""
-    try:
-        labels, shapes = list(data["labels"]), [tuple(int(n) for n in shape) for shape in data["shapes"]]
-        columns = [[int(value) for value in data[name]] for name in _COLUMNS]
-        table = [Piece(**dict(zip(_PIECE, map(int, values), strict=True))) for values in data.get("pieces", ())]
-        carried = [None if place is None else table[place] for place in data.get("piece", [None] * len(columns[0]))]
-        spans = tuple(
-            Span(
-                rank=rank,
-                label=str(labels[label]),
-                start_s=start_ns / 1e9,
-                end_s=end_ns / 1e9,
-                cpu_s=cpu_ns / 1e9,
-                num_bytes=num_bytes,
-                shape=shapes[shape],
-                piece=piece,
-            )
-            for (rank, label, shape, start_ns, end_ns, cpu_ns, num_bytes), piece in zip(
-                zip(*columns, strict=True), carried, strict=True
-            )
-        )
-        return Trace(spans, str(data["name"]))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{where} is damaged ({type(error).__name__}: {error}): it needs name, labels, shapes and the columns"
-            f" {', '.join(_COLUMNS)} of equal length; write it again with `write_trace_file`"
-        ) from error
-
-
 def write_trace_file(path: str | Path, record: TraceRecord) -> None:
     """Write a record as `dynapipe-trace/1` JSON, with times in nanoseconds."""
     data = {
@@ -303,22 +271,6 @@ def write_trace_file(path: str | Path, record: TraceRecord) -> None:
         "simulated": [_columns(trace) for trace in record.simulated],
     }
     write_atomic(path, json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n")
-
-
-def read_trace_file(path: str | Path) -> TraceRecord:
-    """The record in a file. Errors: DataError where the file is absent, of another format or damaged."""
-    data = read_json(path, FORMAT, "a trace file")
-    try:
-        return TraceRecord(
-            measured=tuple(_trace(t, f"{path}: measured[{i}]") for i, t in enumerate(data["measured"])),
-            simulated=tuple(_trace(t, f"{path}: simulated[{i}]") for i, t in enumerate(data["simulated"])),
-            title=str(data["title"]),
-            subtitle=str(data["subtitle"]),
-            notes=tuple(str(note) for note in data["notes"]),
-            rank_names={int(rank): str(name) for rank, name in data["rank_names"].items()},
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): record the run again") from error
 
 
 def write_chrome_trace(path: str | Path, traces: Sequence[Trace]) -> None:
