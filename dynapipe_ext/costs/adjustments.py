@@ -29,7 +29,7 @@ from dynapipe_ext.costs.model import (
     kinds_of_layers,
     refuse_carried,
 )
-from dynapipe_ext.costs.tokens import count_positions
+from dynapipe_ext.costs.tokens import counted_positions
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.reproducible import FloatArray, product
 
@@ -374,7 +374,7 @@ class AdjustedCosts:
             except PlanError:  # a measured table may end earlier for it
                 return evaluate_each(self.prices, recomputed)
 
-        tokens, squares = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2).T
+        tokens, squares = counted_positions(micro_batches)
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
         return self._adjusted(before, self._work(tokens, squares, recompute))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from operator import mul
 from typing import Any
 
@@ -54,6 +55,12 @@ def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
     # A piece's end^2 - start^2 is that much more than its length squared.
     start = carried_start(micro_batch)
     return tokens, int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
+
+
+def counted_positions(micro_batches: Sequence[MicroBatch]) -> IntArray:
+    """`count_positions` of every micro-batch, shape (2, M)."""
+    counted = chain.from_iterable(map(count_positions, micro_batches))
+    return np.ascontiguousarray(np.fromiter(counted, np.int64, 2 * len(micro_batches)).reshape(-1, 2).T)
 
 
 def _squares(documents: Sequence[int], row_len: int) -> int:
@@ -115,8 +122,7 @@ class TokenCosts:
         return ModelFacts(activation_format=form, prices_pieces=True, width=self.width)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        counted = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2)
-        tokens, squares = np.ascontiguousarray(counted.T)
+        tokens, squares = counted_positions(micro_batches)
         return self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
 
     def evaluate_shapes(
