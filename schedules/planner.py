@@ -44,7 +44,7 @@ from dynapipe_ext.schedules.planner_checks import (
 )
 from dynapipe_ext.schedules.rounds import in_rounds, takes_rounds
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
-from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
+from dynapipe_ext.schedules.search.optimizer import TRIAL, Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import (
     ReplicaCosts,
@@ -521,10 +521,13 @@ class Planner(PlanRules):
             equal_counts=self._rules.equal_counts,
             cores=self.shared_cores,
             noise=self.noise,
+            trial=TRIAL if self.row_sizes == "even" else 0,
         )
         index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(optimized.replicas)
-        return self._forwards_in_order(replicas) if self.forward_only else (replicas, optimized.schedules, None)
+        if self.forward_only:
+            return self._forwards_in_order(replicas)
+        return replicas, optimized.schedules, proposed[index].costs(optimized.replicas)
 
     def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, in another order.
@@ -583,6 +586,7 @@ class Planner(PlanRules):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
+        known = {"row_sizes": "even", **raw}  # which has it not if it was written before rows could be graded
         topology: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in raw["topology"].items()
         }
@@ -595,5 +599,5 @@ class Planner(PlanRules):
             collectives=None if raw["collectives"] is None else ReplicaCollectives.from_json(raw["collectives"]),
             num_cores=raw["num_cores"],
             widths=tuple(raw.get("widths", ())),
-            **{f.name: raw[f.name] for f in fields(PlanRules)},
+            **{f.name: known[f.name] for f in fields(PlanRules)},
         )
