@@ -22,10 +22,9 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, assert_never, overload
 
@@ -183,6 +182,9 @@ class Program(Sequence[Instruction]):
             self._instructions = tuple(map(self._made, self.table.tolist()))
         return self._instructions[index]
 
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self[:])
+
     def __eq__(self, other: object) -> bool:
         return self[:] == (other[:] if isinstance(other, Program) else other)
 
@@ -300,7 +302,8 @@ def lower_schedule(
     specs, places = _specs_of(schedule, micro_batches, activation_format)
     transfers = np.zeros(places.shape, np.int64) if transfer_ns is None else np.array(transfer_ns, np.int64)
     tables = native.lowered(
-        [_action_table(rank) for rank in schedule.ranks],
+        schedule.ranks,
+        tuple(Kind),
         schedule.num_stages,
         len(micro_batches),
         times,
@@ -309,18 +312,6 @@ def lower_schedule(
         places,
     )
     return tuple(Program(table, specs) for table in tables)
-
-
-_NUMBERS = {id(kind): 1 + place for place, kind in enumerate(Kind)}  # in `_LETTERS`; an Enum's own hash is slow
-
-
-def _action_table(actions: Sequence[Action]) -> IntTable:
-    """(actions, 3): the place in `_LETTERS`, stage and micro-batch."""
-    table = np.empty((len(actions), 3), np.int32)
-    table[:, 0] = [_NUMBERS[id(action.kind)] for action in actions]
-    for column, field in enumerate(("stage", "micro_batch"), 1):
-        table[:, column] = np.fromiter(map(attrgetter(field), actions), np.int32, len(actions))
-    return table
 
 
 def _specs_of(

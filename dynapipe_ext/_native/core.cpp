@@ -271,18 +271,6 @@ std::pair<Ranges, Groups> levelled(const Integers& work, const Integers& head, c
   return {job.cuts(), job.groups()};
 }
 
-// Spans of every rank's steps, and where each rank that can never go on stands. Twin: `simulate.run_steps`.
-std::pair<std::vector<std::vector<std::pair<i64, i64>>>, std::vector<std::pair<int, int>>> run_steps(
-    const std::vector<std::vector<dynapipe::Step>>& ranks, i64 slots) {
-  for (const auto& steps : ranks) {
-    for (const auto& [need, duration, out, delay] : steps) {
-      if (need < 0 || need >= slots || out < 0 || out >= slots) throw std::invalid_argument("a step names no slot");
-    }
-  }
-  nb::gil_scoped_release unlocked;
-  return dynapipe::run_steps(ranks, slots);
-}
-
 // Twin: `bounds._preemptive_in_python`.
 i64 preemptive_ns(const Times& heads, const Times& durations, const Times& tails) {
   const std::size_t count = heads.shape(0);
@@ -296,7 +284,6 @@ i64 preemptive_ns(const Times& heads, const Times& durations, const Times& tails
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of planning; the twins in Python are the reference";
   module.def("search", &search);
-  module.def("run_steps", &run_steps);
   module.def("preemptive_ns", &preemptive_ns);
   module.def("levelled", &levelled);
   module.def("balanced", &balanced);

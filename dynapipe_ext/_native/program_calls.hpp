@@ -11,34 +11,18 @@
 
 #include "programs.hpp"
 #include "proof.hpp"
+#include "schedule_calls.hpp"
 
 namespace dynapipe::programs {
 
 namespace nb = nanobind;
 
 using IntTable = nb::ndarray<const int, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using LongTable = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using RowTable = nb::ndarray<nb::numpy, const int, nb::ndim<2>>;
 
 inline Rows rows_of(const IntTable& table) {
   if (table.shape(1) != kColumns) throw std::invalid_argument("a program has another number of columns");
   return {reinterpret_cast<const Instruction*>(table.data()), table.shape(0)};
-}
-
-inline RankActions actions_of(const std::vector<IntTable>& tables, int stages, int micro_batches) {
-  RankActions ranks;
-  for (const auto& table : tables) {
-    if (table.shape(1) != 3) throw std::invalid_argument("an action is a letter, a stage and a micro-batch");
-    auto& actions = ranks.emplace_back();
-    for (std::size_t i = 0; i < table.shape(0); ++i) {
-      actions.push_back({table(i, 0), table(i, 1), table(i, 2)});
-      const auto& [letter, stage, m] = actions.back();
-      if (letter < kForward || letter > kBackwardWeight || stage < 0 || stage >= stages || m < 0 || m >= micro_batches) {
-        throw std::invalid_argument("an action is outside the costs");
-      }
-    }
-  }
-  return ranks;
 }
 
 inline void check_spans(const RankActions& ranks, const RankSpans& times) {
@@ -55,11 +39,11 @@ inline RowTable owned(std::vector<Instruction>&& rows) {
   return RowTable(reinterpret_cast<const int*>(kept->data()), {kept->size(), static_cast<std::size_t>(kColumns)}, owner);
 }
 
-// Rows of each rank. Actions [rank] are (letter, stage, micro-batch); transfer and specs are of (boundary, micro-batch).
-inline std::vector<RowTable> lowered(const std::vector<IntTable>& actions, int stages, int micro_batches,
+// Rows of each rank; transfer and specs are of (boundary, micro-batch).
+inline std::vector<RowTable> lowered(const nb::sequence& schedule, const nb::tuple& kinds, int stages, int micro_batches,
                                      const RankSpans& times, const RankSpans& order_times, const LongTable& transfer,
                                      const IntTable& specs) {
-  const RankActions ranks = actions_of(actions, stages, micro_batches);
+  const RankActions ranks = actions_of(schedule, kinds, stages, micro_batches);
   check_spans(ranks, times);
   check_spans(ranks, order_times);
   const std::size_t boundaries = std::max(stages - 1, 0), count = micro_batches;
@@ -100,6 +84,8 @@ inline std::vector<i64> proven_peaks(const std::vector<IntTable>& tables, const 
 }
 
 inline void bind_programs(nb::module_& module) {
+  module.def("simulated", &simulated);
+  module.def("peak_bytes", &peak_bytes);
   module.def("lowered", &lowered);
   module.def("program_text", &text_of);
   module.def("peaks_of_proven", &proven_peaks);

@@ -5,14 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import PieceNeighbours, SamplePieces
 from dynapipe_ext.core import native
@@ -20,38 +19,6 @@ from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.timeline import Span, Trace
-
-_MOST_IN_64_BITS = 2.0**61  # of numbers that are added up
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Actions:
-    """All actions of a schedule, rank after rank, as arrays; those of rank r stand from `ends[r]` to `ends[r + 1]`."""
-
-    stage: IntArray
-    micro_batch: IntArray
-    kind: IntArray  # the identity of a `Kind`, as an Enum's own lookups take most of the time
-    ends: list[int]
-
-    @classmethod
-    def of(cls, schedule: PipelineSchedule) -> _Actions:
-        actions, ends = [*chain.from_iterable(schedule.ranks)], [0, *accumulate(map(len, schedule.ranks))]
-        stage, micro_batch, kind = (map(attrgetter(name), actions) for name in ("stage", "micro_batch", "kind"))
-        columns = (np.fromiter(column, np.int64, len(actions)) for column in (stage, micro_batch, map(id, kind)))
-        return cls(*columns, ends)
-
-    def are(self, kind: Kind) -> npt.NDArray[np.bool_]:
-        return np.asarray(self.kind == id(kind))
-
-    def are_within(self, num_stages: int, num_micro_batches: int) -> bool:
-        if not len(self.stage):
-            return True
-        low, high = min(self.stage.min(), self.micro_batch.min()), (self.stage.max(), self.micro_batch.max())
-        return bool(low >= 0 and high[0] < num_stages and high[1] < num_micro_batches)
-
-    def by_rank(self, table: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-        """A table of one row an action, by rank."""
-        return [table[first:end] for first, end in pairwise(self.ends)]
 
 
 def validate(
@@ -79,22 +46,34 @@ def validate(
 
 def _is_whole(schedule: PipelineSchedule, num_micro_batches: int) -> bool:
     """Whether every micro-batch runs F then B, or F then I then W, on each stage, and on its rank: by arrays."""
-    actions, each = _Actions.of(schedule), schedule.num_stages * num_micro_batches
-    stage = actions.stage
-    if len(stage) < each or not actions.are_within(schedule.num_stages, num_micro_batches):
+    actions, each = [*chain.from_iterable(schedule.ranks)], schedule.num_stages * num_micro_batches
+    if len(actions) < each:
         return False
-    ranks = np.repeat(np.arange(len(schedule.ranks)), np.diff(actions.ends))
-    if (np.array(schedule.stage_ranks)[stage] != ranks).any():
+    stages, micro_batches, kinds = (map(attrgetter(name), actions) for name in ("stage", "micro_batch", "kind"))
+    try:  # kinds by their identity, as an Enum's own lookups take most of the time
+        stage, micro_batch, kind = (
+            np.fromiter(column, np.int64, len(actions)) for column in (stages, micro_batches, map(id, kinds))
+        )
+    except OverflowError:
         return False
-    pair, times = stage * num_micro_batches + actions.micro_batch, np.full((len(Kind), each), -1)
-    for kind, row in zip(Kind, times, strict=True):
-        places = np.flatnonzero(actions.are(kind))
+    if len(actions) and not (
+        min(stage.min(), micro_batch.min()) >= 0
+        and stage.max() < schedule.num_stages
+        and micro_batch.max() < num_micro_batches
+    ):
+        return False
+    rank = np.repeat(np.arange(len(schedule.ranks)), [*map(len, schedule.ranks)])
+    if (np.array(schedule.stage_ranks)[stage] != rank).any():
+        return False
+    pair, times = stage * num_micro_batches + micro_batch, np.full((len(Kind), each), -1)
+    for one, row in zip(Kind, times, strict=True):
+        places = np.flatnonzero(kind == id(one))
         row[pair[places]] = places
     forward, whole, gradient, weight = times
-    if (times >= 0).sum() != len(stage) or (forward < 0).any():  # twice, or not at all
+    if (times >= 0).sum() != len(actions) or (forward < 0).any():  # twice, or not at all
         return False
     if schedule.forward_only:
-        return len(stage) == each
+        return len(actions) == each
     is_whole = (whole > forward) & (gradient < 0) & (weight < 0)
     return bool((is_whole | (whole < 0) & (gradient > forward) & (weight > gradient)).all())
 
@@ -199,6 +178,8 @@ def _check_progress(schedule: PipelineSchedule, num_micro_batches: int) -> None:
         raise PlanError(f"schedule {schedule.name!r} has a circular wait: {', '.join(stuck)} can never start")
 
 
+_KINDS = tuple(Kind)  # in the order of the native core
+
 # Slot that must be filled, duration_ns, slot that is filled, delay_ns until it is.
 TimedAction = tuple[int, int, int, int]
 SpanNs = tuple[int, int]
@@ -213,20 +194,29 @@ def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list
     Errors: PlanError if the costs do not match the schedule, or if ranks wait for each other for ever; it names the
     action at which each of them is blocked.
     """
-    steps = timed_actions(schedule, costs)
-    slots = num_slots(costs.num_stages, costs.num_micro_batches)
-    run = run_steps if native is None or not _is_small(costs) else native.run_steps
-    spans: list[list[SpanNs]]
-    spans, stuck = run(steps, slots)
+    if native is None or not _are_small(costs.forward_ns, costs.backward_ns, costs.transfer_ns):
+        spans, stuck = run_steps(timed_actions(schedule, costs), num_slots(costs.num_stages, costs.num_micro_batches))
+    else:
+        times_ns = (costs.forward_ns, costs.backward_ns, costs.input_ns, costs.weight_ns, costs.transfer_ns)
+        spans, stuck = _by_core(native.simulated, schedule, costs, schedule.stage_ranks, *times_ns)
     if stuck:
         raise deadlock(schedule, stuck)
     return spans
 
 
-def _is_small(costs: MicroBatchCosts) -> bool:
-    """Whether times of any order are within 64 bits."""
-    tables = costs.forward_ns, costs.backward_ns, costs.transfer_ns
-    return sum(float(table.sum()) for table in tables) < _MOST_IN_64_BITS
+def _are_small(*tables: IntArray) -> bool:
+    """Whether sums over these are within 64 bits."""
+    return sum(float(table.sum()) for table in tables) < 2.0**61
+
+
+def _by_core(judge: Callable[..., Any], schedule: PipelineSchedule, costs: MicroBatchCosts, *arguments: object) -> Any:
+    """What the native core says of the schedule. Errors: PlanError if the costs do not match it."""
+    _check_costs(schedule, costs)
+    try:
+        return judge(schedule.ranks, _KINDS, *arguments)
+    except ValueError:
+        check_sizes(schedule, costs)  # which names the action
+        raise
 
 
 def makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
@@ -281,6 +271,47 @@ def num_slots(num_stages: int, num_micro_batches: int) -> int:
     return _FIRST + 2 * num_stages * num_micro_batches
 
 
+def forward_steps(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> list[list[TimedAction]]:
+    """Step of F for each stage and micro-batch: table of shape (S, M)."""
+    last, num = costs.num_stages - 1, costs.num_micro_batches
+    gradients = _FIRST + costs.num_stages * num
+    forward, transfer = costs.forward_ns.tolist(), _transfers(costs, stage_ranks)
+    return [
+        [
+            (
+                _FIRST + s * num + m if s else _NOW,
+                forward[s][m],
+                _FIRST + (s + 1) * num + m if s < last else gradients + s * num + m,
+                transfer[s][m] if s < last else 0,
+            )
+            for m in range(num)
+        ]
+        for s in range(last + 1)
+    ]
+
+
+def backward_steps(
+    costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split: bool = False
+) -> list[list[TimedAction]]:
+    """Step of B (of I, if `split`) for each stage and micro-batch: table of shape (S, M)."""
+    num = costs.num_micro_batches
+    gradients = _FIRST + costs.num_stages * num
+    duration = (costs.input_ns if split else costs.backward_ns).tolist()
+    transfer = _transfers(costs, stage_ranks)
+    return [
+        [
+            (
+                gradients + s * num + m,
+                duration[s][m],
+                gradients + (s - 1) * num + m if s else _NOWHERE,
+                transfer[s - 1][m] if s else 0,
+            )
+            for m in range(num)
+        ]
+        for s in range(costs.num_stages)
+    ]
+
+
 def run_steps(ranks: Sequence[Sequence[TimedAction]], slots: int) -> tuple[list[list[SpanNs]], list[tuple[int, int]]]:
     """Spans of every rank, and (rank, position) of each rank that can never go on (none: the order is sound).
 
@@ -320,34 +351,36 @@ def run_steps(ranks: Sequence[Sequence[TimedAction]], slots: int) -> tuple[list[
 
 def timed_actions(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[TimedAction]]:
     """Every rank's list, for `run_steps`. Errors: PlanError if the costs do not match the schedule."""
-    actions, num, last = _actions_of_costs(schedule, costs), costs.num_micro_batches, costs.num_stages - 1
-    is_forward, is_input, is_weight = map(actions.are, (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
-    stage, place = actions.stage, actions.stage * num + actions.micro_batch
-    gradients = _FIRST + (last + 1) * num  # slots of gradient inputs; those of forward inputs stand before
-    steps = np.empty((len(stage), 4), np.int64)
-    need, duration, out, delay = steps.T
-    need[:] = np.where(is_forward, np.where(stage > 0, _FIRST + place, _NOW), gradients + place)
-    above = np.where(stage < last, _FIRST + num + place, gradients + place)
-    out[:] = np.where(is_forward, above, np.where(stage > 0, gradients - num + place, _NOWHERE))
-    # The boundary that is crossed: after the stage by F, before it by gradients; the last row of `transfer` is none.
-    transfer = np.append(_transfers(costs, schedule.stage_ranks).ravel(), np.zeros(num, np.int64))
-    delay[:] = transfer[np.where(is_forward, place, place - num)]
-    duration[:] = np.where(is_forward, costs.forward_ns.ravel()[place], costs.backward_ns.ravel()[place])
-    if is_input.any():
-        duration[is_input] = costs.input_ns.ravel()[place[is_input]]
-    if is_weight.any():  # W waits for nothing but an I that stands before it in the same list
-        at, out[is_weight], delay[is_weight] = np.flatnonzero(is_weight), _NOWHERE, 0
-        duration[is_weight] = costs.weight_ns.ravel()[place[is_weight]]
-        first_input, inputs = np.flatnonzero(is_input), np.full((last + 1) * num, len(stage))
-        inputs[place[first_input[::-1]]] = first_input[::-1]
-        need[is_weight] = np.where(inputs[place[is_weight]] < at, _NOW, _NEVER)
-    return [[*map(tuple, rank.tolist())] for rank in actions.by_rank(steps)]
+    check_sizes(schedule, costs)
+    forward = forward_steps(costs, schedule.stage_ranks)
+    backward = backward_steps(costs, schedule.stage_ranks)
+    gradient: list[list[TimedAction]] = []  # of I, where there is one
+    weight: list[list[int]] = []
+    ranks = []
+    for actions in schedule.ranks:
+        steps: list[TimedAction] = []
+        split: set[tuple[int, int]] = set()  # W waits for nothing but an I that stands before it in the same list
+        for action in actions:
+            stage, kind, m = action.stage, action.kind, action.micro_batch
+            if kind is Kind.FORWARD:
+                steps.append(forward[stage][m])
+            elif kind is Kind.BACKWARD:
+                steps.append(backward[stage][m])
+            elif kind is Kind.BACKWARD_INPUT:
+                gradient = gradient or backward_steps(costs, schedule.stage_ranks, split=True)
+                split.add((stage, m))
+                steps.append(gradient[stage][m])
+            else:
+                weight = weight or costs.weight_ns.tolist()
+                steps.append((_NOW if (stage, m) in split else _NEVER, weight[stage][m], _NOWHERE, 0))
+        ranks.append(steps)
+    return ranks
 
 
-def _transfers(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> IntArray:
+def _transfers(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> list[list[int]]:
     """Transfer times over each boundary; none within a rank."""
-    ranks = np.array(stage_ranks)
-    return costs.transfer_ns * (ranks[1:] != ranks[:-1])[:, None]
+    none = [0] * costs.num_micro_batches
+    return [none if stage_ranks[s] == stage_ranks[s + 1] else row for s, row in enumerate(costs.transfer_ns.tolist())]
 
 
 def deadlock(schedule: PipelineSchedule, stuck: Sequence[tuple[int, int]]) -> PlanError:
@@ -356,9 +389,20 @@ def deadlock(schedule: PipelineSchedule, stuck: Sequence[tuple[int, int]]) -> Pl
     return PlanError(f"schedule {schedule.name!r} deadlocks: {where} waits for an input that is never produced")
 
 
-def _actions_of_costs(schedule: PipelineSchedule, costs: MicroBatchCosts) -> _Actions:
-    """The actions. Errors: PlanError for costs that are not theirs: other stages, too few micro-batches, backwards or
-    none."""
+def check_sizes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
+    """Refuse costs that are not those of the schedule: other stages, too few micro-batches, backwards or none."""
+    _check_costs(schedule, costs)
+    stages, micro_batches = range(costs.num_stages), range(costs.num_micro_batches)
+    for rank in schedule.ranks:
+        for action in rank:
+            if action.stage not in stages or action.micro_batch not in micro_batches:
+                raise PlanError(
+                    f"action {action} is outside the costs, which have {len(stages)} stages and"
+                    f" {len(micro_batches)} micro-batches: price every micro-batch of the schedule"
+                )
+
+
+def _check_costs(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
     if schedule.num_stages != costs.num_stages:
         raise PlanError(
             f"schedule {schedule.name!r} has {schedule.num_stages} stages but the costs have {costs.num_stages}:"
@@ -369,15 +413,6 @@ def _actions_of_costs(schedule: PipelineSchedule, costs: MicroBatchCosts) -> _Ac
             f"schedule {schedule.name!r} runs forwards alone but its costs store activations for backwards: price the"
             " micro-batches as forwards alone (Planner.for_forwards)"
         )
-    actions, stages, micro_batches = _Actions.of(schedule), costs.num_stages, costs.num_micro_batches
-    if not actions.are_within(stages, micro_batches):
-        every = chain.from_iterable(schedule.ranks)
-        outside = (a for a in every if not (0 <= a.stage < stages and 0 <= a.micro_batch < micro_batches))
-        raise PlanError(
-            f"action {next(outside)} is outside the costs, which have {stages} stages and {micro_batches}"
-            " micro-batches: price every micro-batch of the schedule"
-        )
-    return actions
 
 
 def static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
@@ -393,19 +428,19 @@ def held_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[tupl
 
     Errors: PlanError if the costs do not match the schedule.
     """
-    held = _held(_actions_of_costs(schedule, costs), costs, static_bytes(schedule, costs))
-    return tuple(tuple(after.tolist()) for after in held)
-
-
-def _held(actions: _Actions, costs: MicroBatchCosts, static: Sequence[int]) -> list[IntArray]:
-    stored = _exact(costs.stored_bytes)[actions.stage, actions.micro_batch]
-    change = np.where(actions.are(Kind.FORWARD), stored, np.where(actions.are(Kind.BACKWARD_INPUT), 0, -stored))
-    return [first + np.cumsum(own) for first, own in zip(static, actions.by_rank(change), strict=True)]
-
-
-def _exact(num_bytes: IntArray) -> IntArray:
-    """The same numbers, in Python's integers where sums of them may be beyond 64 bits."""
-    return num_bytes if float(num_bytes.sum(dtype=np.float64)) < _MOST_IN_64_BITS else num_bytes.astype(object)
+    check_sizes(schedule, costs)
+    stored = costs.stored_bytes.tolist()
+    ranks = []
+    for rank, held in zip(schedule.ranks, static_bytes(schedule, costs), strict=True):
+        after = []
+        for action in rank:
+            if action.kind is Kind.FORWARD:
+                held += stored[action.stage][action.micro_batch]
+            elif action.kind is not Kind.BACKWARD_INPUT:
+                held -= stored[action.stage][action.micro_batch]
+            after.append(held)
+        ranks.append(tuple(after))
+    return tuple(ranks)
 
 
 def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
@@ -416,14 +451,31 @@ def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int,
 
     Errors: PlanError if the costs do not match the schedule.
     """
-    actions, static = _actions_of_costs(schedule, costs), static_bytes(schedule, costs)
-    counted = np.any([actions.are(kind) for kind in Kind if kind.value in costs.working_in], axis=0)
-    working = np.where(counted, _exact(costs.working_bytes)[actions.stage, actions.micro_batch], 0)
+    if native is None or not _are_small(costs.stored_bytes, costs.working_bytes, costs.static_bytes):
+        return peaks_in_python(schedule, costs)
+    counted = [kind.value in costs.working_in for kind in _KINDS]
+    held = (costs.stored_bytes, costs.working_bytes, list(static_bytes(schedule, costs)))
+    return tuple(_by_core(native.peak_bytes, schedule, costs, *held, counted))
+
+
+def peaks_in_python(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
+    """What `peak_bytes` says, without the native core."""
+    counted = tuple(kind for kind in Kind if kind.value in costs.working_in)  # an Enum's own hash is slow
+    working = costs.working_bytes.tolist()
     peaks = []
-    for first, after, own in zip(static, _held(actions, costs, static), actions.by_rank(working), strict=True):
-        before = np.append(first, after[:-1])
-        peaks.append(int((np.maximum(before, after) + own).max()) if len(after) else first)
-    return tuple(max(peak, first) for peak, first in zip(peaks, static, strict=True))
+    for rank, static, after in zip(
+        schedule.ranks, static_bytes(schedule, costs), held_bytes(schedule, costs), strict=True
+    ):
+        peak = before = static
+        for action, held in zip(rank, after, strict=True):
+            during = max(before, held)
+            if action.kind in counted:
+                during += working[action.stage][action.micro_batch]
+            if during > peak:
+                peak = during
+            before = held
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 class StageMemory:
