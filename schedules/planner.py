@@ -299,8 +299,7 @@ class Planner(PlanRules):
         """The plan, or one that ends earlier as some of its short rows of documents are in two each, or two in one."""
         planner = replace(self, effort=self.effort // _AGAIN)
         kinds = self._and_sliced(RECOMPUTES) if self.recompute == "auto" else self._recomputes
-        proposals, best = replace(planner._proposals, kinds=kinds), plan
-        rules = self._rules
+        proposals, best, rules = replace(planner._proposals, kinds=kinds), plan, self._rules
         for _ in range(_ROUNDS_OF_HALVES):
             before, rows = best, [replica.micro_batches for replica in best.batch.replicas]
             for replicas in finer_splits(rows, equal_counts=rules.equal_counts, max_tokens=rules.max_tokens):
@@ -586,10 +585,8 @@ class Planner(PlanRules):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
-        known = {"row_sizes": "even", **raw}  # which has it not if it was written before rows could be graded
-        topology: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in raw["topology"].items()
-        }
+        known = {"row_sizes": "even", "noise": 0.0, **raw}  # which lacks the rules that are younger than itself
+        topology = {key: tuple(value) if isinstance(value, list) else value for key, value in raw["topology"].items()}
         return cls(
             Topology(**topology),
             cost_model_from_json(raw["costs"]),
