@@ -34,7 +34,10 @@ class StoredBytes:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
-        if not any(pointer in counted for counted in (self._seen, *self._known)):
+        for counted in (self._seen, *self._known):  # a loop, as this runs for all that is saved
+            if pointer in counted:
+                break
+        else:
             self._seen.add(pointer)
             self.num_bytes += storage.nbytes()
         return tensor.detach()  # an operation's own output would keep the operation, and thereby itself, for ever
