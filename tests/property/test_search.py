@@ -92,7 +92,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
 
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     case=cases(),
     split=st.booleans(),
@@ -182,7 +182,7 @@ def costs_of(start: Start, replica: tuple[Cut, ...]) -> MicroBatchCosts:
     return MicroBatchCosts.choose(start.kind_costs, np.array(kinds, np.int64), np.array(columns, np.int64))
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     case=cases(),
     split=st.booleans(),
@@ -203,7 +203,7 @@ def test_more_effort_never_ends_worse_and_goes_the_same_way_at_first(case, split
     assert values == sorted(values, reverse=True)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(case=cases(), split=st.booleans(), effort=st.integers(0, 60), equal=st.booleans())
 def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, split, effort, equal) -> None:
     stage_ranks, start, limit = case
@@ -226,7 +226,7 @@ def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, sp
     assert values[0] <= values[1], "more effort made it worse"
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 2000), min_size=40, max_size=90),
     placement=st.sampled_from([(), (0, 1, 1, 0)]),
@@ -278,7 +278,7 @@ def compositions(total: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 6), st.sampled_from(["FBI", "F"]))
 def test_what_is_found_is_never_slower_than_1f1b_in_natural_order(seed, stages, count, working_in) -> None:
     costs = random_costs(np.random.default_rng(seed), stages, count, working_in)
