@@ -12,6 +12,9 @@ and receives over all its communicators (one for each direction between two rank
 that run posted transfers one at a time. A receive is posted before the first action whose predicted end is after the
 send. A send is waited for before the first action whose predicted start is after its arrival. `verify_step` proves the
 order again for every plan.
+
+The native core lowers to a `Program`, a table of integers in place of a value an instruction: those who only prove and
+encode a step of thousands of ranks never make the values.
 """
 
 from __future__ import annotations
@@ -19,14 +22,18 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Literal, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, LossNorm, MicroBatch
 from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
@@ -143,6 +150,61 @@ class WaitRecv:
 
 Computation = Forward | Backward | BackwardInput | BackwardWeight
 Instruction = Load | Computation | Send | Recv | WaitSend | WaitRecv
+IntTable = npt.NDArray[np.int32]
+_COMPUTATIONS = (Forward, Backward, BackwardInput, BackwardWeight)
+_LETTERS = (Load, *_COMPUTATIONS, Send, Recv, WaitSend, WaitRecv)  # as the native core counts them
+
+
+class Program(Sequence[Instruction]):
+    """A rank's instructions as the native core has them; each is made once somebody asks for one.
+
+    `table` (instructions, 7): the place in `_LETTERS`, stage, micro-batch, whether the buffer is a gradient, peer,
+    channel, and the place in `specs`, no two of which are equal. What an instruction does not have is 0.
+    """
+
+    __slots__ = ("_instructions", "specs", "table")
+
+    def __init__(self, table: IntTable, specs: tuple[tuple[TensorSpec, ...], ...]) -> None:
+        self.table, self.specs = table, specs
+        self._instructions: tuple[Instruction, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, index: int) -> Instruction: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Instruction, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Instruction | tuple[Instruction, ...]:
+        if self._instructions is None:
+            self._instructions = tuple(map(self._made, self.table.tolist()))
+        return self._instructions[index]
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return self[:] == (other[:] if isinstance(other, Program) else other)
+
+    def __hash__(self) -> int:
+        return hash(self[:])
+
+    def __repr__(self) -> str:
+        return repr(self[:])
+
+    def _made(self, row: Sequence[int]) -> Instruction:
+        letter, stage, micro_batch, is_gradient, peer, channel, specs = row
+        kind: Any = _LETTERS[letter]
+        if kind is Load:
+            return Load(micro_batch)
+        if kind in _COMPUTATIONS:
+            made: Instruction = kind(stage, micro_batch)
+            return made
+        buffer = Buffer("gradient" if is_gradient else "activation", stage, micro_batch)
+        transfer: Instruction = kind(buffer, peer, channel, self.specs[specs]) if kind in (Send, Recv) else kind(buffer)
+        return transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +225,7 @@ class ExecutionPlan:
     pp_rank: int
     stage_ranks: tuple[int, ...]
     micro_batches: tuple[MicroBatch, ...]
-    instructions: tuple[Instruction, ...]
+    instructions: Sequence[Instruction]
     prediction: Prediction
     loss_norm: LossNorm
     loss_divisor: int
@@ -202,7 +264,7 @@ class ExecutionPlan:
 
 
 Times = Sequence[Sequence[tuple[int, int]]]  # per rank, per action: (start_ns, end_ns)
-RankPrograms = tuple[tuple[Instruction, ...], ...]  # of each pipeline rank
+RankPrograms = tuple[Sequence[Instruction], ...]  # of each pipeline rank
 
 
 class _Message(NamedTuple):
@@ -233,16 +295,68 @@ def lower_schedule(
 
     `order_times` are those by which transfers are ordered (default: `times`).
     """
+    if native is None:
+        return lowered_in_python(
+            schedule, times, micro_batches, activation_format, transfer_ns, order_times=order_times
+        )
+    specs, places = _specs_of(schedule, micro_batches, activation_format)
+    transfers = np.zeros(places.shape, np.int64) if transfer_ns is None else np.array(transfer_ns, np.int64)
+    tables = native.lowered(
+        schedule.ranks,
+        tuple(Kind),
+        schedule.num_stages,
+        len(micro_batches),
+        times,
+        order_times or times,
+        transfers.reshape(places.shape),
+        places,
+    )
+    return tuple(Program(table, specs) for table in tables)
+
+
+def _specs_of(
+    schedule: PipelineSchedule, micro_batches: Sequence[MicroBatch], activation_format: ActivationFormat
+) -> tuple[tuple[tuple[TensorSpec, ...], ...], IntTable]:
+    """The different specs of messages between ranks, and of each boundary and micro-batch the place among them."""
+    places: dict[tuple[TensorSpec, ...], int] = {}
+    table = np.zeros((max(0, schedule.num_stages - 1), len(micro_batches)), np.int32)
+    rows: dict[int, list[int]] = {}
+    changing = activation_format.changing_stages
+    for boundary in range(len(table)):
+        if schedule.stage_ranks[boundary] == schedule.stage_ranks[boundary + 1]:
+            continue
+        if (alike := _first_alike(boundary, changing)) not in rows:
+            specs = (activation_format.specs(micro_batch, alike) for micro_batch in micro_batches)
+            rows[alike] = [places.setdefault(one, len(places)) for one in specs]
+        table[boundary] = rows[alike]
+    return tuple(places), table
+
+
+def _first_alike(boundary: int, changing: Sequence[int]) -> int:
+    """The first boundary with the same specs: all are alike from one that changes them to the next."""
+    return max((0, *(stage for stage in changing if stage <= boundary)))
+
+
+def lowered_in_python(
+    schedule: PipelineSchedule,
+    times: Times,
+    micro_batches: Sequence[MicroBatch],
+    activation_format: ActivationFormat,
+    transfer_ns: Sequence[Sequence[int]] | None = None,
+    *,
+    order_times: Times | None = None,
+) -> RankPrograms:
+    """What `lower_schedule` says, without the native core."""
     starts = [[start for start, _ in rank] for rank in times]
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
     after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
-    changing = activation_format.changing_stages  # all boundaries are alike from one of them to the next
+    changing = activation_format.changing_stages
     specs_of = cache(lambda micro_batch, boundary: activation_format.specs(micro_batches[micro_batch], boundary))
     for message, post in _in_one_order(order_times or times, _messages(schedule)):
         buffer, sender, sent_after, receiver, used_by = message
         channel = channel_of(sender, receiver)
         boundary = buffer.stage - (buffer.payload == "gradient")
-        specs = specs_of(buffer.micro_batch, max((0, *(stage for stage in changing if stage <= boundary))))
+        specs = specs_of(buffer.micro_batch, _first_alike(boundary, changing))
         after[sender][sent_after].append(Send(buffer, receiver, channel, specs))
         before[receiver][post].append(Recv(buffer, sender, channel, specs))
         arrival_ns = times[sender][sent_after][1]

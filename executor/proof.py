@@ -13,6 +13,7 @@ from typing import Any
 
 from dynapipe_ext.batch.micro_batches import PieceNeighbours, SamplePieces
 from dynapipe_ext.batch.topology import DTYPE_BYTES, ReplicaCollectives, TensorSpec
+from dynapipe_ext.core import native
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import (
     Backward,
@@ -22,6 +23,7 @@ from dynapipe_ext.executor.instructions import (
     Forward,
     Instruction,
     Load,
+    Program,
     Recv,
     Send,
     WaitRecv,
@@ -339,6 +341,45 @@ def verify(
     for trace in traces:
         trace.check_end()
     return [trace.peak_bytes for trace in traces]
+
+
+def peaks_of_proven(
+    programs: Sequence[Sequence[Instruction]],
+    stage_ranks: Sequence[int],
+    num_micro_batches: int,
+    *,
+    forward_only: bool = False,
+    sample_pieces: Sequence[SamplePieces] = (),
+) -> list[int]:
+    """As `verify`; in a tenth of the time where the native core made the programs of one replica."""
+    places: Any = (stage_ranks, num_micro_batches)
+    settings: Any = {"forward_only": forward_only, "sample_pieces": sample_pieces}
+    peaks = peaks_by_core(programs, *places, **settings)
+    return verify(programs, *places, **settings) if peaks is None else peaks  # which says what is wrong
+
+
+def peaks_by_core(
+    programs: Sequence[Sequence[Instruction]],
+    stage_ranks: Sequence[int],
+    num_micro_batches: int,
+    *,
+    forward_only: bool,
+    sample_pieces: Sequence[SamplePieces],
+) -> list[int] | None:
+    """What `verify` gives; None where it may raise: something is wrong, or there are no tables for the native core."""
+    made = [one for one in programs if isinstance(one, Program)]
+    if native is None or len(made) < len(programs) or any(one.specs is not made[0].specs for one in made):
+        return None
+    pieces = PieceNeighbours.of(sample_pieces)
+    peaks = native.peaks_of_proven(
+        [one.table for one in made],
+        list(stage_ranks),
+        num_micro_batches,
+        list(map(_num_bytes, made[0].specs)),
+        forward_only,
+        *([links.get(m, -1) for m in range(num_micro_batches)] for links in (pieces.before, pieces.behind)),
+    )
+    return list(peaks) or None
 
 
 def traced(

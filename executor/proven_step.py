@@ -18,7 +18,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength, sample_pieces
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan, RankPrograms, lower
-from dynapipe_ext.executor.proof import verify_step, with_collectives
+from dynapipe_ext.executor.proof import peaks_of_proven, verify_step, with_collectives
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [replica][pp_rank]
@@ -159,18 +159,7 @@ def prove(
     lowered = lower(
         step_plan, activation_format, fill_waits=fill_waits, replicas_meet=replicas_meet, unchanged=unchanged
     )
-    programs, width = [[plan.instructions for plan in replica] for replica in lowered], step_plan.batch.width
-    counts = [len(replica.micro_batches) for replica in step_plan.batch.replicas]
-    if step_plan.forward_only:
-        collectives = replace(collectives, at_end=())  # there are no gradients to reduce
-    buffers = verify_step(
-        with_collectives(programs, collectives, width=width),
-        step_plan.schedules[0].stage_ranks,
-        counts,
-        forward_only=step_plan.forward_only,
-        sample_pieces=[sample_pieces(replica.micro_batches) for replica in step_plan.batch.replicas],
-        width=width,
-    )[::width]
+    buffers = _in_flight_bytes(step_plan, lowered, collectives)
     plans = []
     for replica, in_flight in zip(lowered, buffers, strict=True):
         promised = replica[0].prediction
@@ -178,6 +167,33 @@ def prove(
         promised = replace(promised, peak_bytes=peaks)
         plans.append(tuple(replace(plan, prediction=promised) for plan in replica))
     return ProvenStep(step_plan, tuple(plans), tuple(tuple(replica) for replica in buffers))
+
+
+def _in_flight_bytes(step_plan: StepPlan, plans: Plans, collectives: ReplicaCollectives) -> list[list[int]]:
+    """The most bytes of buffers that each rank holds at once, [replica][pp_rank], of ranks proven to end together.
+
+    Where replicas meet at the end of the step alone, each is proven by itself: behind its transfers all ranks that hold
+    the same stages issue the same collectives in one order, and nothing follows.
+    """
+    programs, width = [[plan.instructions for plan in replica] for replica in plans], step_plan.batch.width
+    counts = [len(replica.micro_batches) for replica in step_plan.batch.replicas]
+    stage_ranks, forward_only = step_plan.schedules[0].stage_ranks, step_plan.forward_only
+    pieces = [sample_pieces(replica.micro_batches) for replica in step_plan.batch.replicas]
+    if width == 1 and not any(collectives.of_micro_batches):
+        return [
+            peaks_of_proven(ranks, stage_ranks, count, forward_only=forward_only, sample_pieces=of_replica)
+            for ranks, count, of_replica in zip(programs, counts, pieces, strict=True)
+        ]
+    if forward_only:
+        collectives = replace(collectives, at_end=())  # there are no gradients to reduce
+    return verify_step(
+        with_collectives(programs, collectives, width=width),
+        stage_ranks,
+        counts,
+        forward_only=forward_only,
+        sample_pieces=pieces,
+        width=width,
+    )[::width]
 
 
 def _unchanged(step_plan: StepPlan, like: ProvenStep) -> dict[int, RankPrograms]:

@@ -18,6 +18,7 @@ from typing import Any, assert_never
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import TensorSpec
+from dynapipe_ext.core import native
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor.instructions import (
     Backward,
@@ -29,6 +30,7 @@ from dynapipe_ext.executor.instructions import (
     Instruction,
     Load,
     Payload,
+    Program,
     Recv,
     Send,
     WaitRecv,
@@ -130,8 +132,7 @@ def _mac(key: bytes, head: bytes, context: bytes, packed: bytes) -> bytes:
 
 
 def _to_json(plan: ExecutionPlan, micro_batches: str) -> bytes:
-    tables: dict[tuple[TensorSpec, ...], int] = {}
-    instructions = _instructions_text(plan.instructions, tables)
+    instructions, tables = _instructions_text(plan.instructions)
     prediction = plan.prediction
     place = [plan.step, plan.dp_rank, plan.pp_rank, plan.stage_ranks, *([plan.width] if plan.width > 1 else [])]
     rest = [
@@ -204,9 +205,19 @@ def _micro_batch(row: list[Any]) -> MicroBatch:
     return MicroBatch(samples, layout, recompute, attention, pad_multiple, min_len)
 
 
-def _instructions_text(instructions: Sequence[Instruction], tables: dict[tuple[TensorSpec, ...], int]) -> str:
-    """Their JSON, written here: a step of thousands of ranks has hundreds of thousands of instructions."""
+def _instructions_text(instructions: Sequence[Instruction]) -> tuple[str, Iterable[tuple[TensorSpec, ...]]]:
+    """Their JSON, and the specs that it names by their places. It is written here, or by the native core: a step of
+    thousands of ranks has hundreds of thousands of instructions."""
+    if isinstance(instructions, Program) and native is not None:
+        text, order = native.program_text(instructions.table, len(instructions.specs))
+        return text, [instructions.specs[place] for place in order]
+    return text_in_python(instructions)
+
+
+def text_in_python(instructions: Sequence[Instruction]) -> tuple[str, Iterable[tuple[TensorSpec, ...]]]:
+    """What the native core writes of a program."""
     texts = []
+    tables: dict[tuple[TensorSpec, ...], int] = {}
     places: dict[int, int] = {}  # by the id of specs, whose hash takes longer than all the rest
     for instruction in instructions:
         match instruction:  # the most frequent first, as cases are tried in turn
@@ -234,7 +245,7 @@ def _instructions_text(instructions: Sequence[Instruction], tables: dict[tuple[T
                 texts.append(f'["W",{instruction.stage},{instruction.micro_batch}]')
             case _:
                 assert_never(instruction)
-    return ",".join(texts)
+    return ",".join(texts), tables
 
 
 def _instruction(row: list[Any], tables: tuple[tuple[TensorSpec, ...], ...]) -> Instruction:

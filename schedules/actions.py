@@ -6,9 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 
 from dynapipe_ext.errors import PlanError
 
+_KIND = attrgetter("kind")
 _PATTERN = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})", re.ASCII)
 
 
@@ -68,7 +70,7 @@ class PipelineSchedule:
     @property
     def is_split(self) -> bool:
         """Whether some backward runs as I and W."""
-        return any(action.kind is Kind.BACKWARD_INPUT for rank in self.ranks for action in rank)
+        return any(Kind.BACKWARD_INPUT in map(_KIND, rank) for rank in self.ranks)
 
     def lines(self) -> list[list[str]]:
         """Actions as text, one list a rank."""

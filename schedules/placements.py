@@ -33,7 +33,8 @@ _IDLE = 1 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementTrial:
-    """What the sampled batches came to under one topology. `makespan_s` is their sum; the peak is the largest rank's.
+    """What the sampled batches came to under one topology. `makespan_s` is their sum, of the means where plans are
+    judged by these (`Planner.noise`); the peak is the largest rank's.
 
     `refusal` says why no plan was found; the figures are then infinite and 0.
     """
@@ -132,7 +133,7 @@ class PlacementSearch:
                 return PlacementTrial(
                     topology=topology, makespan_s=float("inf"), peak_bytes=0, bubble_ratio=0.0, refusal=str(error)
                 )
-            makespan_s += plan.makespan_s
+            makespan_s += plan.mean_makespan_ns(planner.noise) / 1e9
             bubbles += sum(p.bubble_ratio for p in plan.predictions) / len(plan.predictions)
             peak_bytes = max(peak_bytes, *(max(p.peak_bytes) for p in plan.predictions))
         return PlacementTrial(

@@ -44,7 +44,7 @@ from dynapipe_ext.schedules.planner_checks import (
 )
 from dynapipe_ext.schedules.rounds import in_rounds, takes_rounds
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
-from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
+from dynapipe_ext.schedules.search.optimizer import TRIAL, Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import (
     ReplicaCosts,
@@ -180,6 +180,7 @@ class Planner(PlanRules):
             fill_waits=False,
             recompute="auto",
             pieces="off",
+            noise=0.0,
         )
 
     @property
@@ -298,15 +299,13 @@ class Planner(PlanRules):
         """The plan, or one that ends earlier as some of its short rows of documents are in two each, or two in one."""
         planner = replace(self, effort=self.effort // _AGAIN)
         kinds = self._and_sliced(RECOMPUTES) if self.recompute == "auto" else self._recomputes
-        proposals, best = replace(planner._proposals, kinds=kinds), plan
-        rules = self._rules
+        proposals, best, rules = replace(planner._proposals, kinds=kinds), plan, self._rules
         for _ in range(_ROUNDS_OF_HALVES):
-            rows = [replica.micro_batches for replica in best.batch.replicas]
-            before = best
+            before, rows = best, [replica.micro_batches for replica in best.batch.replicas]
             for replicas in finer_splits(rows, equal_counts=rules.equal_counts, max_tokens=rules.max_tokens):
                 with suppress(PlanError):
                     finer = planner._predicted(*planner._searched(proposals.fixed([replicas])), step=plan.batch.step)
-                    best = min(best, finer, key=lambda one: one.makespan_ns)
+                    best = self._sooner(best, finer)
             if best is before:
                 break
         return best
@@ -427,7 +426,7 @@ class Planner(PlanRules):
             return best_of_least_memory()
         if self.recompute == "auto" and any(m.recompute != "none" for m in plan.batch.micro_batches):
             with suppress(PlanError):
-                return min(plan, best_of_least_memory(), key=lambda one: one.makespan_ns)
+                return self._sooner(plan, best_of_least_memory())
         return plan
 
     def _best_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
@@ -446,8 +445,11 @@ class Planner(PlanRules):
         if all(m.recompute == "none" for m in plan.batch.micro_batches):
             return plan
         with suppress(PlanError):
-            plan = min(plan, self._best_under(kinds, samples, step), key=lambda one: one.makespan_ns)
+            plan = self._sooner(plan, self._best_under(kinds, samples, step))
         return plan
+
+    def _sooner(self, *plans: StepPlan) -> StepPlan:
+        return min(plans, key=lambda plan: plan.mean_makespan_ns(self.noise))
 
     def _and_sliced(self, kinds: tuple[Recompute, ...]) -> tuple[Recompute, ...]:
         """These kinds, and with the head in slices, where costs have prices for it."""
@@ -463,7 +465,7 @@ class Planner(PlanRules):
         plan = self._predicted(*self._searched(starts), step=step)
         if not self.topology.is_interleaved or not takes_rounds(plan):
             return plan
-        schedules = in_rounds(plan, int(self.memory_limit_bytes))
+        schedules = in_rounds(plan, int(self.memory_limit_bytes), self.noise)
         if schedules == plan.schedules:
             return plan
         replicas = [list(replica.micro_batches) for replica in plan.batch.replicas]
@@ -517,10 +519,14 @@ class Planner(PlanRules):
             stage_ranks=self.topology.stage_ranks,
             equal_counts=self._rules.equal_counts,
             cores=self.shared_cores,
+            noise=self.noise,
+            trial=TRIAL if self.row_sizes == "even" else 0,
         )
         index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(optimized.replicas)
-        return self._forwards_in_order(replicas) if self.forward_only else (replicas, optimized.schedules, None)
+        if self.forward_only:
+            return self._forwards_in_order(replicas)
+        return replicas, optimized.schedules, proposed[index].costs(optimized.replicas)
 
     def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, in another order.
@@ -579,9 +585,8 @@ class Planner(PlanRules):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
-        topology: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in raw["topology"].items()
-        }
+        known = {"row_sizes": "even", "noise": 0.0, **raw}  # which lacks the rules that are younger than itself
+        topology = {key: tuple(value) if isinstance(value, list) else value for key, value in raw["topology"].items()}
         return cls(
             Topology(**topology),
             cost_model_from_json(raw["costs"]),
@@ -591,5 +596,5 @@ class Planner(PlanRules):
             collectives=None if raw["collectives"] is None else ReplicaCollectives.from_json(raw["collectives"]),
             num_cores=raw["num_cores"],
             widths=tuple(raw.get("widths", ())),
-            **{f.name: raw[f.name] for f in fields(PlanRules)},
+            **{f.name: known[f.name] for f in fields(PlanRules)},
         )

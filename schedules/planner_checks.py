@@ -21,6 +21,7 @@ def check_forward_only(rules: PlanRules) -> None:
         "split_backward": rules.split_backward,
         "fill_waits": rules.fill_waits,
         "recompute": rules.recompute not in ("auto", "none"),
+        "noise": rules.noise > 0,
     }
     for name, is_set in concerns_backwards.items():
         if is_set:

@@ -121,8 +121,9 @@ def plan_micro_batches(
     model is counted in 16 bits, with sequence parallelism and a distributed optimizer, at 350 TFLOP/s a device, 0.1 ms
     an action and 0.06 ms a layer.
     No micro-batch has more than `max_tokens` positions, and no rank more than `memory_limit_bytes`: give either or
-    both. The `rules` are those of `PlanRules`, with four defaults of its own: layout "packed", `pad_multiple` 1 (the
-    loop pads, and counts that in its lengths), recompute "none" (the one kind of the loop's model), `effort` 500.
+    both. The `rules` are those of `PlanRules`, with five defaults of its own: layout "packed", `row_sizes` "graded",
+    `pad_multiple` 1 (the loop pads, and counts that in its lengths), recompute "none" (the one kind of the loop's
+    model), `effort` 500.
     With replica_counts "equal" every replica has as many micro-batches: where replicas meet inside these (experts or
     ZeRO 2 and 3 over replicas), and in loops that ask for it. Else counts may differ, and of fewer samples than
     replicas some get none.
@@ -140,7 +141,14 @@ def plan_micro_batches(
         _cost_model(costs, topology),
         _NO_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes,
         max_tokens=max_tokens,
-        **{"layout": "packed", "pad_multiple": 1, "recompute": "none", "effort": _EFFORT, **rules},
+        **{
+            "layout": "packed",
+            "row_sizes": "graded",
+            "pad_multiple": 1,
+            "recompute": "none",
+            "effort": _EFFORT,
+            **rules,
+        },
     )
     samples = as_samples(lengths)
     return PlannedMicroBatches(planner.plan(samples), planner, tuple(s.index for s in samples))

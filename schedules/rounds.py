@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import last_end_ns, peak_bytes, simulate_ns
+from dynapipe_ext.schedules.judge.disturbances import mean_makespan_ns, spread_of
+from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 
@@ -23,18 +24,19 @@ def takes_rounds(plan: StepPlan) -> bool:
     return is_whole and not any(schedule.is_split for schedule in plan.schedules)
 
 
-def in_rounds(plan: StepPlan, limit_bytes: int) -> tuple[PipelineSchedule, ...]:
-    """The plan's schedules, those of replicas that end earlier in rounds and fit so replaced; twins share theirs."""
+def in_rounds(plan: StepPlan, limit_bytes: int, noise: float) -> tuple[PipelineSchedule, ...]:
+    """The plan's schedules, those of replicas that end earlier in rounds and fit so replaced; twins share theirs. Under
+    noise those that end earlier in the mean over disturbed times."""
     made: dict[tuple[int, int], PipelineSchedule] = {}
     schedules = []
-    for schedule, costs, prediction in zip(plan.schedules, plan.costs, plan.predictions, strict=True):
+    for schedule, costs in zip(plan.schedules, plan.costs, strict=True):
         if (twins := (id(schedule), id(costs))) not in made:
-            made[twins] = _sooner(schedule, costs, prediction.makespan_ns, limit_bytes)
+            made[twins] = _sooner(schedule, costs, limit_bytes, spread_of(noise))
         schedules.append(made[twins])
     return tuple(schedules)
 
 
-def _sooner(schedule: PipelineSchedule, costs: MicroBatchCosts, makespan_ns: int, limit_bytes: int) -> PipelineSchedule:
+def _sooner(schedule: PipelineSchedule, costs: MicroBatchCosts, limit_bytes: int, spread: int) -> PipelineSchedule:
     if not costs.num_micro_batches:
         return schedule
     order = [a.micro_batch for a in schedule.ranks[0] if a.stage == 0 and a.kind is Kind.FORWARD]
@@ -42,5 +44,6 @@ def _sooner(schedule: PipelineSchedule, costs: MicroBatchCosts, makespan_ns: int
     table = interleaved_1f1b(num_ranks, len(order), schedule.num_stages // num_ranks)
     ranks = tuple(tuple(replace(a, micro_batch=order[a.micro_batch]) for a in rank) for rank in table.ranks)
     rounds = PipelineSchedule(schedule.name, ranks, schedule.stage_ranks)
-    fits = max(peak_bytes(rounds, costs)) <= limit_bytes
-    return rounds if fits and last_end_ns(simulate_ns(rounds, costs)) < makespan_ns else schedule
+    if max(peak_bytes(rounds, costs)) > limit_bytes:
+        return schedule
+    return min(schedule, rounds, key=lambda order: mean_makespan_ns(order, costs, spread))

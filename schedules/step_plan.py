@@ -11,6 +11,7 @@ from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import Certificate, ReplicaBounds, batch_floor_ns, replica_bounds
+from dynapipe_ext.schedules.judge.disturbances import mean_makespan_ns, spread_of
 from dynapipe_ext.schedules.judge.simulate import (
     SharedCores,
     SpanNs,
@@ -84,6 +85,14 @@ class StepPlan:
     @property
     def makespan_s(self) -> float:
         return self.makespan_ns / 1e9
+
+    def mean_makespan_ns(self, noise: float) -> int:
+        """What plans are compared by under noise: the largest of the replicas' means over disturbed times; without
+        noise the predicted makespan."""
+        if not noise:
+            return self.makespan_ns
+        priced = zip(self.schedules, self.costs, strict=True)
+        return max(mean_makespan_ns(schedule, costs, spread_of(noise)) for schedule, costs in priced)
 
     @property
     def lower_bound_s(self) -> float:

@@ -70,6 +70,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)  # tests make many objects, and little garbage that refers to itself
         gc.enable()
 
 

@@ -11,6 +11,7 @@
 #include "balance.hpp"
 #include "judge.hpp"
 #include "levelling.hpp"
+#include "program_calls.hpp"
 #include "regroup.hpp"
 #include "search.hpp"
 #include "splits.hpp"
@@ -33,7 +34,7 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
               const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
               const std::vector<std::tuple<int, int, int, int>>& rules, const Cuts& cuts,
               const std::vector<Groups>& starts, const std::tuple<std::uint64_t, i64, i64, i64>& walk, bool equal_counts,
-              const std::pair<i64, i64>& shared, const Groups& sample_pieces, bool with_actions) {
+              const std::pair<i64, i64>& shared, const Groups& sample_pieces, const std::pair<i64, i64>& noise, bool with_actions) {
   dynapipe::Costs costs;
   costs.kinds = static_cast<int>(records.shape(0));
   costs.shapes = static_cast<int>(records.shape(1));
@@ -68,6 +69,8 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   const auto [seed, moves, begun, cooling] = walk;
   if (moves < 0 || begun < 0 || cooling < 1) throw std::invalid_argument("a walk has no negative moves, and cools after at least one");
   if (shared.first < 0 || shared.second < 1) throw std::invalid_argument("cores that ranks share must be at least one");
+  const auto [spread, most] = noise;
+  if (spread < 0 || most < 0 || spread >= dynapipe::Disturbances::kScale) throw std::invalid_argument("times are disturbed by a part of themselves");
   dynapipe::State state;
   int item = 0;
   for (auto [first, end, kind] : cuts) {
@@ -89,7 +92,7 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   {
     nb::gil_scoped_release unlocked;
     dynapipe::Search job(costs, std::move(machine), std::move(chosen_rules), equal_counts,
-                         {shared.first, shared.second});
+                         {shared.first, shared.second}, spread, most);
     const int replicas = static_cast<int>(starts.size());
     state.groups.resize(replicas);
     state.rule.assign(replicas, 0);
@@ -268,18 +271,6 @@ std::pair<Ranges, Groups> levelled(const Integers& work, const Integers& head, c
   return {job.cuts(), job.groups()};
 }
 
-// Spans of every rank's steps, and where each rank that can never go on stands. Twin: `simulate.run_steps`.
-std::pair<std::vector<std::vector<std::pair<i64, i64>>>, std::vector<std::pair<int, int>>> run_steps(
-    const std::vector<std::vector<dynapipe::Step>>& ranks, i64 slots) {
-  for (const auto& steps : ranks) {
-    for (const auto& [need, duration, out, delay] : steps) {
-      if (need < 0 || need >= slots || out < 0 || out >= slots) throw std::invalid_argument("a step names no slot");
-    }
-  }
-  nb::gil_scoped_release unlocked;
-  return dynapipe::run_steps(ranks, slots);
-}
-
 // Twin: `bounds._preemptive_in_python`.
 i64 preemptive_ns(const Times& heads, const Times& durations, const Times& tails) {
   const std::size_t count = heads.shape(0);
@@ -293,7 +284,6 @@ i64 preemptive_ns(const Times& heads, const Times& durations, const Times& tails
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of planning; the twins in Python are the reference";
   module.def("search", &search);
-  module.def("run_steps", &run_steps);
   module.def("preemptive_ns", &preemptive_ns);
   module.def("levelled", &levelled);
   module.def("balanced", &balanced);
@@ -301,4 +291,5 @@ NB_MODULE(_core, module) {
   module.def("stage_costs", &stage_costs);
   module.def("cheapest_cuts", &cheapest_cuts);
   module.def("least_bound", &least_bound);
+  dynapipe::programs::bind_programs(module);
 }

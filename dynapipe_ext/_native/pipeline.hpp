@@ -15,8 +15,9 @@ namespace dynapipe {
 // its gradients in that of `GradientOrder`.
 class Dispatcher : public Admission {
  public:
-  explicit Dispatcher(Machine machine)
-      : Admission(std::move(machine)), work_(machine_.ranks), tail_(machine_.ranks), pieces_later_(machine_.ranks) {
+  // With `keeps_sequence` passes leave what started after what.
+  Dispatcher(Machine machine, bool keeps_sequence)
+      : Admission(std::move(machine)), keeps_sequence_(keeps_sequence), work_(machine_.ranks), tail_(machine_.ranks), pieces_later_(machine_.ranks) {
     linear_ = machine_.ranks == machine_.stages;
     for (int s = 0; s < machine_.stages; ++s) linear_ &= machine_.stage_rank[s] == s;
   }
@@ -29,9 +30,7 @@ class Dispatcher : public Admission {
     count_ = static_cast<int>(track.records.size());
     if (orders) orders->assign(machine_.ranks, {});
     if (count_ == 0) return 0;
-    track.gradients.set(track.sample_of);
-    gradients_ = &track.gradients;
-    if (hopeless(track, give_up)) return kNever;
+    if (least(track) >= give_up) return kNever;
     if (!gradients_->empty) needs_.set(machine_.stages, records_, *gradients_);
     begin(track, orders ? nullptr : like);
     if (!gradients_->empty) {
@@ -61,10 +60,13 @@ class Dispatcher : public Admission {
     }
   }
 
- private:
-  // Whether some rank alone takes that long already: its whole work, after the first micro-batch's way to it and before
-  // the way back of the last one.
-  bool hopeless(const Track& track, i64 give_up) {
+  // What some rank alone takes already: its whole work, after the first micro-batch's way to it and before the way back
+  // of the last one.
+  i64 least(Track& track) {
+    count_ = static_cast<int>(track.records.size());
+    if (count_ == 0) return 0;
+    track.gradients.set(track.sample_of);
+    gradients_ = &track.gradients;
     const int ranks = machine_.ranks;
     std::fill(work_.begin(), work_.end(), 0);
     std::fill(most_working_.begin(), most_working_.end(), 0);
@@ -81,15 +83,16 @@ class Dispatcher : public Admission {
       }
     }
     const Way *first = track.ways.front(), *last = track.ways[gradients_->empty ? count_ - 1 : gradients_->order.back()];
-    bool found = false;
+    i64 most = 0;
     for (int r = 0; r < ranks; ++r) {
       most_later_[r] += pieces_later_[r];
       tail_[r] = last[r].up;
-      found |= first[r].down + work_[r] + tail_[r] >= give_up;
+      most = std::max(most, first[r].down + work_[r] + tail_[r]);
     }
-    return found;
+    return most;
   }
 
+ private:
   // Begins at the start, or as far as `like` had come where its positions begin to differ.
   void begin(Track& track, const Track* like) {
     const std::size_t stages = machine_.stages, ranks = machine_.ranks;
@@ -107,6 +110,7 @@ class Dispatcher : public Admission {
       if (like->gradients.most_pieces != track.gradients.most_pieces) same = 0;
       same = unspanned(like->gradients, track.gradients, same);
     }
+    track.sequence.clear();
     if (same == 0) {
       std::fill(track.forward_at.begin(), track.forward_at.end(), kNever);
       std::fill(track.gradient_at.begin(), track.gradient_at.end(), kNever);
@@ -124,6 +128,7 @@ class Dispatcher : public Admission {
     std::copy_n(track.stages.begin() + stages * same, stages, stage_.begin());
     std::copy_n(track.ranks.begin() + ranks * same, ranks, rank_.begin());
     now_ = track.moments[same];
+    if (keeps_sequence_) track.sequence.assign(like->sequence.begin(), like->sequence.begin() + now_.done);
     std::copy_n(like->forward_at.begin(), stages * same, track.forward_at.begin());
     std::copy_n(like->gradient_at.begin(), stages * same, track.gradient_at.begin());
     std::fill(track.forward_at.begin() + stages * same, track.forward_at.end(), kNever);
@@ -176,6 +181,7 @@ class Dispatcher : public Admission {
       }
       const i64 end = start<kLinear, kPieces>(track, rule, r, time, chosen);
       if (orders) (*orders)[r].push_back(chosen);
+      if (keeps_sequence_) track.sequence.push_back(chosen);
       mine.worked += end - time;
       if (end + work_[r] - mine.worked + tail_[r] >= give_up) return kNever;
       now_.makespan = std::max(now_.makespan, end);
@@ -308,7 +314,7 @@ class Dispatcher : public Admission {
     theirs.wake = std::min(theirs.wake, std::max(at, theirs.free_at));
   }
 
-  bool linear_ = true;
+  bool keeps_sequence_, linear_ = true;
   int count_ = 0;
   Moment now_{};
   std::vector<i64> work_, tail_;     // [rank]: of all positions; the way back from it of the last gradient

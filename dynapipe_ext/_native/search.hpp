@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "disturbed.hpp"
 #include "pipeline.hpp"
 #include "state.hpp"
 
@@ -30,29 +31,22 @@ constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2, 4};  // how often each is
 
 class Search {
  public:
-  Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts, SharedCores cores)
+  // With a `spread`, orders that take no more than `most` are judged by their mean over times that are disturbed by up to
+  // `spread` / Disturbances::kScale.
+  Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts, SharedCores cores, i64 spread, i64 most)
       : costs_(costs), cores_(cores), stride_(static_cast<std::size_t>(kFields) * machine.stages), rules_(std::move(rules)),
-        equal_counts_(equal_counts), dispatcher_(std::move(machine)) {
+        equal_counts_(equal_counts), dispatcher_(std::move(machine), spread > 0), disturbances_(dispatcher_.machine(), spread), most_(most) {
     const std::size_t count = static_cast<std::size_t>(costs_.kinds) * costs_.shapes, ranks = dispatcher_.machine().ranks;
     ways_.resize(count * ranks);
     for (std::size_t k = 0; k < count; ++k) dispatcher_.measure(costs_.records + k * stride_, &ways_[k * ranks]);
   }
 
-  // Makespan of one replica of a state; see Dispatcher::run.
+  // Makespan of one replica of a state, see Dispatcher::run; where times are disturbed, their mean unless it gives up.
   i64 run(const State& state, int d, i64 give_up, std::vector<std::vector<Chosen>>* orders, Track& track, const Track* like) {
-    const std::size_t ranks = dispatcher_.machine().ranks;
-    track.records.clear();
-    track.ways.clear();
-    track.sample_of.clear();
-    track.rule = &rules_[state.rule[d]];
-    for (int m : state.groups[d]) {
-      const i64* record = record_of(state.cuts[m]);
-      if (!record) return kNever;
-      track.records.push_back(record);
-      track.ways.push_back(&ways_[(record - costs_.records) / stride_ * ranks]);
-      track.sample_of.push_back(sample_of(m));
-    }
-    return dispatcher_.run(track, like, give_up, orders);
+    if (!prepare(state, d, track)) return kNever;
+    if (!disturbances_.any()) return dispatcher_.run(track, like, give_up, orders);
+    const i64 found = dispatcher_.run(track, like, std::min(give_up, most_ + 1), orders);
+    return found < kNever && !track.records.empty() ? disturbances_.mean(track) : found;
   }
 
   // Best of all rules over some orders of one replica; the first order stays where nothing runs.
@@ -117,13 +111,14 @@ class Search {
       state_.floor = floor_of(state_);
       for (const auto& saved : groups_before_) makespans_.set(saved.replica, 0);
       i64 most = std::max(state_.floor, makespans_.of(makespans_.largest())), sum = makespans_.sum();  // of what has run
+      taken = groups_before_.size() == 1 || may_end_within(most, sum, allowed);
       for (const auto& saved : groups_before_) {
+        if (!taken) break;
         const int d = saved.replica;
         i64 room = room_beside(most, sum, allowed);
         if (groups_before_.size() == 1) room = std::min(room, saved.makespan + walk.allowance(saved.makespan, step));
         const i64 found = run(state_, d, room + 1, nullptr, trials_[d], &tracks_[d]);
         taken = found <= room;
-        if (!taken) break;
         makespans_.set(d, found);
         most = std::max(most, found);
         sum += found;
@@ -176,6 +171,36 @@ class Search {
     const i64 weight = kMostWeight * static_cast<i64>(state_.makespan.size()), left = allowed - sum;
     const i64 below = left - weight * most;
     return below <= most ? below : left / (weight + 1);
+  }
+
+  // Whether the energy may stay within a bound: no replica that the move changes ends before its busiest rank can.
+  // Those that need the most come first: if they take too long, the others are not run. `most`, `sum`: of the others.
+  bool may_end_within(i64 most, i64 sum, i64 allowed) {
+    for (auto& saved : groups_before_) {
+      if (!prepare(state_, saved.replica, trials_[saved.replica])) return false;
+      saved.least = dispatcher_.least(trials_[saved.replica]);
+      most = std::max(most, saved.least);
+      sum += saved.least;
+    }
+    std::stable_sort(groups_before_.begin(), groups_before_.end(), [](const Saved& a, const Saved& b) { return a.least > b.least; });
+    return energy({most, sum}, state_.makespan.size()) <= allowed;
+  }
+
+  // What a pass over one replica of a state is given; false where one of its cuts may not be a micro-batch.
+  bool prepare(const State& state, int d, Track& track) const {
+    const std::size_t ranks = dispatcher_.machine().ranks;
+    track.records.clear();
+    track.ways.clear();
+    track.sample_of.clear();
+    track.rule = &rules_[state.rule[d]];
+    for (int m : state.groups[d]) {
+      const i64* record = record_of(state.cuts[m]);
+      if (!record) return false;
+      track.records.push_back(record);
+      track.ways.push_back(&ways_[(record - costs_.records) / stride_ * ranks]);
+      track.sample_of.push_back(sample_of(m));
+    }
+    return true;
   }
 
   // What has changed, in the best state as well.
@@ -352,7 +377,7 @@ class Search {
     for (const auto& saved : groups_before_) {
       if (saved.replica == d) return;
     }
-    groups_before_.push_back({d, makespans_.of(d), state_.groups[d]});
+    groups_before_.push_back({d, makespans_.of(d), state_.groups[d], 0});
   }
 
   void save_cut(int m) { cuts_before_.push_back({m, state_.cuts[m]}); }
@@ -381,6 +406,8 @@ class Search {
   std::vector<Way> ways_;  // [kind][shape][rank]
   bool equal_counts_;
   Dispatcher dispatcher_;
+  Disturbances disturbances_;
+  i64 most_;  // ns that an order may take undisturbed, where it is judged by disturbed times
   State state_;  // its makespans are those of the start
   Makespans makespans_{{}};
   Random random_{0};
@@ -390,6 +417,7 @@ class Search {
     int replica;
     i64 makespan;
     std::vector<int> group;
+    i64 least = 0;  // of its changed group, see may_end_within
   };
   std::vector<int> begins_at_, ends_at_;  // [item]: the cut that begins there, and that ends before it
   std::vector<int> owner_;                // [cut]: its replica

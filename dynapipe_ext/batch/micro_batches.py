@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter, mul
 from typing import Literal, cast, get_args
 
@@ -260,10 +260,12 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         samples = self.samples
-        documents = [s.encoder for s in samples]
-        if any(map(_FIRST, samples)):
-            documents = [length for s in samples for length in s.documents]
-        decoder = [s.decoder for s in samples]
+        if len(samples) == 1 and not samples[0].first and not samples[0].decoder:  # most rows that a planner tries
+            documents, decoder = [samples[0].encoder], []
+        else:
+            pairs = any(map(_FIRST, samples))
+            documents = [n for s in samples for n in s.documents] if pairs else [s.encoder for s in samples]
+            decoder = [s.decoder for s in samples]
         object.__setattr__(self, "documents", tuple(documents))
         object.__setattr__(self, "encoder_len", self._row_len(documents))
         object.__setattr__(self, "decoder_len", self._row_len(decoder) if any(decoder) else 0)
@@ -306,7 +308,7 @@ class MicroBatch:
 
     def _row_len(self, lengths: list[int]) -> int:
         longest = max(lengths, default=0) if self.layout == "padded" else sum(lengths)
-        return round_up(max(longest, self.min_len), self.pad_multiple)
+        return round_up(longest if longest > self.min_len else self.min_len, self.pad_multiple)
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,6 +529,12 @@ def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
     # A piece's end^2 - start^2 is that much more than its length squared.
     start = carried_start(micro_batch)
     return tokens, int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
+
+
+def counted_positions(micro_batches: Sequence[MicroBatch]) -> npt.NDArray[np.int64]:
+    """`count_positions` of every micro-batch, shape (2, M)."""
+    counted = chain.from_iterable(map(count_positions, micro_batches))
+    return np.ascontiguousarray(np.fromiter(counted, np.int64, 2 * len(micro_batches)).reshape(-1, 2).T)
 
 
 def _squares(documents: Sequence[int], row_len: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute, count_positions, with_sliced_head
+from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute, counted_positions, with_sliced_head
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.floor import Floor, GrowingTimes
 from dynapipe_ext.costs.grid import flat_shapes
@@ -373,7 +373,7 @@ class AdjustedCosts:
             except PlanError:  # a measured table may end earlier for it
                 return evaluate_each(self.prices, recomputed)
 
-        tokens, squares = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2).T
+        tokens, squares = counted_positions(micro_batches)
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
         return self._adjusted(before, self._work(tokens, squares, recompute))
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, carried_start, count_positions
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, carried_start, counted_positions
 from dynapipe_ext.batch.topology import (
     DTYPE_OF_WIDTH,
     ActivationFormat,
@@ -251,8 +251,7 @@ class AnalyticCosts:
                     f" {self.architecture.max_seq_len} learned position embeddings: raise max_seq_len or truncate"
                     " samples"
                 )
-        counted = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2)
-        tokens, squares = np.ascontiguousarray(counted.T)
+        tokens, squares = counted_positions(micro_batches)
         costs = self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
         return (
             self._with_carried(costs, micro_batches) if any(m.attention == "carried" for m in micro_batches) else costs
@@ -354,10 +353,10 @@ class AnalyticCosts:
                 flops = self._layer_flops(kind, whole_tokens, all_routed, part)
                 matmul = matmul + count * flops
                 again = again + count * np.where(full, flops, 0)
-                whole, least, less = (
-                    self._layer_bytes(kind, tokens, squares, k, part) for k in ("none", "full", "selective")
-                )
-                layer = np.where(full, least, np.where(selective, less, whole))
+                layer = whole = self._layer_bytes(kind, tokens, squares, "none", part)
+                for recomputed, name in (full, "full"), (selective, "selective"):
+                    if recomputed.any():
+                        layer = np.where(recomputed, self._layer_bytes(kind, tokens, squares, name, part), layer)
                 stored = stored + count * layer
                 running = whole - layer + values * self._widest(kind, tokens, routed, part)
                 working = np.maximum(working, np.where(count > 0, running, 0))

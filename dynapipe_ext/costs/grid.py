@@ -81,10 +81,13 @@ class Grid:
             in_table &= self.known[flat] | (weight == 0)
             total += weight * self.values[:, flat]
         if self.share_of_bytes:
-            a, b, c, d = self.share_of_bytes
-            length = coordinates[1]
-            total[[name.endswith("_mb") for name in self.columns]] *= (a + b * length) / (c + d * length)
+            total[[name.endswith("_mb") for name in self.columns]] *= self.part_of_bytes(coordinates[1])
         return total, in_table
+
+    def part_of_bytes(self, length: FloatArray) -> FloatArray:
+        """The part that columns in MB have of what was measured, of rows of such lengths."""
+        a, b, c, d = self.share_of_bytes or (1.0, 0.0, 1.0, 0.0)
+        return (a + b * length) / (c + d * length)
 
     def to_json(self) -> dict[str, Any]:
         """Axes and, per column, the values in row-major order with null where nothing was measured."""

@@ -165,12 +165,25 @@ def values_with_halves(
     times, stored, working = total[:3].copy(), total[3].copy(), total[4] - total[3]
     for count, grid in zip(counts, grids, strict=True):
         if grid is not None:
-            values = dict(zip(grid.columns, grid.at(list(shapes[:2]))[0], strict=True))
-            forward, backward, held, peak = (values[name] for name in COLUMNS)
-            times += count * np.stack([forward, backward, values.get(WEIGHT, 0 * forward)])[:, None]
+            forward, backward, weight, held, peak = _one_layer(grid, shapes)
+            times += count * np.stack([forward, backward, weight])[:, None]
             stored += count * held
             working = np.maximum(working, count * (peak - held))
     return np.concatenate([times, [stored, stored + working]])
+
+
+def _one_layer(grid: Grid, shapes: FloatArray) -> FloatArray:
+    """Forward, backward and W in ms, MB stored and MB at the peak: (5, M)."""
+
+    def of(values: Grid) -> FloatArray:
+        return stage_values([values, None, None], [(1, 0)], shapes, has_decoder=False)[0][:, 0]
+
+    forward, backward, held, peak = of(grid)
+    weight = of(weight_as_backward(grid))[1] if WEIGHT in grid.columns else np.zeros_like(forward)
+    if grid.share_of_bytes:
+        part = grid.part_of_bytes(shapes[1])
+        held, peak = held * part, peak * part
+    return np.stack([forward, backward, weight, held, peak])
 
 
 def values_with_spread_head(

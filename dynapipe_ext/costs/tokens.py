@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, count_positions
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, counted_positions
 from dynapipe_ext.batch.topology import ActivationFormat, Topology, widths_of
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.model import (
@@ -82,8 +82,7 @@ class TokenCosts:
         return ModelFacts(activation_format=form, prices_pieces=True, width=self.width)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        counted = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2)
-        tokens, squares = np.ascontiguousarray(counted.T)
+        tokens, squares = counted_positions(micro_batches)
         return self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
 
     def evaluate_shapes(

@@ -100,7 +100,9 @@ def string_field(record: Mapping[str, object], field: str, *, where: str) -> str
     """The text in a field. Errors: DataError for another type and for half of a surrogate pair."""
     value = record[field]
     if not isinstance(value, str):
-        raise DataError(f"{where}: field {field!r} is {json_type(value)} but must be a string")
+        raise DataError(
+            f"{where}: field {field!r} is {json_type(value)} but must be a string: write its text, or remove the record"
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

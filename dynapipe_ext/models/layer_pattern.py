@@ -7,9 +7,21 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dynapipe_ext.errors import ConfigError, reason, refuse_unknown, short
+
+Half = Literal["attention", "mlp"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfModule:
+    """A module within a layer, by its name there, that one half of the layer runs. `num_tupled`: values of the tuple
+    that it returns, of which the first is hidden states; 0: these alone."""
+
+    name: str
+    half: Half
+    num_tupled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +33,7 @@ class LayerPattern:
     `first`, only the last those in `last`. No text runs through those in `idle`, such as the tower of images: the first
     stage keeps them as they are. Every stage has a copy of all others, such as rotary embeddings, which have no
     weights. `packs`: documents packed into a row do not see one another; `check_packing` proves it of a model.
+    `halves`: what layers run before and behind the place where a stage may end within one; empty if there is none.
 
     >>> LayerPattern(layers="model.layers", first=("model.embed_tokens",), last=("model.norm", "lm_head")).body
     'model'
@@ -33,6 +46,7 @@ class LayerPattern:
     num_returned: int = 1
     idle: tuple[str, ...] = ()
     packs: bool = False
+    halves: tuple[HalfModule, ...] = ()
 
     @property
     def body(self) -> str:
@@ -77,8 +91,9 @@ def read_pattern(path: str | Path) -> LayerPattern:
         raise ConfigError(f"{path}: cannot be read as a layer pattern: {reason(error)}: give TOML, or .json") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must be an object with layers, first and last, but is {short(raw)}")
-    if "packs" in raw:
-        raise ConfigError(f"{path}: packs is proven when a run starts: leave it out")
+    for name in ("packs", "halves"):
+        if name in raw:
+            raise ConfigError(f"{path}: {name} is proven when a run starts: leave it out")
     return pattern_from_json(raw, str(path))
 
 
@@ -90,7 +105,9 @@ def pattern_from_json(raw: Mapping[str, Any], where: str) -> LayerPattern:
         raise ConfigError(f"{where}: lacks {', '.join(missing)}: name the modules of the model, as {_EXAMPLE}")
     values = dict(raw)
     for name, value in raw.items():
-        if name not in kinds:  # names of modules
+        if name == "halves":  # of a proven cut, not of a file
+            values[name] = tuple(HalfModule(**module) for module in value)
+        elif name not in kinds:  # names of modules
             if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
                 raise ConfigError(f"{where}: {name} is {short(value)} but must be a list of modules' names")
             values[name] = tuple(value)

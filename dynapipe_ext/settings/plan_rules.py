@@ -13,6 +13,7 @@ from dynapipe_ext.batch.topology import PlacementName, Topology
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.settings.declared import check_declared, setting
 
+RowSizes = Literal["even", "graded"]
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]
 # Every backward as I and W, asked for or not.
@@ -25,7 +26,9 @@ class PlanRules:
     """The one declaration of these rules. A `Planner`, the [plan] table of a run and the drop-in's settings are plan
     rules with fields of their own beside them.
 
-    `layout`: samples of a micro-batch are rows padded to the longest, or documents end to end in one row. A `rule`
+    `layout`: samples of a micro-batch are rows padded to the longest, or documents end to end in one row. Packed rows
+    take about as long as one another under `row_sizes` "even". Under "graded" plans may also have full rows and ever
+    smaller ones beside them, which fill and drain the pipeline. A `rule`
     other than "dynapipe-ext" splits batches as a peer does, for comparisons. `max_tokens` caps the positions of one
     micro-batch, of padded rows over both sides, of a packed row of either side; 0: memory alone limits it. `effort`
     counts the moves that the search tries: where the batch is cut, recomputation, replica, order, dispatch rule. From
@@ -37,10 +40,13 @@ class PlanRules:
     samples in pieces alone: others that do not fit with "full" do not fit with "stage" either. Where it would recompute
     or nothing fits, it also tries the kinds with "head", whose logits are never whole. `replica_counts` "equal" gives
     every replica as many micro-batches. `pieces` cuts samples of more tokens than that, and runs their pieces one after
-    another ("carried" attention); "auto" does so where the step is predicted to end earlier.
+    another ("carried" attention); "auto" does so where the step is predicted to end earlier. With `noise` the search
+    judges an order by its mean makespan over times that are drawn evenly from 1 - noise to 1 + noise of the predicted
+    ones; predictions and bounds stay those of the predicted times.
     """
 
     layout: Layout = setting("padded", "--layout", "of micro-batches")
+    row_sizes: RowSizes = setting("even", "--row-sizes", "of packed rows: about alike, or also graded")
     schedule: ScheduleName = setting("adaptive", "--schedule", "of the pipeline")
     rule: SplitRule = setting("dynapipe-ext")
     pad_multiple: int = setting(8, "--pad-multiple", "rows are rounded up to it", at_least=1, at_most=1 << 24)
@@ -57,6 +63,9 @@ class PlanRules:
         "run samples of more than N tokens in pieces; auto: where that is faster",
         "auto|off|N",
         parse=pieces_of,
+    )
+    noise: float = setting(
+        0.0, "--noise", "judge orders by times that may be off by such a share", "SHARE", at_least=0, at_most=0.9
     )
 
     @property
@@ -79,6 +88,11 @@ def check_rules(rules: PlanRules, where: str = "", *, counts_may_be_free: bool =
             f"{where}split_backward goes with the adaptive schedule, not with {rules.schedule!r}: choose one of them"
         )
     check_fill_waits(rules.fill_waits, rules.schedule, rules.split_backward, where)
+    if rules.noise and rules.schedule != "adaptive":
+        raise ConfigError(
+            f"{where}noise is {rules.noise:g} with schedule {rules.schedule!r}, whose order is given: search one"
+            " (adaptive), or leave noise out"
+        )
     if rules.pieces != "off":
         _check_pieces(rules, where, counts_are_free=counts_may_be_free or not rules.equal_counts)
     if rules.max_tokens and rules.max_tokens < rules.pad_multiple:

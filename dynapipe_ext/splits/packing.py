@@ -20,6 +20,9 @@ _WORSE = 1.02  # numbers of rows are tried until these take so much more at leas
 MOST_TRIES = (
     8  # numbers of rows, about, between the neighbours of the best one, and as many that the search begins with
 )
+_FULL = 0.97  # of a row's room is filled where rows are graded, so that documents find their places
+GRADES = (0.8, 0.85)  # sizes of graded rows beside the next larger ones: which of them is better, depends on lengths
+_SMALLEST = 0.1  # of a full row
 _MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take seconds and say the same
 
 
@@ -92,14 +95,17 @@ class RowPackings:
     samples: Sequence[SampleLength]
     rule: RowRule
     weights: list[int]
+    dearest_first: list[int]
     _made: dict[int, tuple[MicroBatch, ...] | None] = field(default_factory=dict)
+    _graded: dict[tuple[float, int], tuple[MicroBatch, ...] | None] = field(default_factory=dict)
     _alone: dict[int, MicroBatch] = field(default_factory=dict)  # rows of one sample, by its identity
 
     @classmethod
     def of(cls, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> RowPackings:
         """Errors: PlanError for a sample longer than a row, or that `evaluate` cannot price."""
         rule.check(samples)
-        return cls(samples, rule, document_costs(samples, evaluate, rule))
+        weights = document_costs(samples, evaluate, rule)
+        return cls(samples, rule, weights, dearest_first(samples, weights))
 
     @property
     def least(self) -> int:
@@ -110,9 +116,25 @@ class RowPackings:
     def numbering(self, count: int) -> tuple[MicroBatch, ...] | None:
         """So many rows, the same object each time; None where they are too tight."""
         if count not in self._made:
-            rows = pack(self.samples, self.weights, count, self.rule.room)
+            rows = pack(self.samples, self.weights, count, self.rule.room, self.dearest_first)
             self._made[count] = None if rows is None else tuple(map(self._row, rows))
         return self._made[count]
+
+    def graded(self, step: float, dp: int) -> tuple[MicroBatch, ...] | None:
+        """Rows of `graded_sizes`, the same object each time; None where documents do not go into such rows."""
+        if (step, dp) not in self._graded:
+            self._graded[step, dp] = self._in_graded_rows(step, dp)
+        return self._graded[step, dp]
+
+    def _in_graded_rows(self, step: float, dp: int) -> tuple[MicroBatch, ...] | None:
+        tokens, whole = sum(s.tokens for s in self.samples), sum(self.weights)
+        sizes = graded_sizes(whole, max(1, int(_FULL * whole * self.rule.room / tokens)), step, dp)
+        rows: list[list[SampleLength]] = [[] for _ in sizes]
+        filled = [[0, 0] for _ in sizes]
+        loads = [sizes[0] - size for size in sizes]  # what a smaller row has less counts as if it were there already
+        if not fill_lightest(self.samples, self.weights, self.dearest_first, rows, loads, filled, self.rule.room):
+            return None
+        return tuple(self._row(row) for row in rows if row)
 
     def _row(self, samples: Sequence[SampleLength]) -> MicroBatch:
         if len(samples) > 1:
@@ -247,23 +269,51 @@ def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate
     return [each[s.encoder, s.decoder, s.first] for s in samples]
 
 
+def graded_sizes(whole: int, full: int, step: float, dp: int) -> list[int]:
+    """Sizes of rows that hold `whole` together, the largest first: those of `full` size, a multiple of dp, and of each
+    smaller size, `step` times the next, two a replica, for the first and the last micro-batches.
+
+    A pipeline fills and drains without waiting for long where micro-batches grow and shrink by little.
+
+    >>> graded_sizes(100, 10, 0.8, 1)
+    [10, 10, 10, 10, 8, 8, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1]
+    """
+    sizes = [full]
+    while (smaller := int(full * step ** len(sizes))) >= max(1, _SMALLEST * full):
+        sizes.append(smaller)
+    smaller_ones = sizes[1:]
+    while smaller_ones and 2 * dp * sum(smaller_ones) > whole:
+        del smaller_ones[0]
+    num_full = -(-max(0, whole - 2 * dp * sum(smaller_ones)) // (full * dp)) * dp
+    return [full] * num_full + [size for size in smaller_ones for _ in range(2 * dp)]
+
+
+def dearest_first(samples: Sequence[SampleLength], weights: Sequence[int]) -> list[int]:
+    """The samples' places by falling weight; of equals the longest comes first."""
+    return sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i))
+
+
 def pack(
-    samples: Sequence[SampleLength], weights: Sequence[int], num_rows: int, room: int
+    samples: Sequence[SampleLength],
+    weights: Sequence[int],
+    num_rows: int,
+    room: int,
+    order: Sequence[int] | None = None,
 ) -> list[list[SampleLength]] | None:
     """`num_rows` rows of balanced weight, none above `room` positions a side and none empty; None where it fails.
 
-    Dearest first into the least loaded row with room; if a document finds none, longest first into the fullest row that
-    takes it (best fit), which packs tighter.
+    Dearest first (in `order`, where it is known) into the least loaded row with room; if a document finds none, longest
+    first into the fullest row that takes it (best fit), which packs tighter.
     """
     if num_rows > len(samples):
         return None
-    return _pack_balanced(samples, weights, num_rows, room) or _pack_tight(samples, num_rows, room)
+    order = dearest_first(samples, weights) if order is None else order
+    return _pack_balanced(samples, weights, num_rows, room, order) or _pack_tight(samples, num_rows, room)
 
 
 def _pack_balanced(
-    samples: Sequence[SampleLength], weights: Sequence[int], num_rows: int, room: int
+    samples: Sequence[SampleLength], weights: Sequence[int], num_rows: int, room: int, order: Sequence[int]
 ) -> list[list[SampleLength]] | None:
-    order = sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i))
     rows: list[list[SampleLength]] = [[samples[i]] for i in order[:num_rows]]
     filled = [[row[0].encoder, row[0].decoder] for row in rows]
     loads = [weights[i] for i in order[:num_rows]]

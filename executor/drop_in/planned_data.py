@@ -193,6 +193,7 @@ def data_planner(pipeline: MegatronPipeline, settings: DropInSettings, *, forwar
         "split_backward": settings.split_backward and schedule == "adaptive",
         "replica_counts": "free" if schedule == "adaptive" else "equal",
         "recompute": pipeline.recompute or "auto",
+        "noise": settings.noise if schedule == "adaptive" else 0.0,
     }
     is_chosen = settings.width == "auto" and pipeline.topology.dp > 1
     topology = pipeline.topology if settings.width == "auto" else pipeline.topology.at_width(settings.width)
@@ -230,6 +231,7 @@ def cautious_planner(
         split_backward=False,
         replica_counts="equal",
         pieces="off",
+        noise=0.0,
     )
     return replace(planner.for_forwards(), layout=settings.layout) if forward_only else planner
 

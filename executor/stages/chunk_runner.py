@@ -34,7 +34,10 @@ class StoredBytes:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
-        if not any(pointer in pointers for pointers in (self._counted_pointers, *self._known_pointers)):
+        for pointers in (self._counted_pointers, *self._known_pointers):  # a loop, as this runs for all that is saved
+            if pointer in pointers:
+                break
+        else:
             self._counted_pointers.add(pointer)
             self.num_bytes += storage.nbytes()
         return tensor.detach()  # an operation's own output would keep the operation, and thereby itself, for ever

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="search again with the next seeds until the time is over and keep the best: not reproducible",
     )
-    add_flags(parser, "plan.pieces", "plan.split_backward")
+    add_flags(parser, "plan.pieces", "plan.split_backward", "plan.noise")
     parser.add_argument("--forward-only", action="store_true", help="a step of evaluation: forwards alone")
     add_flags(parser, "plan.replica_counts")
     add_json(parser, "the plan (dynapipe-plan/1)")
@@ -237,7 +237,7 @@ def with_a_core_each(plan: StepPlan, planner: Planner, samples: Sequence[SampleL
 
 def _refuse_backwards(args: argparse.Namespace) -> None:
     """Errors: ConfigError for flags that say how backwards run."""
-    for flag in ("schedule", "split_backward", "pieces"):
+    for flag in ("schedule", "split_backward", "pieces", "noise"):
         if getattr(args, flag) is not None:
             raise ConfigError(
                 f"--{flag.replace('_', '-')} has nothing to change in forwards alone: leave it or --forward-only out"

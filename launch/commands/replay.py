@@ -101,7 +101,9 @@ def _planner(dump: Path, name: str) -> tuple[Planner, bool]:
 
 
 def _in_present_words(described: dict[str, Any]) -> dict[str, Any]:
-    """A planner's description with the present names of two rules, which older runs wrote otherwise."""
+    """A planner's description with the present names of two rules, which older runs wrote otherwise, and the noise that
+    they did not know."""
+    described = {"noise": 0.0} | described
     if "equal_counts" not in described:
         return described
     counts, recompute = "equal" if described["equal_counts"] else "free", described["recompute"] or "auto"

@@ -95,7 +95,8 @@ def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: A
     if config.placement != own_placement(schedule):
         topology = replace(topology, placement="", stages_per_rank=0, layers_per_stage=())
     topology = replace(topology, vocabulary="whole")
-    usual = replace(config.plan, schedule=schedule, split_backward=False, fill_waits=False, pieces="off", **plan)
+    searched = {"split_backward": False, "fill_waits": False, "pieces": "off", "noise": 0.0}
+    usual = replace(config.plan, schedule=schedule, **searched, **plan)
     debug = replace(config.debug, plan_dir="")  # that is of the run's own plans
     return replace(config, topology=topology, plan=usual, debug=debug)
 
@@ -116,9 +117,12 @@ def placed_stages(config: TrainConfig) -> Topology:
 
 
 def runs_half_layers(config: TrainConfig) -> bool:
-    """Whether the stages of this job may begin and end within a layer: those of decoders on megatron-core."""
+    """Whether the stages of this job may begin and end within a layer: those of decoders, of transformers where that
+    is proven of the family."""
     m = config.model
-    return not (m.uses_transformers or m.num_decoder_layers or config.lora.enabled or config.deepspeed.config)
+    if m.num_decoder_layers or config.lora.enabled or config.deepspeed.config:
+        return False
+    return not m.uses_transformers or m.cut is None or bool(m.cut.pattern.halves)
 
 
 def spread_fault(config: TrainConfig) -> str:
@@ -138,7 +142,7 @@ def topology_of(config: TrainConfig) -> Topology:
     t, m = config.topology, config.model
     topology = placed_stages(config).with_layers(m.total_layers)
     if not runs_half_layers(config):
-        who = "a model of transformers" if m.uses_transformers else "a model with a decoder side, or with adapters,"
+        who = "this model of transformers" if m.uses_transformers else "a model with a decoder side, or with adapters,"
         refuse_half_layers(topology.layers_per_stage, who)
     if fault := spread_fault(config):
         refuse_spread(topology, fault)

@@ -13,7 +13,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.launch.job.configured import global_batches, make_planner
+from dynapipe_ext.launch.job.configured import architecture_of, global_batches, make_planner
 from dynapipe_ext.launch.job.requested import refuse_settings
 from dynapipe_ext.launch.job.run_costs import costs_of_settings
 from dynapipe_ext.launch.job.run_data import refuse_pieces
@@ -39,7 +39,7 @@ class _Change:
     num_batches: int = 1
 
 
-def _changes(config: TrainConfig) -> Iterator[_Change]:
+def _changes(config: TrainConfig, *, tied_embeddings: bool) -> Iterator[_Change]:
     """Those that the run does not have already, the likeliest to help first."""
     plan, topology = config.plan, config.topology
     if plan.schedule != "adaptive":
@@ -53,6 +53,10 @@ def _changes(config: TrainConfig) -> Iterator[_Change]:
                 yield _Change(f"--placement {name}", "two stages a rank, so less waiting", {"topology": placed})
     if not plan.split_backward and topology.pp > 1 and plan.schedule == "adaptive":
         yield _Change("--split-backward", "weight gradients fill waits", {"plan": {"split_backward": True}})
+    if topology.pp > 1 and topology.vocabulary == "whole":
+        spread = "both" if tied_embeddings else "head"
+        words = "the head's rows over all pipeline ranks, so stages are even"
+        yield _Change(f"--vocabulary {spread}", words, {"topology": {"vocabulary": spread}})
     if plan.layout == "padded":
         yield _Change("--layout packed", "documents end to end, almost no padding", {"plan": {"layout": "packed"}})
     if plan.pieces == "off":
@@ -79,7 +83,8 @@ def next_moves(
     begun_s, longest_s, num_tried = cpu_s(), 0.0, 0
     base_s = _seconds_a_token(job, costs, _Change("", "", {}), batches)
     moves = []
-    for change in _changes(job.config) if base_s else ():
+    tied_embeddings = architecture_of(job.config, job.data.whole.vocab_size).tied_embeddings
+    for change in _changes(job.config, tied_embeddings=tied_embeddings) if base_s else ():
         start_s = cpu_s()
         longest_s = max(longest_s, (start_s - begun_s) / (num_tried + 1))
         if start_s - begun_s + longest_s > _CPU_S:

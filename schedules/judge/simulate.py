@@ -5,12 +5,17 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
 
 from dynapipe_ext.batch.micro_batches import PieceNeighbours, SamplePieces
 from dynapipe_ext.core import native
-from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.timeline import Span, Trace
@@ -32,6 +37,49 @@ def validate(
     Errors: PlanError naming the action, stage or micro-batch at fault.
     """
     _check_placement(schedule)
+    if not _is_whole(schedule, num_micro_batches):
+        _refuse_broken(schedule, num_micro_batches)
+    _check_pieces(schedule, PieceNeighbours.of(sample_pieces))
+    if progress:
+        _check_progress(schedule, num_micro_batches)
+
+
+def _is_whole(schedule: PipelineSchedule, num_micro_batches: int) -> bool:
+    """Whether every micro-batch runs F then B, or F then I then W, on each stage, and on its rank: by arrays."""
+    actions, each = [*chain.from_iterable(schedule.ranks)], schedule.num_stages * num_micro_batches
+    if len(actions) < each:
+        return False
+    stages, micro_batches, kinds = (map(attrgetter(name), actions) for name in ("stage", "micro_batch", "kind"))
+    try:  # kinds by their identity, as an Enum's own lookups take most of the time
+        stage, micro_batch, kind = (
+            np.fromiter(column, np.int64, len(actions)) for column in (stages, micro_batches, map(id, kinds))
+        )
+    except OverflowError:
+        return False
+    if len(actions) and not (
+        min(stage.min(), micro_batch.min()) >= 0
+        and stage.max() < schedule.num_stages
+        and micro_batch.max() < num_micro_batches
+    ):
+        return False
+    rank = np.repeat(np.arange(len(schedule.ranks)), [*map(len, schedule.ranks)])
+    if (np.array(schedule.stage_ranks)[stage] != rank).any():
+        return False
+    pair, times = stage * num_micro_batches + micro_batch, np.full((len(Kind), each), -1)
+    for one, row in zip(Kind, times, strict=True):
+        places = np.flatnonzero(kind == id(one))
+        row[pair[places]] = places
+    forward, whole, gradient, weight = times
+    if (times >= 0).sum() != len(actions) or (forward < 0).any():  # twice, or not at all
+        return False
+    if schedule.forward_only:
+        return len(actions) == each
+    is_whole = (whole > forward) & (gradient < 0) & (weight < 0)
+    return bool((is_whole | (whole < 0) & (gradient > forward) & (weight > gradient)).all())
+
+
+def _refuse_broken(schedule: PipelineSchedule, num_micro_batches: int) -> None:
+    """The error of `validate` that names what is wrong."""
     num_stages, stage_ranks = schedule.num_stages, schedule.stage_ranks
     letters = {id(kind): kind.value for kind in Kind}  # an Enum's own lookups take most of the time here
     done = [defaultdict[int, str](str) for _ in stage_ranks]  # of those named alone: a file may name the 10^9th
@@ -57,9 +105,6 @@ def validate(
                     f" {' or '.join(allowed)}"
                     + (": only a schedule of forwards alone may lack backwards" if kinds == "F" else "")
                 )
-    _check_pieces(schedule, PieceNeighbours.of(sample_pieces))
-    if progress:
-        _check_progress(schedule, num_micro_batches)
 
 
 def _check_pieces(schedule: PipelineSchedule, order: PieceNeighbours) -> None:
@@ -133,6 +178,8 @@ def _check_progress(schedule: PipelineSchedule, num_micro_batches: int) -> None:
         raise PlanError(f"schedule {schedule.name!r} has a circular wait: {', '.join(stuck)} can never start")
 
 
+_KINDS = tuple(Kind)  # in the order of the native core
+
 # Slot that must be filled, duration_ns, slot that is filled, delay_ns until it is.
 TimedAction = tuple[int, int, int, int]
 SpanNs = tuple[int, int]
@@ -147,19 +194,29 @@ def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list
     Errors: PlanError if the costs do not match the schedule, or if ranks wait for each other for ever; it names the
     action at which each of them is blocked.
     """
-    steps = timed_actions(schedule, costs)
-    slots = num_slots(costs.num_stages, costs.num_micro_batches)
-    run = run_steps if native is None or not _is_small(costs) else native.run_steps
-    spans: list[list[SpanNs]]
-    spans, stuck = run(steps, slots)
+    if native is None or not _are_small(costs.forward_ns, costs.backward_ns, costs.transfer_ns):
+        spans, stuck = run_steps(timed_actions(schedule, costs), num_slots(costs.num_stages, costs.num_micro_batches))
+    else:
+        times_ns = (costs.forward_ns, costs.backward_ns, costs.input_ns, costs.weight_ns, costs.transfer_ns)
+        spans, stuck = _by_core(native.simulated, schedule, costs, schedule.stage_ranks, *times_ns)
     if stuck:
         raise deadlock(schedule, stuck)
     return spans
 
 
-def _is_small(costs: MicroBatchCosts) -> bool:
-    """Whether times of any order are within 64 bits."""
-    return sum(float(table.sum()) for table in (costs.forward_ns, costs.backward_ns, costs.transfer_ns)) < 2.0**61
+def _are_small(*tables: IntArray) -> bool:
+    """Whether sums over these are within 64 bits."""
+    return sum(float(table.sum()) for table in tables) < 2.0**61
+
+
+def _by_core(judge: Callable[..., Any], schedule: PipelineSchedule, costs: MicroBatchCosts, *arguments: object) -> Any:
+    """What the native core says of the schedule. Errors: PlanError if the costs do not match it."""
+    _check_costs(schedule, costs)
+    try:
+        return judge(schedule.ranks, _KINDS, *arguments)
+    except ValueError:
+        check_sizes(schedule, costs)  # which names the action
+        raise
 
 
 def makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
@@ -334,6 +391,18 @@ def deadlock(schedule: PipelineSchedule, stuck: Sequence[tuple[int, int]]) -> Pl
 
 def check_sizes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
     """Refuse costs that are not those of the schedule: other stages, too few micro-batches, backwards or none."""
+    _check_costs(schedule, costs)
+    stages, micro_batches = range(costs.num_stages), range(costs.num_micro_batches)
+    for rank in schedule.ranks:
+        for action in rank:
+            if action.stage not in stages or action.micro_batch not in micro_batches:
+                raise PlanError(
+                    f"action {action} is outside the costs, which have {len(stages)} stages and"
+                    f" {len(micro_batches)} micro-batches: price every micro-batch of the schedule"
+                )
+
+
+def _check_costs(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
     if schedule.num_stages != costs.num_stages:
         raise PlanError(
             f"schedule {schedule.name!r} has {schedule.num_stages} stages but the costs have {costs.num_stages}:"
@@ -344,14 +413,6 @@ def check_sizes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
             f"schedule {schedule.name!r} runs forwards alone but its costs store activations for backwards: price the"
             " micro-batches as forwards alone (Planner.for_forwards)"
         )
-    stages, micro_batches = range(costs.num_stages), range(costs.num_micro_batches)
-    for rank in schedule.ranks:
-        for action in rank:
-            if action.stage not in stages or action.micro_batch not in micro_batches:
-                raise PlanError(
-                    f"action {action} is outside the costs, which have {len(stages)} stages and"
-                    f" {len(micro_batches)} micro-batches: price every micro-batch of the schedule"
-                )
 
 
 def static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
@@ -390,6 +451,15 @@ def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int,
 
     Errors: PlanError if the costs do not match the schedule.
     """
+    if native is None or not _are_small(costs.stored_bytes, costs.working_bytes, costs.static_bytes):
+        return peaks_in_python(schedule, costs)
+    counted = [kind.value in costs.working_in for kind in _KINDS]
+    held = (costs.stored_bytes, costs.working_bytes, list(static_bytes(schedule, costs)))
+    return tuple(_by_core(native.peak_bytes, schedule, costs, *held, counted))
+
+
+def peaks_in_python(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
+    """What `peak_bytes` says, without the native core."""
     counted = tuple(kind for kind in Kind if kind.value in costs.working_in)  # an Enum's own hash is slow
     working = costs.working_bytes.tolist()
     peaks = []

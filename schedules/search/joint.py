@@ -14,9 +14,20 @@ from typing import Literal
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import SamplePieces
+from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.reproducible import splitmix64
+from dynapipe_ext.schedules.judge.disturbances import mean_makespan_ns
 from dynapipe_ext.schedules.search.dispatch import Pipeline, dispatch
-from dynapipe_ext.schedules.search.problem import NEVER, Chosen, CostField, Problem, SearchState, Walk, piece_positions
+from dynapipe_ext.schedules.search.problem import (
+    NEVER,
+    Chosen,
+    CostField,
+    Problem,
+    SearchState,
+    Walk,
+    piece_positions,
+    schedules_of,
+)
 from dynapipe_ext.splits.padded import Cut
 
 Move = Literal["swap", "insert", "rule", "recompute", "give", "exchange", "shift", "divide", "apart"]
@@ -75,7 +86,8 @@ def _settle(problem: Problem, state: SearchState, d: int, orders: Sequence[Seque
 def _makespan_of(
     problem: Problem, state: SearchState, d: int, give_up: int, orders: list[list[Chosen]] | None = None
 ) -> int:
-    """Makespan of replica d; at least `give_up` as soon as it is known to reach that."""
+    """Makespan of replica d, the mean of the disturbed ones where the problem has noise; at least `give_up` as soon
+    as the makespan is known to reach that."""
     records = []
     for m in state.groups[d]:
         record = problem.cost_record(state.cut(m))
@@ -98,7 +110,26 @@ def _makespan_of(
         transfer=tables[CostField.TRANSFER],
         sample_pieces=piece_positions(state.groups[d], problem.sample_pieces),
     )
-    return dispatch(pipe, problem.rules[state.rules[d]], give_up=give_up, orders=orders)
+    rule, ranks = problem.rules[state.rules[d]], [[] for _ in problem.free_bytes] if orders is None else orders
+    if problem.noise is None:
+        return dispatch(pipe, rule, give_up=give_up, orders=ranks)
+    if dispatch(pipe, rule, give_up=min(give_up, problem.noise.most_ns + 1), orders=ranks) >= NEVER:
+        return NEVER
+    return mean_makespan_ns(schedules_of([ranks], problem)[0], _costs_of(pipe), problem.noise.spread)
+
+
+def _costs_of(pipe: Pipeline) -> MicroBatchCosts:
+    gradient, weight = np.array(pipe.gradient, np.int64), np.array(pipe.weight, np.int64)
+    return MicroBatchCosts(
+        forward_ns=np.array(pipe.forward, np.int64),
+        backward_ns=gradient + weight if pipe.split else gradient,
+        weight_ns=weight,
+        stored_bytes=np.array(pipe.stored, np.int64),
+        working_bytes=np.array(pipe.working, np.int64),
+        transfer_ns=np.array(pipe.transfer[:-1], np.int64).reshape(-1, pipe.count),
+        transfer_bytes=np.zeros((len(pipe.stage_ranks) - 1, pipe.count), np.int64),
+        static_bytes=np.zeros(len(pipe.stage_ranks), np.int64),
+    )
 
 
 class _Random:

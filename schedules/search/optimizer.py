@@ -16,7 +16,8 @@ from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.actions import Action, PipelineSchedule
+from dynapipe_ext.schedules.judge.disturbances import spread_of
 from dynapipe_ext.schedules.judge.simulate import SharedCores, peak_bytes, validate
 from dynapipe_ext.schedules.search.joint import search_in_python
 from dynapipe_ext.schedules.search.problem import (
@@ -24,22 +25,25 @@ from dynapipe_ext.schedules.search.problem import (
     Chosen,
     CostField,
     DispatchRule,
+    Noise,
     Problem,
     SearchState,
     Walk,
     piece_positions,
     records_of,
     rules,
+    schedules_of,
     start_orders,
 )
 from dynapipe_ext.splits.padded import Cut
 
-_TRIAL = 500  # of the effort, for each of several starts
+TRIAL = 500  # of the effort, for each of several starts
 _COOLING = 1000  # of the effort: after it a move may cost half of what the first may
 _REPLICAS = 4  # that one measure of effort is for
 _MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves:
 _LONG = 8  # as many as for replicas of so many, but no fewer than half of the effort
 _ROWS = 12  # likewise, where samples come in pieces, which are many rows: moves are fewer, as each costs more
+_STEADY = 256  # by one part in so many of its time a step may take longer, if it loses less where times are disturbed
 _CORE_HAS_NO_CAP = 1 << 20  # how the native core is told of a rule without a cap
 
 
@@ -48,7 +52,8 @@ class Settings:
     """What the search is asked for; `seed` and `effort` make it a function.
 
     `effort` is the number of random moves for up to 7 replicas, twice as many for 8, three times for 12, and so on, but
-    fewer where `has_long_replicas`. Of the same starts a larger effort never makes less.
+    fewer where `has_long_replicas`. Of the same starts a larger effort never makes less. With `noise` as many moves
+    again look for the best mean over disturbed times near what the first ones found.
     """
 
     memory_limit_bytes: int
@@ -59,6 +64,8 @@ class Settings:
     equal_counts: bool = False
     use_native: bool = True
     cores: SharedCores | None = None  # None: every rank has its own
+    noise: float = 0.0  # the largest share by which times are disturbed
+    trial: int = TRIAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +104,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Optimized:
-    """Each replica's cuts in injection order, and schedules in which micro-batch i is the replica's i-th cut."""
+    """Each replica's cuts in injection order, and schedules in which micro-batch i is the replica's i-th cut.
+    `makespan_ns`: under noise the means over disturbed times."""
 
     replicas: tuple[tuple[Cut, ...], ...]
     schedules: tuple[PipelineSchedule, ...]
@@ -174,9 +182,11 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
         cuts, orders = _in_turn(state)
         state = _searched(best.problem, cuts, orders, settings, best.rest)
     state = _of_least_work(best.problem, state, settings)
+    if settings.noise:
+        state = _steady(best, state, settings)
     return best.index, Optimized(
         tuple(tuple(state.cut(m) for m in group) for group in state.groups),
-        _schedules(state.actions, best.problem),
+        schedules_of(state.actions, best.problem),
         tuple(state.makespan_ns),
     )
 
@@ -222,7 +232,7 @@ def _trials(candidates: Sequence[_Candidate], settings: Settings) -> list[Search
 def _walks(start: Start, settings: Settings, *, are_several: bool) -> tuple[Walk, Walk]:
     """A start's trial, of no moves if it is the only one, and the rest of its search."""
     moves = _num_moves(start, settings.effort)
-    tried = _num_moves(start, min(settings.effort, _TRIAL)) if are_several else 0
+    tried = _num_moves(start, min(settings.effort, settings.trial)) if are_several else 0
     trial = Walk(seed=settings.seed, moves=tried, cooling=max(1, _num_moves(start, _COOLING)))
     return trial, replace(trial, moves=moves - tried, begun=tried)
 
@@ -264,6 +274,8 @@ def _of_least_work(problem: Problem, state: SearchState, settings: Settings) -> 
     records = records[least, np.arange(len(cuts))]
     ranks = np.array(problem.stage_ranks)
     for (group,) in orders:
+        if not group:
+            continue
         stored = records[group, :, CostField.STORED].sum(axis=0)
         working = records[group, :, CostField.WORKING].max(axis=0)
         for rank, free_bytes in enumerate(problem.free_bytes):
@@ -272,6 +284,16 @@ def _of_least_work(problem: Problem, state: SearchState, settings: Settings) -> 
     lightest = [cut._replace(kind=kind) for cut, kind in zip(cuts, least.tolist(), strict=True)]
     lighter = _searched(problem, lightest, orders, settings, Walk(seed=settings.seed, moves=0))
     return lighter if lighter.makespan_ns == state.makespan_ns else state
+
+
+def _steady(best: _Candidate, state: SearchState, settings: Settings) -> SearchState:
+    """The best state near this one by its mean makespan over disturbed times, from as many moves again. The slowest
+    replica takes no more than a little longer undisturbed."""
+    cuts, orders = _in_turn(state)
+    undisturbed_ns = state.value[0]
+    noise = Noise(spread_of(settings.noise), undisturbed_ns + undisturbed_ns // _STEADY)
+    walk = replace(best.trial, moves=best.trial.moves + best.rest.moves)
+    return _searched(replace(best.problem, noise=noise), cuts, orders, settings, walk)
 
 
 def _searched(
@@ -322,6 +344,7 @@ def search(
         equal_counts,
         (0, 1) if problem.cores is None else (problem.cores.tp, problem.cores.num_cores),
         list(map(list, problem.sample_pieces)),
+        (0, 0) if problem.noise is None else (problem.noise.spread, problem.noise.most_ns),
         with_actions,
     )
     stages = len(problem.stage_ranks)
@@ -439,16 +462,6 @@ def _shapes(start: Start, cuts: Sequence[Cut]) -> IntArray:
     first, end, _ = np.array(cuts, np.int64).reshape(-1, 3).T
     shapes: IntArray = start.shapes[end - 1, end - first - 1].astype(np.int64)
     return shapes
-
-
-def _schedules(replicas: list[list[list[Chosen]]], problem: Problem) -> tuple[PipelineSchedule, ...]:
-    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT if problem.split else Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    name = "adaptive-split" if problem.split else "adaptive"
-    chosen = {id(one): one for ranks in replicas for rank in ranks for one in rank}  # what replicas share, once
-    made = {key: Action(one.stage, kinds[one.action], one.position) for key, one in chosen.items()}
-    idle: tuple[tuple[Action, ...], ...] = tuple(() for _ in set(problem.stage_ranks))
-    orders = (tuple(tuple(made[id(one)] for one in rank) for rank in ranks) for ranks in replicas)
-    return tuple(PipelineSchedule(name, ranks or idle, problem.stage_ranks) for ranks in orders)
 
 
 def renumbered(schedule: PipelineSchedule, place: dict[int, int]) -> PipelineSchedule:

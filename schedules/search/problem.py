@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import SamplePieces
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import SharedCores
 from dynapipe_ext.splits.padded import Cut
 
@@ -72,6 +73,14 @@ def rules(*, split: bool) -> Sequence[DispatchRule]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Times are disturbed by up to `spread` (`mean_makespan_ns`). No order may take more than `most_ns` undisturbed."""
+
+    spread: int
+    most_ns: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """What the search may do, and what it costs.
@@ -80,7 +89,8 @@ class Problem:
     recomputation; a forward of INFEASIBLE means that the shape cannot run so. `shapes[j, r - 1]`, int32, is the shape
     of the cut of r items that ends at item j, or -1 where that may not be a micro-batch. With one column only, items
     are micro-batches and stay what they are; `sample_pieces` then says which of them are pieces of one sample (cut i is
-    item i). Where ranks share `cores`, a step takes at least its work over them.
+    item i). Where ranks share `cores`, a step takes at least its work over them. With `noise` an order is judged by its
+    mean makespan over disturbed times.
     """
 
     stage_ranks: tuple[int, ...]
@@ -92,6 +102,7 @@ class Problem:
     rules: tuple[DispatchRule, ...]
     cores: SharedCores | None = None
     sample_pieces: tuple[SamplePieces, ...] = ()
+    noise: Noise | None = None
 
     def floor_ns(self, cuts: Sequence[Cut | None]) -> int:
         """What a step of these cuts takes at least where ranks share cores; 0 where they do not."""
@@ -147,8 +158,8 @@ class Walk:
 @dataclass(slots=True)
 class SearchState:
     """Cuts (None: merged into a neighbour), and per replica: its cuts in injection order, the index of its rule, its
-    makespan (NEVER: nothing fits) and the actions of each rank. `floor_ns`: what the step takes at least where ranks
-    share cores."""
+    makespan, under noise the mean over disturbed times (NEVER: nothing fits), and the actions of each rank. `floor_ns`:
+    what the step takes at least where ranks share cores."""
 
     cuts: list[Cut | None]
     groups: list[list[int]]
@@ -211,3 +222,14 @@ def piece_positions(group: Sequence[int], sample_pieces: Sequence[SamplePieces])
     """The pieces of each sample that a replica has, as positions in its order of cuts."""
     place = {m: i for i, m in enumerate(group)}
     return tuple(tuple(place[m] for m in pieces) for pieces in sample_pieces if pieces[0] in place)
+
+
+def schedules_of(replicas: list[list[list[Chosen]]], problem: Problem) -> tuple[PipelineSchedule, ...]:
+    """The actions of each replica's ranks as schedules."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT if problem.split else Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    name = "adaptive-split" if problem.split else "adaptive"
+    chosen = {id(one): one for ranks in replicas for rank in ranks for one in rank}  # what replicas share, once
+    made = {key: Action(one.stage, kinds[one.action], one.position) for key, one in chosen.items()}
+    idle: tuple[tuple[Action, ...], ...] = tuple(() for _ in set(problem.stage_ranks))
+    orders = (tuple(tuple(made[id(one)] for one in rank) for rank in ranks) for ranks in replicas)
+    return tuple(PipelineSchedule(name, ranks or idle, problem.stage_ranks) for ranks in orders)

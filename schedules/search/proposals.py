@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +21,14 @@ from dynapipe_ext.schedules.search.optimizer import Start, has_long_replicas
 from dynapipe_ext.schedules.search.regrouping import exchanged
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
-from dynapipe_ext.splits.packing import MOST_TRIES, RowPackings, RowRule, micro_batch_evaluate
+from dynapipe_ext.splits.packing import (
+    GRADES,
+    MOST_TRIES,
+    MicroBatchEvaluate,
+    RowPackings,
+    RowRule,
+    micro_batch_evaluate,
+)
 from dynapipe_ext.splits.padded import (
     Caps,
     Cut,
@@ -46,6 +53,9 @@ Made = TypeVar("Made")
 
 _MOVES_A_TRY = 1000  # of the effort, for each number of packed rows that is tried about the best
 _LEVELLING = 50  # moves for each cut, whatever the effort: what is searched from there is then the same
+_MOST_ROWS = (
+    100  # a replica, in packings that a search with graded rows begins with; once there are as many, no more are tried
+)
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
@@ -55,9 +65,18 @@ class Proposal:
 
     start: Start
     micro_batch: Callable[[Cut], MicroBatch]
+    is_fixed: bool = False  # cut i is micro-batch i, and priced as such
 
     def replicas(self, cuts: Sequence[Sequence[Cut]]) -> Replicas:
         return [[self.micro_batch(cut) for cut in replica] for replica in cuts]
+
+    def costs(self, cuts: Sequence[Sequence[Cut]]) -> tuple[MicroBatchCosts, ...] | None:
+        """Of each replica's micro-batches, where these are fixed and priced each by itself."""
+        start = self.start
+        if not self.is_fixed or start.sample_pieces:
+            return None
+        columns = (np.array(replica, np.int64).reshape(-1, 3).T for replica in cuts)
+        return tuple(MicroBatchCosts.choose(start.kind_costs, kind, first) for first, _, kind in columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +95,26 @@ class Proposals:
     kinds: tuple[Recompute, ...]
     forward_only: bool = False
     cores_are_shared: bool = False
+    _prices: dict[int, tuple[Sequence[MicroBatch], MicroBatchCosts]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # of rows, by the identity of their list
+
+    def _priced(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        """Prices, worked out once for each list of whole samples' rows."""
+        key = id(micro_batches)
+        if key not in self._prices:
+            self._prices[key] = micro_batches, self.costs.evaluate(micro_batches)
+        return self._prices[key][1]
+
+    def _known(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        """Prices, from those of the same rows in another order where there are some."""
+        for rows, priced in self._prices.values():
+            if len(rows) != len(micro_batches):
+                continue
+            places = dict(zip(map(id, rows), count(), strict=False))
+            if places.keys() == {*map(id, micro_batches)}:
+                return priced.take([places[id(m)] for m in micro_batches])
+        return self.costs.evaluate(micro_batches)
 
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Starts from ordered samples, which the search may cut anywhere."""
@@ -148,7 +187,7 @@ class Proposals:
         else:
             held = self._in_flight(1, (stages + 1) // 2, stages)
             dp = min(self.topology.num_replicas, len(samples))
-            price = _remembering(self.costs.evaluate)  # what is held changes what fits, not the rows that are tried
+            price = self._priced  # what is held changes what fits, not the rows that are tried
             rows = cache(partial(self._packed_rows, samples, price))
             smallest, *larger = self._rooms(samples)
             tried = [partial(self._packed, rows, price, in_flight, dp, [smallest]) for in_flight in held]
@@ -212,14 +251,14 @@ class Proposals:
             kinds = (
                 self.kinds if self.rules.rule == "dynapipe-ext" else tuple({m.recompute: None for m in micro_batches})
             )
-            like = self.costs.evaluate(micro_batches)
+            like = self._known(micro_batches)
             start = Start.of_micro_batches(
                 [self._under(kind, micro_batches, like) for kind in kinds],
                 [range(a, b) for a, b in pairwise(ends)],
                 [kinds.index(m.recompute) for m in micro_batches],
                 sample_pieces(micro_batches),
             )
-            proposed.append(Proposal(start, partial(_with_kind, micro_batches, kinds)))
+            proposed.append(Proposal(start, partial(_with_kind, micro_batches, kinds), is_fixed=True))
         return proposed
 
     @property
@@ -334,21 +373,52 @@ class Proposals:
         refusal: PlanError | None = None
         for kind in self.kinds:
             try:
-                best = fitted(kind, rooms[0])
+                best, room = fitted(kind, rooms[0]), rooms[0]
             except PlanError as error:
                 refusal = refusal or error
                 continue
-            for room in rooms[1:]:
+            for larger_room in rooms[1:]:
                 try:
-                    larger = fitted(kind, room)
+                    larger = fitted(kind, larger_room)
                 except PlanError:
                     break
                 if larger[0] >= best[0]:
                     break
-                best = larger
-            return best[1]
+                best, room = larger, larger_room
+            return self._or_graded(best[1], rows(kind, room), evaluate, dp)
         assert refusal is not None
         raise refusal
+
+    def _or_graded(
+        self, finalists: list[tuple[MicroBatch, ...]], rows: RowPackings, evaluate: MicroBatchEvaluate, dp: int
+    ) -> list[tuple[MicroBatch, ...]]:
+        """The finalists; where rows may be graded, the first of them and graded ones, and more while all are few."""
+        if self.rules.row_sizes == "even":
+            return finalists
+
+        def in_turn() -> Iterator[tuple[MicroBatch, ...] | None]:
+            first, second = GRADES
+            yield rows.graded(first, dp)
+            yield finalists[0]
+            yield rows.graded(second, dp)
+            yield from finalists[1:]
+
+        wanted: list[tuple[MicroBatch, ...]] = []
+        for packing in in_turn():
+            if packing and self._may_be(packing, evaluate, dp):
+                wanted.append(packing)
+            if len(wanted) > 1 and sum(map(len, wanted)) > _MOST_ROWS * dp:
+                break
+        return wanted
+
+    def _may_be(self, rows: tuple[MicroBatch, ...], evaluate: MicroBatchEvaluate, dp: int) -> bool:
+        """Whether rows are enough, keep to equal counts and fit."""
+        if len(rows) < dp or (self.rules.equal_counts and len(rows) % dp):
+            return False
+        try:
+            return int(evaluate(rows)[1].max()) <= self.limit_bytes
+        except PlanError:  # a row outside a measured grid
+            return False
 
     def _peer_rules(self, samples: list[SampleLength]) -> Iterator[Callable[[], Replicas]]:
         """A peer's splits; where its rule leaves a size open, several are judged, so that the peer is at its best."""
@@ -410,19 +480,6 @@ def _possible(makers: Iterable[Callable[[], Made]]) -> list[Made]:
         assert refusal is not None
         raise refusal
     return made
-
-
-def _remembering(price: MicroBatchPrice) -> MicroBatchPrice:
-    """The same prices, worked out once for each list of micro-batches, by its identity."""
-    prices: dict[int, tuple[Sequence[MicroBatch], MicroBatchCosts]] = {}
-
-    def remembered(micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        key = id(micro_batches)
-        if key not in prices:
-            prices[key] = micro_batches, price(micro_batches)
-        return prices[key][1]
-
-    return remembered
 
 
 def _distinct(packings: Iterable[tuple[MicroBatch, ...]]) -> list[tuple[MicroBatch, ...]]:

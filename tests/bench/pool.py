@@ -1,6 +1,7 @@
 """Whether planner processes and their store keep ahead of the readers of 4,096 ranks: they alone, without training.
 
     python tests/bench/pool.py [--shared DIR] [--machine TEXT] [--workers N] [--step-s S] [--seconds S] [--dp N]
+                               [--first-alone]
 
 An embedded server, its planner processes and one process that stands for all readers: at each step's time it reads the
 plan of every one of 4,096 ranks from the store, a read each, and marks the step as rank 0 does. Llama 3 70B on counted
@@ -10,6 +11,10 @@ Scaled to two cores: planners plan `dp` of the 64 replicas and their share of th
 one core is for at 1,000 ranks a core; each of their plans is read by 64 / dp times as many ranks, so the store serves
 all 4,096. Times count from the first plan on. A step is kept where its plans were read before the next one begins.
 The CPU seconds of planners, store and readers a step say what cores an idle machine needs, whatever else runs here.
+
+first_plans: all replicas, at PP8 and at PP16. How long after its start a planner process has the whole first step in
+the store, and its CPU seconds until then: the wait on a machine with a core for each planner. --first-alone renews
+these and nothing else.
 
 Lengths are of DIR (default ../shared beside the repository): multitask_lengths.npy cut at 2,048. Writes
 results/pool.json; exit status 1 where a step was not kept.
@@ -44,7 +49,7 @@ from dynapipe_ext.launch.store import RedisServer
 RESULT = Path(__file__).parent / "results" / "pool.json"
 FORMAT = "dynapipe-pool/1"
 RANKS, TP, PP = 4096, 8, 8
-SAMPLES_A_REPLICA = scale.MANY_SAMPLES // (RANKS // TP // PP)
+FIRST_PPS = (8, 16)
 AHEAD = 8
 _WAIT_S = 300.0
 _KEYS, _KEY = Keys("pool/1"), bytes(32)
@@ -58,15 +63,16 @@ class Step:
     reading_s: float
 
 
-def job_of(store: RedisStore, dp: int, workers: int) -> PlannerJob:
+def job_of(store: RedisStore, pp: int, dp: int, workers: int) -> PlannerJob:
+    samples_a_replica = scale.MANY_SAMPLES // (RANKS // TP // pp)
     return PlannerJob(
         store=store.address,
         store_patience_s=60.0,
         namespace=store.namespace,
         prefix=_KEYS.prefix,
         plan_key=_KEY.hex(),
-        rule=GlobalBatchRule(batch_size=dp * SAMPLES_A_REPLICA, drop_last=True),
-        planner=describe_planner(scale._counted(PP, dp)),
+        rule=GlobalBatchRule(batch_size=dp * samples_a_replica, drop_last=True),
+        planner=describe_planner(scale._counted(pp, dp)),
         start=StepPosition(),
         ahead=AHEAD,
         num_workers=workers,
@@ -103,11 +109,21 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def first_plan(shared: Path, pp: int) -> dict[str, Any]:
+    """Of one planner process and all replicas, from its start to the last of its first step's plans in the store."""
+    lengths, dp = lengths_of(shared), RANKS // TP // pp
+    with RedisServer() as server, RedisStore(server.address, namespace="pool", reconnect_timeout_s=60.0) as store:
+        start_s = time.monotonic()
+        with PlannerProcesses(job_of(store, pp, dp, 1), store, lengths) as pool:
+            store.get(_KEYS.plan(epoch=0, step=0, dp_rank=dp - 1, pp_rank=pp - 1), _WAIT_S)
+            return {"pp": pp, "dp": dp, "s": time.monotonic() - start_s, "cpu_s": cpu_s(pool.processes[0].pid)}
+
+
 def measured(shared: Path, *, dp: int, workers: int, step_s: float, seconds: float) -> dict[str, Any]:
     lengths, count = lengths_of(shared), 1 + round(seconds / step_s)
     load = os.getloadavg()[0]
     with RedisServer() as server, RedisStore(server.address, namespace="pool", reconnect_timeout_s=60.0) as store:
-        job = job_of(store, dp, workers)
+        job = job_of(store, PP, dp, workers)
         every = islice(step_positions(job.rule, lengths, job.start), count + 2 * AHEAD)
         places = [place for place, _ in every]
         start_s = time.monotonic()
@@ -141,8 +157,14 @@ def main() -> int:
     parser.add_argument("--step-s", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--dp", type=int, default=16, help="replicas that are planned, of 64")
+    parser.add_argument("--first-alone", action="store_true", help="measure first plans, and keep the other figures")
     args = parser.parse_args()
-    row = measured(args.shared, dp=args.dp, workers=args.workers, step_s=args.step_s, seconds=args.seconds)
+    first = {"first_plans": [first_plan(args.shared, pp) for pp in FIRST_PPS]}
+    if args.first_alone:
+        RESULT.write_text(json.dumps(json.loads(RESULT.read_text()) | first, indent=1) + "\n")
+        print(json.dumps(first, indent=1))
+        return 0
+    row = first | measured(args.shared, dp=args.dp, workers=args.workers, step_s=args.step_s, seconds=args.seconds)
     RESULT.write_text(json.dumps({"format": FORMAT, **provenance(args.machine), **row}, indent=1) + "\n")
     print(json.dumps(row, indent=1))
     return 0 if row["steps_kept"] == row["steps"] else 1

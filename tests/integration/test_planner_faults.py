@@ -63,6 +63,25 @@ def test_a_killed_planner_is_started_again_where_the_ranks_are(store: RedisStore
         assert pool.poll() == {}
 
 
+def test_any_number_of_planners_publishes_the_same_bytes_whichever_is_killed(address: StoreAddress) -> None:
+    ranks, published = [(dp_rank, pp_rank) for dp_rank in range(2) for pp_rank in range(2)], []
+    for num_workers in (1, 2, 5):
+        with RedisStore(address, namespace=f"{num_workers}-planners") as store:
+            mine, data = source(store, num_planners=num_workers), {}
+            with PlannerProcesses(job_of(store, num_workers=num_workers), store, LENGTHS) as pool:
+                for place, _ in places(12):
+                    if place.global_step == 2:  # its next plan is 4 steps or more ahead: another process makes it
+                        pid = pool.processes[place.step % num_workers].pid
+                        os.kill(pid, signal.SIGKILL)
+                        until(lambda pid=pid, pool=pool: pid not in [process.pid for process in pool.processes])
+                    assert mine.plan(place).step == place.global_step
+                    pool.reached(place)
+                    for rank in ranks:
+                        data[place, rank] = store.get(plan_key(place, *rank), 60.0)
+            published.append(data)
+    assert published[1:] == published[:1] * 2
+
+
 def test_a_planner_that_is_killed_again_and_again_is_named_at_a_rank_that_waits_for_it(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

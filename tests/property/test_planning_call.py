@@ -41,11 +41,12 @@ def costs_of(pp: int) -> TokenCosts:
     layout=st.sampled_from(["packed", "padded"]),
     counts=st.sampled_from(["free", "equal"]),
     multiple=st.sampled_from([1, 8]),
+    sizes=st.sampled_from(["even", "graded"]),
 )
 def test_caps_and_bytes_hold_and_every_sample_runs_once_or_the_call_refuses_by_name(
-    lengths: list[int], pp: int, dp: int, cap: int, limit: int, layout: str, counts: str, multiple: int
+    lengths: list[int], pp: int, dp: int, cap: int, limit: int, layout: str, counts: str, multiple: int, sizes: str
 ) -> None:
-    rules: dict[str, Any] = {"layout": layout, "replica_counts": counts, "pad_multiple": multiple}
+    rules: dict[str, Any] = {"layout": layout, "replica_counts": counts, "pad_multiple": multiple, "row_sizes": sizes}
     try:
         planned = plan_micro_batches(
             lengths, Topology(pp=pp, dp=dp), costs_of(pp), max_tokens=cap, memory_limit_bytes=limit, **rules
@@ -90,6 +91,21 @@ def test_what_cannot_be_planned_is_refused_with_its_value_bound_and_next_move(
 ) -> None:
     with pytest.raises(error, match=says):
         plan_micro_batches(lengths, Topology(pp=2, dp=2), costs_of(2), **{"max_tokens": 1000, **rules})
+
+
+@pytest.mark.parametrize("counts", ["free", "equal"])
+def test_graded_rows_fill_and_drain_a_pipeline_sooner_than_even_ones(counts: str) -> None:
+    """Full rows with ever smaller ones at a step's ends: a shorter step of the same samples."""
+    lengths = np.clip(np.random.default_rng(1).lognormal(5.0, 0.8, 400), 8, 600).astype(np.int64)
+    options: dict[str, Any] = {"max_tokens": 1000, "replica_counts": counts}
+    graded, even = (
+        plan_micro_batches(lengths, Topology(pp=4, dp=2), costs_of(4), row_sizes=sizes, **options).plan
+        for sizes in ("graded", "even")
+    )
+    assert graded.makespan_ns < 0.99 * even.makespan_ns
+    for replica in graded.batch.replicas:
+        tokens = [m.encoder_len for m in replica.micro_batches]
+        assert max(tokens[0], tokens[-1]) < 0.3 * max(tokens) < np.median(tokens)
 
 
 def test_one_sample_leaves_other_replicas_without_micro_batches() -> None:

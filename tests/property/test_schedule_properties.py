@@ -24,6 +24,7 @@ from dynapipe_ext.schedules.judge.simulate import (
     makespan_ns,
     num_slots,
     peak_bytes,
+    peaks_in_python,
     run_steps,
     simulate,
     simulate_ns,
@@ -275,16 +276,23 @@ def test_the_preemptive_bound_is_the_largest_over_subsets_of_head_work_and_tail(
 
 
 @given(random_costs(), st.integers(0, 99), st.data())
-def test_both_cores_time_an_order_alike_and_stop_at_the_same_actions(
+def test_both_cores_time_and_weigh_an_order_alike_and_stop_at_the_same_actions(
     costs: MicroBatchCosts, seed: int, data: st.DataObject
 ) -> None:
     assert native is not None
     schedule = optimize(costs, memory_limit_bytes=1 << 60, split=bool(seed % 2), effort=0, seed=seed)
-    ranks = timed_actions(schedule, costs)
+    if seed % 3 == 0:  # all stages on one rank
+        actions = tuple(action for rank in schedule.ranks for action in rank)
+        schedule = replace(schedule, ranks=(actions,), stage_ranks=(0,) * schedule.num_stages)
     if data.draw(st.booleans()):  # out of order, in which ranks may wait for ever
-        ranks = [data.draw(st.permutations(steps)) for steps in ranks]
+        schedule = replace(schedule, ranks=tuple(tuple(data.draw(st.permutations(rank))) for rank in schedule.ranks))
     slots = num_slots(costs.num_stages, costs.num_micro_batches)
-    assert native.run_steps(ranks, slots) == run_steps(ranks, slots)
+    times_ns = (costs.forward_ns, costs.backward_ns, costs.input_ns, costs.weight_ns, costs.transfer_ns)
+    timed = native.simulated(schedule.ranks, tuple(Kind), schedule.stage_ranks, *times_ns)
+    assert timed == run_steps(timed_actions(schedule, costs), slots)
+    for working_in in ("F", "FBI"):
+        weighed = replace(costs, working_in=working_in)
+        assert peak_bytes(schedule, weighed) == peaks_in_python(schedule, weighed)
 
 
 def needed_bytes(costs: MicroBatchCosts) -> int:

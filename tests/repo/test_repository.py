@@ -131,6 +131,9 @@ TESTED_COMMANDS = {
     "dynapipe train --config best.toml": ESTIMATED,
     "dynapipe profile --config mine.toml --out costs.json": PROFILED,
     "dynapipe plan --lengths lengths.npy --costs costs.json": PROFILED,
+    "dynapipe plan --lengths lengths.npy --pp 4 --split-backward --noise 0.2": (
+        "tests/unit/test_plan_under_noise.py::test_the_flag_changes_the_order_that_plan_writes"
+    ),
     "dynapipe convert SRC DST --to megatron --tp 2 --pp 2 --verify": CONVERTED,
     "dynapipe convert SRC DST --to hf": CONVERTED,
     "dynapipe collect-memory --model DIR --out records.jsonl": LEARNED,

@@ -29,6 +29,7 @@ import torch
 
 from dynapipe_ext.executor.stages import megatron_cpu
 from tests.support.megatron_lm_record import Record, Recorder
+from tests.support.preloaded import keep_loaded
 
 _BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]]
 SHARED = next((folder for folder in _BESIDE if (folder / "megatron_on_cpu.py").is_file()), _BESIDE[0])
@@ -196,6 +197,7 @@ def main() -> None:
     routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(routers).setdefault("te_general_gemm", None)  # which stock routers ask for without Transformer Engine, too
     recorder = Recorder(importlib.import_module("megatron.training.training"))
+    keep_loaded()
     for run in runs:
 
         def rank_main(env: RankEnv, run: Run = run) -> int:

@@ -305,7 +305,13 @@ def _load(modules: Sequence[str]) -> None:
     warnings.showwarning = show
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined] # torch's take half a second of a core
         finalizer.atexit = False
-    gc.freeze()  # what is loaded is not searched for garbage by every command
+    keep_loaded()
+
+
+def keep_loaded() -> None:
+    """What is loaded by now stays: neither this process nor its forks seek garbage in it, and they seldom seek any."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # a command makes many objects and little garbage that refers to itself
     join_pages()
 
 

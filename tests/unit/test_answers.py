@@ -118,6 +118,156 @@ def test_calls_of_tools_carry_loss_and_their_results_do_not(arguments: str) -> N
     assert text.endswith('"in": "Rome"}<|x|>⟧<|t|>yes<|e|><|a|>⟦Sunny.<|e|>⟧')
 
 
+# Templates by what they write of a message `m`, as released ones do; a prompt for an answer is `<|a|>`.
+def of_each(*writes: str, prompt: str = "{% if add_generation_prompt %}<|a|>{% endif %}", before: str = "") -> str:
+    """A template that writes, of messages of the roles user, assistant, tool and system, what is given."""
+    cases = "".join(
+        f"{{% {'elif' if place else 'if'} m.role == '{role}' %}}{text}"
+        for place, (role, text) in enumerate(zip(("user", "assistant", "tool", "system"), writes, strict=False))
+    )
+    return f"{before}{{% for m in messages %}}{cases}{{% endif %}}{{% endfor %}}{prompt}"
+
+
+USER, ANSWER, SAYS, CALL = (
+    "<|u|>{{ m.content }}<|e|>",
+    "<|a|>{{ m.content }}<|e|>",
+    "<|t|>{{ m.content }}<|e|>",
+    "{% for c in m.tool_calls %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>{% endfor %}",
+)
+SUN = {"type": "function", "function": {"name": "sun", "arguments": {"in": "Rome"}}}
+RAIN = {"type": "function", "function": {"name": "rain", "arguments": {"in": "Oslo"}}}
+
+
+def called(*calls: dict[str, Any], words: str = "") -> dict[str, Any]:
+    """A chat with calls whose result follows, and an answer."""
+    answer = {"role": "assistant", "content": words, "tool_calls": list(calls)}
+    asked, last = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Dry."}
+    tools = [{"type": "function", "function": {"name": call["function"]["name"]}} for call in (SUN, RAIN)]
+    return {"messages": [asked, answer, {"role": "tool", "content": "yes"}, last], "tools": tools}
+
+
+def test_an_answer_may_come_first() -> None:
+    first = of_each(USER, ANSWER, before="{{ messages[0].role[:0] }}")  # which a prompt without messages would break
+    record = chat(("assistant", "Hello."), *TURNS[:2])
+    assert rendered(first, record) == "<|a|>⟦Hello.<|e|>⟧<|u|>Hi<|e|><|a|>⟦Yes.<|e|>⟧"
+
+
+def test_what_a_template_moves_to_its_beginning_carries_no_loss() -> None:
+    hoisted = "{% for m in messages if m.role == 'system' %}<|s|>{{ m.content }}{% endfor %}"
+    record = chat(*TURNS[:2], ("system", "Now"), *TURNS[2:])
+    assert rendered(of_each(USER, ANSWER, before=hoisted), record) == (
+        "<|s|>Now<|u|>Hi<|e|><|a|>⟦Yes.<|e|>⟧<|u|>And<|e|><|a|>⟦No.<|e|>⟧"
+    )
+
+
+def test_answers_that_are_written_otherwise_in_the_middle_are_found() -> None:
+    """As thoughts are written from the last question on alone, while the prompt begins one."""
+    thoughts = "{% set last = (messages | selectattr('role', 'equalto', 'user') | list | last).content %}"
+    answer = "<|a|>{% if ns.on %}<think></think>{% endif %}{{ m.content }}<|e|>"
+    user = "{% set ns.on = m.content == last %}" + USER
+    template = of_each(user, answer, before=thoughts + "{% set ns = namespace(on=false) %}").replace(
+        "<|a|>{% endif %}", "<|a|><think>{% endif %}"
+    )
+    record = chat(*TURNS[:2], ("assistant", "More."), *TURNS[2:])
+    assert rendered(template, record) == (
+        "<|u|>Hi<|e|><|a|>⟦Yes.<|e|>⟧<|a|>⟦More.<|e|>⟧<|u|>And<|e|><|a|>⟦<think></think>No.<|e|>⟧"
+    )
+
+
+@pytest.mark.parametrize("begins", ["<|m|>", "### "])
+def test_a_prompt_that_is_always_written_is_no_end(begins: str) -> None:
+    turn = begins + "{{ m.role }} {{ m.content }}<|e|>\n"
+    template = of_each(turn, turn, prompt=f"{begins}assistant ")
+    for turns, expected in (
+        (TURNS[:2], f"{begins}user Hi<|e|>\n{begins}assistant ⟦Yes.<|e|>\n⟧{begins}assistant "),
+        (
+            TURNS,
+            f"{begins}user Hi<|e|>\n{begins}assistant ⟦Yes.<|e|>\n⟧{begins}user And<|e|>\n"
+            f"{begins}assistant ⟦No.<|e|>\n⟧{begins}assistant ",
+        ),
+    ):
+        assert rendered(template, chat(*turns)) == expected
+
+
+def test_tags_in_later_answers_are_no_ends_of_earlier_ones() -> None:
+    template = of_each(
+        "U: {{ m.content }}\n", "A: {{ m.content }}\n", prompt="{% if add_generation_prompt %}A:{% endif %}"
+    )
+    record = chat(TURNS[0], TURNS[1], TURNS[2], ("assistant", "<think>Hm</think> No."))
+    assert rendered(template, record) == "U: Hi\nA:⟦ Yes.\n⟧U: And\nA:⟦ <think>Hm</think> No.\n⟧"
+
+
+def test_contents_are_parts_only_for_templates_that_lose_them_as_text() -> None:
+    parts = "{% for p in m.content %}{{ p.text }}{% endfor %}"
+    record = chat(*TURNS[:2])
+    expected = "<|u|>Hi<|e|><|a|>⟦Yes.<|e|>⟧"
+    assert rendered(of_each(f"<|u|>{parts}<|e|>", f"<|a|>{parts}<|e|>"), record) == expected
+    either = f"{{% if m.content is string %}}{{{{ m.content }}}}{{% else %}}{parts}{{% endif %}}"
+    reads = "{% set parts = m['content'][0]['text'] %}"
+    assert rendered(of_each(f"{reads}<|u|>{either}<|e|>", f"<|a|>{either}<|e|>"), record) == expected
+
+
+@pytest.mark.parametrize("arguments", [{"in": "Rome"}, '{"in": "Rome"}'])
+@pytest.mark.parametrize(
+    "write", ["{{ f.arguments | tojson }}", "{{ '' + f.arguments }}", "{{ f.arguments }}", "{%- set _ = f.arguments %}"]
+)
+def test_arguments_of_calls_are_one_object_however_data_have_them(write: str, arguments: Any) -> None:
+    answer = "<|a|>{% for c in m.tool_calls %}{% set f = c.function %}{{ f.name }}" + write + "{% endfor %}<|e|>"
+    record = called(SUN | {"function": {"name": "sun", "arguments": arguments}})
+    if "set _" in write:
+        with pytest.raises(DataError, match="leaves out the tool_calls of message 2: give a template that has tools"):
+            rendered(of_each(USER, answer.replace("<|e|>", "{{ m.content }}<|e|>"), SAYS), record | {"tools": None})
+        return
+    text = rendered(of_each(USER, answer.replace("<|e|>", "{{ m.content }}<|e|>"), SAYS), record | {"tools": None})
+    assert text == '<|u|>Hi<|e|><|a|>⟦sun{"in": "Rome"}<|e|>⟧<|t|>yes<|e|><|a|>⟦Dry.<|e|>⟧'
+
+
+TOOLS = "{{ tools | tojson }}"
+
+
+def test_a_result_within_the_models_turn_carries_no_loss() -> None:
+    """A template may write calls, then their results, then what was said beside the calls."""
+    inline = (
+        "<|a|>" + CALL + "{% if m.tool_calls %}<|t|>{% if not loop.last %}{{ messages[loop.index0 + 1].content }}<|/t|>"
+        "{% endif %}{% endif %}{{ m.content }}{% if not m.tool_calls or m.content %}<|e|>{% endif %}"
+    )
+    template = of_each(USER, inline, "", before=TOOLS)
+    text = rendered(template, called(SUN))
+    assert text.partition("]")[2] == ('<|u|>Hi<|e|><|a|>⟦<call>sun{"in": "Rome"}</call><|t|>⟧yes<|/t|><|a|>⟦Dry.<|e|>⟧')
+    with pytest.raises(DataError, match="the chat template writes message 3 within message 2"):
+        rendered(template, called(SUN, words="Look."))
+
+
+def test_a_call_ends_with_what_begins_its_result_where_answers_have_no_end() -> None:
+    template = of_each("<|u|>{{ m.content }}", "<|a|>{{ m.content }}" + CALL, "<|o|>{{ m.content }}", before=TOOLS)
+    call = '<call>sun{"in": "Rome"}</call>'
+    text = rendered(template, called(SUN, words="Look."))
+    assert text.partition("]")[2] == f"<|u|>Hi<|a|>⟦Look.{call}<|o|>⟧yes<|a|>⟦Dry.<|u|>⟧"
+    last = called(SUN)
+    text = rendered(template, last | {"messages": last["messages"][:2]})
+    assert text.partition("]")[2] == f"<|u|>Hi<|a|>⟦{call}<|o|>⟧"
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (ANSWER, "leaves out the tool_calls of message 2: give a template that has tools"),
+        (
+            "<|a|>{{ m.content }}{% for c in (m.tool_calls or [])[:1] %}<c>{{ c.function | tojson }}{% endfor %}<|e|>",
+            "leaves out",
+        ),
+        (
+            "<|a|>{{ m.content if not m.tool_calls }}" + CALL + "<|e|>",
+            "leaves out the words of message 2, of role 'assis",
+        ),
+    ],
+)
+def test_parts_of_answers_that_a_template_drops_are_refused(answer: str, says: str) -> None:
+    """Also where the tools that stand before the chat have the names of calls."""
+    with pytest.raises(DataError, match=f"the chat template {says}"):
+        rendered(of_each(USER, answer, SAYS, before=TOOLS), called(SUN, RAIN, words="Look."))
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [

@@ -122,6 +122,8 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ("[data]\nprefetch_steps = 1", r"\[data\] prefetch_steps is 1 but must be at least 2 .*num_workers is 1"),
         ("[plan]\nmax_tokens = 4", r"\[plan\] max_tokens is 4 but must be at least pad_multiple, which is 8, or 0"),
         ('[plan]\nlayout = "padded"\npieces = 64', r"\[plan\] pieces is 64 with layout 'padded': .*or pieces off"),
+        ('[plan]\nschedule = "1f1b"\nnoise = 0.1', r"\[plan\] noise is 0.1 with schedule '1f1b', whose order is given"),
+        ("[plan]\nnoise = 0.95", r"\[plan\] noise is 0.95 but must be at least 0 and at most 0.9"),
         ('[plan]\nschedule = "1f1b"\nsplit_backward = true', r"\[plan\] split_backward goes with the adaptive"),
         ("[optimizer]\nlr = nan", r"\[optimizer\] lr is nan but must be a finite number"),
         (
@@ -235,6 +237,7 @@ def test_flags_replace_single_settings_and_are_checked() -> None:
         (["--layers-per-stage", "1, 3"], {"topology": {"layers_per_stage": (1, 3)}}),
         (["--layers-per-stage", "1.5,2.5"], {"topology": {"layers_per_stage": (1.5, 2.5)}}),
         (["--placement", "v", "--stages-per-rank", "4"], {"topology": {"placement": "v", "stages_per_rank": 4}}),
+        (["--noise", "0.1"], {"plan": {"noise": 0.1}}),
         (["--split-backward", "--fill-waits"], {"plan": {"split_backward": True, "fill_waits": True}}),
         (["--truncate", "--strict"], {"data": {"truncate": True}, "job": {"strict": True}}),
         (["--truncate", "64"], {"data": {"truncate": True}, "model": {"max_seq_len": 64}}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import transformers
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.transformers.cut_proof import proven_cut
-from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.executor.stages.transformers.twin import built_twin, twin_config
 from dynapipe_ext.launch.job.model_folder import layout_line, refuse_unsupported, with_cut
@@ -69,14 +70,33 @@ def test_stages_of_any_family_learn_what_the_whole_model_learns(family: str) -> 
     if family == "falcon_mamba":
         model.double()  # rounding alone parts its gradients in float32 by more than 1e-5, on some processors
     loss, gradients = one_by_one(model, SAMPLES)
-    packs = not cut_of(config, attentions=["sdpa"]).packed_fault
+    cut = cut_of(config, attentions=["sdpa"])
+    packs, has_halves = not cut.packed_fault, bool(cut.pattern.halves)
     assert packs == (family not in ("falcon_mamba", "gpt_oss"))
-    topology = Topology(pp=4)
+    assert has_halves == (family not in ("gpt_neox", "falcon_mamba", "doge"))  # both at once, no MLP, a weight between
+    topology = Topology(pp=4, layers_per_stage=(0.5, 1.5, 1.5, 0.5) if has_halves else ())
     losses, learned_gradients = learned(
         model, topology, plans_of(topology, "packed" if packs else "padded", split=False)
     )
     assert losses == pytest.approx([loss] * 4, rel=1e-5)
     assert_same(learned_gradients, gradients)
+
+
+def test_modules_of_a_layer_are_those_of_the_half_that_runs_them() -> None:
+    names = {
+        "olmo2": ["self_attn", "post_attention_layernorm", "mlp", "post_feedforward_layernorm"],  # norms behind
+        "gpt_oss": ["input_layernorm", "self_attn", "post_attention_layernorm", "mlp"],
+    }
+    for family, wanted in names.items():
+        halves = cut_of(FAMILIES[family]()).pattern.halves
+        assert [module.name for module in halves] == wanted
+        assert [module.half for module in halves] == ["attention"] * 2 + ["mlp"] * 2
+
+
+def test_a_family_without_halves_refuses_a_stage_that_ends_within_a_layer() -> None:
+    for family in ("gpt_neox", "doge"):
+        with pytest.raises(ConfigError, match=r"\(1\.5, 2\.5\) cuts a layer .* this model of transformers"):
+            parts_of_config(FAMILIES[family](), Topology(pp=2, layers_per_stage=(1.5, 2.5)), seed=0)
 
 
 def test_a_small_model_keeps_the_widths_of_latent_attention() -> None:
@@ -160,6 +180,7 @@ def test_a_pattern_is_read_from_toml_and_json(tmp_path: Path) -> None:
         ('layers = "a"\nfirst = "b"\nlast = []', "first is 'b' but must be a list"),
         ("layers = 3\nfirst = []\nlast = []", "layers is 3 but must be of type str"),
         ('layers = "a"\nfirst = []\nlast = []\npacks = true', "packs is proven when a run starts"),
+        ('layers = "a"\nfirst = []\nlast = []\nhalves = []', "halves is proven when a run starts"),
         ("layers =", "cannot be read as a layer pattern"),
     ):
         toml.write_text(text)
@@ -204,7 +225,8 @@ def test_rows_are_padded_where_packing_is_not_exact_unless_packed_ones_are_asked
             with_cut(config, cut, **options)
     packs = ProvenCut(pattern=pattern, attention="sdpa")
     assert with_cut(TrainConfig(), packs, layout_is_named=False).plan.layout == "packed"
-    assert ProvenCut.from_json(cut.to_json()) == cut
+    for one in (cut, cut_of(FAMILIES["qwen3_moe"]())):
+        assert ProvenCut.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
 def test_a_tower_of_images_stays_bit_for_bit_in_what_its_trained_text_is_saved_with(tmp_path: Path) -> None:

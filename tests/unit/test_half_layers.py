@@ -20,6 +20,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.job import settled
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.models.architecture import Architecture, LatentAttention
+from dynapipe_ext.models.layer_pattern import HalfModule, LayerPattern, ProvenCut
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.placements import PlacementTrial
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -161,6 +162,19 @@ def test_jobs_whose_stages_cannot_be_cut_inside_a_layer_neither_try_nor_take_it(
         config = replace(config, **{table: replace(getattr(config, table), **changed)})
     with pytest.raises(ConfigError, match="cuts a layer between attention and MLP, which a model with a decoder side"):
         topology_of(replace(config, topology=named))
+
+
+@pytest.mark.parametrize("has_halves", [True, False])
+def test_a_model_of_transformers_has_halves_where_that_is_proven_of_its_family(*, has_halves: bool) -> None:
+    halves = (HalfModule(name="attn", half="attention"), HalfModule(name="mlp", half="mlp")) if has_halves else ()
+    cut = ProvenCut(pattern=LayerPattern(layers="layers", first=(), last=(), halves=halves))
+    config = TrainConfig().with_values(topology={"tp": 1, "pp": 2, "layers_per_stage": [2.5, 1.5]})
+    config = replace(config, model=replace(config.model, backend="transformers", described=DENSE, cut=cut))
+    if has_halves:
+        assert topology_of(config).has_half_layers
+        config = replace(config, lora=replace(config.lora, enabled=True))
+    with pytest.raises(ConfigError, match="cuts a layer between attention and MLP, which this model of transformers"):
+        topology_of(config)
 
 
 def test_who_cannot_be_cut_inside_a_layer_says_so(tmp_path: Path) -> None:

@@ -21,13 +21,13 @@ TOPOLOGY = {"tp": 1, "pp": 2, "dp": 1}
 
 
 def moves_of(
-    *, num_steps: int = 2, cpu_s: Any = lambda: 0.0, **tables: dict[str, Any]
+    *, num_steps: int = 2, cpu_s: Any = lambda: 0.0, vocab_size: int = 258, **tables: dict[str, Any]
 ) -> tuple[dict[str, NextMove], int]:
     config = TrainConfig().with_values(**{"topology": TOPOLOGY, "data": {"tokens_per_batch": 4096}, **tables})
-    whole = SimpleNamespace(vocab_size=258, targets=None)
+    whole = SimpleNamespace(vocab_size=vocab_size, targets=None)
     data = SimpleNamespace(whole=whole, train=SimpleNamespace(lengths=LENGTHS))
     job: Any = SimpleNamespace(config=config, data=data, planning=SimpleNamespace(num_cores=None))
-    costs = analytic_costs(config, architecture_of(config, 258), flops_per_s=1e11, overhead_ns=0)
+    costs = analytic_costs(config, architecture_of(config, vocab_size), flops_per_s=1e11, overhead_ns=0)
     assert len(global_batches(config, LENGTHS, 0, drop_last=False)) > num_steps
     moves, num_tried = next_moves(job, costs, [a_step(step) for step in range(num_steps)], cpu_s=cpu_s)
     assert [move.gain for move in moves] == sorted((move.gain for move in moves), reverse=True)
@@ -41,7 +41,16 @@ def test_a_padded_table_is_told_to_pack_and_an_adaptive_one_to_place_or_split() 
     packed, num_tried = moves_of()
     assert {"--placement v", "--split-backward"} & packed.keys()
     assert "--layout packed" not in packed
-    assert num_tried == 6
+    assert num_tried == 7
+
+
+def test_a_large_vocabulary_is_told_to_lie_over_the_ranks_with_the_embedding_if_they_are_one() -> None:
+    plan = {"split_backward": True, "memory_limit_gb": 64.0}
+    tied, _ = moves_of(vocab_size=128_000, plan=plan)
+    apart, _ = moves_of(vocab_size=128_000, plan=plan, model={"tied_embeddings": False})
+    spread, _ = moves_of(vocab_size=128_000, plan=plan, topology={**TOPOLOGY, "vocabulary": "both"})
+    assert min(tied["--vocabulary both"].gain, apart["--vocabulary head"].gain) > 0.1
+    assert not any("--vocabulary" in flags for flags in spread)
 
 
 def test_what_a_run_has_already_or_cannot_have_is_not_told() -> None:

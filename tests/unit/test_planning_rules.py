@@ -257,9 +257,9 @@ def test_rows_packed_once_and_judged_several_times_are_those_packed_for_each(
 
     packed: list[int] = []
 
-    def counted(samples: Any, weights: Any, num_rows: int, room: int) -> Any:
+    def counted(samples: Any, weights: Any, num_rows: int, room: int, order: Any) -> Any:
         packed.append(num_rows)
-        return pack(samples, weights, num_rows, room)
+        return pack(samples, weights, num_rows, room, order)
 
     monkeypatch.setattr(packing, "pack", counted)
     rows = RowPackings.of(samples, BY_BATCH, RowRule(max_tokens=1000))

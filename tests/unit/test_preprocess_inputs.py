@@ -174,7 +174,12 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("names", "example"),
-    [(["a.txt", "b.txt", "c.csv"], "*.txt"), (["x/a.txt", "y/b.txt", "c.csv"], "**/*.txt"), ([], "*.jsonl")],
+    [
+        (["a.txt", "b.txt", "c.csv"], "*.txt"),
+        (["x/a.txt", "y/b.txt", "c.csv"], "**/*.txt"),
+        (["a.md", "b.md", "x.png", ".hidden.csv", "c.jsonl", "d.jsonl"], "*.jsonl"),
+        ([], "*.jsonl"),
+    ],
 )
 def test_a_folder_of_files_is_told_how_to_name_them(tmp_path, names, example):
     for name in names:

@@ -192,6 +192,7 @@ EARLIER = {"instruction": "two", "output": "three", "system": "be", "history": [
         ],
         ({"messages": [{"from": "human", "value": "how are"}, {"from": "gpt", "value": "fine"}]}, ASKED),
         ({"messages": [{"role": "human", "content": "how are"}, {"role": "model", "content": "fine"}]}, ASKED),
+        ({"messages": [{"role": "User", "content": "how are"}, {"role": "Assistant", "content": "fine"}]}, ASKED),
         ({"system": "be", "messages": [QUESTION, ANSWER]}, [("system", "be"), *MESSAGES]),
         ({"system": "be", "prompt": [QUESTION], "completion": [ANSWER]}, [("system", "be"), *MESSAGES]),
         ({"dialogue": [QUESTION, ANSWER]}, MESSAGES),
@@ -289,6 +290,14 @@ def test_calls_and_tools_of_sharegpt_are_those_of_messages(tokenizers: Path, tmp
     expected = shown(prepared(tokenizers / "calls", [called()], tmp_path))
     for tools in ([WEATHER], json.dumps([WEATHER])):
         assert shown(prepared(tokenizers / "calls", [record | {"tools": tools}], tmp_path)) == expected
+    older, messages = called(), called()["messages"]
+    older["messages"] = [
+        messages[0],
+        {"role": "assistant", "content": None, "function_call": json.loads(call)},
+        {"role": "function", "name": "weather", "content": 'five "two"'},
+        messages[3],
+    ]
+    assert shown(prepared(tokenizers / "calls", [older], tmp_path)) == expected
 
 
 def test_an_answer_that_no_special_token_ends_gets_the_end_of_text(tokenizers: Path, tmp_path: Path) -> None:
@@ -452,6 +461,16 @@ def called() -> dict[str, Any]:
         ("chatml", [{"messages": ["hi"]}], 'line 1: message 1 must be an object with a "role"'),
         ("chatml", [{"messages": [{"role": "user"}]}], "line 1: message 1, of role 'user', lacks 'content'"),
         ("chatml", [{"messages": [{"role": "user", "content": 1}]}], "message 1: field 'content' is a number"),
+        (
+            "chatml",
+            [{"prompt": "a", "response": None}],
+            "field 'response' is a null .*: write its text, or rem",
+        ),
+        (
+            "chatml",
+            [{"prompt": [QUESTION], "completion": "b"}],
+            "'prompt' is a list and 'completion' a string: wri",
+        ),
         (
             "chatml",
             [CHAT | {"tools": [WEATHER]}],

@@ -32,8 +32,10 @@ from dynapipe_ext.tools.account.run_events import (
     read_history,
     start_events,
 )
-from dynapipe_ext.tools.account.run_series import RunSeries, RunSoFar, Thinned
+from dynapipe_ext.tools.account.run_series import Point, RunSeries, RunSoFar, Thinned
+from dynapipe_ext.tools.console import percent
 from dynapipe_ext.tools.files import toml_of
+from dynapipe_ext.tools.show.charts import Chart, Line, chart_html
 from dynapipe_ext.tools.show.run_page import RUN_FILES, with_file
 from dynapipe_ext.tools.show.run_words import NextMove, slowest_actions
 from dynapipe_ext.tools.show.timeline import TraceRecord
@@ -328,6 +330,15 @@ def test_a_run_of_any_length_takes_the_same_room() -> None:
     assert max(len(figure.points()) for figure in (series.loss, series.drift, series.padding)) <= 300
     assert len(series.drifting) <= 201
     assert series.furthest_off(1)[0].shape == (1, 19_999, 0)
+
+
+@pytest.mark.parametrize("most", [0.001, 0.004, 0.3, 40.0])
+def test_the_labels_of_an_axis_differ(most: float) -> None:
+    points = [Point(first=1, last=1, mean=most, low=0.0, high=most)]
+    drawn = chart_html(Chart(title="Padding", lines=[Line(name="a run", points=points)], show=percent, from_zero=True))
+    labels = re.findall(r'text-anchor="end">([^<]* %)<', drawn)
+    assert labels
+    assert len(set(labels)) == len(labels)
 
 
 def test_slow_actions_are_named_with_their_reasons() -> None:

@@ -93,6 +93,7 @@ GPIPE = gpipe(2, 1)
             r"1F0 names a stage .*0\.\.0",
         ),
         (lambda: validate(replace(GPIPE, stage_ranks=(0, 0)), 1), "must place at least one stage on each of the 2 ran"),
+        (lambda: validate(parse_lines("0: 0F999999999 0B999999999"), 10**9), "micro-batch 0 on stage 0 runs nothing"),
         (lambda: validate(CYCLE, 2), f"circular wait: {BLOCKED}"),
         (lambda: simulate(CYCLE, CYCLE_COSTS), f"deadlocks: {BLOCKED}"),
         (lambda: shared_traces([(CYCLE, CYCLE_COSTS)], SharedCores(1)), f"deadlocks: {BLOCKED}"),

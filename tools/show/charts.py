@@ -119,15 +119,24 @@ def ticks(low: float, high: float, most: int = 6, *, whole: bool = False) -> lis
 
 
 def _axes(chart: Chart, x: _Scale, y: _Scale) -> Iterator[str]:
-    for value in ticks(y.low, y.high):
+    for text, value in _told_apart(chart.show, y).items():
         at = y(value)
         yield f'<path class="grid" d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}"/>'
-        text = html.escape(chart.show(value + 0.0))
-        yield f'<text class="tick" x="{_LEFT - 7}" y="{at + 3.5:.1f}" text-anchor="end">{text}</text>'
+        yield f'<text class="tick" x="{_LEFT - 7}" y="{at + 3.5:.1f}" text-anchor="end">{html.escape(text)}</text>'
     for value in ticks(x.low, x.high, whole=True):
         at = x(value)
         anchor = "end" if at > _WIDTH - 30 else "middle"
         yield f'<text class="tick" x="{at:.1f}" y="{_HEIGHT - 8}" text-anchor="{anchor}">{short_count(value)}</text>'
+
+
+def _told_apart(show: Callable[[float], str], axis: _Scale) -> dict[str, float]:
+    """As many ticks as have labels that differ: `show` may round narrow steps to the same."""
+    for most in range(6, 0, -1):
+        values = ticks(axis.low, axis.high, most)
+        labels = {show(value + 0.0): value for value in values}
+        if len(labels) == len(values):
+            break
+    return labels
 
 
 def short_count(value: float) -> str:

@@ -12,16 +12,26 @@ message, up to a border of special tokens. Loss falls on all between header and 
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from dynapipe_ext.data.preprocessing.chat_variants import (
+    Messages,
+    argument_object,
+    call_arguments,
+    is_in,
+    with_arguments,
+)
 from dynapipe_ext.errors import DataError
 
-Messages = Sequence[Mapping[str, Any]]
-SENTINEL = "\ue0f0answer\ue0f1"
+SENTINEL, _NEXT = "\ue0f0answer\ue0f1", "\ue0f0next\ue0f1"
+_QUESTION = {"role": "user", "content": "?"}
+_FIRST_MARK = 0xF0000  # of a plane of characters for private use: one a message
+_MARKS = re.compile("[\U000f0000-\U000ffffd]")
+_WORDS = re.compile(r"<[^<>]*>|\w")
 _MARKER = re.compile(r"<[|｜]?[^<>\s]{1,40}[|｜]?>")  # the look of special tokens, also of those that a tokenizer lacks
 _THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")  # what prompts for an answer may begin for it
 # Headers that the model itself writes, as training templates of TRL 1.16 have it: of DeepSeek, GPT-OSS and their like.
@@ -57,20 +67,28 @@ def writes_newline(template: str) -> bool:
 
 
 def answer_spans(
-    render: Callable[[Messages, bool], str], messages: Messages, *, newline_is_written: bool
+    render: Callable[[Messages, bool], str], messages: Messages, whole: str, *, newline_is_written: bool
 ) -> tuple[str, list[tuple[int, int]]]:
     """The chat's text, and the first and the last character (excluded) of what loss falls on, for each answer.
 
-    `render(…, True)` ends with the prompt for an answer. Where the template writes no end of a last answer, the text
-    ends with the special token with which the next message would begin, if it has one.
+    `whole` is `render(messages, False)`; `render(…, True)` ends with the prompt for an answer. Where the template
+    writes no end of a last answer, the text ends with the special token with which the next message would begin, if it
+    has one.
 
     Errors: DataError that says why an answer cannot be found; those of `render`.
     """
-    whole, spans, has_end = render(messages, False), [], True
+    unknown, spans, has_end = None, [], True
+    try:
+        places = word_places(render, messages, whole)
+    except DataError as error:  # what is said of an answer says more
+        unknown, places = error, [[] for _ in messages]
+    finder = _Finder(render, messages, whole, newline_is_written, places)
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            start, stop, has_end = _span(render, messages, number, whole, newline_is_written=newline_is_written)
+            start, stop, has_end = finder.span(number)
             spans.append((start, stop))
+    if unknown:
+        raise unknown
     if messages[-1]["role"] == "assistant" and not has_end:
         end = _next_marker(render, messages)
         spans[-1] = spans[-1][0], spans[-1][1] + len(end)
@@ -78,53 +96,231 @@ def answer_spans(
     return whole, spans
 
 
-def _span(
-    render: Callable[[Messages, bool], str], messages: Messages, number: int, whole: str, *, newline_is_written: bool
-) -> tuple[int, int, bool]:
-    """The span of an answer, and whether special tokens stand behind its words."""
-    earlier, later = messages[:number], messages[number + 1 :]
-    answer, (before, after) = _around(render, messages, number)
-    start = _border(before, _num_common(render(earlier, True), before))
-    if thought := _THOUGHT.search(before[:start]):
-        start = thought.start()
-    header = _WRITTEN_HEADERS.search(before[:start])
-    if header and (newline_is_written or header.group() != "\n"):
-        start = header.start()
-    end = len(after)
-    if later:
-        _, last = _parts(render([*earlier, answer], False), number)
-        end = _border(after, _num_common(last, after))
-        next_marker = _MARKER.search(after)
-        if next_marker and not _MARKER.search(after[:end]) and (not last.strip() or _MARKER.search(last)):
-            end = next_marker.end()  # the end is written otherwise where messages follow, or is their beginning
-    if not (whole.startswith(before[:start]) and whole.endswith(after[end:])):
-        raise DataError(f"the chat template writes other messages anew for other words in message {number + 1}")
-    stop = len(whole) - len(after) + end
-    return start, len(whole[:stop].rstrip(" ")), bool(_MARKER.search(after[:end]))
+@dataclass(frozen=True, slots=True)
+class _Finder:
+    """Finds the answers of one chat; `places` are those of some word of each message in its text."""
 
+    render: Callable[[Messages, bool], str]
+    messages: Messages
+    whole: str
+    newline_is_written: bool
+    places: Sequence[Sequence[int]]
 
-def _around(
-    render: Callable[[Messages, bool], str], messages: Messages, number: int
-) -> tuple[Mapping[str, Any], tuple[str, str]]:
-    """The message that is a sentinel alone, and what is written around it.
+    def span(self, number: int) -> tuple[int, int, bool]:
+        """The span of an answer, and whether special tokens stand behind its words.
 
-    Where results of tools must follow their calls, the message keeps these; where words beside calls are left out, the
-    sentinel is the arguments of a call.
-    """
-    calls = messages[number].get("tool_calls")
-    plain: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
-    answers = [plain]
-    if calls and isinstance(calls[0].get("function"), Mapping):
-        call = {**calls[0], "function": {**calls[0]["function"], "arguments": SENTINEL}}
-        answers += [plain | {"tool_calls": calls}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    refusal = None
-    for answer in answers:
+        The sentinel is the answer's words; where a template leaves these out beside calls, or writes a call's result
+        before them, an argument of its first call.
+        """
+        refusal = None
+        for answer in _with_sentinel(self.messages[number]):
+            try:
+                start, stop, has_end = self._around(number, answer)
+                self._check(number, start, stop)
+                return start, stop, has_end
+            except DataError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def _around(self, number: int, answer: Mapping[str, Any]) -> tuple[int, int, bool]:
+        changed = [*self.messages[:number], answer, *self.messages[number + 1 :]]
+        before, after = _parts(self.render(changed, False), number)
+        start, end = self._start(number, answer, before), self._end(number, answer, after)
+        if not (self.whole.startswith(before[:start]) and self.whole.endswith(after[end:])):
+            raise DataError(f"the chat template writes other messages anew for other words in message {number + 1}")
+        stop = len(self.whole) - len(after) + end
+        has_end = self._is_ended(number, after[:end])
+        return start, len(self.whole[:stop].rstrip(" ")), has_end
+
+    def _check(self, number: int, start: int, stop: int) -> None:
+        """Errors: DataError where the span lacks words of its answer, or has those of another message."""
+        for other, places in enumerate(self.places):
+            if other != number and any(start <= place < stop for place in places):
+                raise DataError(f"the chat template writes message {other + 1} within message {number + 1}")
+        if not all(start <= place < stop for place in self.places[number]):
+            raise DataError(f"the chat template writes the words of message {number + 1} apart from its calls")
+        for words in words_of_calls(self.messages[number].get("tool_calls")):
+            if not is_in(words, self.whole[start:stop]):
+                raise DataError(
+                    f"the chat template leaves out {words[:40]!r} of the tool_calls of message {number + 1}"
+                )
+
+    def _start(self, number: int, answer: Mapping[str, Any], before: str) -> int:
+        """Where the header ends. Where the prompt for the answer is not how the text begins, as where the template
+        writes tools, a later system message or earlier answers otherwise when more messages follow, the header is that
+        of the chat that ends here, else what the prompt adds."""
+        earlier = self.messages[:number]
         try:
-            return answer, _parts(render([*messages[:number], answer, *messages[number + 1 :]], False), number)
-        except DataError as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
+            prompt = self.render(earlier, True)
+        except DataError:  # many templates want a question
+            earlier = [*earlier, _QUESTION]
+            prompt = self.render(earlier, True)
+        if len(earlier) == number and before.startswith(prompt):
+            return self._without_header(before, len(prompt))
+        alone, _ = _parts(self.render([*earlier, answer], False), len(earlier))
+        if alone.startswith(prompt):
+            own = alone[self._without_header(alone, len(prompt)) :]
+            if before.endswith(own):
+                return len(before) - len(own)
+        return self._without_header(before, self._header_end(number, prompt, self.render(earlier, False), before))
+
+    def _header_end(self, number: int, prompt: str, unprompted: str, before: str) -> int:
+        """Where the header ends that the prompt adds, or as much of it as stands behind the message before."""
+        header = prompt[len(unprompted) :] if prompt.startswith(unprompted) else ""
+        places = self.places[number - 1] if number else [0]
+        for length in range(len(header), 0, -1):
+            if _border(header, length) == length:
+                place = before.find(header[:length], places[-1]) if places else before.rfind(header[:length])
+                if place >= 0:
+                    return place + length
+        shared = _num_common(prompt, before)
+        if number and shared > max(places, default=0):
+            return shared
+        raise DataError(f"the chat template does not say where message {number + 1} begins")
+
+    def _without_header(self, before: str, place: int) -> int:
+        """The place, or where what the model writes before it begins: a thought's beginning, or its own header."""
+        start = _border(before, place)
+        if thought := _THOUGHT.search(before[:start]):
+            start = thought.start()
+        header = _WRITTEN_HEADERS.search(before[:start])
+        if header and (self.newline_is_written or header.group() != "\n"):
+            start = header.start()
+        return start
+
+    def _end(self, number: int, answer: Mapping[str, Any], after: str) -> int:
+        """The length of what ends the answer."""
+        upto, later = [*self.messages[:number], answer], self.messages[number + 1 :]
+        if not later:
+            marker = _MARKER.search(after)
+            if marker is None or not after[marker.end() :].strip():
+                return len(after)
+            try:
+                _, following = _parts(self.render([*upto, _QUESTION], False), number)
+            except DataError:
+                return len(after)
+            end = _border(after, _num_common(after, following))
+            return _before_prompt(after[:end]) if self._prompts_anyway(upto, after, end) else len(after)
+        _, last = _parts(self.render(upto, False), number)
+        end = _border(after, _num_common(last, after))
+        if self._prompts_anyway(upto, last, end):
+            return _before_prompt(after[:end])
+        if self.messages[number].get("tool_calls") and _MARKER.sub("", last[end:]).strip():
+            raise DataError(f"the chat template writes calls of message {number + 1} otherwise where messages follow")
+        if not self._is_ended(number, after[:end]) and (not last.strip() or _MARKER.search(last)):
+            # the end is written otherwise where messages follow, or is their beginning
+            gap = self._gap(upto, later[0], after)
+            next_marker = _MARKER.search(gap, end)
+            if next_marker and not (self.messages[number].get("tool_calls") and gap[end : next_marker.start()].strip()):
+                return next_marker.end()
+        return end
+
+    def _is_ended(self, number: int, end: str) -> bool:
+        """Whether special tokens end an answer; tags behind calls may be the calls' own, and end none."""
+        markers = _MARKER.findall(end)
+        if not markers or not self.messages[number].get("tool_calls") or re.search("[|｜]", markers[-1]):
+            return bool(markers)
+        plain = {"role": "assistant", "content": SENTINEL}
+        try:
+            return bool(_MARKER.search(_parts(self.render([*self.messages[:number], plain], False), number)[1]))
+        except DataError:
+            return True
+
+    def _prompts_anyway(self, upto: Messages, last: str, end: int) -> bool:
+        """Whether the template writes the beginning of another answer behind a last one, asked for or not."""
+        if not last[end:].strip() or not _MARKER.search(last[:end]):
+            return False
+        try:
+            return _parts(self.render(upto, True), len(upto) - 1)[1].startswith(last)
+        except DataError:
+            return False
+
+    def _gap(self, upto: Messages, following: Mapping[str, Any], after: str) -> str:
+        """What stands between the answer and the words of the next message."""
+        try:
+            text = self.render([*upto, {**following, "content": _NEXT}], False)
+        except DataError:
+            return ""
+        gap, found, _ = _parts(text, len(upto) - 1)[1].partition(_NEXT)
+        return gap if found and after.startswith(gap) else ""
+
+
+def word_places(render: Callable[[Messages, bool], str], messages: Messages, whole: str) -> list[list[int]]:
+    """For each message, where in the chat's text a word of its content stands; none for a message without words.
+
+    A character of its own is put before a word of each, of answers near the end, since templates may drop thoughts.
+    Errors: DataError where the template writes otherwise then, or leaves a message out.
+    """
+    systems = [message["role"] == "system" for message in messages]
+    for place, with_systems in ((0.5, True), (0.25, True), (0.5, False)):  # some templates look for words of systems
+        marked = [
+            message if is_system and not with_systems else _with_mark(message, chr(_FIRST_MARK + number), place)
+            for number, (message, is_system) in enumerate(zip(messages, systems, strict=True))
+        ]
+        text = render(marked, False)
+        marks = [match.start() for match in _MARKS.finditer(text)]
+        places: list[list[int]] = [[] for _ in messages]
+        for passed, mark in enumerate(marks):
+            places[ord(text[mark]) - _FIRST_MARK].append(mark - passed)
+        if _MARKS.sub("", text) == whole:
+            break
+    else:
+        raise DataError("the chat template writes messages otherwise by their words, so answers cannot be told apart")
+    for number, (message, new) in enumerate(zip(messages, marked, strict=True), 1):
+        if new is not message and not places[number - 1]:
+            raise DataError(f"the chat template leaves out the words of message {number}, of role {message['role']!r}")
+    return places
+
+
+def _with_mark(message: Mapping[str, Any], mark: str, place: float) -> Mapping[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    words = [match.start() for match in _WORDS.finditer(content) if match.group()[0] != "<"]
+    if not words:
+        return message
+    if message["role"] == "assistant":
+        place = 1 - (0.5 - place) / 4
+    chosen = words[min(int(len(words) * place), len(words) - 1)]
+    return {**message, "content": content[:chosen] + mark + content[chosen:]}
+
+
+def _with_sentinel(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The answer with the sentinel in the place of its words, of an argument of its first call, or alone."""
+    yield {**message, "content": SENTINEL}
+    calls = message.get("tool_calls")
+    if calls and isinstance(calls[0], Mapping):
+        function = calls[0].get("function", calls[0])
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, Mapping) and arguments:
+            one = {**arguments, next(iter(arguments)): SENTINEL}
+            yield {**message, "tool_calls": [with_arguments(calls[0], one), *calls[1:]]}
+        yield {**message, "tool_calls": [with_arguments(calls[0], SENTINEL), *calls[1:]]}
+    yield {"role": "assistant", "content": SENTINEL}
+
+
+def function_names(described: Any) -> list[str]:
+    """The names of tools or of calls, each described by {"function": {"name", …}} or by the inner object."""
+    functions = [entry.get("function", entry) for entry in described or () if isinstance(entry, dict)]
+    return [entry["name"] for entry in functions if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+
+
+def words_of_calls(calls: Any) -> list[str]:
+    """The names of calls and the texts among their arguments."""
+    objects = [argument_object(call_arguments(call)) for call in calls or ()]
+    values = [value for one in objects if isinstance(one, Mapping) for value in one.values()]
+    return [*function_names(calls), *(value.strip() for value in values if isinstance(value, str))]
+
+
+def _before_prompt(end: str) -> int:
+    """How much of an answer's end and of what every message begins with is the end: of several special tokens all but
+    the last where that is the beginning."""
+    markers = list(_MARKER.finditer(end))
+    if len(markers) > 1 and markers[-1].end() == len(end):
+        return markers[-1].start()
+    stop = markers[-1].end()
+    return stop + len(end[stop:]) - len(end[stop:].lstrip())
 
 
 def _num_common(one: str, other: str) -> int:
@@ -152,40 +348,14 @@ def _border(text: str, place: int) -> int:
 
 
 def _next_marker(render: Callable[[Messages, bool], str], messages: Messages) -> str:
-    """The special token with which a user's message after the last answer would begin; empty where there is none."""
-    answer, question = {"role": "assistant", "content": SENTINEL}, {"role": "user", "content": "?"}
+    """The special token with which a user's message after the last answer, or a result of its calls, would begin; empty
+    where there is none."""
+    answer, following = {"role": "assistant", "content": SENTINEL}, _QUESTION
+    if calls := messages[-1].get("tool_calls"):
+        following = {"role": "tool", "tool_call_id": calls[0].get("id"), "content": "?"}
     try:
-        _, after = _parts(render([*messages[:-1], answer, question], False), len(messages) - 1)
+        _, after = _parts(render([*messages[:-1], answer, following], False), len(messages) - 1)
     except DataError:
         return ""
     marker = _MARKER.match(after)
     return marker.group() if marker else ""
-
-
-def as_parts(messages: Messages) -> list[Mapping[str, Any]]:
-    """The messages with texts as lists of one part, for templates of models that also read pictures."""
-    return [
-        {**message, "content": [{"type": "text", "text": message["content"]}]}
-        if isinstance(message.get("content"), str)
-        else message
-        for message in messages
-    ]
-
-
-def with_text_arguments(messages: Messages) -> list[Mapping[str, Any]]:
-    """The messages with the arguments of calls as JSON, as published programs of models return them."""
-
-    def of_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-        function = call.get("function", call)
-        arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        if arguments is None or isinstance(arguments, str):
-            return call
-        written = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return {**call, "function": written} if "function" in call else written
-
-    return [
-        {**message, "tool_calls": [of_call(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]

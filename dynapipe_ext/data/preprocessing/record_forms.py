@@ -72,7 +72,10 @@ _SPEAKERS = {
     "observation": "tool",
     "tool": "tool",
 }
-_ROLES = {name: role for name, role in _SPEAKERS.items() if role in ("user", "assistant", "system") and name != role}
+_ROLES = {name: role for name, role in _SPEAKERS.items() if role in ("user", "assistant", "system")} | {
+    "tool": "tool",
+    "function": "tool",  # of OpenAI's older form, with "function_call" for one call
+}
 _LOSS_SWITCHES = ("weight", "train")  # fields of a message that say whether loss falls on it
 
 
@@ -131,6 +134,12 @@ def template_of(
         if all(name in record for name in pair):
             is_instruction = pair in INSTRUCTIONS and named.pair == PAIRS[0]  # a pair that is named is just that
             fields = RecordFields(pair, named.text, is_instruction)
+            kinds = [json_type(record[name]) for name in pair]
+            if sorted(kinds) == ["a list", "a string"]:
+                raise DataError(
+                    f"{where}: {pair[0]!r} is {kinds[0]} and {pair[1]!r} {kinds[1]}: write both as text, or both as"
+                    ' lists of {"role", "content"}'
+                )
             if all(isinstance(record[name], list | dict) for name in pair):
                 raise DataError(
                     f"{where}: {pair[0]!r} and {pair[1]!r} are {json_type(record[pair[0]])} each, as a whole table has"
@@ -307,7 +316,7 @@ def _messages(record: Mapping[str, object], fields: RecordFields, where: str) ->
         raise DataError(f'{where}: field {field or MESSAGES!r} must be a list of {{"role", "content"}}, at least one')
     if all(isinstance(message, dict) and "role" not in message for message in messages):
         messages = [_turn(turn, number, field or "prompt", where) for number, turn in enumerate(messages, 1)]
-    messages = [_with_usual_role(message) for message in messages]
+    messages = [_as_usual(message) for message in messages]
     if system := _system(record, where):
         if isinstance(messages[0], dict) and messages[0].get("role") == "system":
             name = next(name for name in SYSTEMS if record.get(name))
@@ -316,11 +325,15 @@ def _messages(record: Mapping[str, object], fields: RecordFields, where: str) ->
     return messages, num_context
 
 
-def _with_usual_role(message: Any) -> Any:
-    """The message, from "assistant" where its role is another name for that; likewise from "user"."""
+def _as_usual(message: Any) -> Any:
+    """The message, from "assistant" where its role is another name for that, and likewise of others, with its call
+    among `tool_calls`."""
     if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
         return message
-    return message | {"role": _ROLES.get(role.lower(), role)}
+    usual = message | {"role": _ROLES.get(role.lower(), role)}
+    if (call := usual.pop("function_call", None)) and not usual.get("tool_calls"):
+        usual["tool_calls"] = [{"type": "function", "function": call}]
+    return usual
 
 
 def _system(record: Mapping[str, object], where: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, assert_never
@@ -10,7 +9,8 @@ from typing import Any, Protocol, assert_never
 import numpy as np
 
 from dynapipe_ext.data.length_bounds import LengthBounds
-from dynapipe_ext.data.preprocessing.answers import answer_spans
+from dynapipe_ext.data.preprocessing.answers import answer_spans, function_names, words_of_calls
+from dynapipe_ext.data.preprocessing.chat_variants import is_in
 from dynapipe_ext.data.preprocessing.preference_records import (
     CHOSEN,
     REJECTED,
@@ -151,15 +151,19 @@ class Renderer:
     def _chat(self, record: Mapping[str, object], where: str) -> Rendered:
         chat = chat_of(record, self.fields, where, loss_on=self.loss_on)
         try:
-            self._check_kept(chat, self.tokenizer.render(chat.messages, chat.tools), where)
+            whole = self.tokenizer.render(chat.messages, chat.tools)
+        except DataError as error:
+            raise self._refused(chat, where, error) from error
+        self._check_kept(chat, whole, where)
+        try:
             if self.tokenizer.marks_generation:
                 tokens, is_target = self._marked(chat, where)
             else:
-                tokens, is_target = self._found(chat)
+                tokens, is_target = self._found(chat, whole)
         except DataError as error:
             if str(error).startswith(where):
                 raise
-            raise self._refused(chat, where, error) from error
+            raise DataError(f"{where}: {error}: {_CHANGE}") from error
         if not any(is_target):
             raise DataError(
                 f"{where}: the chat template marks nothing of this chat as the assistant's: see its generation blocks"
@@ -210,7 +214,7 @@ class Renderer:
         except DataError as error:
             if str(error).startswith(where):
                 raise
-            raise DataError(f"{where}: {error}: change the messages, or give another tokenizer's folder") from error
+            raise DataError(f"{where}: {error}: {_CHANGE}") from error
         return [self.tokenizer.encode_places(text)[0] for text in texts]
 
     def _with_end(self, tokens: list[int]) -> list[int]:
@@ -237,7 +241,7 @@ class Renderer:
         of_answer = np.cumsum([place in set(starts) for place in range(len(tokens))]) - 1
         return tokens, [target and answers[of_answer[place]] for place, target in enumerate(is_target)]
 
-    def _found(self, chat: Chat) -> tuple[list[int], list[bool]]:
+    def _found(self, chat: Chat, whole: str) -> tuple[list[int], list[bool]]:
         """Tokens and targets of a chat whose template does not mark answers.
 
         A token belongs to the span of its last character. A last answer without a special token at its end gets END.
@@ -247,7 +251,7 @@ class Renderer:
             return self.tokenizer.render(messages, chat.tools, answer_next=answer_next)
 
         newline_is_written = self.tokenizer.writes_newline
-        whole, spans = answer_spans(render, chat.messages, newline_is_written=newline_is_written)
+        whole, spans = answer_spans(render, chat.messages, whole, newline_is_written=newline_is_written)
         tokens, ends = self.tokenizer.encode_places(whole)
         trained = [span for span, is_trained in zip(spans, chat.answers, strict=True) if is_trained]
         starts, stops = np.array(trained, np.int64).reshape(-1, 2).T
@@ -265,28 +269,27 @@ class Renderer:
         """Errors: DataError where the rendered text lacks words of a message, a tool or a call."""
         for number, message in enumerate(chat.messages, 1):
             content, role = message.get("content"), message["role"]
-            if role in _ROLES_KEPT and isinstance(content, str) and not _is_in(content.strip(), whole):
+            if role in _ROLES_KEPT and isinstance(content, str) and not is_in(content.strip(), whole):
                 raise DataError(
                     f"{where}: the chat template leaves out message {number}, of role {role!r}: {_NO_ROLE[role]}"
                 )
-            if not all(_is_in(name, whole) for name in _function_names(message.get("tool_calls"))):
+            if not all(is_in(words, whole) for words in words_of_calls(message.get("tool_calls"))):
                 raise DataError(
                     f"{where}: the chat template leaves out the tool_calls of message {number}: {_NO_ROLE['tool']}"
                 )
-        if not all(_is_in(name, whole) for name in _function_names(chat.tools)):
+        if not all(is_in(name, whole) for name in function_names(chat.tools)):
             raise DataError(f"{where}: the chat template leaves out the {TOOLS}: {_NO_ROLE['tool']}")
 
     def _refused(self, chat: Chat, where: str, error: DataError) -> DataError:
         """The error for a chat that the template refuses; it names the system role where that is the reason."""
         others = [message for message in chat.messages if message["role"] != "system"]
-        advice = "change the messages, or give another tokenizer's folder"
         if others and len(others) < len(chat.messages):
             try:
                 self.tokenizer.render(others, chat.tools)
                 return DataError(f"{where}: the chat template has no system role ({error}): {_NO_ROLE['system']}")
             except DataError:
                 pass
-        return DataError(f"{where}: {error}: {advice}")
+        return DataError(f"{where}: {error}: {_CHANGE}")
 
     def _kept(
         self, num_input: int, num_target: int, where: str, task: str = "", *, num_beside: int = 0
@@ -296,17 +299,7 @@ class Renderer:
         )
 
 
-def _is_in(words: str, whole: str) -> bool:
-    """Whether the text has these words, as they are or as JSON, which templates write for tools."""
-    return words in whole or json.dumps(words, ensure_ascii=False)[1:-1] in whole
-
-
-def _function_names(described: Any) -> list[str]:
-    """The names of tools or of calls, each described by {"function": {"name", …}} or by the inner object."""
-    functions = [entry.get("function", entry) for entry in described or () if isinstance(entry, dict)]
-    return [entry["name"] for entry in functions if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
-
-
+_CHANGE = "change the messages, or give another tokenizer's folder"
 _NO_ROLE = {
     "system": "put its words into the first user message, or give a template that has one",
     "user": "give a template that has all of them",

@@ -220,6 +220,9 @@ def as_arrow(batches: Sequence[Any]) -> bytes:
     return sink.getvalue()
 
 
+_RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".arrow", ".txt", ".gz", ".zst", ".bz2", ".xz")
+
+
 def is_saved_dataset(folder: Path) -> bool:
     """Whether `save_to_disk` of Hugging Face datasets wrote the folder."""
     return "splits" in _json(folder / "dataset_dict.json") or "_data_files" in _json(folder / "state.json")
@@ -246,7 +249,9 @@ def files_of_folder(folder: Path) -> list[Path]:
     files = [path for path in places if path.suffix.lower() in (".parquet", ".pq") and path.is_file()]
     if not files:
         suffixes = Counter(
-            "**/" * (place.parent != Path()) + f"*{path.suffix}" for path, place in places.items() if path.is_file()
+            "**/" * (place.parent != Path()) + f"*{path.suffix}"
+            for path, place in places.items()
+            if path.is_file() and path.suffix.lower() in _RECORD_SUFFIXES
         )
         (pattern, _), *_ = [*suffixes.most_common(1), ("*.jsonl", 0)]
         raise DataError(

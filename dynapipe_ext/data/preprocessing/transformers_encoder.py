@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.data.preprocessing.answers import as_parts, training_template, with_text_arguments, writes_newline
+from dynapipe_ext.data.preprocessing.answers import training_template, writes_newline
+from dynapipe_ext.data.preprocessing.chat_variants import keeps_words, spellings
 from dynapipe_ext.data.preprocessing.encoders import FORMAT, LibraryEncoder, Specials
 from dynapipe_ext.data.preprocessing.template_limits import in_template_limits
 from dynapipe_ext.errors import ConfigError, DataError, install_advice
@@ -25,7 +26,6 @@ _MOST_FILE_BYTES = 256 << 20
 _OTHER_PLACES = ("/dev/shm", "/tmp")
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".vocab")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what a template puts around the turns that carry loss
-_OF_PARTS = ("message['content'][0]['type']", "['content'][0]['text']")  # templates that read lists of parts alone
 _PROBE = "The 12,345 quick  brown\tfox\n\n  jumped. Größe — 你好, مرحبا! <s></s><|endoftext|> e\u0301 \U0001f600 x_y=1;"
 
 
@@ -125,15 +125,14 @@ class FolderEncoder:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The chat's text, and the spans that the template itself marks as the assistant's, if that is a choice.
 
-        Some templates take the arguments of calls as text, others contents as parts. The template alone is under
-        limits: a tokenizer that lacks memory would end the process.
+        The first variant of the chat that the template writes without loss is taken, else the first that it writes.
+        The template alone is under limits: a tokenizer that lacks memory would end the process.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special = self._tokenizer.special_tokens_map
-        template, refusal = self._template(tools), None
-        of_parts = any(sign in template for sign in _OF_PARTS)
-        for variant in (as_parts(messages) if of_parts else messages, with_text_arguments(messages)):
+        template, refusal, lossy = self._template(tools), None, None
+        for variant in spellings(messages):
             # As transformers has it: many templates write the word None, but know of fields that are not there.
             chat = [{name: value for name, value in message.items() if value is not None} for message in variant]
             render = partial(
@@ -141,10 +140,16 @@ class FolderEncoder:
             )
             try:
                 (text,), spans = in_template_limits(render)
-                return str(text), [(int(start), int(stop)) for start, stop in (spans or [[]])[0]]
             except Exception as error:  # noqa: BLE001  (a template may raise anything)
                 refusal = refusal or error
-        raise DataError(f"the chat template refuses the messages ({refusal})") from refusal
+                continue
+            applied = str(text), [(int(start), int(stop)) for start, stop in (spans or [[]])[0]]
+            if keeps_words(applied[0], messages):
+                return applied
+            lossy = lossy or applied
+        if lossy is None:
+            raise DataError(f"the chat template refuses the messages ({refusal})") from refusal
+        return lossy
 
     def encode_places(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of a text, and for each the character at which it ends. Errors: DataError where that is not known."""

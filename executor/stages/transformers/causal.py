@@ -17,6 +17,7 @@ import torch
 
 from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION
 from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.data.batches import document_lengths, document_positions
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Batch
@@ -25,7 +26,11 @@ from dynapipe_ext.executor.stages.transformers.layers import (
     PartPlace,
     StageEntry,
     StageExit,
+    as_entry,
+    as_exit,
+    half_layer,
     key_of,
+    places_of,
     remove,
 )
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
@@ -48,10 +53,14 @@ class CausalPart(TransformersPart):
         holders = {embedding: (0, place.num_stages - 1)} if place.num_stages > 1 and has_tied_ends(model) else {}
         super().__init__(model, place, {number: places[number] for number in place.layers}, holders)
         self.pattern = pattern
-        self._entry, self._exit = places[0], places[len(places) - 1]
+        self._entry: Any = places[0]  # of all but the first stage
+        self._exit: Any = places[len(places) - 1]  # of all but the last
         self._call = model.__call__ if place.is_last else model.get_submodule(pattern.body).__call__
-        for layer in self._layers.values():
+        for number, layer in self._layers.items():
             layer.register_forward_hook(self._check_output)
+            mlp = [module.name for module in pattern.halves if module.half == "mlp" and hasattr(layer, module.name)]
+            if mlp:
+                self._seed_before(layer.get_submodule(mlp[0]), f"mlp of layer {number}")
         for name in pattern.idle if place.is_first else ():
             model.get_submodule(name).requires_grad_(False)
 
@@ -61,14 +70,12 @@ class CausalPart(TransformersPart):
         if self.place.is_first:
             arguments["input_ids"] = x
         else:
-            assert isinstance(self._entry, StageEntry)
             arguments["inputs_embeds"] = self._entry.received = x
         self._seed("embedding")
         run = partial(self._call, use_cache=False, **arguments)
         if self.place.is_last:
             return self._logits(run, batch)
         run()
-        assert isinstance(self._exit, StageExit)
         return self._exit.take()
 
     def _check_output(self, layer: Any, _inputs: Any, output: Any) -> None:
@@ -224,8 +231,9 @@ class CausalCut:
                 f"{name} ties weights other than head and embedding ({', '.join(sorted(others))}): it cannot be cut"
             )
 
-    def num_layers(self, config: Any) -> int:
-        return int(config.get_text_config().num_hidden_layers)
+    def places(self, config: Any, topology: Topology, pp_rank: int) -> list[PartPlace]:
+        num_layers = int(config.get_text_config().num_hidden_layers)
+        return places_of(topology, num_layers, pp_rank, halves=bool(self.pattern.halves))
 
     def in_place(self, model: Any, place: PartPlace) -> None:
         """Leave a model what its stage needs. The last stage keeps a tied embedding for its head."""
@@ -236,12 +244,17 @@ class CausalCut:
         for number, layer in enumerate(layers):
             if number not in place.layers:
                 layers[number] = AbsentModule(layer, pattern.num_tupled)
+            elif half := place.half_of(number):
+                layers[number] = half_layer(layer, half, pattern.halves)
         if not place.is_first:
-            layers[0] = StageEntry(layers[0], pattern.num_tupled)
+            begins_in_it = 0 in place.layers
+            layers[0] = as_entry(layers[0]) if begins_in_it else StageEntry(layers[0], pattern.num_tupled)
             remove(model, pattern.idle)
             remove(model, [path for path in pattern.first if not (tied and place.is_last and path == embedding)])
         if not place.is_last:
-            layers[len(layers) - 1] = StageExit(layers[len(layers) - 1], pattern.num_tupled)
+            last = len(layers) - 1
+            ends_in_it = last in place.layers
+            layers[last] = as_exit(layers[last]) if ends_in_it else StageExit(layers[last], pattern.num_tupled)
             remove(model, pattern.last)
             model.all_tied_weights_keys = {}
 

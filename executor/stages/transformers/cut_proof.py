@@ -2,7 +2,8 @@
 
 It is run on a small model of the same class and settings (`twin`), on CPU, before weights are read. It proves
 
-- of the cut: with every layer on a stage of its own, logits and all gradients are those of one stage, bit for bit;
+- of the cut: with every layer on a stage of its own (every half of one, where layers have halves), logits and all
+  gradients are those of one stage, bit for bit;
 - of padded rows: logits of samples padded behind to one length are those of each alone;
 - of packed rows: so are those of documents in one row, at every length that changes what the family computes, as
   `check_packing` has it (windows, chunks: they are shortened, and documents cross them).
@@ -27,7 +28,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.stages.transformers.causal import FLASH_ATTENTION, CausalCut, CausalPart, refuse_headless
 from dynapipe_ext.executor.stages.transformers.derived import derived_pattern
-from dynapipe_ext.executor.stages.transformers.layers import places_of
+from dynapipe_ext.executor.stages.transformers.half_layers import derived_halves
 from dynapipe_ext.executor.stages.transformers.part import cut_out
 from dynapipe_ext.executor.stages.transformers.quiet import quietly
 from dynapipe_ext.executor.stages.transformers.twin import built_twin, token_ids, twin_config
@@ -80,8 +81,7 @@ def _proven(subject: _Subject, attentions: tuple[str | None, ...], pattern: Laye
             refuse_headless(twin)
             named = pattern or derived_pattern(twin)
             CausalCut(named).check(twin)
-            _refuse_weights_everywhere(twin, named)
-            _prove_stages(twin, named)
+            named = _proven_stages(twin, named)
             _prove_padding(twin, named)
             cut = _with_packing(twin, small, named, attentions)
             return replace(cut, num_idle_weights=_num_idle_weights(whole, config, named))
@@ -101,10 +101,29 @@ def _num_idle_weights(whole: Any, config: Any, pattern: LayerPattern) -> int:
     return sum(num_weights(model.get_submodule(name)) for name in pattern.idle)
 
 
-def _refuse_weights_everywhere(twin: Any, pattern: LayerPattern) -> None:
+def _proven_stages(twin: Any, pattern: LayerPattern) -> LayerPattern:
+    """The pattern with the halves of its layers where a stage may end within each. Errors: ConfigError where a stage
+    may not even end between layers."""
+    layers = twin.get_submodule(pattern.layers)
+    if halves := derived_halves(twin, layers):
+        in_halves, each_half = replace(pattern, halves=halves), _stages_of(layers, 0.5)
+        try:
+            _refuse_weights_everywhere(twin, in_halves, each_half)
+            _prove_stages(twin, in_halves, each_half)
+        except DynaPipeError:
+            pass  # such a family is cut between layers alone
+        else:
+            return in_halves
+    each_layer = _stages_of(layers, 1)
+    _refuse_weights_everywhere(twin, pattern, each_layer)
+    _prove_stages(twin, pattern, each_layer)
+    return pattern
+
+
+def _refuse_weights_everywhere(twin: Any, pattern: LayerPattern, topology: Topology) -> None:
     """Errors: ConfigError for weights that stages of several ranks would hold, but for those of head and embedding."""
     held: dict[str, int] = {}
-    for part in _parts(twin, pattern, _each_layer(twin, pattern)):
+    for part in _parts(twin, pattern, topology):
         for name in {*dict(part.model.named_parameters())} - {*part.holders}:
             held[name] = held.get(name, 0) + 1
     if everywhere := sorted(name for name, num_stages in held.items() if num_stages > 1):
@@ -114,13 +133,13 @@ def _refuse_weights_everywhere(twin: Any, pattern: LayerPattern) -> None:
         )
 
 
-def _prove_stages(twin: Any, pattern: LayerPattern, *, layout: Layout = "padded") -> None:
+def _prove_stages(twin: Any, pattern: LayerPattern, topology: Topology, *, layout: Layout = "padded") -> None:
     """Errors: ConfigError where a layer reads what does not come through the one before it, or returns more."""
     micro_batch = MicroBatch(_samples(_LENGTHS), layout)
     whole = _run(_parts(twin, pattern, Topology()), micro_batch)
     name = type(twin).__name__
     try:
-        cut = _run(_parts(twin, pattern, _each_layer(twin, pattern)), micro_batch)
+        cut = _run(_parts(twin, pattern, topology), micro_batch)
     except DynaPipeError:
         raise
     except Exception as error:  # of the model's own code, which misses what other stages have
@@ -173,7 +192,8 @@ def _prove_packing(plain: Any, config: Any, pattern: LayerPattern, attention: st
     try:
         twin = built_twin(type(plain), config, attention) if attention else plain
         _refuse_packing(name, _difference(twin, pattern, plain, "packed"))
-        _prove_stages(twin, pattern, layout="packed")
+        layers = twin.get_submodule(pattern.layers)
+        _prove_stages(twin, pattern, _stages_of(layers, 0.5 if pattern.halves else 1), layout="packed")
         for limit, value in changing_lengths(config, longest=_longest(config), row=None).items():
             short = copy.deepcopy(config)
             shorten(short.get_text_config(), limit, _SHORT)
@@ -277,13 +297,15 @@ def _tokens(model: Any, micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def _parts(twin: Any, pattern: LayerPattern, topology: Topology) -> list[CausalPart]:
-    cut, num_layers = CausalCut(pattern), len(twin.get_submodule(pattern.layers))
+    cut = CausalCut(pattern)
     parts = [
-        cut_out(cut, twin, place) for rank in range(topology.pp) for place in places_of(topology, num_layers, rank)
+        cut_out(cut, twin, place) for rank in range(topology.pp) for place in cut.places(twin.config, topology, rank)
     ]
     assert all(isinstance(part, CausalPart) for part in parts)
     return parts  # type: ignore[return-value]
 
 
-def _each_layer(twin: Any, pattern: LayerPattern) -> Topology:
-    return Topology(pp=len(twin.get_submodule(pattern.layers)))
+def _stages_of(layers: Any, num_layers: float) -> Topology:
+    """As many stages as the layers make, of so many layers each."""
+    num_stages = int(len(layers) / num_layers)
+    return Topology(pp=num_stages, layers_per_stage=(num_layers,) * num_stages)

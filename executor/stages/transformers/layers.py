@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dynapipe_ext.batch.topology import Topology, refuse_half_layers
+from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
 from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.models.layer_pattern import Half, HalfModule
 
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
-    """A stage of a cut model, and how many layers each stage has."""
+    """A stage of a cut model, and how many layers each stage has, whole or in halves."""
 
     stage: int
-    layers_per_stage: tuple[int, ...]
+    layers_per_stage: tuple[float, ...]
 
     @property
     def num_stages(self) -> int:
         return len(self.layers_per_stage)
 
     @property
+    def _layers(self) -> StageLayers:
+        return layers_of_cut(self.layers_per_stage)[self.stage]
+
+    @property
     def layers(self) -> range:
-        """By their numbers in the whole model."""
-        first = sum(self.layers_per_stage[: self.stage])
-        return range(first, first + self.layers_per_stage[self.stage])
+        """Those of which it has a half or more, by their numbers in the whole model."""
+        return self._layers.held
+
+    def half_of(self, layer: int) -> Half | None:
+        """The one half of a layer that it has; None where it has both."""
+        own = self._layers
+        if layer not in own.mlp:
+            return "attention"
+        return None if layer in own.attention else "mlp"
 
     @property
     def is_first(self) -> bool:
@@ -39,18 +51,22 @@ class PartPlace:
         return self.stage == self.num_stages - 1
 
 
-def places_of(topology: Topology, num_layers: int, pp_rank: int) -> list[PartPlace]:
-    """The stages of a pipeline rank. Errors: ConfigError for tensor parallelism and for stages without layers."""
+def places_of(topology: Topology, num_layers: int, pp_rank: int, *, halves: bool = False) -> list[PartPlace]:
+    """The stages of a pipeline rank. `halves`: whether a stage may end within a layer.
+
+    Errors: ConfigError for tensor parallelism and for stages without layers.
+    """
     if topology.tp > 1:
         raise ConfigError(
             f"tp is {topology.tp} but models of transformers are not cut over tensor parallel ranks: give tp 1"
         )
     refuse_spread(topology, "a model of transformers")
     counts = topology.with_layers(num_layers).layers_per_stage
-    if min(counts) < 1:
-        raise ConfigError(f"layers_per_stage is {counts} but each stage of a transformers model needs a layer or more")
-    whole = refuse_half_layers(counts, "a model of transformers")
-    return [PartPlace(stage, whole) for stage in topology.stages_of(pp_rank)]
+    if not halves:
+        refuse_half_layers(counts, "this model of transformers")
+    if not min(counts):
+        raise ConfigError(f"layers_per_stage is {counts} but each stage of a transformers model needs layers")
+    return [PartPlace(stage, counts) for stage in topology.stages_of(pp_rank)]
 
 
 _STATES = ("hidden_states", "x", "input", "inputs_embeds")  # what layers call them
@@ -72,14 +88,28 @@ class AbsentModule(torch.nn.Module):
         self._num_tupled = num_tupled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args else next((kwargs[name] for name in _STATES if name in kwargs), None)
-        passed = self._passed(x)
+        passed = self._passed(hidden_states_of(args, kwargs))
         return (passed, *(None,) * (self._num_tupled - 1)) if self._num_tupled else passed
 
     def _passed(self, x: torch.Tensor | None) -> torch.Tensor:
         if x is None or not x.is_floating_point() or x.dim() < _STATES_DIM:  # ids, positions, a mask of rows
             return torch.zeros((), device=None if x is None else x.device)
         return x
+
+
+def hidden_states_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The hidden states among a module's arguments, or in what it returned; None where there are none."""
+    states = args[0] if args else next((kwargs[name] for name in _STATES if name in kwargs), None)
+    return states[0] if isinstance(states, tuple) else states
+
+
+def with_hidden_states(
+    states: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer with other hidden states."""
+    if args:
+        return (states, *args[1:]), dict(kwargs)
+    return (), {**kwargs, next(name for name in _STATES if name in kwargs): states}
 
 
 def _of_class(cls: type) -> dict[str, Any]:
@@ -117,6 +147,64 @@ class StageExit(AbsentModule):
                 "the model's forward did not run its last layer: give the LayerPattern that names its layers"
             )
         return kept
+
+
+class ZeroModule(AbsentModule):
+    """In the place of a module in the other half of a layer: it adds nothing to the hidden states."""
+
+    def _passed(self, x: torch.Tensor | None) -> torch.Tensor:
+        assert x is not None
+        return torch.zeros_like(x)
+
+
+def half_layer(layer: Any, half: Half, modules: Sequence[HalfModule]) -> Any:
+    """A layer with the modules of one half, and its weights; the layer itself stays whole."""
+    own = with_own_modules(layer)
+    for module in modules:
+        if module.half != half and module.name in own._modules:
+            own._modules[module.name] = ZeroModule(own._modules[module.name], module.num_tupled)
+    return own
+
+
+def as_entry(layer: Any) -> Any:
+    """The layer, which takes what it `received` from the stage before in the place of the states that it is given.
+
+    It does so before anything of the layer runs, so what is recomputed has it, too.
+    """
+
+    class Entry(type(layer)):  # type: ignore[misc]
+        received: torch.Tensor | None = None
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            received, self.received = self.received, None
+            args, kwargs = with_hidden_states(received, args, kwargs)
+            return super().__call__(*args, **kwargs)
+
+    return _of_renamed_class(layer, Entry)
+
+
+def as_exit(layer: Any) -> Any:
+    """The layer, which keeps the hidden states that it returns for the stage behind (`take`)."""
+
+    class Exit(type(layer)):  # type: ignore[misc]
+        kept: torch.Tensor | None = None
+        take = StageExit.take
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().__call__(*args, **kwargs)
+            self.kept = hidden_states_of((output,), {})
+            return output
+
+    return _of_renamed_class(layer, Exit)
+
+
+def _of_renamed_class(layer: Any, own: Any) -> Any:
+    """The layer as one of the class `own`, which has the names of the layer's class."""
+    own.__name__, own.__qualname__, own.__module__ = (
+        getattr(type(layer), name) for name in ("__name__", "__qualname__", "__module__")
+    )
+    layer.__class__ = own
+    return layer
 
 
 def with_own_modules(module: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, HeadSlices, seed_of, seed_torch
@@ -104,9 +105,12 @@ class TransformersPart(torch.nn.Module, ABC):
         key = self._key
 
         def run(*arguments: Any) -> Any:
-            if key:
-                seed_torch(seed_of(key, layer))
-            return call(*arguments)
+            outer, self._key = self._key, key  # that of whatever runs now, in a backward none
+            try:
+                self._seed(layer)
+                return call(*arguments)
+            finally:
+                self._key = outer
 
         return torch.utils.checkpoint.checkpoint(run, *arguments, use_reentrant=False)
 
@@ -128,7 +132,8 @@ class ModelCut(Protocol):
     def check(self, model: Any) -> None:
         """Errors: ConfigError where the model cannot be cut so."""
 
-    def num_layers(self, config: Any) -> int: ...
+    def places(self, config: Any, topology: Topology, pp_rank: int) -> list[PartPlace]:
+        """The stages of a pipeline rank. Errors: ConfigError for those that the family cannot have."""
 
     def in_place(self, model: Any, place: PartPlace) -> None:
         """Leave a model what its stage needs."""

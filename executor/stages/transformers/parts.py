@@ -23,7 +23,7 @@ from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.stages.chunk_runner import seed_of, seed_torch
 from dynapipe_ext.executor.stages.transformers.causal import CausalCut, has_tied_ends
 from dynapipe_ext.executor.stages.transformers.cut_proof import proven_cut
-from dynapipe_ext.executor.stages.transformers.layers import AbsentModule, PartPlace, places_of, remove
+from dynapipe_ext.executor.stages.transformers.layers import AbsentModule, PartPlace, remove
 from dynapipe_ext.executor.stages.transformers.part import ModelCut, TransformersPart, cut_out, hold_shared_once
 from dynapipe_ext.executor.stages.transformers.quiet import quietly
 from dynapipe_ext.executor.stages.transformers.t5 import T5Cut
@@ -52,8 +52,7 @@ def parts_of_model(
     else:
         cut = CausalCut(pattern or proven_cut(type(model), model.config, [_attention_of(model)]).pattern)
     cut.check(model)
-    places = places_of(topology or Topology(), cut.num_layers(model.config), pp_rank)
-    return [cut_out(cut, model, place) for place in places]
+    return [cut_out(cut, model, place) for place in cut.places(model.config, topology or Topology(), pp_rank)]
 
 
 def parts_of_folder(
@@ -228,7 +227,7 @@ def _built(
             _key_draws(model, seed)
 
     with quietly():
-        for place in places_of(topology or Topology(), cut.num_layers(config), pp_rank):
+        for place in cut.places(config, topology or Topology(), pp_rank):
             model = build(_part_class(whole, partial(leave, place)))
             for module in model.modules():
                 vars(module).pop("_init_weights", None)  # drawn

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.data.pairs import pair_borders
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Batch
@@ -23,6 +24,7 @@ from dynapipe_ext.executor.stages.transformers.layers import (
     PartPlace,
     StageEntry,
     StageExit,
+    places_of,
     remove,
     with_own_modules,
 )
@@ -126,8 +128,8 @@ class T5Cut:
                 f"{type(model).__name__} cannot be cut as a T5 with its head: give a T5ForConditionalGeneration"
             )
 
-    def num_layers(self, config: Any) -> int:
-        return int(config.num_layers + config.num_decoder_layers)
+    def places(self, config: Any, topology: Topology, pp_rank: int) -> list[PartPlace]:
+        return places_of(topology, config.num_layers + config.num_decoder_layers, pp_rank)
 
     def in_place(self, model: Any, place: PartPlace) -> None:
         for stack, own in zip((model.encoder, model.decoder), _own_layers(model.config, place), strict=True):
@@ -196,7 +198,7 @@ def _of(stack: Any, own: range) -> Iterator[Any]:
     return (stack.block[number] for number in own)
 
 
-def _holders(config: Any, layers_per_stage: tuple[int, ...], *, tied: bool) -> dict[str, tuple[int, ...]]:
+def _holders(config: Any, layers_per_stage: tuple[float, ...], *, tied: bool) -> dict[str, tuple[int, ...]]:
     """The stages that hold each weight that several hold."""
     last = len(layers_per_stage) - 1
     own = [_own_layers(config, PartPlace(stage, layers_per_stage)) for stage in range(last + 1)]

@@ -1,0 +1,217 @@
+// Proof that the ranks of one replica cannot hang, of their instructions as rows of integers. Twin: executor/proof.py,
+// which also says what is wrong.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "programs.hpp"
+
+namespace dynapipe::programs {
+
+struct Rows {
+  const Instruction* first;
+  std::size_t count;
+};
+
+struct Replica {
+  std::vector<int> stage_ranks;
+  int count;  // of micro-batches
+  bool forward_only;
+  std::vector<int> before, behind;  // the piece next to a micro-batch's of the same sample, or -1
+  std::vector<i64> spec_bytes;
+};
+
+struct Transfer {
+  int key, specs;
+  bool is_send;
+};
+
+using Lanes = std::map<std::pair<int, int>, std::vector<Transfer>>;  // by peer and channel
+
+// One rank by itself: `run` says whether all is right, and leaves its lanes, its transfers and its peak.
+class ProvenRank {
+ public:
+  ProvenRank(const Replica& replica, int rank)
+      : replica_(replica), rank_(rank), stages_(static_cast<int>(replica.stage_ranks.size())), count_(replica.count) {}
+
+  bool run(const Rows& rows) {
+    const std::size_t places = static_cast<std::size_t>(stages_) * count_;
+    loaded_.assign(count_, 0);
+    progress_.assign(places, kNothing);
+    for (auto* one : {&present_, &sending_, &receiving_}) one->assign(2 * places, -1);
+    for (std::size_t i = 0; i < rows.count; ++i) {
+      if (!step(rows.first[i])) return false;
+    }
+    return is_whole();
+  }
+
+  // Gives up the memory of the run alone.
+  void forget() {
+    loaded_ = {};
+    progress_ = {};
+    present_ = sending_ = receiving_ = {};
+  }
+
+  Lanes lanes;
+  std::vector<int> operations;  // keys of transfers in the order posted
+  i64 peak_bytes = 0;
+
+ private:
+  enum Progress : char { kNothing, kForwarded, kHalf, kDone };
+
+  bool step(const Instruction& row) {
+    if (row.micro_batch < 0 || row.micro_batch >= count_) return false;
+    if (row.letter == kLoad) return !std::exchange(loaded_[row.micro_batch], true);
+    if (row.stage < 0 || row.stage >= stages_) return false;
+    switch (row.letter) {
+      case kSend:
+      case kRecv: return transfer(row);
+      case kWaitSend: return wait(row, sending_);
+      case kWaitRecv: return wait(row, receiving_);
+      default: return replica_.stage_ranks[row.stage] == rank_ && compute(row);
+    }
+  }
+
+  int key_of(const Instruction& row) const { return 2 * place(row.stage, row.micro_batch) + (row.is_gradient != 0); }
+  int place(int stage, int micro_batch) const { return stage * count_ + micro_batch; }
+
+  bool transfer(const Instruction& row) {
+    const int key = key_of(row);
+    const bool is_send = row.letter == kSend;
+    if (row.specs < 0 || row.specs >= static_cast<int>(replica_.spec_bytes.size()) || row.peer == rank_) return false;
+    const i64 bytes = replica_.spec_bytes[row.specs];
+    if (is_send) {
+      if (sending_[key] >= 0 || present_[key] < 0) return false;
+      present_[key] = -1;
+      sending_[key] = bytes;
+    } else {
+      if (receiving_[key] >= 0 || present_[key] >= 0) return false;
+      receiving_[key] = bytes;
+    }
+    lanes[{row.peer, row.channel}].push_back({key, row.specs, is_send});
+    operations.push_back(key);
+    held_bytes_ += bytes;
+    peak_bytes = std::max(peak_bytes, held_bytes_);
+    return true;
+  }
+
+  bool wait(const Instruction& row, std::vector<i64>& moving) {
+    const int key = key_of(row);
+    const i64 bytes = std::exchange(moving[key], -1);
+    if (bytes < 0) return false;
+    if (row.letter == kWaitSend) held_bytes_ -= bytes;
+    else present_[key] = bytes;
+    return true;
+  }
+
+  bool compute(const Instruction& row) {
+    const int here = place(row.stage, row.micro_batch);
+    if (row.letter == kBackwardWeight) return std::exchange(progress_[here], kDone) == kHalf;
+    if (row.letter == kForward) {
+      if (!loaded_[row.micro_batch] || progress_[here] != kNothing) return false;
+      const int before = replica_.before[row.micro_batch];
+      if (before >= 0 && progress_[place(row.stage, before)] == kNothing) return false;
+      if (row.stage > 0 && !take(2 * (here - count_))) return false;
+      progress_[here] = kForwarded;
+      if (row.stage + 1 < stages_) present_[2 * here] = 0;
+      return true;
+    }
+    if (row.letter != kBackward && row.letter != kBackwardInput) return false;
+    if (replica_.forward_only || progress_[here] != kForwarded) return false;
+    const int behind = replica_.behind[row.micro_batch];
+    if (behind >= 0 && progress_[place(row.stage, behind)] < kHalf) return false;
+    if (row.stage + 1 < stages_ && !take(2 * (here + count_) + 1)) return false;
+    progress_[here] = row.letter == kBackward ? kDone : kHalf;
+    if (row.stage > 0) present_[2 * here + 1] = 0;
+    return true;
+  }
+
+  bool take(int key) {
+    const i64 bytes = std::exchange(present_[key], -1);
+    held_bytes_ -= std::max<i64>(bytes, 0);
+    return bytes >= 0;
+  }
+
+  bool is_whole() const {
+    const auto is_left = [](i64 bytes) { return bytes >= 0; };
+    for (const auto* one : {&present_, &sending_, &receiving_}) {
+      if (std::any_of(one->begin(), one->end(), is_left)) return false;
+    }
+    for (int stage = 0; stage < stages_; ++stage) {
+      for (int m = 0; m < count_ && replica_.stage_ranks[stage] == rank_; ++m) {
+        if (progress_[place(stage, m)] != (replica_.forward_only ? kForwarded : kDone)) return false;
+      }
+    }
+    return std::all_of(loaded_.begin(), loaded_.end(), [](char one) { return one; });
+  }
+
+  const Replica& replica_;
+  const int rank_, stages_, count_;
+  i64 held_bytes_ = 0;
+  std::vector<char> loaded_;  // micro-batches
+  std::vector<Progress> progress_;
+  std::vector<i64> present_, sending_, receiving_;  // by key: bytes, or -1
+};
+
+// The k-th operations of both sides of a queue are a send and a receive of one buffer with one shape.
+inline bool lanes_meet(const std::vector<ProvenRank>& ranks) {
+  for (int rank = 0; rank < static_cast<int>(ranks.size()); ++rank) {
+    for (const auto& [queue, ours] : ranks[rank].lanes) {
+      if (queue.first < 0 || queue.first >= static_cast<int>(ranks.size())) return false;
+      const Lanes& of_peer = ranks[queue.first].lanes;
+      const auto theirs = of_peer.find({rank, queue.second});
+      if (theirs == of_peer.end() || theirs->second.size() != ours.size()) return false;
+      for (std::size_t k = 0; k < ours.size(); ++k) {
+        const Transfer &mine = ours[k], &other = theirs->second[k];
+        if (mine.is_send == other.is_send || mine.key != other.key || mine.specs != other.specs) return false;
+      }
+    }
+  }
+  return true;
+}
+
+// Whether ranks that post their transfers one at a time all come to their end.
+inline bool in_one_order(const std::vector<ProvenRank>& ranks, std::size_t num_keys) {
+  std::vector<std::size_t> done(ranks.size(), 0);
+  std::vector<int> first_side(num_keys, -1), moving;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) moving.push_back(static_cast<int>(rank));
+  while (!moving.empty()) {
+    const int rank = moving.back();
+    moving.pop_back();
+    while (done[rank] < ranks[rank].operations.size()) {
+      int& side = first_side[ranks[rank].operations[done[rank]]];
+      const int other = side;
+      side = other < 0 ? rank : -1;
+      if (other < 0) break;
+      ++done[rank];
+      ++done[other];
+      moving.push_back(other);
+    }
+  }
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    if (done[rank] < ranks[rank].operations.size()) return false;
+  }
+  return true;
+}
+
+// Peak bytes of buffers in flight of each rank; nothing where something is wrong.
+inline std::optional<std::vector<i64>> peaks_of_proven(const Replica& replica, const std::vector<Rows>& programs) {
+  std::vector<ProvenRank> ranks;
+  ranks.reserve(programs.size());
+  std::vector<i64> peaks;
+  for (std::size_t rank = 0; rank < programs.size(); ++rank) {
+    ranks.emplace_back(replica, static_cast<int>(rank));
+    if (!ranks.back().run(programs[rank])) return std::nullopt;
+    ranks.back().forget();
+    peaks.push_back(ranks.back().peak_bytes);
+  }
+  const std::size_t num_keys = 2 * replica.stage_ranks.size() * replica.count;
+  if (!lanes_meet(ranks) || !in_one_order(ranks, num_keys)) return std::nullopt;
+  return peaks;
+}
+
+}  // namespace dynapipe::programs

@@ -1,0 +1,92 @@
+"""The spellings of a chat that templates take: contents as text or as lists of parts, arguments of calls as objects or
+as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def spellings(messages: Messages) -> Iterator[Messages]:
+    """The messages as most templates read them, then as others do: with contents as parts, with arguments as text.
+
+    Arguments that are JSON text, as published programs of models return them, are objects first: most templates write
+    text that they are given as a string within JSON.
+    """
+    with_objects, with_text = _with_arguments(messages, argument_object), _with_arguments(messages, _as_text)
+    yield with_objects
+    yield as_parts(with_objects)
+    if with_text != with_objects:
+        yield with_text
+        yield as_parts(with_text)
+
+
+def keeps_words(text: str, messages: Messages) -> bool:
+    """Whether a chat's text has the last line of each message, and no arguments of a call as Python writes them."""
+    texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+    plain = [message.get("content") for message in messages if not message.get("tool_calls")]
+    ends = [text.strip().splitlines()[-1].strip() for text in plain if isinstance(text, str) and text.strip()]
+    calls = [argument_object(call_arguments(call)) for message in messages for call in message.get("tool_calls") or ()]
+    as_python = [str(one) for one in calls if one and isinstance(one, Mapping)]
+    return all(is_in(end, text) for end in ends) and not any(
+        words in text and not any(words in content for content in texts) for words in as_python
+    )
+
+
+def is_in(words: str, whole: str) -> bool:
+    """Whether the text has these words, as they are or as JSON, which templates write for tools."""
+    return words in whole or json.dumps(words, ensure_ascii=False)[1:-1] in whole
+
+
+def as_parts(messages: Messages) -> list[Mapping[str, Any]]:
+    """The messages with texts as lists of one part, for templates of models that also read pictures."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
+
+
+def _with_arguments(messages: Messages, write: Callable[[Any], Any]) -> list[Mapping[str, Any]]:
+    return [
+        {**message, "tool_calls": [with_arguments(call, write(call_arguments(call))) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def with_arguments(call: Mapping[str, Any], arguments: Any) -> Mapping[str, Any]:
+    """The call with these arguments, where it has any."""
+    if call_arguments(call) is None:
+        return call
+    if "function" in call:
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+    return {**call, "arguments": arguments}
+
+
+def call_arguments(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return function.get("arguments") if isinstance(function, Mapping) else None
+
+
+def argument_object(arguments: Any) -> Any:
+    """
+    >>> argument_object('{"place": "Rome"}'), argument_object("Rome")
+    ({'place': 'Rome'}, 'Rome')
+    """
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            return arguments
+        return parsed if isinstance(parsed, dict) else arguments
+    return arguments
+
+
+def _as_text(arguments: Any) -> Any:
+    return arguments if arguments is None or isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
