@@ -472,17 +472,7 @@ def lower(
     `fill_waits` makes plans for executors that run weight gradients while they wait: see `_with_filled_waits`.
     """
     batch = step_plan.batch
-    plan_of_batch = partial(
-        ExecutionPlan,
-        step=batch.step,
-        seed=batch.seed,
-        loss_norm=batch.loss_norm,
-        loss_divisor=loss_divisor(batch),
-        real_tokens=batch.real_tokens,
-        padded_tokens=batch.padded_tokens,
-        num_micro_batches=tuple(len(replica.micro_batches) for replica in batch.replicas),
-        width=batch.width,
-    )
+    plan_of_batch = _plan_of_batch(batch)
     activation_format = activation_format.at_width(batch.width)
     plans = []
     for replica, schedule, prediction, replica_costs in zip(
@@ -502,21 +492,31 @@ def lower(
             replica_costs.transfer_ns.tolist(),
             order_times=simulate_ns(schedule, step_plan.costs[0]) if same_order else None,
         )
-        plans.append(
-            tuple(
-                plan_of_batch(
-                    dp_rank=replica.dp_rank,
-                    pp_rank=pp_rank,
-                    stage_ranks=schedule.stage_ranks,
-                    micro_batches=replica.micro_batches,
-                    instructions=rank_instructions,
-                    prediction=prediction,
-                    forward_only=schedule.forward_only,
-                )
-                for pp_rank, rank_instructions in enumerate(instructions)
-            )
+        plan_of_rank = partial(
+            plan_of_batch,
+            dp_rank=replica.dp_rank,
+            stage_ranks=schedule.stage_ranks,
+            micro_batches=replica.micro_batches,
+            prediction=prediction,
+            forward_only=schedule.forward_only,
         )
+        plans.append(tuple(plan_of_rank(pp_rank=p, instructions=own) for p, own in enumerate(instructions)))
     return tuple(plans)
+
+
+def _plan_of_batch(batch: GlobalBatchPlan) -> partial[ExecutionPlan]:
+    """`ExecutionPlan` with all that ranks of a global batch have alike."""
+    return partial(
+        ExecutionPlan,
+        step=batch.step,
+        seed=batch.seed,
+        loss_norm=batch.loss_norm,
+        loss_divisor=loss_divisor(batch),
+        real_tokens=batch.real_tokens,
+        padded_tokens=batch.padded_tokens,
+        num_micro_batches=tuple(len(replica.micro_batches) for replica in batch.replicas),
+        width=batch.width,
+    )
 
 
 def _with_filled_waits(

@@ -159,15 +159,7 @@ class DynaPipeDataLoader:
         store: str | StoreAddress | Store | None = None,
         delivery: PlanDelivery = PlanDelivery(),  # noqa: B008 (frozen)
     ) -> None:
-        if sampler is not None and shuffle:
-            raise ConfigError(
-                "sampler and shuffle=True were both given: the sampler decides the order, leave out shuffle"
-            )
-        if num_workers < 0 or (num_workers and delivery.prefetch_steps < 2):
-            raise ConfigError(
-                f"num_workers is {num_workers} and prefetch_steps is {delivery.prefetch_steps} but must be at least 0"
-                " and 2"
-            )
+        _refuse_together(sampler, shuffle, num_workers, delivery)
         self.dataset, self.planner = dataset, planner
         self.exposed_planning_s = 0.0
         self._lengths = _lengths_of(dataset)
@@ -192,15 +184,8 @@ class DynaPipeDataLoader:
             self._batches(0)  # refuses settings that cannot work before anything is started
         self._channel: PlanChannel | None = None
         if num_workers:
-            self._channel = PlanChannel(
-                planner,
-                self._rule,
-                self._lengths,
-                self._coordinates,
-                store=store,
-                num_workers=num_workers,
-                delivery=delivery,
-            )
+            plans = planner, self._rule, self._lengths, self._coordinates
+            self._channel = PlanChannel(*plans, store=store, num_workers=num_workers, delivery=delivery)
 
     def __len__(self) -> int:
         """Global batches in the current epoch (before and after an iteration: in the next one)."""
@@ -409,6 +394,18 @@ class DynaPipeDataLoader:
                     f"sample {planned.index} has {sample.positions} positions but the dataset's `lengths` say {most}:"
                     " the rest would never be trained; give the number of tokens less one, or shorter samples"
                 )
+
+
+def _refuse_together(
+    sampler: Iterable[int] | None, shuffle: bool | None, num_workers: int, delivery: PlanDelivery
+) -> None:
+    """Errors: ConfigError for settings of a loader that do not go together."""
+    if sampler is not None and shuffle:
+        raise ConfigError("sampler and shuffle=True were both given: the sampler decides the order, leave out shuffle")
+    if num_workers < 0 or (num_workers and delivery.prefetch_steps < 2):
+        raise ConfigError(
+            f"num_workers is {num_workers} and prefetch_steps is {delivery.prefetch_steps} but must be at least 0 and 2"
+        )
 
 
 def _lengths_of(dataset: Dataset) -> LengthArray:

@@ -318,8 +318,8 @@ class Planner(PlanRules):
             least_ns(plan, one.costs, samples, one.topology.stage_ranks, one.topology.num_replicas, limit)
             for one in self._by_width.values()
         ]
-        known = [bound for bound in bounds if bound is not None]
-        batch_ns = min(known) if len(known) == len(bounds) else None
+        bounds_ns = [bound for bound in bounds if bound is not None]
+        batch_ns = min(bounds_ns) if len(bounds_ns) == len(bounds) else None
         return replace(plan, certificate=replace(plan.certificate, batch_ns=batch_ns))
 
     def forwards_like(self, plan: StepPlan) -> StepPlan:
@@ -339,9 +339,9 @@ class Planner(PlanRules):
                     " alone do not: plan the step with pieces off and recompute none, selective or full"
                 )
         replicas = [[m.recomputing("none") for m in replica.micro_batches] for replica in plan.batch.replicas]
-        made = forwards._predicted(*forwards._forwards_in_order(replicas), step=plan.batch.step)
+        step_plan = forwards._predicted(*forwards._forwards_in_order(replicas), step=plan.batch.step)
         whole = {s.index: s for m in plan.batch.micro_batches for s in m.samples}
-        return forwards._certified(made, list(whole.values()))
+        return forwards._certified(step_plan, list(whole.values()))
 
     def _certified(self, plan: StepPlan, samples: list[SampleLength], like: StepPlan | None = None) -> StepPlan:
         """The plan with the bounds of these samples."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dynapipe_ext.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from dynapipe_ext.batch.packed_attention import DocumentRule
 
 DOCUMENT_ATTENTION = "dynapipe_documents"
 
@@ -78,11 +81,9 @@ def _document_attention(
     `carried` is the piece of a cut sample that the first document of a row is (see `Carried`), or None. With `joined`
     (see `SharedRows`) borders are of whole rows, of which the tensors are a slice.
     """
-    import torch
+    from dynapipe_ext.batch.packed_attention import DocumentRule
 
-    from dynapipe_ext.batch.packed_attention import Borders, DocumentRule, attend_documents, kernel_for
-
-    batch, heads, row_len, _ = query_BHSD.shape
+    batch, _, row_len, _ = query_BHSD.shape
     lengths = _document_lengths(cu_seq_lens_q, batch, row_len, key_BHSD.shape[2], 1 if joined is None else joined.width)
     if softcap is not None or s_aux is not None:
         raise ConfigError(
@@ -92,30 +93,45 @@ def _document_attention(
     if chunk := _chunk_of(module):  # a position looks back to the start of its chunk: chunks are documents of their own
         lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    if carried is not None and (sliding_window or chunk or not causal):
-        raise ConfigError(
-            f"{type(module).__name__} attends in windows ({sliding_window}) or chunks ({chunk}), or ahead, which does"
-            " not go on from piece to piece of a cut sample: plan whole ones"
-        )
+    if carried is not None:
+        _refuse_pieces(module, sliding_window, chunk, causal)
     rule = DocumentRule(scale=scaling, is_causal=causal, window=sliding_window, dropout=dropout)
-    recompute = not dropout and kernel_for(query_BHSD, rule) is None
+    if joined is not None and not causal:
+        raise ConfigError(f"{type(module).__name__} attends ahead, which joined ranks do not: plan with width 1")
+    return _attend(module, (query_BHSD, key_BHSD, value_BHSD), lengths, rule, carried, joined), None
+
+
+def _attend(
+    module: Any,
+    tensors_BHSD: tuple[Any, Any, Any],
+    lengths: list[int],
+    rule: DocumentRule,
+    carried: Carried | None,
+    joined: SharedRows | None,
+) -> Any:
+    """What queries, keys and values of documents of `lengths` attend to, (B, S, heads, D)."""
+    import torch
+
+    from dynapipe_ext.batch.packed_attention import Borders, attend_documents, kernel_for
+
+    batch, heads, row_len, _ = tensors_BHSD[0].shape
+    device = tensors_BHSD[0].device
+    recompute = not rule.dropout and kernel_for(tensors_BHSD[0], rule) is None
 
     def attend(q_THD: Any, k_THD: Any, v_THD: Any) -> Any:
         return attend_each([q_THD], [k_THD], [v_THD])
 
     def attend_each(*documents: Sequence[Any]) -> Any:
-        queries, keys = (Borders.of([len(x) for x in of], query_BHSD.device) for of in documents[:2])
+        queries, keys = (Borders.of([len(x) for x in of], device) for of in documents[:2])
         q_THD, k_THD, v_THD = (of[0] if len(of) == 1 else torch.cat(list(of)) for of in documents)
         return attend_documents(q_THD, k_THD, v_THD, queries, rule, keys=keys)
 
     if joined is not None:
-        if not causal:
-            raise ConfigError(f"{type(module).__name__} attends ahead, which joined ranks do not: plan with width 1")
-        slices_PBHD = [x.permute(2, 0, 1, 3) for x in (query_BHSD, key_BHSD, value_BHSD)]
+        slices_PBHD = [x.permute(2, 0, 1, 3) for x in tensors_BHSD]
         of_row = _of_each_row(lengths, sum(lengths) // batch)
         out_PBHD = joined.attend(module, slices_PBHD, of_row, attend_each, carried=carried, recompute=recompute)
-        return out_PBHD.transpose(0, 1), None
-    documents = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHSD, key_BHSD, value_BHSD)]
+        return out_PBHD.transpose(0, 1)
+    documents = [x.transpose(1, 2).flatten(0, 1) for x in tensors_BHSD]
     outputs = []
     if carried is not None:
         own, *lengths = lengths
@@ -124,8 +140,17 @@ def _document_attention(
         documents = [x[own:] for x in documents]
     if lengths:
         q_THD, k_THD, v_THD = documents
-        outputs.append(attend_documents(q_THD, k_THD, v_THD, Borders.of(lengths, q_THD.device), rule))
-    return torch.cat(outputs).reshape(batch, row_len, heads, -1), None
+        outputs.append(attend_documents(q_THD, k_THD, v_THD, Borders.of(lengths, device), rule))
+    return torch.cat(outputs).reshape(batch, row_len, heads, -1)
+
+
+def _refuse_pieces(module: Any, window: int | None, chunk: int | None, causal: bool) -> None:
+    """Errors: ConfigError for attention that does not go on from piece to piece of a cut sample."""
+    if window or chunk or not causal:
+        raise ConfigError(
+            f"{type(module).__name__} attends in windows ({window}) or chunks ({chunk}), or ahead, which does"
+            " not go on from piece to piece of a cut sample: plan whole ones"
+        )
 
 
 def _of_each_row(lengths: list[int], row_len: int) -> list[int]:

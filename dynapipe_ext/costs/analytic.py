@@ -339,14 +339,13 @@ class AnalyticCosts:
         tokens, squares = -(-tokens // width), -(-squares // width)  # of one rank
         is_sliced = self.sliced_head.of(is_sliced, tokens)
         stage_layers, attentions = self._layers, self._attentions()
-        heads, stages = self.topology.head_stages, np.arange(self.num_stages)[:, None]
-        has_head = stages >= heads.start
+        heads, values = self.topology.head_stages, self.activation_bytes_per_value
+        has_head = np.arange(self.num_stages)[:, None] >= heads.start
 
         attention_flops = (1 if self.flash else 2) * (a.query_size + a.attended_size) * whole_squares // tp
         matmul = head = has_head * (2 * a.vocab_size * a.hidden_size // tp // len(heads) * whole_tokens)
         again = attentions * np.where(full | selective, attention_flops, 0) + is_sliced * head
         stored, working = np.zeros((2, self.num_stages, len(tokens)), np.int64)
-        values = self.activation_bytes_per_value
         for part, layers in parts_of_stages(stage_layers):
             for kind, counts in kinds_of_ranges(a, layers):
                 count, routed = np.array(counts, np.int64)[:, None], self._routed(kind, tokens)
@@ -362,17 +361,9 @@ class AnalyticCosts:
                 running = whole - layer + values * self._widest(kind, tokens, routed, part)
                 working = np.maximum(working, np.where(count > 0, running, 0))
         forward = matmul + attentions * attention_flops
-        logits, hidden_bytes = tokens * self.sliced_head.columns, self._split(values * a.hidden_size * tokens)
-        logits_bytes = np.where(is_sliced, self.sliced_head.kept_bytes(tokens), 4 * logits)
-        head_bytes = (1 + (stages == heads.start)) * hidden_bytes + logits_bytes  # the norm's input and the head's
-        if len(heads) > 1:
-            head_bytes = head_bytes + 2 * HEAD_MESSAGE_BYTES * tokens
-        if self.split_backward:
-            put_off = values * (a.hidden_size * tokens + logits)
-            head_bytes = np.where(is_sliced, head_bytes, np.maximum(head_bytes, put_off))
-        head_working = np.where(is_sliced, self.sliced_head.working_bytes(tokens), values * logits)
+        head_bytes, head_working = self._head_bytes(tokens, is_sliced)
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
-        sent = hidden_bytes + (has_head[:-1] * HEAD_MESSAGE_BYTES) * tokens
+        sent = self._split(values * a.hidden_size * tokens) + (has_head[:-1] * HEAD_MESSAGE_BYTES) * tokens
         links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         halves = attentions + np.array([len(stage.mlp) for stage in stage_layers], np.int64)[:, None]
         halves = halves + (has_head if len(heads) > 1 else 0)
@@ -390,6 +381,24 @@ class AnalyticCosts:
         )
         costs = costs if width == 1 else self._with_exchanges(costs, whole_tokens, recompute)
         return costs.keeping_inputs(recompute == "stage")
+
+    def _head_bytes(self, tokens: IntArray, is_sliced: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
+        """What the final norm and the head of every stage keep of a rank's tokens, and need more while they run."""
+        heads, values, hidden_size = (
+            self.topology.head_stages,
+            self.activation_bytes_per_value,
+            self.architecture.hidden_size,
+        )
+        logits = tokens * self.sliced_head.columns
+        logits_bytes = np.where(is_sliced, self.sliced_head.kept_bytes(tokens), 4 * logits)
+        num_inputs = 1 + (np.arange(self.num_stages)[:, None] == heads.start)  # the norm's and the head's
+        kept_bytes: IntArray = num_inputs * self._split(values * hidden_size * tokens) + logits_bytes
+        if len(heads) > 1:
+            kept_bytes = kept_bytes + 2 * HEAD_MESSAGE_BYTES * tokens
+        if self.split_backward:
+            put_off = values * (hidden_size * tokens + logits)
+            kept_bytes = np.where(is_sliced, kept_bytes, np.maximum(kept_bytes, put_off))
+        return kept_bytes, np.where(is_sliced, self.sliced_head.working_bytes(tokens), values * logits)
 
     def _layer_flops(self, kind: Architecture, tokens: IntArray, routed: IntArray, part: LayerPart) -> IntArray:
         """Of the matrix products of one layer, or of a half of it."""

@@ -176,8 +176,8 @@ class EncoderDecoderCosts:
         """Stored bytes of the last stage's norm, head and logits, for so many decoder positions."""
         a, values = self.architecture, self.activation_bytes_per_value
         logits = 4 * (a.vocab_size // self.topology.tp) * dec
-        kept = np.where(is_sliced, self.sliced_head.kept_bytes(dec), logits)
-        kept_bytes: IntArray = 2 * self._split(values * a.hidden_size * dec) + kept
+        logits_bytes = np.where(is_sliced, self.sliced_head.kept_bytes(dec), logits)
+        kept_bytes: IntArray = 2 * self._split(values * a.hidden_size * dec) + logits_bytes
         return kept_bytes
 
     def in_slices(self, recompute: npt.NDArray[np.str_], dec: IntArray) -> npt.NDArray[np.bool_]:

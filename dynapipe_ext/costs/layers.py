@@ -200,8 +200,8 @@ def values_with_spread_head(
     values = dict(zip(head.columns, at / parts, strict=True))
     with_head, nothing = total.copy(), np.zeros(shapes.shape[1])
     forward, backward, stored, _ = (values.get(name, nothing) for name in COLUMNS)
-    kept = 1e-6 * (hidden_bytes + 2 * HEAD_MESSAGE_BYTES) * shapes[0] * shapes[1]
-    with_head[:4, stages] += np.stack([forward, backward, values.get(WEIGHT, nothing), stored + kept])[:, None]
+    kept_mb = 1e-6 * (hidden_bytes + 2 * HEAD_MESSAGE_BYTES) * shapes[0] * shapes[1]
+    with_head[:4, stages] += np.stack([forward, backward, values.get(WEIGHT, nothing), stored + kept_mb])[:, None]
     if HEAD_PEAK in values:
         running = with_head[3, stages] + values[HEAD_PEAK] - stored
         with_head[4, stages] = np.maximum(with_head[4, stages], running)

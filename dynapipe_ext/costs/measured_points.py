@@ -107,6 +107,22 @@ class LaidOutTable(PricesShapes, Protocol):
     def stage_attentions(self) -> list[int]: ...
 
 
+def _attended_ns(table: LaidOutTable, stage_ranks: tuple[int, ...]) -> tuple[float, ...] | None:
+    """What pieces take for each pair of positions; None where no pieces were measured."""
+    if table.pieces is None:
+        return None
+    return table.pieces.attended_ns(table.stage_attentions(), stage_ranks, table.topology.width)
+
+
+def _running_bytes(
+    table: LaidOutTable, recompute: Recompute, points: tuple[FloatArray, FloatArray, FloatArray]
+) -> list[list[FloatArray]]:
+    """What layers of each stage hold while they run, by stage, on one rank."""
+    stages_held = list(zip(table.stage_layers(), table.stage_halves(), strict=True))
+    running = running_bytes(table.grids, recompute, points, stages_held)
+    return [[part / table.topology.width for part in stage] for stage in running]
+
+
 @lru_cache(maxsize=8)
 def table_points(
     table: LaidOutTable, stage_ranks: tuple[int, ...], split: bool, least: PricesShapes | None
@@ -120,7 +136,6 @@ def table_points(
     times: dict[str, list[list[FloatArray]]] = {name: [[] for _ in firsts] for name in names}
     chains: list[FloatArray] = []
     held: list[list[FloatArray]] = []
-    stages_held = list(zip(table.stage_layers(), table.stage_halves(), strict=True))
 
     def at_points(values: FloatArray, bad: BoolArray) -> FloatArray:
         return np.where(bad, NEVER_NS, values).reshape(shape)
@@ -135,10 +150,7 @@ def table_points(
             times["head"][i].append(at_points(forward[:first].sum(axis=0), bad))
             times["tail"][i].append(at_points(backward[: 0 if split else first].sum(axis=0), bad))
         chains.append(at_points(priced.chain_ns(split=split), bad))
-        running = [
-            [part / table.topology.width for part in stage]
-            for stage in running_bytes(table.grids, recompute, (rows, enc, dec), stages_held)
-        ]
+        running = _running_bytes(table, recompute, (rows, enc, dec))
         parts = [*priced.stored_bytes.astype(np.float64), *(part for stage in running for part in stage)]
         held.append([that_grow(at_points(part, bad)) for part in parts])
     static = [sum(int(priced.static_bytes[s]) for s, r in enumerate(stage_ranks) if r == rank) for rank in stage_ranks]
@@ -148,20 +160,16 @@ def table_points(
     used = sorted(set(work_of))
     chain = np.concatenate(chains)
     of_row = chain / np.tile(rows_axis, len(chains))[:, None, None]
-    num_rows = len(rows_axis)
-    attended = None
-    if table.pieces is not None:
-        attended = table.pieces.attended_ns(table.stage_attentions(), stage_ranks, table.topology.width)
     return TablePoints(
         rows=rows_axis,
         axes=(encoder, decoder),
-        work=tuple(PointTable.of(work[j], num_rows) for j in used),
+        work=tuple(PointTable.of(work[j], len(rows_axis)) for j in used),
         work_of=tuple(used.index(j) for j in work_of),
-        head=tuple(PointTable.of(values, num_rows) for values in head),
-        tail=tuple(PointTable.of(values, num_rows) for values in tail),
-        chain=PointTable.of(chain, num_rows),
-        chain_of_row=PointTable.of(of_row, num_rows),
-        attended_ns=attended,
+        head=tuple(PointTable.of(values, len(rows_axis)) for values in head),
+        tail=tuple(PointTable.of(values, len(rows_axis)) for values in tail),
+        chain=PointTable.of(chain, len(rows_axis)),
+        chain_of_row=PointTable.of(of_row, len(rows_axis)),
+        attended_ns=_attended_ns(table, stage_ranks),
         needed=hardest([np.concatenate(parts) for parts in zip(*held, strict=True)], beside),
         has_decoder=table.has_decoder,
     )

@@ -65,6 +65,23 @@ def _sizes(architecture: Architecture) -> dict[tuple[str, int, GroupKind, bool],
     return dict(totals)
 
 
+def _sizes_on_rank(
+    architecture: Architecture, tp: int, ep: int
+) -> tuple[Counter[tuple[str, int, bool]], Counter[tuple[str, str]]]:
+    """Parameters on one tensor parallel rank: of a layer, by (side, kind of layer, whether they are experts'); and
+    outside layers, by (side, kind of group)."""
+    per_layer: Counter[tuple[str, int, bool]] = Counter()
+    outside: Counter[tuple[str, str]] = Counter()
+    sharded = (*_SHARDED, "q_norm", "k_norm") if architecture.qk_norm_whole else _SHARDED
+    for (side, layer_kind, kind, of_expert), size in _sizes(architecture).items():
+        size = size // tp if kind in sharded else size
+        if layer_kind >= 0:
+            per_layer[side, layer_kind, of_expert] += size // (ep if of_expert else 1)
+        else:
+            outside[side, kind] += size
+    return per_layer, outside
+
+
 def stage_parameters(
     architecture: Architecture, topology: Topology, vocab_size: int = 0, ep: int = 1
 ) -> StageParameters:
@@ -87,15 +104,7 @@ def stage_parameters(
     unit = np.zeros(len(layers), np.int64)
     embedding = (vocab_size or a.vocab_size) * a.hidden_size // tp
     first_side = kinds_of_stages(a, [count for count, _ in layers])
-    per_layer: Counter[tuple[str, int, bool]] = Counter()
-    outside: Counter[tuple[str, str]] = Counter()
-    sharded = (*_SHARDED, "q_norm", "k_norm") if a.qk_norm_whole else _SHARDED
-    for (side, layer_kind, kind, of_expert), size in _sizes(a).items():
-        size = size // tp if kind in sharded else size
-        if layer_kind >= 0:
-            per_layer[side, layer_kind, of_expert] += size // (ep if of_expert else 1)
-        else:
-            outside[side, kind] += size
+    per_layer, outside = _sizes_on_rank(a, tp, ep)
     for stage, (_, num_decoder) in enumerate(layers):
         runs = [(sides[0], number, counts[stage]) for number, (_, counts) in enumerate(first_side)]
         for side, number, count in [*runs, (sides[1], 0, num_decoder)] if a.num_decoder_layers else runs:

@@ -87,19 +87,15 @@ def state_bytes(
 
     What is offloaded lies on the host (Ren et al. 2021, sec. 4): "optimizer" its states, and from stage 2 on the
     gradients, which leave the device as they are reduced; "weights" (ZeRO-Infinity, stage 3) those; "all" both. What is
-    gathered is on the device all the same.
-    Errors: ConfigError.
+    gathered is on the device all the same. Errors: ConfigError.
 
     >>> [int(state_bytes(24, recipe="mixed", zero_stage=stage, dp=24).total[0]) for stage in ZERO_STAGES]
     [384, 108, 62, 16]
     """
     check_states(recipe, zero_stage, offload)
-    if dp < 1:
-        raise ConfigError(f"states are divided over dp {dp}: give at least 1")
     count = np.atleast_1d(np.asarray(parameters, np.int64))
     gathered, frozen = (np.asarray(number, np.int64) for number in (gathered_parameters, frozen_parameters))
-    if (count < 0).any() or (gathered < 0).any():
-        raise ConfigError(f"parameters {count.min()} or gathered parameters {gathered.min()} cannot be negative")
+    _check_counts(dp, count, gathered)
     per_weight, per_gradient, per_optimizer = BYTES_PER_PARAMETER[recipe]
     per_optimizer += MOMENT_BYTES * (num_moments - ADAM_MOMENTS)
 
@@ -118,6 +114,13 @@ def state_bytes(
         gradients=gradients + whole_at_once * per_gradient + EXACT_SUM_BYTES * exact_sums * count,
         optimizer=share(count * per_optimizer, divided=zero_stage >= 1) * (not moves_optimizer),
     )
+
+
+def _check_counts(dp: int, parameters: IntArray, gathered: IntArray) -> None:
+    if dp < 1:
+        raise ConfigError(f"states are divided over dp {dp}: give at least 1")
+    if (parameters < 0).any() or (gathered < 0).any():
+        raise ConfigError(f"parameters {parameters.min()} or gathered parameters {gathered.min()} cannot be negative")
 
 
 def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topology:

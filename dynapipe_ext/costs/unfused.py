@@ -181,16 +181,18 @@ class PlainLayers:
         """At a backward's end, no activation left: the embedding's gradient, beside a tied head's or its cast."""
         return self._embedding * max(self._summed, 2 * self.values if tied else 0)
 
-    def layer_working_bytes(self, tokens: IntArray, kept: IntArray, positions: IntArray, *, tied: bool) -> IntArray:
-        """While one layer that kept `kept` runs backwards, at the fullest moment of its MLP: when the second product
-        has its gradients, when its weight's is summed, when the activation function has its, and the same two of the
-        first product. What recomputation brings back is there, the gradients of the residual stream, and a tied
+    def layer_working_bytes(
+        self, tokens: IntArray, kept_bytes: IntArray, positions: IntArray, *, tied: bool
+    ) -> IntArray:
+        """While one layer that kept `kept_bytes` runs backwards, at the fullest moment of its MLP: when the second
+        product has its gradients, when its weight's is summed, when the activation function has its, and the same two
+        of the first product. What recomputation brings back is there, the gradients of the residual stream, and a tied
         embedding's, which waits for the embedding itself.
         """
         a, tp, v = self.architecture, self.tp, self.values
         h, f, fc1 = a.hidden_size, a.ffn_hidden_size // tp, a.fc1_size // tp
         whole = self.layer_bytes(tokens, positions)
-        stream = v * h * tokens * np.where(whole > kept, 2, 1)  # the output of recomputation, too
+        stream = v * h * tokens * np.where(whole > kept_bytes, 2, 1)  # the output of recomputation, too
         freed = (5 if a.gated_mlp else 2) * f
         moments = (
             v * f * (tokens + h),
@@ -200,5 +202,5 @@ class PlainLayers:
             self._summed * fc1 * h - v * freed * tokens,
         )
         waiting = v * self._embedding if tied else 0
-        working: IntArray = whole - kept + stream + np.max(moments, axis=0) + waiting
+        working: IntArray = whole - kept_bytes + stream + np.max(moments, axis=0) + waiting
         return working

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,9 +60,7 @@ def seal(
     digest = hashlib.sha256()
     has_mask = (folder / TARGETS_FILE).is_file()
     for name in (TOKENS_FILE, TARGETS_FILE) if has_mask else (TOKENS_FILE,):
-        with (folder / name).open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
+        _add_file(digest, folder / name)
     copies = {"first_target": first_target, "task_ids": task_ids}
     copies |= {} if num_first is None else {FIRST_DOCUMENTS: num_first}
     for name, array in _write_arrays(folder, sizes, copies).items():
@@ -85,6 +84,12 @@ def seal(
         **facts,
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+
+def _add_file(digest: Any, path: Path) -> None:
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
 
 
 def _write_arrays(
@@ -428,10 +433,7 @@ def prepare(
     if source_fingerprint is not None and (dataset := _reusable(folder, settings, source_fingerprint)):
         return dataset
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
-    try:
-        partial.chmod(0o755)
+    with appearing_whole(folder) as partial:
         if tokenizer == "bpe":
             assert vocab_size is not None
             texts = (text for example in examples() for text in (example.input, example.target) if text)
@@ -440,9 +442,6 @@ def prepare(
             encoder = BytesTokenizer()
         facts = {"source": source_fingerprint, "settings": settings, "unread_fields": list(unread)}
         _write(partial, examples(), encoder, Truncation(encoder, bounds), progress, facts)
-        move_into_place(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return TokenDataset.open(folder)
 
 
@@ -551,6 +550,19 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+@contextmanager
+def appearing_whole(folder: Path) -> Iterator[Path]:
+    """Inside, an empty folder beside `folder`, which takes its place at the end; after an error nothing of it stays."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    try:
+        partial.chmod(0o755)
+        yield partial
+        move_into_place(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def move_into_place(partial: Path, folder: Path) -> None:

@@ -8,9 +8,7 @@ first sequence of each document (int64, one more than documents), all little-end
 from __future__ import annotations
 
 import hashlib
-import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,8 +23,8 @@ from dynapipe_ext.data.dataset import (
     TOKENS_FILE,
     TokenDataset,
     TokenSample,
+    appearing_whole,
     is_prepared,
-    move_into_place,
     new_array,
     refuse_other_content,
     seal,
@@ -304,13 +302,9 @@ def import_indexed(
         raise ConfigError(f"{place} exists: pass --overwrite or name another folder")
     sizes = data.index.lengths[data.sequences].astype(np.int64)
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.partial-", dir=place.parent))
-    try:
-        partial.chmod(0o755)
-        _write_tokens(
-            partial / TOKENS_FILE, _checked_pieces(data, sizes, vocab_size), dtype, int(sizes.sum()), progress
-        )
+    with appearing_whole(place) as partial:
+        pieces = _checked_pieces(data, sizes, vocab_size)
+        _write_tokens(partial / TOKENS_FILE, pieces, dtype, int(sizes.sum()), progress)
         seal(
             partial,
             dtype=dtype,
@@ -327,9 +321,6 @@ def import_indexed(
                 "settings": {"imported": str(prefix)},
             },
         )
-        move_into_place(partial, place)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return TokenDataset.open(place)
 
 

@@ -88,11 +88,11 @@ def refuse_unread(raw: Mapping[str, Any], path: str | Path, version: str | None 
     """Errors: ConfigError for a name in a section, or a parameter of optimizer or scheduler, that DeepSpeed of this
     `version` (default: the installed one) does not take. The sections are known to be objects."""
     version = _installed() if version is None else version
-    for place, known in SECTIONS.items():
+    for place, names_read in SECTIONS.items():
         section: Any = raw
         for name in place.split("."):
             section = section.get(name) or {}
-        _refuse(section, known, place, path, version)
+        _refuse(section, names_read, place, path, version)
     optimizer, scheduler = raw.get("optimizer", {}), raw.get("scheduler", {})
     parameters = OPTIMIZERS.get(str(optimizer.get("type", "adamw")).lower())
     if parameters is not None:
@@ -113,15 +113,17 @@ def refuse_unread(raw: Mapping[str, Any], path: str | Path, version: str | None 
             raise ConfigError(f'{path}: scheduler.params.{name} is {short(value)} but must be a number or "auto"')
 
 
-def _refuse(section: Mapping[str, Any], known: Collection[str], place: str, path: str | Path, version: str) -> None:
+def _refuse(
+    section: Mapping[str, Any], names_read: Collection[str], place: str, path: str | Path, version: str
+) -> None:
     for name in section:
-        if name in known:
+        if name in names_read:
             continue
-        near = [meant] if (meant := _MEANT.get(name)) else get_close_matches(name, known, n=1, cutoff=_LIKE)
+        near = [meant] if (meant := _MEANT.get(name)) else get_close_matches(name, names_read, n=1, cutoff=_LIKE)
         if near:
             raise ConfigError(f"{path}: {place}.{name} is no name that DeepSpeed reads: did you mean {near[0]}?")
         if version == VERSION:
-            names = ", ".join(sorted(known))
+            names = ", ".join(sorted(names_read))
             raise ConfigError(f"{path}: {place}.{name} is no name that DeepSpeed {version} reads: known are {names}")
 
 

@@ -47,12 +47,12 @@ def joined_rows(micro_batches: Sequence[MicroBatch], max_tokens: int) -> list[Mi
     if not pieces or len(short) < _MANY:
         return list(micro_batches)
     most = min(max(pieces), max_tokens or max(pieces))
-    kept, rest = short[:_ENDS], short[_ENDS:]
+    joined, rest = short[:_ENDS], short[_ENDS:]
     while len(rest) > 1:
         first, last = rest.pop(0), rest.pop()
         both = replace(last, samples=(*last.samples, *first.samples))
-        kept += [both] if both.encoder_len <= most and first.recompute == last.recompute else [first, last]
-    return [*kept, *rest, *(m for m in micro_batches if m.attention == "carried")]
+        joined += [both] if both.encoder_len <= most and first.recompute == last.recompute else [first, last]
+    return [*joined, *rest, *(m for m in micro_batches if m.attention == "carried")]
 
 
 def _halves(row: MicroBatch) -> list[MicroBatch]:

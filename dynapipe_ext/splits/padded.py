@@ -137,10 +137,9 @@ def price_cuts(
 ) -> PricedCuts:
     """Prices of the ranges of samples within the caps that are not too long to be worth a look.
 
-    Even cuts, judged by sum(t) + `weight` x max(t), are best around some time a micro-batch. A range may take a quarter
-    longer than that. It may take twice as long under `equal_counts`, which may have to join two, and for the
-    `least_work`, which joins what it can; for the least work of a few samples every range is priced. Assumes that a
-    range which breaks a cap or takes too long still does so with more samples.
+    Even cuts, judged by sum(t) + `weight` x max(t), are best at some time a micro-batch. A range may take a quarter
+    more, or twice as long where two may be joined (`equal_counts`, `least_work`). For the least work of a few samples
+    every range is priced. Assumes that a range which breaks a cap or takes too long still does so with more samples.
 
     Errors: PlanError, naming the sample, if one does not fit by itself.
     """

@@ -171,8 +171,8 @@ class ForwardBackward:
         shapes = (shape,) * step.num_micro_batches
         if is_any_shape:
             shapes, step = told_shapes(step, model.pipeline, model.groups.pp, self.settings.shape_of)
-        given = GivenShapes(shapes=shapes, forward_only=step.forward_only, as_given=is_any_shape)
-        plan = self._given_plan(model, given, compare=not step.collect_non_loss_data)
+        shapes_given = GivenShapes(shapes=shapes, forward_only=step.forward_only, as_given=is_any_shape)
+        plan = self._given_plan(model, shapes_given, compare=not step.collect_non_loss_data)
         if adjust is not None:
             (spec,) = model.pipeline.activation_format.specs(plan.micro_batches[0])
             plan = with_adjusted_shapes(plan, spec, adjust)
@@ -259,26 +259,28 @@ class ForwardBackward:
         model.groups = groups
         return model
 
-    def _given_plan(self, model: _PlannedModel, given: GivenShapes, *, compare: bool) -> ExecutionPlan:
+    def _given_plan(self, model: _PlannedModel, shapes_given: GivenShapes, *, compare: bool) -> ExecutionPlan:
         """`compare` unless one rank may call alone, as Megatron-LM's evaluation does to collect what is no loss. Shapes
         of any kind come from one rank, so they are compared the first time alone."""
         plans, settings = model.plans, self.settings
-        if given not in plans:
-            is_new_kind = all((given.as_given, given.forward_only) != (one.as_given, one.forward_only) for one in plans)
+        if shapes_given not in plans:
+            is_new_kind = all(
+                (shapes_given.as_given, shapes_given.forward_only) != (one.as_given, one.forward_only) for one in plans
+            )
             planner = GivenPlanner(
                 pipeline=model.pipeline,
-                given=given,
+                given=shapes_given,
                 split_backward=settings.split_backward,
                 limit_bytes=settings.limit_bytes,
             )
-            compare = compare and (is_new_kind or not given.as_given)
+            compare = compare and (is_new_kind or not shapes_given.as_given)
             plan = given_plan(planner, model.groups.pp, compare=compare)
-            if is_new_kind or not given.as_given:
-                _say(plan, given)
+            if is_new_kind or not shapes_given.as_given:
+                _say(plan, shapes_given)
             while len(plans) >= _MOST_PLANS:
                 del plans[next(iter(plans))]
-            plans[given] = plan
-        return plans[given]
+            plans[shapes_given] = plan
+        return plans[shapes_given]
 
 
 @contextmanager

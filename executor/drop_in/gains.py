@@ -254,13 +254,13 @@ def _write(
         "step of stock, padded (s)": padded_s,
         "step of stock, full rows (s)": packed_s,
     }
-    known = {f"dynapipe/{name}": value for name, value in scalars.items() if value is not None}
+    logged = {f"dynapipe/{name}": value for name, value in scalars.items() if value is not None}
     tensorboard, wandb = (*writers, None, None)[:2]
     if tensorboard is not None:
-        for name, value in known.items():
+        for name, value in logged.items():
             tensorboard.add_scalar(name, value, iteration)
     if wandb is not None:
-        wandb.log(known, iteration)
+        wandb.log(logged, iteration)
 
 
 def _mean(seconds: Sequence[float | None]) -> float | None:

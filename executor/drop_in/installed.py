@@ -72,15 +72,19 @@ def installed(
         store_of=store_of,
         shape_of=shape_of,
     )
-    training = training_loop()  # before all names of what is replaced are looked for
     with ExitStack() as patches:
-        _install_norm(patches)
-        _install_router(patches)
-        gains = None if training is None else GainLog()
-        install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments()), gains))
-        if gains is not None:
-            _install_loop(patches, wishes, training, gains)
+        _install(patches, wishes)
         yield
+
+
+def _install(patches: ExitStack, wishes: Wishes) -> None:
+    training = training_loop()  # before all names of what is replaced are looked for
+    _install_norm(patches)
+    _install_router(patches)
+    gains = None if training is None else GainLog()
+    install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments()), gains))
+    if gains is not None:
+        _install_loop(patches, wishes, training, gains)
 
 
 def _install_loop(patches: ExitStack, wishes: Wishes, training: Any, gains: GainLog) -> None:

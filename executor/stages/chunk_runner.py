@@ -25,20 +25,20 @@ from dynapipe_ext.executor.stages.position_losses import NUM_FIGURES, LossOfPair
 
 
 class StoredBytes:
-    """Counts what autograd saves, each storage once, those that are `known` (weights; by data pointer) left out."""
+    """Counts what autograd saves, each storage once, but those of weights (`known_pointers`, of their data) not."""
 
-    def __init__(self, *known: set[int]) -> None:
-        self._seen, self._known = set[int](), known
+    def __init__(self, *known_pointers: set[int]) -> None:
+        self._counted_pointers, self._known_pointers = set[int](), known_pointers
         self.num_bytes = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
-        for counted in (self._seen, *self._known):  # a loop, as this runs for all that is saved
-            if pointer in counted:
+        for pointers in (self._counted_pointers, *self._known_pointers):  # a loop, as this runs for all that is saved
+            if pointer in pointers:
                 break
         else:
-            self._seen.add(pointer)
+            self._counted_pointers.add(pointer)
             self.num_bytes += storage.nbytes()
         return tensor.detach()  # an operation's own output would keep the operation, and thereby itself, for ever
 

@@ -62,6 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset"
     )
+    _add_cluster(parser)
+    _add_data(parser)
+    _add_ways(parser)
+    search = parser.add_argument_group("search and output")
+    search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned")
+    add_flag(search, "plan.effort", "moves tried in the last plans", default=2000)
+    add_flag(search, "run.seed", "of the data order and the search", default=0)
+    search.add_argument("--top", type=int, default=12, metavar="N", help="options in the table")
+    search.add_argument("--price-per-gpu-hour", type=float, default=0.0, metavar="X", help="with --tokens: the cost")
+    add_json(search, "everything")
+    search.add_argument("--write", metavar="FILE", help="the best that dynapipe train can run, for its --config")
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, default=1, metavar="N", help="machines")
     cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="devices of one")
@@ -76,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--host-gb-per-s", "between device and host, one direction"),
     ):
         cluster.add_argument(flag, type=float, metavar="X", help=what)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     lengths = data.add_mutually_exclusive_group()
     lengths.add_argument("--lengths", metavar="FILE", help="lengths of the samples (.npy or text)")
@@ -85,6 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--tokens-per-batch", metavar="N|LOW:HIGH", help="real tokens of a step; searched within a range")
     data.add_argument("--max-samples", type=int, default=1024, metavar="N", help="of a global batch")
     add_flag(data, "data.path", "training data that --write names", default=())
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
     ways = parser.add_argument_group("ways to train, to keep the search to some: one, or several with commas")
     ways.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
     ways.add_argument("--states", choices=_STATES, default="megatron", help="who keeps what for a 16-bit parameter")
@@ -105,14 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flag(ways, "topology.placement", "of stages on ranks; auto tries all (default: auto)")
     add_flag(ways, "topology.vocabulary", "of it, over the ranks of pipelines; auto tries it (default: whole)")
-    search = parser.add_argument_group("search and output")
-    search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned")
-    add_flag(search, "plan.effort", "moves tried in the last plans", default=2000)
-    add_flag(search, "run.seed", "of the data order and the search", default=0)
-    search.add_argument("--top", type=int, default=12, metavar="N", help="options in the table")
-    search.add_argument("--price-per-gpu-hour", type=float, default=0.0, metavar="X", help="with --tokens: the cost")
-    add_json(search, "everything")
-    search.add_argument("--write", metavar="FILE", help="the best that dynapipe train can run, for its --config")
 
 
 def run(args: argparse.Namespace) -> int:

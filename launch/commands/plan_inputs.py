@@ -127,8 +127,8 @@ def _of_cost_file(args: argparse.Namespace, config: TrainConfig, topology: Topol
         is_named = config.placement != "linear" or layers or config.topology.vocabulary != "whole"
         if topology is None and (is_named or any(getattr(args, name) for name in DEGREES)):
             tp = config.topology.tp if args.tp is not None else costs.over(None)[1].tp
-            asked = replace(config.topology, tp=tp, layers_per_stage=layers)
-            topology = placed_stages(replace(config, topology=asked))
+            topology_settings = replace(config.topology, tp=tp, layers_per_stage=layers)
+            topology = placed_stages(replace(config, topology=topology_settings))
         costs, topology = costs.over(topology)  # over its own, where none is named
         is_of_config = False
     planning = SettledPlanning(

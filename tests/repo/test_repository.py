@@ -1,10 +1,12 @@
 """What is in the repository: its top level, the size of its files, the licence, the commands that people are told."""
 
+import ast
 import re
 import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,14 @@ TOP_LEVEL = {
     "LICENSE",
 }
 LONGEST_FILE_LINES = 600
+LONGEST_FUNCTION_LINES = 50
+# Of these a cut would read worse.
+LONGER_FUNCTIONS = {
+    "RankTrace.run in executor/proof.py",  # one loop over kinds of events, which is most of a proof's time
+    "ForwardBackward.__call__ in executor/drop_in/drop_in.py",  # Megatron's fifteen keywords
+    "Architecture.gpt in dynapipe_ext/models/architecture.py",  # eighteen keywords, each a field
+    "CostTable._price in dynapipe_ext/costs/table.py",  # a dozen arrays, each made of those before
+}
 
 # Commands of the README and of the guides, each with the test that runs it: as it stands (test_quickstart.py), or its
 # kind, where it needs several machines or takes minutes.
@@ -178,6 +188,19 @@ def test_source_files_stay_short(tracked: list[str], root: Path) -> None:
     sources = [name for name in tracked if name.endswith((".py", ".cpp", ".hpp", ".js", ".sh"))]
     lengths = {name: len((root / name).read_text().splitlines()) for name in sources}
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE_LINES} == {}
+
+
+def test_functions_fit_a_screen(all_sources: Any) -> None:
+    longer = set()
+    for source in all_sources:
+        for owner in ast.walk(ast.parse(source.file.read_text())):
+            for node in owner.body if isinstance(owner, ast.Module | ast.ClassDef | ast.FunctionDef) else ():
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                    if (node.end_lineno or first) - first >= LONGEST_FUNCTION_LINES:
+                        place = "" if isinstance(owner, ast.Module) else f"{owner.name}."
+                        longer.add(f"{place}{node.name} in {source.path}")
+    assert longer == LONGER_FUNCTIONS
 
 
 def test_the_licence_is_the_whole_apache_licence(root: Path) -> None:

@@ -92,10 +92,10 @@ def resume_events(path: Path, step: int, facts: RunFacts, *, num_steps: int) -> 
             f"{path} ends after step {num_steps_held} but the checkpoint is of step {step}, so losses are lost: put the"
             " whole file back, or remove the checkpoints behind its end and resume from an earlier one"
         )
-    kept = tuple((label, tuple(done for done in steps if done.step < step)) for label, steps in events.variants)
-    lines = [_line(label.name, done) for label, steps in kept for done in steps]
+    steps_before = tuple((label, tuple(done for done in steps if done.step < step)) for label, steps in events.variants)
+    lines = [_line(label.name, done) for label, steps in steps_before for done in steps]
     write_atomic(path, _header(facts, labels, num_steps) + "".join(lines))
-    return RunEvents(facts=facts, num_steps=num_steps, variants=kept)
+    return RunEvents(facts=facts, num_steps=num_steps, variants=steps_before)
 
 
 class EventsFile:

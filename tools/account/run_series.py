@@ -203,8 +203,8 @@ class RunSeries:
             shape = replace(shape, measured_s=measured_s, predicted_s=predicted_s)
         self.drifting[key] = shape
         if len(self.drifting) > _MOST_SHAPES:
-            kept = self.furthest_off(_MOST_SHAPES // 2)
-            self.drifting = {(one.stage, one.letter, one.shape): one for one in kept}
+            furthest = self.furthest_off(_MOST_SHAPES // 2)
+            self.drifting = {(one.stage, one.letter, one.shape): one for one in furthest}
 
     def furthest_off(self, most: int) -> list[DriftingShape]:
         """Of the shapes that were the furthest off in some step, those with the largest error in sum."""

@@ -121,10 +121,11 @@ def _heading(run: RunSoFar, page: RunPage) -> str:
     kind, state = ("early", "ended early") if page.unfinished else ("done", "done")
     kind, state = ("going", "goes on") if page.going_on else (kind, state)
     label = run.own.label
-    sentences = summary_sentences(run, going_on=page.going_on, unfinished=page.unfinished, limit_bytes=page.limit_bytes)
-    *told, last = sentences
-    notes = [last] if run.facts.oversubscribed and run.own.last is not None else []
-    summary = "".join(f"<p>{text(sentence)}</p>" for sentence in (told if notes else [*told, last]))
+    sentences = list(
+        summary_sentences(run, going_on=page.going_on, unfinished=page.unfinished, limit_bytes=page.limit_bytes)
+    )
+    notes = [sentences[-1]] if run.facts.oversubscribed and run.own.last is not None else []
+    summary = "".join(f"<p>{text(sentence)}</p>" for sentence in (sentences[:-1] if notes else sentences))
     versions = ", ".join(f"{name} {version}" for name, version in run.facts.versions.items())
     return (
         f'<header><h1>Run {text(page.name)} <span class="badge {kind}">{state}</span></h1>'

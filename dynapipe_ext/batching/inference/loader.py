@@ -170,32 +170,40 @@ def build_dynamic_batch_dataloader(
     `lengths` (tokens of each text) spares the pass that counts them.
     """
     _refuse_other_texts(texts)
-    if max_input_token_length < 1:
-        raise ConfigError(f"max_input_token_length is {max_input_token_length}: 1 token or more is needed")
-    if batch_start_range > batch_end_range or batch_start_range <= 0 or steps < 1 or num_workers < 0:
-        raise ConfigError(
-            f"batch_start_range {batch_start_range}, batch_end_range {batch_end_range}, steps {steps} and num_workers"
-            f" {num_workers} must be positive, the range ascending"
-        )
+    _refuse_numbers(max_input_token_length, (batch_start_range, batch_end_range), steps, num_workers)
     settings = _tokenizer_settings(tokenizer, max_input_token_length, tokenizer_kwargs)
-    if lengths is None:
-        lengths = _token_counts(texts, tokenizer, settings)
-    table = np.minimum(np.asarray(lengths), max_input_token_length)
-    if len(table) != len(texts):
-        raise DataError(f"{len(table)} lengths were given for {len(texts)} texts: give one a text")
-    multiple = int(tokenizer_kwargs.get("pad_to_multiple_of") or 1)
+    counts = _token_counts(texts, tokenizer, settings) if lengths is None else np.asarray(lengths)
+    padded_lengths = _padded(counts, len(texts), max_input_token_length, tokenizer_kwargs)
     growth = math.inf if isinstance(batch_end_range, _Unset) else max(1.0, batch_end_range)
     rule = InferenceBatchRule(batch_size=batch_size, threshold=threshold, peak_fraction=peak_fraction, growth=growth)
     if memory_model is not None:
         memory = _learned(memory_model, memory)
-    sampler = DynamicBatchSampler(-(-table // multiple) * multiple, rule, memory=memory, shuffle=shuffle, seed=seed)
+    sampler = DynamicBatchSampler(padded_lengths, rule, memory=memory, shuffle=shuffle, seed=seed)
     dataset: Any = _Texts(texts)
-    return DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=partial(_collate, tokenizer=tokenizer, settings=settings),
-        num_workers=min(num_workers, os.cpu_count() or 1),
-    )
+    collate = partial(_collate, tokenizer=tokenizer, settings=settings)
+    num_workers = min(num_workers, os.cpu_count() or 1)
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, num_workers=num_workers)
+
+
+def _padded(counts: npt.NDArray[Any], num_texts: int, most: int, settings: Mapping[str, Any]) -> npt.NDArray[Any]:
+    """Tokens of each text, cut at `most` and padded as a tokenizer of these settings does. Errors: DataError."""
+    if len(counts) != num_texts:
+        raise DataError(f"{len(counts)} lengths were given for {num_texts} texts: give one a text")
+    multiple = int(settings.get("pad_to_multiple_of") or 1)
+    padded: npt.NDArray[Any] = -(-np.minimum(counts, most) // multiple) * multiple
+    return padded
+
+
+def _refuse_numbers(most_tokens: int, growth: tuple[float, float], steps: int, num_workers: int) -> None:
+    """Errors: ConfigError for numbers that cannot be; `growth`: the least and most factor of the batch size."""
+    if most_tokens < 1:
+        raise ConfigError(f"max_input_token_length is {most_tokens}: 1 token or more is needed")
+    least, most = growth
+    if least > most or least <= 0 or steps < 1 or num_workers < 0:
+        raise ConfigError(
+            f"batch_start_range {least}, batch_end_range {most}, steps {steps} and num_workers"
+            f" {num_workers} must be positive, the range ascending"
+        )
 
 
 def _refuse_other_texts(texts: Sequence[str]) -> None:
@@ -208,15 +216,15 @@ def _refuse_other_texts(texts: Sequence[str]) -> None:
             raise DataError(f"text {index} is {short(text)}: give a string, or leave it out")
 
 
-def _tokenizer_settings(tokenizer: Any, max_length: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _tokenizer_settings(tokenizer: Any, max_length: int, own_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the tokenizer's calls. Errors: ConfigError where it cannot pad, or has two lengths to cut at."""
     if getattr(tokenizer, "pad_token", "") is None:
         raise ConfigError("the tokenizer has no pad_token: set tokenizer.pad_token = tokenizer.eos_token")
-    if given.get("max_length", max_length) != max_length:
+    if own_settings.get("max_length", max_length) != max_length:
         raise ConfigError(
-            f"max_length is {given['max_length']} but max_input_token_length is {max_length}: give one of them"
+            f"max_length is {own_settings['max_length']} but max_input_token_length is {max_length}: give one of them"
         )
-    return {"padding": True, "truncation": True, "return_tensors": "pt", **given, "max_length": max_length}
+    return {"padding": True, "truncation": True, "return_tensors": "pt", **own_settings, "max_length": max_length}
 
 
 def _learned(model: str | Path | LearnedMemory, memory: BatchMemory | None) -> LearnedMemory:

@@ -176,7 +176,7 @@ def _trade(work: Bins, largest: IntArray, num_ranks: int, cap: int, most_tried: 
 def _trade_with(
     work: Bins,
     giver: int,
-    given: tuple[IntArray, IntArray, IntArray],
+    giver_sums: tuple[IntArray, IntArray, IntArray],
     taker: int,
     *,
     over: float,
@@ -184,8 +184,8 @@ def _trade_with(
     cap: int,
 ) -> bool:
     """The first i of the giver's dearest but one for the first j of the taker's cheapest: `over` less, if it can be.
-    `given`: the giver's `_sums`. Whether anything was traded."""
-    slots_a, length_a, cost_a = given
+    `giver_sums`: the giver's `_sums`. Whether anything was traded."""
+    slots_a, length_a, cost_a = giver_sums
     slots_b, length_b, cost_b = _sums(work, taker, dearest_first=False)
     j = np.searchsorted(length_b, length_a - (cap - work.filled[taker]), side="left")
     j = np.minimum(j, len(length_b) - 1)

@@ -62,15 +62,15 @@ def _window(places: IntArray, tokens: IntArray, num_ranks: int, cap: int, *, up:
     load = padded_costs(tokens[places], bounds) if starts else np.zeros(0, np.int64)
     order = np.argsort(load, kind="stable")[::-1]
     held, dropped = np.sort(order[:wanted]), np.sort(order[wanted:])
-    kept, kept_starts = rearranged(places, bounds, held)
+    kept_places, kept_starts = rearranged(places, bounds, held)
     left, _ = rearranged(places, bounds, dropped)
     if wanted:
         # Spread over the samples of a group, so that sums of costs by group order as groups do.
         cost = np.zeros(len(tokens), np.int64)
-        cost[kept] = np.repeat(np.maximum.reduceat(tokens[kept], kept_starts[:-1]), np.diff(kept_starts))
-        blocks = Blocks.of(Dealt(kept, kept_starts, left), tokens, cost, num_bins=wanted)
-        kept, kept_starts = in_turns(blocks, like_bins(blocks, num_ranks, weight=0))
-    return Steps(kept, kept_starts, left), left
+        cost[kept_places] = np.repeat(np.maximum.reduceat(tokens[kept_places], kept_starts[:-1]), np.diff(kept_starts))
+        blocks = Blocks.of(Dealt(kept_places, kept_starts, left), tokens, cost, num_bins=wanted)
+        kept_places, kept_starts = in_turns(blocks, like_bins(blocks, num_ranks, weight=0))
+    return Steps(kept_places, kept_starts, left), left
 
 
 def _cut(lengths: list[int], cap: int) -> list[int]:

@@ -23,9 +23,7 @@ def twins_parted(
     """
     num_steps = (len(starts) - 1) // num_ranks
     bins = np.repeat(np.arange(len(starts) - 1, dtype=np.int64), np.diff(starts))
-    key = samples * max(1, num_steps) + bins // num_ranks
-    order = np.argsort(key, kind="stable")
-    twins = np.sort(order[1:][key[order][1:] == key[order][:-1]])
+    twins = _second_ones(samples * max(1, num_steps) + bins // num_ranks)
     if not len(twins):
         return samples, starts, rest
     pool = np.concatenate([samples, rest]).astype(np.int64)
@@ -59,3 +57,9 @@ def twins_parted(
     counts = np.bincount(bins[keep], minlength=len(starts) - 1)[np.repeat(fed, num_ranks)]
     new_rest = np.concatenate([pool[len(samples) :], pool[: len(samples)][~keep]])
     return pool[: len(samples)][keep], np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), new_rest
+
+
+def _second_ones(keys: IntArray) -> IntArray:
+    """Places of keys that stand at an earlier place, too."""
+    order = np.argsort(keys, kind="stable")
+    return np.sort(order[1:][keys[order][1:] == keys[order][:-1]])

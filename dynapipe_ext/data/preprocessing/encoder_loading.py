@@ -35,7 +35,7 @@ _KNOWN_ENDS = (GPT2_END, "</s>", "<|end_of_text|>", "<eos>", "<|endofprompt|>", 
 
 
 def load_encoder(
-    given: str | Path,
+    name_or_path: str | Path,
     *,
     eos: str | None = None,
     separator: str | None = None,
@@ -51,18 +51,18 @@ def load_encoder(
     Errors: ConfigError for a name that means nothing, a token that is not in the vocabulary, or a missing package;
     DataError for a file that is not a tokenizer.
     """
-    path = Path(given)
-    if str(given) == "bytes":
-        _refuse_choices(given, eos, separator, specials, add_special_tokens)
+    path = Path(name_or_path)
+    if str(name_or_path) == "bytes":
+        _refuse_choices(name_or_path, eos, separator, specials, add_special_tokens)
         return BytesTokenizer()
     if path.is_dir():
         if is_own(path / FILE_NAME):
-            _refuse_choices(given, eos, separator, specials, add_special_tokens)
+            _refuse_choices(name_or_path, eos, separator, specials, add_special_tokens)
             return encoder_from_json((path / FILE_NAME).read_text(encoding="utf-8"))
         return load_folder(path, eos=eos, separator=separator, specials=specials, add_special_tokens=add_special_tokens)
     if path.is_file():
         if is_own(path):
-            _refuse_choices(given, eos, separator, specials, add_special_tokens)
+            _refuse_choices(name_or_path, eos, separator, specials, add_special_tokens)
             return encoder_from_json(path.read_text(encoding="utf-8"))
         return library_encoder(
             _read_library(path),
@@ -72,8 +72,8 @@ def load_encoder(
             add_special_tokens=add_special_tokens,
         )
     if add_special_tokens:
-        raise ConfigError(f"--add-special-tokens needs a tokenizer file or folder, and {str(given)!r} is none")
-    return _tiktoken(str(given), eos, separator, specials)
+        raise ConfigError(f"--add-special-tokens needs a tokenizer file or folder, and {str(name_or_path)!r} is none")
+    return _tiktoken(str(name_or_path), eos, separator, specials)
 
 
 def gpt2_encoder(vocab_file: str | Path, merge_file: str | Path, **choices: Any) -> LibraryEncoder:
@@ -231,9 +231,9 @@ def _tiktoken(name: str, eos: str | None, separator: str | None, specials: Speci
         ) from None
 
 
-def _refuse_choices(given: str | Path, *choices: object) -> None:
+def _refuse_choices(name_or_path: str | Path, *choices: object) -> None:
     if any(choices):
         raise ConfigError(
-            f"the tokenizer {str(given)!r} has its own special tokens, which no text can spell: leave out --eod-token,"
-            " --separator, --special-tokens and --add-special-tokens"
+            f"the tokenizer {str(name_or_path)!r} has its own special tokens, which no text can spell: leave out"
+            " --eod-token, --separator, --special-tokens and --add-special-tokens"
         )

@@ -147,7 +147,7 @@ def digest_of(encoder: Encoder) -> str:
 def lost_characters(encoder: Encoder) -> str:
     """Those of a few rare characters that become no token at all: a tokenizer that knows no bytes may drop text."""
     ids = encoder.encode(list(_RARE))
-    return "".join(character for character, found in zip(_RARE, ids, strict=True) if not found)
+    return "".join(character for character, tokens in zip(_RARE, ids, strict=True) if not tokens)
 
 
 def _json(encoder: Encoder, **fields: object) -> str:

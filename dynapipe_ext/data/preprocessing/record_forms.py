@@ -134,17 +134,7 @@ def template_of(
         if all(name in record for name in pair):
             is_instruction = pair in INSTRUCTIONS and named.pair == PAIRS[0]  # a pair that is named is just that
             fields = RecordFields(pair, named.text, is_instruction)
-            kinds = [json_type(record[name]) for name in pair]
-            if sorted(kinds) == ["a list", "a string"]:
-                raise DataError(
-                    f"{where}: {pair[0]!r} is {kinds[0]} and {pair[1]!r} {kinds[1]}: write both as text, or both as"
-                    ' lists of {"role", "content"}'
-                )
-            if all(isinstance(record[name], list | dict) for name in pair):
-                raise DataError(
-                    f"{where}: {pair[0]!r} and {pair[1]!r} are {json_type(record[pair[0]])} each, as a whole table has"
-                    f" its columns: write an object for each row, with strings, or chats as {MESSAGES!r}"
-                )
+            _refuse_no_texts(record, pair, where)
             if not is_instruction and named.pair == PAIRS[0]:
                 _refuse_parts_of_chats(record, pair, where)
             return ("chat" if is_instruction and instructions_as_chats else "prompt"), fields
@@ -163,6 +153,21 @@ def template_of(
         where=where,
         fields=f"give one of {'; '.join(kinds)}, or name yours with --input-key and --target-key, or --text-key",
     )
+
+
+def _refuse_no_texts(record: Mapping[str, object], pair: tuple[str, str], where: str) -> None:
+    """Errors: DataError where a pair of fields holds a list beside a string, or lists or objects alone."""
+    kinds = [json_type(record[name]) for name in pair]
+    if sorted(kinds) == ["a list", "a string"]:
+        raise DataError(
+            f"{where}: {pair[0]!r} is {kinds[0]} and {pair[1]!r} {kinds[1]}: write both as text, or both as"
+            ' lists of {"role", "content"}'
+        )
+    if all(isinstance(record[name], list | dict) for name in pair):
+        raise DataError(
+            f"{where}: {pair[0]!r} and {pair[1]!r} are {json_type(record[pair[0]])} each, as a whole table has"
+            f" its columns: write an object for each row, with strings, or chats as {MESSAGES!r}"
+        )
 
 
 def columns_of(template: Template | None, fields: RecordFields) -> frozenset[str]:

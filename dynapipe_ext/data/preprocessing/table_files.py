@@ -100,17 +100,17 @@ def _from_member(stream: Iterator[tuple[str, bool]], name: str) -> Iterator[tupl
 
 def _refused_end(rest: Iterable[str], wrapper: str) -> str:
     """Why what follows an array cannot be read; empty where nothing does, or what an object has beside its records."""
-    kept, limit = "", HEAD_BYTES
+    text_behind, limit = "", HEAD_BYTES
     for piece in rest:
-        kept += piece.lstrip() if not kept else piece
-        if kept and not wrapper:
+        text_behind += piece.lstrip() if not text_behind else piece
+        if text_behind and not wrapper:
             return "text follows the array"
-        if len(kept) > limit:
+        if len(text_behind) > limit:
             return f"more than {limit:,} characters follow the records in {wrapper!r}"
-    if not wrapper or kept.strip() == "}":
+    if not wrapper or text_behind.strip() == "}":
         return ""
     try:
-        members = json.loads("{" + kept.removeprefix(","))
+        members = json.loads("{" + text_behind.removeprefix(","))
     except (ValueError, RecursionError):
         return f"the object does not end behind the records in {wrapper!r}"
     return refuse_members(members)

@@ -78,6 +78,16 @@ def capped(attention: Any, cap: float) -> type:
     return Capped
 
 
+def _widened_by_sink(
+    q_BHSD: torch.Tensor, k_BHTD: torch.Tensor, v_BHTD: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values with a key more before all others, whose product with a query is its head's score."""
+    columns = F.pad(scores, (0, _SINK_WIDTH - 1)).expand(*q_BHSD.shape[:-1], _SINK_WIDTH)
+    sink = F.pad(k_BHTD.new_ones(()).expand(*k_BHTD.shape[:2], 1, 1), (q_BHSD.shape[-1], _SINK_WIDTH - 1))
+    keys = torch.cat([sink, F.pad(k_BHTD, (0, _SINK_WIDTH))], dim=2)
+    return torch.cat([q_BHSD, columns], dim=-1), keys, F.pad(v_BHTD, (0, _SINK_WIDTH, 1, 0))
+
+
 def with_sinks(attention: Any) -> type:
     """With a learned score for each head, `softmax_offset`, that takes its share of the softmax and gives nothing.
 
@@ -113,17 +123,11 @@ def with_sinks(attention: Any) -> type:
             is_causal: bool = False,
         ) -> torch.Tensor:
             assert self.scale is not None
-            width = q_BHSD.shape[-1]
             scores = (self.own_heads(self.softmax_offset) / self.scale)[:, None, None].to(q_BHSD.dtype)
-            q_BHSD = torch.cat(
-                [q_BHSD, F.pad(scores, (0, _SINK_WIDTH - 1)).expand(*q_BHSD.shape[:-1], _SINK_WIDTH)], dim=-1
-            )
-            sink = F.pad(k_BHTD.new_ones(()).expand(*k_BHTD.shape[:2], 1, 1), (width, _SINK_WIDTH - 1))
-            k_BHTD = torch.cat([sink, F.pad(k_BHTD, (0, _SINK_WIDTH))], dim=2)
-            v_BHTD = F.pad(v_BHTD, (0, _SINK_WIDTH, 1, 0))
+            widened = _widened_by_sink(q_BHSD, k_BHTD, v_BHTD, scores)
             mask = None if mask is None else F.pad(mask, (1, 0), value=True)
-            out_BHSD: torch.Tensor = super()._attend(q_BHSD, k_BHTD, v_BHTD, mask=mask, is_causal=is_causal)
-            return out_BHSD[..., :width]
+            out_BHSD: torch.Tensor = super()._attend(*widened, mask=mask, is_causal=is_causal)
+            return out_BHSD[..., : q_BHSD.shape[-1]]
 
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

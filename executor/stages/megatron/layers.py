@@ -219,18 +219,9 @@ def _gpt_layer(architecture: Architecture, config: Any, *, has_window: bool, tur
         make_latent(layer)
         return layer
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = WindowAttention if has_window else CoreAttention
-    if a.attention_softcap:
-        attention.core_attention = capped(attention.core_attention, a.attention_softcap)
-    if a.attention_chunk and turns:
-        attention.core_attention = in_chunks(attention.core_attention, a.attention_chunk)
-    if a.temperature_floor and not turns:
-        scales = a.temperature_floor, a.temperature_scale
-        attention.core_attention = scaled_by_position(attention.core_attention, *scales)
+    attention.core_attention = _core_attention(a, has_window=has_window, turns=turns)
     if a.qk_unit_norm and turns:  # the whole head turns, which leaves its norm as it is
         attention.q_layernorm = attention.k_layernorm = UnitNorm
-    if a.attention_sinks:
-        attention.core_attention = with_sinks(attention.core_attention)
     if has_window and a.local_rope_theta:
         local = replace(a, rope_theta=a.local_rope_theta, rope_scaling=None)
         spec = layer.submodules.self_attention
@@ -252,6 +243,18 @@ def _gpt_layer(architecture: Architecture, config: Any, *, has_window: bool, tur
         attention.linear_proj = _times(attention.linear_proj, a.residual_scale)
         mlp.linear_fc2 = _times(mlp.linear_fc2, a.residual_scale)
     return layer
+
+
+def _core_attention(a: Architecture, *, has_window: bool, turns: bool) -> type:
+    """The attention of a layer, with all that the model adds to its scores."""
+    core: type = WindowAttention if has_window else CoreAttention
+    if a.attention_softcap:
+        core = capped(core, a.attention_softcap)
+    if a.attention_chunk and turns:
+        core = in_chunks(core, a.attention_chunk)
+    if a.temperature_floor and not turns:
+        core = scaled_by_position(core, a.temperature_floor, a.temperature_scale)
+    return with_sinks(core) if a.attention_sinks else core
 
 
 def _name_absent_kernels() -> None:

@@ -221,31 +221,38 @@ def transformer_config(
         arguments |= {"rotary_base": a.rope_theta} | latent_arguments(a, a.latent)
     config = (MLATransformerConfig if a.latent else TransformerConfig)(
         **arguments,
+        **_layer_arguments(a),
         num_layers=num_layers,
-        hidden_size=a.hidden_size,
-        num_attention_heads=a.num_heads,
-        num_query_groups=a.num_query_groups,
-        kv_channels=a.head_dim,
-        ffn_hidden_size=a.dense_ffn_hidden_size or a.ffn_hidden_size,
-        gated_linear_unit=a.gated_mlp,
-        activation_func=_ACTIVATIONS[a.activation],
-        activation_func_clamp_value=a.gate_clamp or None,
-        glu_linear_offset=a.up_offset,
-        normalization="RMSNorm" if a.norm == "rmsnorm" else "LayerNorm",
-        layernorm_epsilon=a.norm_eps,
-        add_bias_linear=a.mlp_bias and not a.num_experts,
-        add_qkv_bias=a.qkv_bias,
-        qk_layernorm=a.qk_norm and not a.qk_norm_whole,  # it would sum the divided weights' gradients over ranks
-        softmax_scale=_softmax_scale(a),
-        layernorm_zero_centered_gamma=a.zero_centered_norm,
-        window_size=(a.sliding_window - 1, 0) if a.sliding_window else None,
-        rotary_interleaved=a.rotary_interleaved,
         no_rope_freq=[int(not a.turns(layer)) for layer in range(num_layers)] if a.no_rope_every else None,
     )
     config.add_bias_linear = a.mlp_bias  # not before: Megatron refuses experts' biases, whose ranks share one here
     if not a.latent:
         concentrate(config, a)
     return config
+
+
+def _layer_arguments(a: Architecture) -> dict[str, Any]:
+    """What every layer of the model has alike."""
+    return {
+        "hidden_size": a.hidden_size,
+        "num_attention_heads": a.num_heads,
+        "num_query_groups": a.num_query_groups,
+        "kv_channels": a.head_dim,
+        "ffn_hidden_size": a.dense_ffn_hidden_size or a.ffn_hidden_size,
+        "gated_linear_unit": a.gated_mlp,
+        "activation_func": _ACTIVATIONS[a.activation],
+        "activation_func_clamp_value": a.gate_clamp or None,
+        "glu_linear_offset": a.up_offset,
+        "normalization": "RMSNorm" if a.norm == "rmsnorm" else "LayerNorm",
+        "layernorm_epsilon": a.norm_eps,
+        "add_bias_linear": a.mlp_bias and not a.num_experts,
+        "add_qkv_bias": a.qkv_bias,
+        "qk_layernorm": a.qk_norm and not a.qk_norm_whole,  # it would sum the divided weights' gradients over ranks
+        "softmax_scale": _softmax_scale(a),
+        "layernorm_zero_centered_gamma": a.zero_centered_norm,
+        "window_size": (a.sliding_window - 1, 0) if a.sliding_window else None,
+        "rotary_interleaved": a.rotary_interleaved,
+    }
 
 
 def _expert_arguments(a: Architecture) -> dict[str, Any]:

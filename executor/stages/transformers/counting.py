@@ -65,8 +65,8 @@ def _with_floats(value: Any) -> Any:
     """The value with its numbers that JSON does not have, which transformers writes as {"__float__": "Infinity"}."""
     if isinstance(value, Mapping):
         tagged = value.get("__float__") if len(value) == 1 else None
-        known = tagged in ("Infinity", "-Infinity", "NaN")
-        return float(str(tagged)) if known else {name: _with_floats(one) for name, one in value.items()}
+        is_number = tagged in ("Infinity", "-Infinity", "NaN")
+        return float(str(tagged)) if is_number else {name: _with_floats(one) for name, one in value.items()}
     return [_with_floats(one) for one in value] if isinstance(value, list) else value
 
 
