@@ -25,7 +25,7 @@ from dynapipe_ext.costs.model import (
     growing_times,
     kinds_of_layers,
 )
-from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.errors import ConfigError, PlanError, short
 
 _MOST = 1 << 60
 _MOST_A_TOKEN = 1 << 31  # so that the longest sample stays within 64 bits
@@ -60,7 +60,19 @@ def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
 def counted_positions(micro_batches: Sequence[MicroBatch]) -> IntArray:
     """`count_positions` of every micro-batch, shape (2, M)."""
     counted = chain.from_iterable(map(count_positions, micro_batches))
-    return np.ascontiguousarray(np.fromiter(counted, np.int64, 2 * len(micro_batches)).reshape(-1, 2).T)
+    try:
+        table = np.fromiter(counted, np.int64, 2 * len(micro_batches))
+    except OverflowError as error:
+        most = max(m.padded_tokens for m in micro_batches)
+        raise _too_long(most) from error
+    return np.ascontiguousarray(table.reshape(-1, 2).T)
+
+
+def _too_long(positions: int) -> PlanError:
+    return PlanError(
+        f"a micro-batch of {positions} positions takes longer than 64 bits of nanoseconds count: lower max_tokens, or"
+        " truncate samples"
+    )
 
 
 def _squares(documents: Sequence[int], row_len: int) -> int:
@@ -160,6 +172,8 @@ class TokenCosts:
         if self.width > 1:
             scale = scale * ((1 + self.width_tax) / self.width)
         linear = np.rint(scale * (self.ns_per_token * tokens)).astype(np.int64)
+        if scale.max() * self.ns_per_token_squared * float(squares.max(initial=0)) > _MOST:
+            raise _too_long(int(tokens.max()))
         attention = np.rint(scale * (self.ns_per_token_squared * squares)).astype(np.int64)
         tokens = -(-tokens // self.width)  # of a rank's slice
         forward = self.overhead_ns + linear + attention
