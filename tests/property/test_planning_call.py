@@ -83,6 +83,8 @@ def test_caps_and_bytes_hold_and_every_sample_runs_once_or_the_call_refuses_by_n
         ([5, 7], {"memory_limit_bytes": 900}, PlanError, "limit"),
         ([5, 0], {}, DataError, "sample 1 has lengths"),
         ([5.5], {}, DataError, "must be integers"),
+        ([1 << 31], {"max_tokens": 1 << 31}, PlanError, "2147483648 positions takes longer.*lower max_tokens"),
+        ([1 << 31] * 3 + [1], {"max_tokens": 1 << 32}, PlanError, "takes longer.*or truncate"),
         ([5], {"max_tokens": 0}, ConfigError, "max_tokens is 0 and memory_limit_bytes is None.*give the positions"),
         ([5], {"max_tokens": -1}, ConfigError, "max_tokens is -1"),
     ],
@@ -118,6 +120,15 @@ def test_one_sample_leaves_other_replicas_without_micro_batches() -> None:
     planned = plan_micro_batches([5], Topology(dp=3), costs_of(1), max_tokens=8)
     assert planned.partitions == ((0,), (), ())
     assert planned.shares() == ((1.0,), (), ())
+
+
+def test_numbers_of_numpys_are_numbers() -> None:
+    lengths, counted = ROLLOUTS.astype(np.uint16), {"max_tokens": 1000, "memory_limit_bytes": 10**9, "pad_multiple": 8}
+    taken = {"max_tokens": np.int64(1000), "memory_limit_bytes": np.float32(1e9), "pad_multiple": np.int32(8)}
+    plain, by_numpy = (
+        plan_micro_batches(lengths, Topology(pp=2, dp=2), costs_of(2), **rules) for rules in (counted, taken)
+    )
+    assert plain.plan == by_numpy.plan
 
 
 PLANS: list[dict[str, Any]] = [
