@@ -3,8 +3,8 @@
     python tests/bench/released_templates.py FOLDER …
 
 A folder holds templates as *.jinja: those of llama.cpp, Axolotl and others. A word is put at the end of each message in
-turn; it must carry loss where the message is an answer, and nowhere else, and the text must be the one that transformers
-renders (with the thoughts of all answers kept), but for an end of its last answer. A column a chat of
+turn; it must carry loss where the message is an answer, and nowhere else, and the text must be the one that
+transformers renders (with the thoughts of all answers kept), but for an end of its last answer. A column a chat of
 `chat_templates.py`: `=` right, `X` wrong, `r` refused by name here, `R` refused by the template itself.
 """
 
