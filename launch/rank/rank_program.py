@@ -198,7 +198,8 @@ def _telling(env: RankEnv) -> Iterator[None]:
     except JobError:
         raise
     except Exception as error:
-        end_undisturbed()  # torchrun ends this rank, too, once the node that keeps its store has left
+        if isinstance(error, UnlikeRanksError):
+            end_undisturbed()  # torchrun ends this rank, too, once the node that keeps its store has left
         status = USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
         mine = f"rank {env.rank}: {in_one_line(error)}"
         may_pass = isinstance(error, LowMemoryError) and is_restart()
