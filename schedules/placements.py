@@ -24,8 +24,7 @@ SampledBatches = Sequence[Sequence[SampleLength]]
 
 _SAMPLED = 3  # batches
 _TRIED = 6  # neighbours planned in a round of moves of layers, those with the least work on the busiest rank
-_ROUNDS = 4
-_HALF_ROUNDS = 8  # where halves move, too
+_ROUNDS = 20  # at most: they end where none of those shortens the steps
 _TRIAL_EFFORT = 4  # a trial has one part in so many of the planner's effort
 _MORE_STAGES = 4  # a rank, tried where ranks are idle for a larger share of the step than this:
 _IDLE = 1 / 8
@@ -109,7 +108,7 @@ class PlacementSearch:
     def _with_best_layers(self, even: Topology) -> Topology:
         best = self._trial(even, _TRIAL_EFFORT)
         seen = {even.layers_per_stage}
-        for _ in range(_HALF_ROUNDS if self.halves else _ROUNDS):
+        for _ in range(_ROUNDS):
             near = _neighbours(best.topology, halves=self.halves)
             fresh = [one for one in near if one.layers_per_stage not in seen]
             seen.update(one.layers_per_stage for one in fresh)

@@ -44,7 +44,7 @@ from dynapipe_ext.schedules.planner_checks import (
 )
 from dynapipe_ext.schedules.rounds import in_rounds, takes_rounds
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
-from dynapipe_ext.schedules.search.optimizer import TRIAL, Settings, optimize_best
+from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import (
     ReplicaCosts,
@@ -519,7 +519,6 @@ class Planner(PlanRules):
             equal_counts=self._rules.equal_counts,
             cores=self.shared_cores,
             noise=self.noise,
-            trial=TRIAL if self.row_sizes == "even" else 0,
         )
         index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(optimized.replicas)
@@ -584,7 +583,7 @@ class Planner(PlanRules):
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
-        known = {"row_sizes": "even", "noise": 0.0, **raw}  # which lacks the rules that are younger than itself
+        known = {"noise": 0.0, **raw}  # which lacks the rules that are younger than itself
         topology = {key: tuple(value) if isinstance(value, list) else value for key, value in raw["topology"].items()}
         return cls(
             Topology(**topology),

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, as_samples
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -22,6 +24,9 @@ from dynapipe_ext.schedules.step_plan import StepPlan
 
 _EFFORT = 500  # moves of the search: more than a tenth of a percent is seldom left to those of a Planner's default
 _NO_LIMIT_BYTES = 1 << 60
+_RULES: dict[str, Any] = {
+    "layout": "packed", "pad_multiple": 1, "recompute": "none", "effort": _EFFORT
+}  # fmt: skip
 _RATE: dict[str, Any] = {"flops_per_s": 350e12, "overhead_ns": 100_000, "layer_overhead_ns": 60_000}  # about an H100's
 
 SampleGroups = tuple[tuple[int, ...], ...]
@@ -121,9 +126,8 @@ def plan_micro_batches(
     model is counted in 16 bits, with sequence parallelism and a distributed optimizer, at 350 TFLOP/s a device, 0.1 ms
     an action and 0.06 ms a layer.
     No micro-batch has more than `max_tokens` positions, and no rank more than `memory_limit_bytes`: give either or
-    both. The `rules` are those of `PlanRules`, with five defaults of its own: layout "packed", `row_sizes` "graded",
-    `pad_multiple` 1 (the loop pads, and counts that in its lengths), recompute "none" (the one kind of the loop's
-    model), `effort` 500.
+    both. The `rules` are those of `PlanRules`, with four defaults of its own: layout "packed", `pad_multiple` 1 (the
+    loop pads, and counts that in its lengths), recompute "none" (the one kind of the loop's model), `effort` 500.
     With replica_counts "equal" every replica has as many micro-batches: where replicas meet inside these (experts or
     ZeRO 2 and 3 over replicas), and in loops that ask for it. Else counts may differ, and of fewer samples than
     replicas some get none.
@@ -139,19 +143,17 @@ def plan_micro_batches(
     planner = Planner(
         topology,
         _cost_model(costs, topology),
-        _NO_LIMIT_BYTES if memory_limit_bytes is None else memory_limit_bytes,
-        max_tokens=max_tokens,
-        **{
-            "layout": "packed",
-            "row_sizes": "graded",
-            "pad_multiple": 1,
-            "recompute": "none",
-            "effort": _EFFORT,
-            **rules,
-        },
+        _NO_LIMIT_BYTES if memory_limit_bytes is None else _plain(memory_limit_bytes),
+        max_tokens=_plain(max_tokens),
+        **{name: _plain(rule) for name, rule in {**_RULES, **rules}.items()},
     )
     samples = as_samples(lengths)
     return PlannedMicroBatches(planner.plan(samples), planner, tuple(s.index for s in samples))
+
+
+def _plain(number: Any) -> Any:
+    """Python's number of one that numpy made, as loops take their caps from arrays of lengths."""
+    return number.item() if isinstance(number, np.generic) else number
 
 
 def _cost_model(costs: PricesMicroBatches | Architecture | Mapping[str, Any], topology: Topology) -> Any:

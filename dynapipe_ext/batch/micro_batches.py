@@ -534,7 +534,19 @@ def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
 def counted_positions(micro_batches: Sequence[MicroBatch]) -> npt.NDArray[np.int64]:
     """`count_positions` of every micro-batch, shape (2, M)."""
     counted = chain.from_iterable(map(count_positions, micro_batches))
-    return np.ascontiguousarray(np.fromiter(counted, np.int64, 2 * len(micro_batches)).reshape(-1, 2).T)
+    try:
+        table = np.fromiter(counted, np.int64, 2 * len(micro_batches))
+    except OverflowError as error:
+        most = max(m.padded_tokens for m in micro_batches)
+        raise refused_length(most) from error
+    return np.ascontiguousarray(table.reshape(-1, 2).T)
+
+
+def refused_length(positions: int) -> PlanError:
+    return PlanError(
+        f"a micro-batch of {positions} positions takes longer than 64 bits of nanoseconds count: lower max_tokens, or"
+        " truncate samples"
+    )
 
 
 def _squares(documents: Sequence[int], row_len: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, counted_positions
+from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, counted_positions, refused_length
 from dynapipe_ext.batch.topology import ActivationFormat, Topology, widths_of
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.model import (
@@ -120,6 +120,8 @@ class TokenCosts:
         if self.width > 1:
             scale = scale * ((1 + self.width_tax) / self.width)
         linear = np.rint(scale * (self.ns_per_token * tokens)).astype(np.int64)
+        if scale.max() * self.ns_per_token_squared * float(squares.max(initial=0)) > _MOST:
+            raise refused_length(int(tokens.max()))
         attention = np.rint(scale * (self.ns_per_token_squared * squares)).astype(np.int64)
         tokens = -(-tokens // self.width)  # of a rank's slice
         forward = self.overhead_ns + linear + attention

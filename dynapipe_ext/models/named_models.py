@@ -550,6 +550,7 @@ def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "num_experts": num_experts,
         "top_k": top_k,
+        "norm_topk_prob": top_k > 1,  # a single one's would always be 1, which megatron-core refuses to measure
         "ffn_hidden_size": ffn,
         "shared_ffn_hidden_size": shared or size("n_shared_experts", "num_shared_experts") * ffn,
     } | ({"num_dense_layers": num_dense, "dense_ffn_hidden_size": dense_ffn} if num_dense else {})

@@ -13,7 +13,6 @@ from dynapipe_ext.batch.topology import PlacementName, Topology
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.settings.declared import check_declared, setting
 
-RowSizes = Literal["even", "graded"]
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "cyclic"]
 # Every backward as I and W, asked for or not.
@@ -26,9 +25,7 @@ class PlanRules:
     """The one declaration of these rules. A `Planner`, the [plan] table of a run and the drop-in's settings are plan
     rules with fields of their own beside them.
 
-    `layout`: samples of a micro-batch are rows padded to the longest, or documents end to end in one row. Packed rows
-    take about as long as one another under `row_sizes` "even". Under "graded" plans may also have full rows and ever
-    smaller ones beside them, which fill and drain the pipeline. A `rule`
+    `layout`: samples of a micro-batch are rows padded to the longest, or documents end to end in one row. A `rule`
     other than "dynapipe-ext" splits batches as a peer does, for comparisons. `max_tokens` caps the positions of one
     micro-batch, of padded rows over both sides, of a packed row of either side; 0: memory alone limits it. `effort`
     counts the moves that the search tries: where the batch is cut, recomputation, replica, order, dispatch rule. From
@@ -46,7 +43,6 @@ class PlanRules:
     """
 
     layout: Layout = setting("padded", "--layout", "of micro-batches")
-    row_sizes: RowSizes = setting("even", "--row-sizes", "of packed rows: about alike, or also graded")
     schedule: ScheduleName = setting("adaptive", "--schedule", "of the pipeline")
     rule: SplitRule = setting("dynapipe-ext")
     pad_multiple: int = setting(8, "--pad-multiple", "rows are rounded up to it", at_least=1, at_most=1 << 24)

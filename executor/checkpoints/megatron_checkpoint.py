@@ -352,7 +352,7 @@ def _model_state(chunks: Chunks) -> dict[str, Any]:
     model: any placement takes what another saved. All chunks are in one dictionary, as Megatron compares what ranks
     have beside tensors, and some may have more chunks than others.
     """
-    states = [chunk.module.sharded_state_dict(metadata=SHARDING) for chunk in chunks]
+    states = [chunk.module.sharded_state_dict(metadata={**SHARDING}) for chunk in chunks]
     return {"model": {f"{i}.{name}": one for i, state in enumerate(states) for name, one in state.items()}}
 
 

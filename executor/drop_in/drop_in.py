@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch
 from dynapipe_ext.batch.topology import widths_of
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.executor.drop_in.entry_shapes import (
     EntryShape,
     in_any_order,
@@ -128,8 +129,7 @@ class ForwardBackward:
 
         chunks = list(model) if isinstance(model, Sequence) else [model]
         config = get_model_config(chunks[0])
-        if num_microbatches < 1:
-            raise ConfigError(f"num_microbatches is {num_microbatches} but must be at least 1")
+        num_microbatches, iterators = _checked(num_microbatches, data_iterator, chunks)
         groups = groups_of_call(pg_collection, p2p_communicator)
         planned_model = self._planned(chunks, config, groups)
         check_collects(planned_model.pipeline.topology, collect_non_loss_data)
@@ -138,7 +138,7 @@ class ForwardBackward:
         step = LoopStep(
             forward_step_func=forward_step_func,
             chunks=chunks,
-            iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks),
+            iterators=iterators,
             config=config,
             num_micro_batches=num_microbatches,
             forward_only=forward_only,
@@ -281,6 +281,22 @@ class ForwardBackward:
                 del plans[next(iter(plans))]
             plans[shapes_given] = plan
         return plans[shapes_given]
+
+
+def _checked(num_microbatches: Any, data_iterator: Any, chunks: list[Any]) -> tuple[int, list[Any]]:
+    """The number of micro-batches and an iterator for each chunk. Errors: ConfigError for others."""
+    try:
+        number = operator.index(num_microbatches)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"num_microbatches is {short(num_microbatches)} but must be an integer of at least 1")
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
+    if len(iterators) != len(chunks):
+        raise ConfigError(
+            f"data_iterator is a list of {len(iterators)} for {len(chunks)} model chunks: give one iterator a chunk"
+        )
+    return number, iterators
 
 
 @contextmanager

@@ -79,12 +79,7 @@ class StepGradients(GradientAccumulator):
 
     def reduce(self) -> None:
         self._unsynchronised.close()
-        starts = functions_of_chunks(self._config.grad_sync_func, self._chunks)
-        if self._force_all_reduce:
-            starts = [partial(_start_all_reduces, chunk) for chunk in self._chunks]
-        elif not starts and self._config.no_sync_func is not None:
-            starts = [chunk.start_grad_sync for chunk in self._chunks]
-        for chunk, start in zip(self._chunks, starts, strict=False):
+        for chunk, start in zip(self._chunks, self._starts(), strict=False):
             start(chunk.parameters())
         if self._config.finalize_model_grads_func is not None:
             if self._in_v:
@@ -94,9 +89,27 @@ class StepGradients(GradientAccumulator):
                 list(self._chunks), num_tokens, pg_collection=self._groups, force_all_reduce=self._force_all_reduce
             )
 
+    def _starts(self) -> list[Callable[..., Any]]:
+        """What starts each chunk's reduction before it is waited for. Where backwards start it in stock schedules, of
+        one chunk on the first stage's rank, `grad_sync_func` is not called by them either."""
+        if self._force_all_reduce:
+            return [partial(_start_all_reduces, chunk) for chunk in self._chunks]
+        own = [_own_start(chunk) for chunk in self._chunks] if self._config.no_sync_func is not None else []
+        given = functions_of_chunks(self._config.grad_sync_func, self._chunks)
+        by_backwards = len(self._chunks) == 1 and self._groups.pp.rank() == 0 and hasattr(self._chunks[0], "ddp_config")
+        return own if own and (by_backwards or not given) else given
+
 
 def _overlaps(chunk: Any) -> bool:
     return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
+
+
+def _own_start(chunk: Any) -> Callable[..., Any]:
+    """A DDP without overlap reduces where it is waited for, and would do so twice."""
+    if hasattr(chunk, "ddp_config") and not _overlaps(chunk):
+        return lambda _: None
+    start: Callable[..., Any] = chunk.start_grad_sync
+    return start
 
 
 def _start_all_reduces(chunk: Any, _: Any) -> None:

@@ -11,7 +11,7 @@ import importlib.metadata
 import importlib.util
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dynapipe_ext.data.sample_selection import weighted_files
@@ -20,6 +20,16 @@ from dynapipe_ext.launch.job.run_data import RunData, named_files
 from dynapipe_ext.settings.train_config import TrainConfig
 
 Terms = Mapping[str, str]
+
+
+class UnlikeRanksError(ConfigError):
+    """All ranks raise it, in the same words. Each calls `leave_together` at its end, which returns once all have."""
+
+    def __init__(self, message: str, leave_together: Callable[[], None]) -> None:
+        super().__init__(message)
+        self.leave_together = leave_together
+
+
 SECRET = "the secret of the job"  # by a tag, which is not shown
 
 # What may differ from node to node.

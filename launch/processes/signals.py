@@ -29,6 +29,7 @@ _raised = 0  # the signal that has raised since handlers were installed
 _interrupted_again = False  # Ctrl-C came after the signal that has raised
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)  # a terminal that was closed, a reader that has ended
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, or what the user may have, that a log lies on
+_ends_anyway = False  # of `end_undisturbed`
 
 
 @contextlib.contextmanager
@@ -46,15 +47,22 @@ def ending_signals_raise() -> Iterator[None]:
     ):
         yield
         return
-    global _raised, _interrupted_again
+    global _raised, _interrupted_again, _ends_anyway
     before = {number: signal.signal(number, _raise) for number in _heard()}
     try:
         yield
     finally:
-        _raised, _interrupted_again = 0, False
+        _raised, _interrupted_again, _ends_anyway = 0, False, False
         for number, handler in before.items():
             # None: a handler that was not installed from Python, which cannot be put back from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def end_undisturbed() -> None:
+    """From now on, until `ending_signals_raise` is left, these signals raise nothing: this process has failed and ends
+    in a moment, and what it says and records of that must be whole."""
+    global _ends_anyway
+    _ends_anyway = True
 
 
 def raise_if_lost() -> None:
@@ -134,6 +142,8 @@ def _heard() -> list[signal.Signals]:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     global _raised, _waiting
+    if _ends_anyway:
+        return
     if _num_blocks:
         _waiting = _waiting or number
         return

@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from dynapipe_ext.errors import ConfigError, ExecutionError, named_collectives
+from dynapipe_ext.errors import ExecutionError, named_collectives
 from dynapipe_ext.executor.device import process_group_backend
-from dynapipe_ext.launch.job.terms import Terms, difference
+from dynapipe_ext.launch.job.terms import Terms, UnlikeRanksError, difference
 from dynapipe_ext.launch.processes.env import RankEnv
 
 _LOOK_S = 2.0  # a wait that sends nothing would never learn that its connection is gone
 _SIGN_S, _POLL_S = 2.0, 0.05
+_LEAVE_S = 20.0
 _LOST = "dynapipe/lost"
 _T = TypeVar("_T")
 
@@ -83,7 +84,7 @@ class Meeting:
         """Return the least of each value under `least` over all ranks, once all have called this with the same `what`
         and equal `terms`. `is_part`: of a rank that leaves out what another one of its machine shows.
 
-        Errors: ConfigError on all ranks, in the same words, for the first name whose values differ; as `arrive`.
+        Errors: UnlikeRanksError on all ranks, in the same words, for the first name whose values differ; as `arrive`.
         """
         place, text = f"dynapipe/{what}", json.dumps(terms)
         digest = hashlib.sha256(text.encode()).hexdigest()
@@ -94,9 +95,7 @@ class Meeting:
             self._answered(what, partial(self._compare, place, terms))
         verdict = json.loads(self._answered(what, partial(self._store.get, f"{place}/verdict")))
         if verdict["fault"]:
-            with suppress(RuntimeError, ExecutionError):  # the store goes with the first who leaves
-                self._answered(what, partial(self._heard, place))
-            raise ConfigError(f"{what}: {verdict['fault']}")
+            raise UnlikeRanksError(f"{what}: {verdict['fault']}", partial(self._leave_together, what))
         return dict(verdict["least"])
 
     def connect(self, device: torch.device, *, timeout_s: float) -> None:
@@ -178,12 +177,14 @@ class Meeting:
                 fault = difference(terms, others, (who[0], who[rank]), is_part=one["is_part"])
         self._store.set(f"{place}/verdict", json.dumps({"fault": fault, "least": least}))
 
-    def _heard(self, place: str) -> None:
-        """Wait until all have heard the verdict, for a moment."""
-        deadline_s, number = time.monotonic() + _LOOK_S, self._store.add(f"{place}/heard", 1)
-        while number < self._world_size and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-            number = self._store.add(f"{place}/heard", 0)
+    def _leave_together(self, what: str) -> None:
+        """Wait until all ranks have called this, for `_LEAVE_S`: the store goes with the first who leaves."""
+        place, deadline_s = f"dynapipe/{what}/leaving", time.monotonic() + min(_LEAVE_S, self._silent_s)
+        with suppress(RuntimeError, ExecutionError):
+            number = self._answered(what, partial(self._store.add, place, 1))
+            while number < self._world_size and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+                number = self._answered(what, partial(self._store.add, place, 0))
 
     def _has_come(self, place: str, deadline_s: float) -> bool:
         """Whether all have, after waiting for them for a moment."""

@@ -39,6 +39,7 @@ from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.job.job_keys import UNSHARED_WARNING
 from dynapipe_ext.launch.job.requested import JobRequest, add_arguments, refuse_done, requested_job
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, is_unfinished
+from dynapipe_ext.launch.job.terms import UnlikeRanksError
 from dynapipe_ext.launch.processes.agent import FINAL, recorded
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError, set_process_title
 from dynapipe_ext.launch.processes.env import (
@@ -54,7 +55,13 @@ from dynapipe_ext.launch.processes.env import (
     use_interface,
 )
 from dynapipe_ext.launch.processes.network import interface_towards
-from dynapipe_ext.launch.processes.signals import ENDING, complete_streams, ending_signals_raise, outlive_readers
+from dynapipe_ext.launch.processes.signals import (
+    ENDING,
+    complete_streams,
+    end_undisturbed,
+    ending_signals_raise,
+    outlive_readers,
+)
 from dynapipe_ext.launch.rank.one_rank import place_of, rank_title, train_rank
 from dynapipe_ext.launch.run.outcome import claimed
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -191,6 +198,7 @@ def _telling(env: RankEnv) -> Iterator[None]:
     except JobError:
         raise
     except Exception as error:
+        end_undisturbed()  # torchrun ends this rank, too, once the node that keeps its store has left
         status = USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
         mine = f"rank {env.rank}: {in_one_line(error)}"
         may_pass = isinstance(error, LowMemoryError) and is_restart()
@@ -200,6 +208,8 @@ def _telling(env: RankEnv) -> Iterator[None]:
                 print("".join(traceback.format_tb(error.__traceback__)), end="", file=sys.stderr)
             print(f"dynapipe: error: {mine}", file=sys.stderr, flush=True)
             _tell_torchrun(error, mine)
+        if isinstance(error, UnlikeRanksError):
+            error.leave_together()  # each has asked by now why the first rank failed
         raise JobError(mine, status, cause, is_final=is_final) from error
 
 

@@ -37,7 +37,7 @@ from dynapipe_ext.schedules.search.problem import (
 )
 from dynapipe_ext.splits.padded import Cut
 
-TRIAL = 500  # of the effort, for each of several starts
+_TRIAL = 500  # of the effort, for each of several starts
 _COOLING = 1000  # of the effort: after it a move may cost half of what the first may
 _REPLICAS = 4  # that one measure of effort is for
 _MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves:
@@ -65,7 +65,6 @@ class Settings:
     use_native: bool = True
     cores: SharedCores | None = None  # None: every rank has its own
     noise: float = 0.0  # the largest share by which times are disturbed
-    trial: int = TRIAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -230,9 +229,10 @@ def _trials(candidates: Sequence[_Candidate], settings: Settings) -> list[Search
 
 
 def _walks(start: Start, settings: Settings, *, are_several: bool) -> tuple[Walk, Walk]:
-    """A start's trial, of no moves if it is the only one, and the rest of its search."""
+    """A start's trial and the rest of its search. The only one, or one of an effort that trials alone would take, has a
+    trial of no moves."""
     moves = _num_moves(start, settings.effort)
-    tried = _num_moves(start, min(settings.effort, settings.trial)) if are_several else 0
+    tried = _num_moves(start, _TRIAL) if are_several and settings.effort > _TRIAL else 0
     trial = Walk(seed=settings.seed, moves=tried, cooling=max(1, _num_moves(start, _COOLING)))
     return trial, replace(trial, moves=moves - tried, begun=tried)
 

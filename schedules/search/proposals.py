@@ -53,9 +53,7 @@ Made = TypeVar("Made")
 
 _MOVES_A_TRY = 1000  # of the effort, for each number of packed rows that is tried about the best
 _LEVELLING = 50  # moves for each cut, whatever the effort: what is searched from there is then the same
-_MOST_ROWS = (
-    100  # a replica, in packings that a search with graded rows begins with; once there are as many, no more are tried
-)
+_MOST_ROWS = 100  # a replica, in packings that a search begins with; once there are as many, no more are tried
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
@@ -385,16 +383,14 @@ class Proposals:
                 if larger[0] >= best[0]:
                     break
                 best, room = larger, larger_room
-            return self._or_graded(best[1], rows(kind, room), evaluate, dp)
+            return self._and_graded(best[1], rows(kind, room), evaluate, dp)
         assert refusal is not None
         raise refusal
 
-    def _or_graded(
+    def _and_graded(
         self, finalists: list[tuple[MicroBatch, ...]], rows: RowPackings, evaluate: MicroBatchEvaluate, dp: int
     ) -> list[tuple[MicroBatch, ...]]:
-        """The finalists; where rows may be graded, the first of them and graded ones, and more while all are few."""
-        if self.rules.row_sizes == "even":
-            return finalists
+        """The first of the finalists and graded rows, and more of both while all are few."""
 
         def in_turn() -> Iterator[tuple[MicroBatch, ...] | None]:
             first, second = GRADES
@@ -409,7 +405,7 @@ class Proposals:
                 wanted.append(packing)
             if len(wanted) > 1 and sum(map(len, wanted)) > _MOST_ROWS * dp:
                 break
-        return wanted
+        return wanted or finalists
 
     def _may_be(self, rows: tuple[MicroBatch, ...], evaluate: MicroBatchEvaluate, dp: int) -> bool:
         """Whether rows are enough, keep to equal counts and fit."""

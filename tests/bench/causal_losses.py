@@ -102,7 +102,7 @@ def train(folder: Path, preloaded: Preloaded) -> Path:
     given += ["--pp", "2", "--memory-limit-gb", "2", "--num-workers", "0", "--steps", str(STEPS), "--lr", str(LR)]
     given += ["--batch-size", str(BATCH), "--min-lr", str(LEAST), "--weight-decay", str(DECAY)]
     given += ["--lr-schedule", "cosine", "--warmup", "0.3", "--betas", "0.9,0.95"]
-    preloaded.train(*given, cwd=folder, timeout=900)
+    preloaded.train(*given, cwd=folder, timeout=3000)
     return folder / "run"
 
 

@@ -63,8 +63,12 @@ LOOPS = {
     "verl": Loop("verl_ranks", 2, ("verl", "mbridge", *_MEGATRON)),
     "megatron-bridge": Loop("bridge_ranks", 4, _BRIDGE, choices=("llama",)),
     "megatron-bridge-experts": Loop("bridge_ranks", 4, _BRIDGE, choices=("qwen3-moe",)),
-    "slime": Loop("slime_ranks", 2, ("megatron-core", "torch")),  # from its sources, on PYTHONPATH
+    **{
+        name: Loop("slime_ranks", ranks, ("megatron-core", "torch"), choices=(loss,))  # from its sources, on PYTHONPATH
+        for name, ranks, loss in (("slime", 2, "sft"), ("slime-grpo", 4, "grpo"), ("slime-gspo", 4, "gspo"))
+    },
     "ms-swift": Loop("swift_ranks", 2, ("ms-swift", "mcore-bridge", *_MEGATRON)),
+    "ms-swift-replicas": Loop("swift_ranks", 4, ("ms-swift", "mcore-bridge", *_MEGATRON)),
     "torchtitan": Loop(
         "titan_ranks", 2, ("torchtitan", "torch"), kinds=("stock", "planned"), stock_ranks=1, most_off=1e-6
     ),

@@ -12,10 +12,14 @@ The peers' rules are written from their sources (peer_rules.py), and flattered. 
 and 4 times the longest rollout, of its releases' variants, of recomputation none, selective and full, and of three
 orders a replica (its own, shortest first, longest first). None pads rows to one length, and replicas wait for each
 other at the end of a step alone. Ours are `plan_micro_batches` with recompute "auto": whole rollouts, and with pieces
-"auto". Floor: as in long.py, the larger of the work over all replicas and the longest rollout's own, without overheads.
+"auto", on the loop's own even layers with whole backwards. "placed": whole rollouts, where the loop lets layers be
+placed as `--placement auto` places them (linear or a V, half layers) and backwards be split. Floor: as in long.py, the
+larger of the work over all replicas and the longest rollout's own, on even layers, without overheads. "order": what no
+order of the planned rows is below; "cuts": what no plan of whole rollouts on these layers is below.
 
-Planning: CPU milliseconds of the call, the least of five. Writes results/rollouts.json; exit status 1 where a bar is
-missed: pieces at most 1.05 (swe), 1.08 (20k) times the floor, never behind a peer, 50 ms for 512 rollouts.
+Planning: CPU milliseconds of the call, the least of five. "ms, cap" is a call as loops make it, with the longest
+rollout as a cap of tokens, and "cap" its step. Writes results/rollouts.json; exit status 1 where a bar is missed: 1.05
+times the floor (swe, pieces), 1.08 (20k, 8k), never behind a peer, 50 ms for 512 rollouts.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,17 +41,22 @@ from peer_rules import Replicas, nemo_rl_rule, slime_rule, verl_rule
 
 from dynapipe_ext import plan_micro_batches
 from dynapipe_ext.batch.micro_batches import LAYER_RECOMPUTES, SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.judge.simulate import last_end_ns, peak_bytes, simulate_ns
+from dynapipe_ext.schedules.placements import PlacementSearch
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
 
 RESULT = Path(__file__).parent / "results" / "rollouts.json"
 FORMAT = "dynapipe-rollouts/1"
-MOST_OVER_FLOOR = {"swe": 1.05, "20k": 1.08}
+MOST_OVER_FLOOR = {"swe": 1.05, "20k": 1.08, "8k": 1.08}
 MOST_MS_OF_512 = 50.0
 CAPS = (1.0, 1.5, 2.0, 4.0)  # times the longest rollout
 DATA = {"swe": (36_000, 131_072, (128,)), "20k": (9_000, 20_480, (128, 512)), "8k": (3_000, 8_192, (128, 512))}
+RULES_OF_CALL: dict[str, Any] = {"layout": "packed", "recompute": "auto", "effort": 500}
 RULES: dict[str, tuple[Callable[..., Replicas], ...]] = {
     "verl": (verl_rule,),
     "slime": (slime_rule, partial(slime_rule, longest_first=True)),
@@ -103,8 +113,8 @@ def step_s(replicas: Replicas, costs: AnalyticCosts) -> float | None:
     return max(ends) / 1e9
 
 
-def ours(case: Case, samples: list[SampleLength], pieces: str) -> tuple[float | None, float]:
-    """The step of the planning call, and its CPU milliseconds."""
+def ours(case: Case, samples: list[SampleLength], pieces: str) -> tuple[StepPlan | None, float]:
+    """The plan of the planning call, and its CPU milliseconds."""
     least_ms, costs = float("inf"), case.costs
     try:
         for _ in range(5):
@@ -121,35 +131,62 @@ def ours(case: Case, samples: list[SampleLength], pieces: str) -> tuple[float | 
             least_ms = min(least_ms, 1000 * (time.process_time() - begin))
     except PlanError:
         return None, least_ms
-    return planned.plan.makespan_s, least_ms
+    return planned.plan, least_ms
 
 
-def call_ms(case: Case, samples: list[SampleLength]) -> float:
-    """CPU milliseconds as a loop calls: a cap on tokens, one kind of recomputation."""
+def placed_s(case: Case, samples: list[SampleLength]) -> float:
+    """The step of whole rollouts where layers are placed for it and backwards are split."""
+
+    def planner_over(topology: Topology) -> Planner:
+        costs, placed = replace(case.costs, split_backward=True).over(topology)
+        return Planner(placed, costs, LIMIT_BYTES, **RULES_OF_CALL, pad_multiple=case.tp, split_backward=True)
+
+    search = PlacementSearch(
+        base=case.costs.topology,
+        planner_over=planner_over,
+        step_of=lambda planner, batch: planner.plan(batch),
+        num_layers=case.costs.architecture.num_layers,
+        batches=[samples],
+        halves=True,
+    )
+    return search.trials(("linear", "v"))[0].makespan_s
+
+
+def call(case: Case, samples: list[SampleLength]) -> tuple[float, float]:
+    """The step and the CPU milliseconds as a loop calls: a cap on tokens, one kind of recomputation."""
     least_ms, costs = float("inf"), case.costs
     cap = max(s.encoder for s in samples)
     for _ in range(5):
         begin = time.process_time()
-        plan_micro_batches(samples, costs.topology, costs, max_tokens=cap)
+        planned = plan_micro_batches(samples, costs.topology, costs, max_tokens=cap)
         least_ms = min(least_ms, 1000 * (time.process_time() - begin))
-    return least_ms
+    return planned.plan.makespan_s, least_ms
 
 
 def measured(case: Case, count: int) -> dict[str, Any]:
     samples = lengths(case.data, count)
     least_s = floor_s(case, samples)
-    peers = {name: peer_s(rules, samples, case) for name, rules in RULES.items()}
-    whole_s, whole_ms = ours(case, samples, "off")
-    pieces_s, pieces_ms = ours(case, samples, "auto")
-    over = {**peers, "whole": whole_s, "pieces": pieces_s}
+    times: dict[str, float | None] = {name: peer_s(rules, samples, case) for name, rules in RULES.items()}
+    whole, whole_ms = ours(case, samples, "off")
+    pieces, pieces_ms = ours(case, samples, "auto")
+    cap_s, call_ms = call(case, samples)
+    times |= {"cap": cap_s, "placed": placed_s(case, samples)}
+    times |= {"whole": whole and whole.makespan_s, "pieces": pieces and pieces.makespan_s}
+    times |= {"order": whole and whole.lower_bound_s, "cuts": whole and cuts_s(whole)}
     row: dict[str, Any] = {
         "model": case.model, "data": case.data, "rollouts": count,
         "mean": float(np.mean([s.encoder for s in samples])), "longest": max(s.encoder for s in samples),
         "floor_s": least_s,
-        "over_floor": {name: None if seconds is None else seconds / least_s for name, seconds in over.items()},
-        "whole_ms": whole_ms, "pieces_ms": pieces_ms, "call_ms": call_ms(case, samples),
+        "over_floor": {name: None if seconds is None else seconds / least_s for name, seconds in times.items()},
+        "whole_ms": whole_ms, "pieces_ms": pieces_ms, "call_ms": call_ms,
     }  # fmt: skip
     return row | {"missed": missed(row)}
+
+
+def cuts_s(plan: StepPlan) -> float:
+    assert plan.certificate is not None
+    assert plan.certificate.batch_ns is not None
+    return plan.certificate.batch_ns / 1e9
 
 
 def missed(row: Mapping[str, Any]) -> list[str]:
@@ -171,7 +208,7 @@ def cases() -> Iterator[tuple[Case, int]]:
 
 
 def text(result: Mapping[str, Any]) -> str:
-    names = [*RULES, "whole", "pieces"]
+    names = [*RULES, "whole", "pieces", "cap", "placed", "order", "cuts"]
     lines = [
         f"Makespan over the floor, PP4 x DP4 ({result['machine']}, {result['date']}, commit {result['commit']})",
         f"{'model':12}{'data':>5}{'n':>5}" + "".join(f"{name:>9}" for name in names) + f"{'ms':>7}{'ms, cap':>9}",

@@ -118,7 +118,7 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
     return main
 
 
-PLAIN, SHARDED = Case(ALL), Case(ALL, model=Model(tied=False), distributed_optimizer=True)
+PLAIN, SHARDED = Case(Topology(tp=2, dp=2)), Case(ALL, model=Model(tied=False), distributed_optimizer=True)
 HALVES = (0.5, 1.5, 1, 1)  # cuts between attention and MLP
 FOLDED = Case(replace(V, layers_per_stage=HALVES), schedule="adaptive", distributed_optimizer=True)
 DROPPING = Case(Topology(tp=2), "packed", Model(modern=False), dropout=0.1)
@@ -210,10 +210,10 @@ def by_megatron(root: Path):
     def main(env) -> tuple[dict[str, torch.Tensor], int]:
         join(env)
         model, _, optimizer = build(Case(Topology()), Topology(), 0)
-        sharded = model.sharded_state_dict(metadata=SHARDING)
+        sharded = model.sharded_state_dict(metadata={**SHARDING})
         state = {
             "model": sharded,
-            "optimizer": optimizer._optimizer.sharded_state_dict(sharded, True, metadata=SHARDING),
+            "optimizer": optimizer._optimizer.sharded_state_dict(sharded, True, metadata={**SHARDING}),
         }
         loaded = dist_checkpointing.load(state, str(latest(root)), strict="raise_all")
         model.load_state_dict(loaded["model"])

@@ -100,3 +100,12 @@ def test_flops_and_estimate_count_a_family_that_no_plan_knows(
 def test_what_transformers_cannot_build_is_refused(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         count_model(config, "config.json")
+
+
+def test_widths_of_heads_that_differ_by_layer_are_counted_of_each() -> None:
+    config = transformers.AutoConfig.for_model("gemma4_unified_text", **_SMALL)
+    counted = count_model(json.loads(json.dumps(config.to_dict(), default=str)), "config.json")
+    assert [(own.layers, own.query_size) for own in counted.attention] == [(3, 64), (1, 2048)]
+    assert counted.parameters == sum(
+        p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters()
+    )

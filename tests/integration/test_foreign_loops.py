@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
@@ -136,14 +138,13 @@ def run(function: Any, manner: Foreign, chunks: list[Any], config: Any, **keywor
         keywords |= {"pg_collection": groups, "p2p_communicator": P2PCommunicator(pp_group=groups.pp, config=config)}
     keywords |= dict.fromkeys(manner.keywords, manner.seq_length)
     iterators = [manner.data(manner.shapes) for _ in chunks]
+    own = {"num_microbatches": len(manner.shapes), "data_iterator": iterators if len(chunks) > 1 else iterators[0]}
     reports = function(
         forward_step_func=manner.step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
-        num_microbatches=len(manner.shapes),
         seq_length=manner.seq_length,
         micro_batch_size=manner.shapes[0][0],
-        **keywords,
+        **{**own, **keywords},
     )
     gradients = {
         global_name(name, first_layer(chunk.module)): parameter.main_grad.clone()
@@ -226,9 +227,17 @@ def refusals(chunks: list[Any], config: Any) -> list[str]:
         with pytest.raises(DynaPipeError) as error:
             run(function, manner, chunks, config)
         said.append(str(error.value))
-    with pytest.raises(DynaPipeError) as error:
-        run(ours, MANNERS["verl"], chunks, config, adjust_tensor_shapes_fn=lambda *shapes: shapes)
-    return [*said, str(error.value)]
+    for keywords in (
+        {"adjust_tensor_shapes_fn": lambda *shapes: shapes},
+        {"num_microbatches": 2.0},
+        {"num_microbatches": 0},
+        {"data_iterator": []},
+        {"data_iterator": [iter(()), iter(())]},
+    ):
+        with pytest.raises(DynaPipeError) as error:
+            run(ours, MANNERS["verl"], chunks, config, **keywords)
+        said.append(str(error.value))
+    return said
 
 
 TOLD = [
@@ -242,6 +251,10 @@ TOLD = [
     "forward_step does not call the first stage's model",
     "shape_of says (1, 2, 3)",
     "adjust_tensor_shapes_fn was given, which is for messages of one shape",
+    "num_microbatches is 2.0 but must be an integer of at least 1",
+    "num_microbatches is 0 but must be an integer of at least 1",
+    "data_iterator is a list of 0 for 1 model chunks",
+    "data_iterator is a list of 2 for 1 model chunks",
 ]
 
 
@@ -274,6 +287,13 @@ def of_closure(data_iterator: None, model: Any) -> Any:
     return forward_step(batches(EVEN), model)
 
 
+def of_masks_of_nothing(data_iterator: Any, model: Any) -> Any:
+    """Every other row has no target."""
+    batch = next(data_iterator)
+    batch["loss_mask"][::2] = 0
+    return forward_step(iter([batch]), model)
+
+
 ODD: dict[str, tuple[Foreign, dict[str, Any]]] = {
     "one micro-batch": (Foreign([(3, 7)], seq_length=7), {}),
     "one of its own shape": (Foreign([(3, 7)]), {"any_shape": True}),
@@ -290,6 +310,10 @@ ODD: dict[str, tuple[Foreign, dict[str, Any]]] = {
     "two values, forwards": (Foreign(SHAPES, step=whole_mean), {"forward_only": True}),
     "what is no loss": (Foreign(SHAPES), {"forward_only": True, "collect_non_loss_data": True}),
     "more than fill the pipeline": (Foreign(SHAPES * 3), {}),
+    "reduced by DDP, without overlap": (Foreign(SHAPES), {"no_sync": True}),
+    "its own start of reductions": (Foreign(EVEN, seq_length=LENGTH), {"no_sync": True, "starts": True}),
+    "masks of nothing": (Foreign(SHAPES, step=of_masks_of_nothing), {}),
+    "its own end of a step": (Foreign(SHAPES), {"finalizes": True}),
 }
 
 
@@ -299,6 +323,13 @@ def odd_step(function: Any, chunk: Any, config: Any, manner: Foreign, asked: dic
     chunk.zero_grad_buffer()
     torch.manual_seed(3)
     config.variable_seq_lengths = asked.pop("any_shape", manner.any_shape)
+    told: list[Any] = []
+    if asked.pop("no_sync", False):
+        config.no_sync_func = chunk.no_sync
+    if asked.pop("starts", False):
+        config.grad_sync_func = lambda parameters: told.append(len(list(parameters)))
+    if asked.pop("finalizes", False):
+        config.finalize_model_grads_func = partial(told_at_the_end, told, config.finalize_model_grads_func)
     in_lists, data = asked.pop("in_lists", False), manner.data(manner.shapes)
     sizes = {"seq_length": manner.seq_length, "micro_batch_size": manner.shapes[0][0]}
     reports = function(
@@ -307,9 +338,16 @@ def odd_step(function: Any, chunk: Any, config: Any, manner: Foreign, asked: dic
         model=[chunk] if in_lists else chunk,
         **{"num_microbatches": len(manner.shapes), **sizes, **asked},
     )
+    config.no_sync_func = config.grad_sync_func = None
+    config.finalize_model_grads_func = finalize_model_grads
     gradients = [parameter.main_grad.tolist() for parameter in chunk.parameters()]
     left = None if data is None else len(list(data))
-    return _as_lists(reports), left, gradients, torch.is_grad_enabled(), config.variable_seq_lengths
+    return _as_lists(reports), left, gradients, torch.is_grad_enabled(), config.variable_seq_lengths, told
+
+
+def told_at_the_end(told: list[Any], own: Callable[..., Any], chunks: Any, num_tokens: Any, **groups: Any) -> None:
+    told.append((len(chunks), None if num_tokens is None else int(num_tokens)))
+    own(chunks, num_tokens, **groups)
 
 
 def _as_lists(value: Any) -> Any:

@@ -5,6 +5,7 @@ Two heads on four joined ranks: heads are fewer than ranks. Windows, chunks of d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from random import Random
 from typing import Any
@@ -49,7 +50,9 @@ def proven_step(layout: str, topology: Topology, seed: str) -> ProvenStep:
     return prove(hand_made(topology, replicas, schedules), form, ReplicaCollectives())
 
 
-def steps(family: str, env) -> list[tuple[int, str, float, dict[str, torch.Tensor]]]:
+def steps(
+    family: str, plans: Mapping[tuple[int, str], ProvenStep], env
+) -> list[tuple[int, str, float, dict[str, torch.Tensor]]]:
     """Of every width and layout, the loss and all gradients, which every rank has."""
     dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size)
     parallel = ParallelContext(PLANE, timeout_s=LIMIT_S)
@@ -59,20 +62,26 @@ def steps(family: str, env) -> list[tuple[int, str, float, dict[str, torch.Tenso
     joined = join_ranks(PLANE, env.rank, (2, 4), CPU, timeout_s=LIMIT_S)
     executor = PipelineExecutor(TransformersStage(parts, parallel=parallel, joined=joined), parallel.transport)
     found = []
-    for layout in FAMILIES[family]:
-        for width in (1, 2, 4):
-            plan = proven_step(layout, PLANE.at_width(width), f"{family} {layout}").plan_of(env.rank, 0)
-            loss = executor.execute(plan, batches_of(plan))
-            gradients = {name: p.grad.clone() for name, p in parts[0].model.named_parameters()}
-            found.append((width, layout, loss, gradients))
+    for (width, layout), proven in plans.items():
+        plan = proven.plan_of(env.rank, 0)
+        loss = executor.execute(plan, batches_of(plan))
+        gradients = {name: p.grad.clone() for name, p in parts[0].model.named_parameters()}
+        found.append((width, layout, loss, gradients))
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
 def test_joined_ranks_learn_what_the_whole_model_learns():
-    jobs = in_turn({family: (PLANE.dp, partial(steps, family)) for family in FAMILIES})
-    for family, ranks in jobs.items():
+    jobs = {}
+    for family, layouts in FAMILIES.items():
+        plans = {
+            (width, layout): proven_step(layout, PLANE.at_width(width), f"{family} {layout}")
+            for layout in layouts
+            for width in (1, 2, 4)
+        }
+        jobs[family] = PLANE.dp, partial(steps, family, plans)
+    for family, ranks in in_turn(jobs).items():
         loss, gradients = one_by_one(tiny_model(family).double(), SAMPLES)
         for of_rank in ranks:
             assert len(of_rank) == 6

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError, ExecutionError, named_collectives
+from dynapipe_ext.launch.job.terms import UnlikeRanksError
 from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.rank.meeting import Meeting
@@ -71,6 +72,24 @@ def test_ranks_that_were_started_otherwise_are_told_by_all_in_the_same_words(run
     for least, said in run_ranks(3, main):
         assert least == {"limit_gb": 1.0, "own": 1.0}
         assert said.startswith(says)
+
+
+def test_ranks_that_were_started_otherwise_leave_together(run_ranks):
+    """The store goes with the first who leaves: until then the others have to say and record why they end."""
+
+    def main(env):
+        meeting = Meeting(env, limit_s=60.0, silent_s=60.0)
+        with pytest.raises(UnlikeRanksError) as caught:
+            meeting.agree("nodes", {"lr": str(env.rank)})
+        store, leaving = meeting._store, "dynapipe/nodes/leaving"
+        if env.rank:
+            while not store.add(leaving, 0):  # until the other one waits
+                pass
+            store.set("recorded", "")
+        caught.value.leave_together()
+        return store.check(["recorded"])
+
+    assert run_ranks(2, main) == [True, True]
 
 
 def test_the_first_rank_of_a_machine_shows_its_files_for_the_others_of_it(run_ranks):

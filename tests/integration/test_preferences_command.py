@@ -40,8 +40,8 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """As many as TRL's losses are promised for; of the other losses fewer."""
-        return 20 if self.loss == "dpo" else 8
+        """Of one case as many as TRL's losses are promised for, of the others fewer."""
+        return 20 if self.loss == "dpo" and self.write is write_preferences else 8
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ def run_dir(request, preloaded: Preloaded, tmp_path_factory) -> Path:
     layout = request.param
     folder = tmp_path_factory.mktemp("promises") / layout
     topology = ["--tp", "2", "--pp", "2", "--dp", "1", "--layers-per-stage", "1,3"]
-    data = ["--layout", layout, "--tokens-per-batch", "4096"]
+    data = ["--layout", layout, "--tokens-per-batch", "2048"]
     preloaded.train("--steps", "2", *data, *topology, "--strict", "--run-dir", str(folder))
     return folder
 

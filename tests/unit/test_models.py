@@ -458,3 +458,8 @@ def test_sizes_are_read_by_the_names_that_a_family_gives_them(
 ) -> None:
     sizes = read_sizes(transformers.AutoConfig.for_model(family).to_dict())
     assert (sizes.num_layers, sizes.num_heads, sizes.max_seq_len) == (layers, heads, longest)
+
+
+def test_a_single_experts_weight_is_a_probability_since_its_share_would_teach_nothing() -> None:
+    raw = transformers.AutoConfig.for_model("llama4").to_dict()
+    assert (read_sizes(raw).top_k, read_sizes(raw).norm_topk_prob) == (1, False)

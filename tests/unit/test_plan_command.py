@@ -184,7 +184,7 @@ def test_placements_are_compared_by_the_costs_before_a_fit_which_holds_for_one_o
     for name, costs in (("counted", counted), ("fitted", fitted)):
         (tmp_path / f"{name}.json").write_text(json.dumps(cost_model_to_json(costs)))
         target = tmp_path / f"{name}-plan.json"
-        flags = ["--costs", str(tmp_path / f"{name}.json"), "--memory-limit-gb", "100", "--pp", "2", "--effort", "50"]
+        flags = ["--costs", str(tmp_path / f"{name}.json"), "--memory-limit-gb", "100", "--pp", "2", "--effort", "10"]
         assert plan("--lengths", lengths, *flags, "--placement", "auto", "--json", str(target)) == 0
         lines = capsys.readouterr().out.splitlines()
         trials.append([line for line in lines if line.lstrip("│ ").startswith(("linear", "interleaved,", "v, "))])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from datetime import timedelta
@@ -15,6 +16,7 @@ from torch.distributed import TCPStore
 from dynapipe_ext.errors import ConfigError, DataError, LowMemoryError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job.requested import config_from
+from dynapipe_ext.launch.job.terms import UnlikeRanksError
 from dynapipe_ext.launch.processes import cluster, network
 from dynapipe_ext.launch.processes.agent import read_rank_records
 from dynapipe_ext.launch.processes.env import Launcher
@@ -67,6 +69,27 @@ def test_a_failing_rank_says_its_cause_with_its_notes_in_one_line(
     told = json.loads((tmp_path / "error").read_text())["message"]
     assert told["message"].endswith(says)
     assert ("in fails" in told["extraInfo"]["py_callstack"]) == (status == 1)  # the calls, of a defect alone
+
+
+def test_a_rank_that_torchrun_ends_while_it_says_why_it_fails_has_recorded_that_and_left_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun does so once the node that keeps its store has left. Another start would end the same way."""
+    (tmp_path / "ranks").mkdir()
+    as_rank(3, monkeypatch, **Launcher(os.getpid(), tmp_path / "ranks").variables())
+    left: list[str] = []
+    fail_with(UnlikeRanksError("lr is 1 and 2", partial(left.append, "all")), monkeypatch)
+
+    def asked(_: object, mine: tuple[str, bool]) -> tuple[str, bool]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return mine
+
+    monkeypatch.setattr(rank_program, "_first_failure", asked)
+    assert rank_program.main([]) == 2
+    (record,) = read_rank_records(tmp_path / "ranks")
+    assert record.end is not None
+    assert (record.end.status, record.end.is_final, record.end.cause) == (2, True, "rank 3: lr is 1 and 2")
+    assert left == ["all"]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), DataError("a mistake")])

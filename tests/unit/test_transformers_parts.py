@@ -192,3 +192,21 @@ def test_a_split_backward_puts_nothing_off_for_frozen_weights():
     assert [weight is layers[1].weight for weight, *_ in work] == [True]
     assert x.grad is not None
     assert all(parameter.grad is None for parameter in layers[0].parameters())
+
+
+def test_what_a_class_does_not_train_is_not_trained_of_a_folder_either(tmp_path):
+    """As the bias with which Ernie's router chooses experts: from_pretrained would let it train, and so decay."""
+    config = transformers.Ernie4_5_MoeConfig(
+        vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=24, moe_intermediate_size=8, moe_num_experts=4, moe_k=2, moe_layer_start_index=0,
+    )  # fmt: skip
+    model = transformers.Ernie4_5_MoeForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    wanted = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+    for parts in (
+        [parts_of_folder(tmp_path, Topology(pp=2), rank) for rank in range(2)],
+        [parts_of_config(config, Topology(pp=2), rank, seed=0) for rank in range(2)],
+    ):
+        weights = [named for (part,) in parts for named in part.model.named_parameters()]
+        assert {name for name, weight in weights if not weight.requires_grad} == wanted
+    assert len(wanted) == 2

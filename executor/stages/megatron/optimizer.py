@@ -107,7 +107,8 @@ def _counts_losses() -> bool:
     return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
-# How Megatron cuts and names what it saves: the same for any number of replicas, and for any order of its groups.
+# How Megatron cuts and names what it saves: the same for any number of replicas, and for any order of its groups. It is
+# given copies, as it keeps groups of ranks in them.
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -189,7 +190,7 @@ class MegatronOptimizer:
         """Megatron's description of its tensors, to be saved. Errors: ExecutionError before the first update."""
         if not self._num_updates:
             raise ExecutionError("no weight has been updated yet: there is nothing to save, start the run anew")
-        return self._optimizer.sharded_state_dict(model_state, False, metadata=SHARDING)
+        return self._optimizer.sharded_state_dict(model_state, False, metadata={**SHARDING})
 
     def restore(self, model_state: Mapping[str, Any], place: OptimizerPlace, fill: Callable[[Any], None]) -> None:
         """Take on the state of `place`: `fill` fills the tensors of a sharded state in place, those of the model too.
@@ -201,7 +202,7 @@ class MegatronOptimizer:
             with torch.no_grad():
                 for optimizer in chained:
                     optimizer._init_optimizer_states_with_dummy_values()
-        state = self._optimizer.sharded_state_dict(model_state, True, metadata=SHARDING)
+        state = self._optimizer.sharded_state_dict(model_state, True, metadata={**SHARDING})
         fill({**model_state, "optimizer": state})
         states = [state] if len(chained) == 1 else [state[i] for i in range(len(chained))]
         for optimizer, own in zip(chained, states, strict=True):

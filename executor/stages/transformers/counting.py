@@ -147,10 +147,12 @@ def _attention(layers: Any, config: Any) -> Iterator[CountedAttention]:
 
 def _widths(module: Any, config: Any) -> tuple[int, int]:
     """Of all queries and all values that a layer attends with: by its projections, else by the configuration."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    whole = config.num_attention_heads * head_dim
     of_output = next((own for name in _OF_OUTPUT if (own := getattr(module, name, None)) is not None), None)
     of_queries = next((own for name in _OF_QUERIES if (own := getattr(module, name, None)) is not None), None)
+    head_dim = getattr(module, "head_dim", None)  # first, since that of a configuration may be a layer's own
+    if not isinstance(head_dim, int):
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    whole = config.num_attention_heads * head_dim
     value_size = getattr(of_output, "in_features", whole)
     query_size = getattr(of_queries, "out_features", whole)
     return (whole if query_size == 2 * whole else query_size), value_size  # twice: queries with their gates

@@ -217,12 +217,14 @@ def _built(
     *,
     seed: int | None = None,
 ) -> list[TransformersPart]:
-    """Parts that `build` makes, each of a class that cuts itself before it has memory."""
-    parts = []
+    """Parts that `build` makes, each of a class that cuts itself before it has memory. What the class itself does not
+    train stays so: from_pretrained makes weights anew, and all of them train."""
+    parts, untrained = [], set[str]()
 
     def leave(place: PartPlace, model: Any) -> None:
         cut.check(model)
         cut.in_place(model, place)
+        untrained.update(name for name, weight in model.named_parameters() if not weight.requires_grad)
         if seed is not None:
             _key_draws(model, seed)
 
@@ -231,6 +233,8 @@ def _built(
             model = build(_part_class(whole, partial(leave, place)))
             for module in model.modules():
                 vars(module).pop("_init_weights", None)  # drawn
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(weight.requires_grad and name not in untrained)
             parts.append(cut.part(model.train(), place))
     hold_shared_once(parts)
     return parts

@@ -38,7 +38,7 @@ def every_rank(lengths: Any, num_replicas: int, **settings_: Any) -> list[Distri
     ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(lengths_and_cap(), st.integers(1, 3), OBJECTIVES, LASTS, st.integers(0, 99))
 def test_an_epoch_trains_every_sample_once_within_the_cap_in_equally_many_steps_of_all_ranks(
     data: tuple[list[int], int], num_replicas: int, objective: Any, last: Any, seed: int
@@ -68,7 +68,7 @@ def test_an_epoch_trains_every_sample_once_within_the_cap_in_equally_many_steps_
         assert sum(times.values()) == len(lengths) + plan.num_repeated
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(lengths_and_cap(), st.integers(1, 3), OBJECTIVES, st.integers(0, 99))
 def test_what_is_carried_is_never_twice_in_a_step_and_epochs_together_train_all_samples_equally_often(
     data: tuple[list[int], int], num_replicas: int, objective: Any, seed: int
@@ -94,7 +94,7 @@ def test_what_is_carried_is_never_twice_in_a_step_and_epochs_together_train_all_
     assert again.plan.samples.tolist() == sampler.plan.samples.tolist()
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(lengths_and_cap(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), OBJECTIVES, LASTS, st.data())
 def test_a_state_resumes_bit_for_bit_also_under_other_numbers_of_ranks(
     data: tuple[list[int], int], first: int, second: int, third: int, objective: Any, last: Any, draw: Any
@@ -190,7 +190,7 @@ def test_a_stream_is_trained_whole_alike_on_all_ranks_and_resumes_where_it_was(
     assert set(done) == set(range(len(lengths)))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     st.integers(2, 4),
     st.integers(1, 4),
@@ -230,7 +230,7 @@ def test_evened_steps_have_the_same_samples_within_the_cap_and_no_block_is_worse
     assert (excess(found, new_starts) <= excess(places, starts) * (1 + 1e-12)).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 150)), min_size=2, max_size=6),
     st.integers(2, 3),

@@ -1,4 +1,6 @@
-"""slime's `build_dp_schedule` and its trainer's `train_one_step` on given rollouts, with its `sft_loss`.
+"""slime's `build_dp_schedule` and its trainer's `train_one_step` on given rollouts, with its `sft_loss`, or with its
+`policy_loss` after its own passes of forwards for old and reference log probabilities: GRPO with a mean over rollouts,
+GSPO with a mean over tokens. Reference weights are the first ones, old ones those before the step.
 
 Put out of the way, outside of the step: Ray, SGLang and the rollouts themselves; Megatron-LM's arguments and set-up,
 whose place a plain namespace and megatron-core take; Transformer Engine (layers are Megatron's local ones).
@@ -44,7 +46,15 @@ ARGS = Namespace(
     save_debug_train_data=None, enable_mtp_training=False, ci_test=False, tensor_model_parallel_size=1,
     pipeline_model_parallel_size=PP, rollout_temperature=1.0, log_probs_chunk_size=-1, true_on_policy_mode=False,
     use_rollout_top_p=False, rollout_top_p=1.0, qkv_format="thd", entropy_coef=0.0, use_rollout_logprobs=False,
+    use_rollout_entropy=False, custom_megatron_before_log_prob_hook_path=None, use_opsm=False, eps_clip=0.2,
+    eps_clip_high=0.28, eps_clip_c=None, get_mismatch_metrics=False, use_tis=False, use_kl_loss=True,
+    use_unbiased_kl=False, kl_loss_type="low_var_kl", kl_loss_coef=0.05, advantage_estimator="grpo",
 )  # fmt: skip
+LOSSES = {
+    "sft": {},
+    "grpo": {"loss_type": "policy_loss", "calculate_per_token_loss": False},
+    "gspo": {"loss_type": "policy_loss", "advantage_estimator": "gspo"},
+}
 
 name_absent(
     "transformer_engine",
@@ -70,6 +80,8 @@ for name in ("checkpoint", "model_provider"):
     vars(module).update(load_checkpoint=None, save_checkpoint=None, get_model_provider_func=None)
     sys.modules[module.__name__] = module
 pretend_device()
+torch.compile = lambda *_, **__: lambda function: function  # of three formulas, for whose code a CPU has no time
+from slime.backends.megatron_utils import loss as losses
 from slime.backends.megatron_utils import model as trainer
 from slime.backends.megatron_utils.data import get_data_iterator
 from slime.utils import accelerator, dp_schedule
@@ -90,7 +102,8 @@ def build() -> tuple[list[Any], Any]:
     model_parallel_cuda_manual_seed(7)
     config = TransformerConfig(
         num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=PP,
-        pipeline_dtype=torch.float32, calculate_per_token_loss=True, attention_dropout=0.0, hidden_dropout=0.0,
+        pipeline_dtype=torch.float32, calculate_per_token_loss=ARGS.calculate_per_token_loss,
+        attention_dropout=0.0, hidden_dropout=0.0,
         variable_seq_lengths=True, moe_token_dispatcher_type="alltoall", finalize_model_grads_func=finalize_model_grads,
         normalization="RMSNorm", **LOCAL,
     )  # fmt: skip
@@ -121,11 +134,46 @@ def rollouts(step: int) -> dict[str, list[Any]]:
         "total_lengths": [PROMPT + n for n in lengths],
         "loss_masks": masks,
         "rollout_mask_sums": [mask.sum() for mask in masks],
+        "advantages": [torch.randn((), generator=generator).expand(n) for n in lengths],
     }
 
 
-def main(_folder: Path, kind: str) -> dict[str, Any]:
+def log_probabilities(
+    chunks: list[Any], weights: list[torch.Tensor] | None, iterators: Any, counts: list[int], prefix: str
+) -> dict[str, list[Any]]:
+    """Of the step's rollouts by slime's own pass of forwards, under other `weights` where given."""
+    parameters = [*chunks[0].parameters()]
+    own = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter, value in zip(parameters, weights or own, strict=True):
+            parameter.copy_(value)
+        found: dict[str, list[Any]] = trainer.forward_only(
+            losses.get_log_probs_and_entropy, ARGS, chunks, iterators, counts, store_prefix=prefix
+        )
+        for parameter, value in zip(parameters, own, strict=True):
+            parameter.copy_(value)
+    for iterator in iterators:
+        iterator.reset()
+    return found
+
+
+def record_ratios(ratios: list[float]) -> None:
+    """Of every micro-batch, by how much the largest log ratio of old to new probabilities is off 0."""
+    own = losses.compute_policy_loss
+
+    def compute_policy_loss(ppo_kl: torch.Tensor, *given: Any, **named: Any) -> Any:
+        ratios.append(float(((-ppo_kl.detach()).exp() - 1).abs().max()) if ppo_kl.numel() else 0.0)
+        return own(ppo_kl, *given, **named)
+
+    losses.compute_policy_loss = compute_policy_loss
+
+
+def main(_folder: Path, kind: str, loss: str = "sft") -> dict[str, Any]:
+    vars(ARGS).update(LOSSES[loss])
     chunks, optimizer = build()
+    first_weights = [parameter.detach().clone() for parameter in chunks[0].parameters()]
+    ratios: list[float] = []
+    record_ratios(ratios)
     dp, dp_rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     parallel = {"dp_size": dp, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": PP}
     scheduler, steps = Namespace(step=lambda increment: None), []
@@ -142,7 +190,13 @@ def main(_folder: Path, kind: str) -> dict[str, Any]:
                 ARGS, parallel, data["total_lengths"], global_batch_size=ROLLOUTS, rollout_indices=[*range(ROLLOUTS)]
             )
             own = {name: [values[i] for i in partitions[dp_rank]] for name, values in data.items()}
-            iterators = get_data_iterator({**own, "micro_batch_indices": places[dp_rank]})
+            own["micro_batch_indices"] = places[dp_rank]
+            iterators = get_data_iterator(own)
+            if loss != "sft":
+                own |= log_probabilities(chunks, first_weights, iterators, counts, "ref_")
+                own |= log_probabilities(chunks, None, iterators, counts, "")
+                iterators = get_data_iterator(own)
+            ratios.clear()
             found, norm = trainer.train_one_step(
                 ARGS, step, 0, iterators, chunks, optimizer, scheduler, counts[0], sizes[0]
             )
@@ -154,6 +208,7 @@ def main(_folder: Path, kind: str) -> dict[str, Any]:
                     "cpu_seconds": time.process_time() - cpu_s,
                     "micro_batches": [[[own["total_lengths"][i] for i in group] for group in places[dp_rank]]],
                     "padding": 0,
+                    **({"first_ratio": max(ratios)} if ratios else {}),
                 }
             )
             print(json.dumps(steps[-1]), flush=True)
