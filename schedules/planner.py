@@ -584,7 +584,7 @@ class Planner(PlanRules):
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
         known = {"noise": 0.0, **raw}  # which lacks the rules that are younger than itself
-        topology = {key: tuple(value) if isinstance(value, list) else value for key, value in raw["topology"].items()}
+        topology: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw["topology"].items()}
         return cls(
             Topology(**topology),
             cost_model_from_json(raw["costs"]),
