@@ -91,10 +91,12 @@ class ProvenStep:
 def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: int) -> ProvenStep:
     """The proven step of one global batch, within the planner's memory limit.
 
-    Where buffers in flight do not fit beside what the planner has filled, it plans again with that much less. Where
-    that was not enough it leaves room for the most that was ever in flight, which settles it at once but can cost
-    makespan; where no plan has that much to spare, again for what was too much. Raises PlanError or VerificationError;
-    ConfigError where waits cannot be filled, or the planner does not know what a proof needs.
+    Buffers in flight may not fit beside what the planner has filled. Then the step is planned again with that many
+    bytes reserved. If that is not enough, the reserve becomes the most that was ever in flight: this settles it at
+    once, but may cost makespan. If no plan can spare that much, only the excess is added to the reserve.
+
+    Raises PlanError or VerificationError; ConfigError where waits cannot be filled, or the planner does not know what a
+    proof needs.
     """
     limit, most_in_flight = int(planner.memory_limit_bytes), 0
     reserves: tuple[int, ...] = (0,)
@@ -141,12 +143,11 @@ def prove(
     fill_waits: bool = False,
     like: ProvenStep | None = None,
 ) -> ProvenStep:
-    """A step as planned, lowered and proven; whether its peaks fit a limit is for the caller to ask.
+    """A step as planned, lowered and proven. The caller decides whether its peaks fit a limit.
 
-    Replicas that still are those of a step `like` this one, made alike, keep their instructions; all are proven.
-
-    Raises VerificationError where ranks would wait for ever or disagree; ConfigError where weight gradients would move
-    that meet those of other replicas, whose ranks move theirs at other times.
+    Replicas that have not changed since the step `like` this one, made alike, keep their instructions; all are proven
+    anew. Raises VerificationError where ranks would wait for ever or disagree. Raises ConfigError where W's would move
+    that join other replicas' W's, as those ranks move theirs at other times.
     """
     if fill_waits and collectives.with_gradients:
         raise ConfigError(

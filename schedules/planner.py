@@ -236,8 +236,8 @@ class Planner(PlanRules):
     def _at_best_width(
         self, samples: list[SampleLength], step: int, reserve_bytes: int, unreserved: StepPlan | None
     ) -> StepPlan:
-        """The best plan of any width, with the bounds over all of them. With bytes to reserve, that of the width which
-        is best without, if there is one."""
+        """The best plan over all widths, with bounds that hold for every width. With bytes to reserve, the width that
+        is best without a reserve is planned first, and the others only where it has no plan."""
         if reserve_bytes:
             before = unreserved or self._at_best_width(samples, step, 0, None)
             options: dict[str, Any] = {"step": step, "reserve_bytes": reserve_bytes, "unreserved": before}
@@ -250,8 +250,9 @@ class Planner(PlanRules):
         return self._bounded(planner._certified(best, samples), samples)
 
     def _trials(self, samples: list[SampleLength], step: int, room_bytes: int) -> Iterator[StepTrial]:
-        """What may be planned at this width: pieces and whole samples. At width 1 also what a planner of that width
-        makes, unless none can be faster: choosing a width is never worse than having none."""
+        """The plans that may be made at this width: with pieces, and of whole samples. Width 1 also tries what a
+        planner of that width alone would make, unless it cannot be faster. So a choice of widths is never worse than
+        width 1."""
         planner = self if room_bytes == self.memory_limit_bytes else replace(self, memory_limit_bytes=room_bytes)
         width, sizes = self.topology.width, self._piece_sizes(samples)
         trial, choices = partial(StepTrial, width=width), None
@@ -405,11 +406,9 @@ class Planner(PlanRules):
         return piece_sizes(self._rules.pieces, max(s.encoder for s in samples), self._rules.max_tokens)
 
     def _best_in_pieces(self, samples: list[SampleLength], step: int, choices: PieceChoices) -> StepPlan:
-        """The best plan with long samples in pieces.
-
-        All pieces of a sample are held at once. So where memory makes any micro-batch be recomputed, a second search
-        may also recompute whole stages, and tries the smallest pieces as well.
-        """
+        """The best plan with long samples in pieces. All pieces of a sample are held at once. So where memory forces
+        some micro-batch to be recomputed, a second search may also recompute whole stages, and tries the smallest
+        pieces as well."""
 
         def best(kinds: tuple[Recompute, ...], choices: Sequence[PieceChoice]) -> StepPlan:
             proposals = replace(self._proposals, kinds=kinds)
@@ -430,8 +429,8 @@ class Planner(PlanRules):
         return plan
 
     def _best_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
-        """The best plan of whole samples. Where memory makes any micro-batch be recomputed, or lets nothing fit, a
-        second search may also have heads in slices: with ample memory plans are as without."""
+        """The best plan of whole samples. Where memory forces some micro-batch to be recomputed, or nothing fits, a
+        second search may also compute heads in slices."""
         kinds = self._and_sliced(self._recomputes)
         if self.recompute != "auto" or self.forward_only or kinds == self._recomputes:
             return self._best_under(self._recomputes, samples, step)

@@ -25,8 +25,8 @@ def takes_rounds(plan: StepPlan) -> bool:
 
 
 def in_rounds(plan: StepPlan, limit_bytes: int, noise: float) -> tuple[PipelineSchedule, ...]:
-    """The plan's schedules, those of replicas that end earlier in rounds and fit so replaced; twins share theirs. Under
-    noise those that end earlier in the mean over disturbed times."""
+    """The plan's schedules. A replica whose micro-batches end earlier in rounds, and fit so, gets the schedule in
+    rounds; twins share theirs. Under noise, "earlier" is by the mean over disturbed times."""
     made: dict[tuple[int, int], PipelineSchedule] = {}
     schedules = []
     for schedule, costs in zip(plan.schedules, plan.costs, strict=True):

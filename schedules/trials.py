@@ -14,13 +14,12 @@ from dynapipe_ext.splits.pieces import PieceChoices
 def whole_or_pieces(
     choices: PieceChoices, least_whole_ns: int, whole: Callable[[], StepPlan], in_pieces: Callable[[], StepPlan]
 ) -> StepPlan:
-    """The faster of two plans, of whole samples and of samples in pieces; of equals that of whole samples.
+    """The faster of two plans, of whole samples and of samples in pieces. If both take the same time, that of whole
+    samples.
 
     No plan of whole samples takes less than `least_whole_ns`. If pieces are expected to take no longer than that, they
-    are planned first, and whole samples only where pieces turned out to take longer. Else whole samples are planned
-    first, and pieces only if these may still be faster.
-
-    Errors: PlanError where neither fits, with what whole samples raise.
+    are planned first, and whole samples only where pieces then take longer. Otherwise whole samples are planned first,
+    and pieces only if they may still be faster. Errors: PlanError where neither fits, as whole samples raise it.
     """
     plans: list[StepPlan] = []
     refusal: PlanError | None = None
@@ -82,10 +81,10 @@ def times_of_whole_ns(
 
 
 def soonest(trials: Sequence[StepTrial]) -> StepPlan:
-    """The plan that ends first, of equals that of the smaller width.
+    """The plan that ends first; of plans that end together, that of the smaller width.
 
-    The most promising one is made first, and each other one only if it may still be faster. Errors: PlanError where
-    none can be made, with what the smallest width raises.
+    The most promising trial is planned first. Each other trial is planned only if it may still be faster. Errors:
+    PlanError where none can be planned, as the smallest width raises it.
     """
     best: StepPlan | None = None
     refusals: dict[int, PlanError] = {}

@@ -341,7 +341,6 @@ class AnalyticCosts:
         stage_layers, attentions = self._layers, self._attentions()
         heads, values = self.topology.head_stages, self.activation_bytes_per_value
         has_head = np.arange(self.num_stages)[:, None] >= heads.start
-
         attention_flops = (1 if self.flash else 2) * (a.query_size + a.attended_size) * whole_squares // tp
         matmul = head = has_head * (2 * a.vocab_size * a.hidden_size // tp // len(heads) * whole_tokens)
         again = attentions * np.where(full | selective, attention_flops, 0) + is_sliced * head

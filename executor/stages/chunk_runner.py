@@ -25,7 +25,8 @@ from dynapipe_ext.executor.stages.position_losses import NUM_FIGURES, LossOfPair
 
 
 class StoredBytes:
-    """Counts what autograd saves, each storage once, but those of weights (`known_pointers`, of their data) not."""
+    """Counts the bytes that autograd saves, each storage once. Weights do not count: `known_pointers` are those of
+    their data."""
 
     def __init__(self, *known_pointers: set[int]) -> None:
         self._counted_pointers, self._known_pointers = set[int](), known_pointers
@@ -277,10 +278,10 @@ HEAD_SLICE_KEY = "head_slices"  # of a batch
 
 
 class HeadSlices:
-    """The order to compute a head and its loss in slices of positions; it knows whether somebody took it.
+    """The order to compute a head and its loss in slices of positions. It knows whether a stage has taken it.
 
-    `is_planned`: the plan relies on it. Else sums are exact, and a head that slices do not know may be whole: no plan
-    of it has slices, so all have the same bits.
+    `is_planned`: the plan relies on slices. Without, slices only serve exact sums: a head that cannot be sliced is then
+    computed whole in every plan, so all plans still have the same bits.
     """
 
     def __init__(self, *, is_planned: bool = True) -> None:
@@ -465,8 +466,8 @@ class ChunkRunner:
         return outputs
 
     def _planned_slices(self) -> dict[int, bool]:
-        """Of micro-batches whose head is in slices, whether the plan relies on it: where sums are exact the head of
-        every plan is, so that no plan's choice is in the bits."""
+        """For each micro-batch whose head is in slices, whether the plan relies on that. Where sums are exact, every
+        plan computes its head in slices, so that no plan's choice shows in the bits."""
         numbered = enumerate(self._plan.micro_batches)
         sliced = {number: slices_head(m.recompute) for number, m in numbered if m.head_positions > HEAD_SLICE}
         return sliced if self._gradients.by_use else {number: True for number, is_asked in sliced.items() if is_asked}

@@ -166,8 +166,8 @@ def join_ranks(
 ) -> dict[int, JoinedRanks]:
     """This rank's block of every width above 1, connected. Every rank of the job must call this at the same point.
 
-    One communicator for each width. All are warmed up here, one after the other, so that none is made while another
-    one works.
+    There is one communicator for each width. All are warmed up here, one after the other, so that none is created while
+    another one is in use.
     """
     me = topology.coordinates(rank)
     joined = {}

@@ -36,8 +36,10 @@ _SIZES = (
 
 
 def refuse_table_of_other_model(costs: CostModel, config: TrainConfig, architecture: Architecture, where: str) -> None:
-    """Errors: ConfigError for a table of other layers, weights or states than those of `config`, or of a smaller head
-    (a larger one counts too much, which is safe). Of a table that does not say what it is of, what it is made of tells.
+    """Refuse a table of other layers, weights or states than those of `config`, or of a smaller head.
+
+    A larger head is accepted: it counts too much, which is safe. A table that does not name its model is judged by what
+    it was made of. Errors: ConfigError.
     """
     measured = costs.facts.measured_sizes
     wanted = {name: getattr(architecture, name) for name in _SIZES} | {"dtype": config.model.dtype}
@@ -89,8 +91,8 @@ def resumed_costs(checkpoint: Path | None) -> CostModel | None:
 
 
 def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None = None) -> CostModel:
-    """The cost file that the settings name, or those `saved` by the run that goes on (also where it has fitted those of
-    that file anew), or the model measured on this device. Needs an idle torch.distributed."""
+    """The costs of a run: of the file that the settings name; or those `saved` by the run that goes on, even if it has
+    fitted the file's anew; or measured with the model on this device. Needs an idle torch.distributed."""
     architecture = architecture_of(config, vocab_size)
     if config.plan.costs or saved is not None:
         where, on_host = config.plan.costs or "the checkpoint", _is_on_host(config)
@@ -130,10 +132,10 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
 def costs_of_settings(
     config: TrainConfig, costs: CostModel, where: str, *, vocab_size: int | None, on_host: bool
 ) -> CostModel:
-    """Costs from a file over the configured topology, and what is counted in them as the settings have it. Without a
-    `vocab_size` that of the file counts, where the settings leave it to the data.
+    """The costs of a file over the configured topology, with the counted parts as the settings have them.
 
-    Errors: ConfigError for counted costs of another model.
+    Where the settings leave the vocabulary to the data, `vocab_size` is its size; None: the file's. Errors: ConfigError
+    for counted costs of another model.
     """
 
     def configured(counted: CountedCosts) -> CountedCosts:

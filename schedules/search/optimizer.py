@@ -113,8 +113,8 @@ class Optimized:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidate:
-    """A start that can run: the `index` of the start, each replica's `orders` to begin with, and the walks from there:
-    its trial, and what follows once it is chosen."""
+    """A start that can run: its `index` among the starts, the `orders` that each replica begins with, and the walks
+    from there, first the trial, then what follows if it is chosen."""
 
     index: int
     problem: Problem
@@ -259,9 +259,9 @@ def _in_turn(state: SearchState) -> tuple[list[Cut], list[list[list[int]]]]:
 
 
 def _of_least_work(problem: Problem, state: SearchState, settings: Settings) -> SearchState:
-    """Where memory holds every cut at once in the kind of recomputation that takes the least work: the state with
-    these, if that ends at the same time, as moves that cost no time have recomputed some. Sooner is not taken, as more
-    effort might miss it."""
+    """The state with every cut in the kind of recomputation that takes the least work, if memory holds all of them at
+    once and the step ends at the same time. Moves that cost no time may have recomputed some. A state that ends sooner
+    is not taken, as a search of more effort might miss it."""
     cuts, orders = _in_turn(state)
     if not cuts:
         return state
@@ -435,8 +435,8 @@ def _too_large(m: int, needed: IntArray, free: IntArray, limit_bytes: int) -> Pl
 def _fitting_pieces(stored: IntArray, working: IntArray, kinds: IntArray, free: IntArray, limit_bytes: int) -> IntArray:
     """Kinds of recomputation under which all pieces of a sample fit at once. Bytes: (kinds, ranks, pieces).
 
-    As few pieces as possible change to the kind of least bytes: the first ones, which cost least to compute again.
-    Errors: PlanError where it does not help to change all.
+    As few pieces as possible change to the kind of least bytes. The first pieces change first, as they cost least to
+    compute again. Errors: PlanError where even changing all of them does not fit.
     """
     pieces = np.arange(len(kinds))
     lean = int(stored.sum(axis=(1, 2)).argmin())
