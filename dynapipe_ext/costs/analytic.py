@@ -354,9 +354,10 @@ class AnalyticCosts:
                 matmul = matmul + count * flops
                 again = again + count * np.where(full, flops, 0)
                 layer = whole = self._layer_bytes(kind, tokens, squares, "none", part)
-                for recomputed, name in (full, "full"), (selective, "selective"):
-                    if recomputed.any():
-                        layer = np.where(recomputed, self._layer_bytes(kind, tokens, squares, name, part), layer)
+                if full.any():
+                    layer = np.where(full, self._layer_bytes(kind, tokens, squares, "full", part), layer)
+                if selective.any():
+                    layer = np.where(selective, self._layer_bytes(kind, tokens, squares, "selective", part), layer)
                 stored = stored + count * layer
                 running = whole - layer + values * self._widest(kind, tokens, routed, part)
                 working = np.maximum(working, np.where(count > 0, running, 0))

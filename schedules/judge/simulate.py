@@ -37,8 +37,13 @@ class _Actions:
     def of(cls, schedule: PipelineSchedule) -> _Actions:
         actions, ends = [*chain.from_iterable(schedule.ranks)], [0, *accumulate(map(len, schedule.ranks))]
         stage, micro_batch, kind = (map(attrgetter(name), actions) for name in ("stage", "micro_batch", "kind"))
-        columns = (np.fromiter(column, np.int64, len(actions)) for column in (stage, micro_batch, map(id, kind)))
-        return cls(*columns, ends)
+        count = len(actions)
+        return cls(
+            np.fromiter(stage, np.int64, count),
+            np.fromiter(micro_batch, np.int64, count),
+            np.fromiter(map(id, kind), np.int64, count),
+            ends,
+        )
 
     def are(self, kind: Kind) -> npt.NDArray[np.bool_]:
         return np.asarray(self.kind == id(kind))
@@ -347,7 +352,7 @@ def timed_actions(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[li
 def _transfers(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> IntArray:
     """Transfer times over each boundary; none within a rank."""
     ranks = np.array(stage_ranks)
-    return costs.transfer_ns * (ranks[1:] != ranks[:-1])[:, None]
+    return np.asarray(costs.transfer_ns * (ranks[1:] != ranks[:-1])[:, None])
 
 
 def deadlock(schedule: PipelineSchedule, stuck: Sequence[tuple[int, int]]) -> PlanError:
