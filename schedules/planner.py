@@ -518,7 +518,7 @@ class Planner(PlanRules):
             stage_ranks=self.topology.stage_ranks,
             equal_counts=self._rules.equal_counts,
             cores=self.shared_cores,
-            trial=TRIAL if self.row_sizes == "even" else 0,
+            trial=0 if self.row_sizes == "graded" and len(self._recomputes) == 1 else TRIAL,
         )
         index, optimized = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(optimized.replicas)
