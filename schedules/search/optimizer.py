@@ -229,10 +229,11 @@ def _trials(candidates: Sequence[_Candidate], settings: Settings) -> list[Search
 
 
 def _walks(start: Start, settings: Settings, *, are_several: bool) -> tuple[Walk, Walk]:
-    """A start's trial and the rest of its search. The only one, or one of an effort that trials alone would take, has a
-    trial of no moves."""
+    """A start's trial and the rest of its search. The only one has a trial of no moves; so have several under one kind
+    of recomputation, of which the best is seen without, where trials alone would take the effort."""
     moves = _num_moves(start, settings.effort)
-    tried = _num_moves(start, _TRIAL) if are_several and settings.effort > _TRIAL else 0
+    tries = are_several and (settings.effort > _TRIAL or len(start.kind_costs) > 1)
+    tried = _num_moves(start, min(settings.effort, _TRIAL)) if tries else 0
     trial = Walk(seed=settings.seed, moves=tried, cooling=max(1, _num_moves(start, _COOLING)))
     return trial, replace(trial, moves=moves - tried, begun=tried)
 
