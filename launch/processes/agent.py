@@ -41,7 +41,7 @@ from dynapipe_ext.launch.processes.env import Launcher, agent_variables
 from dynapipe_ext.launch.processes.scratch import FileLock, ScratchDirectory, is_held
 from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lost, stacks_asked_for
 
-_END, _STACKS = ".end", ".stacks"
+_END, _STACKS, _AGENT = ".end", ".stacks", "agent"
 _END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
 _LOOKED_AT_S = 1.0  # a launcher that tests a lock holds it for an instant
 # Errors of settings or data, and stops that the settings ask for: another start would end the same way.
@@ -255,10 +255,23 @@ def _watched(
             empty_since_s = time.monotonic()
         elif time.monotonic() - empty_since_s > timeout_s + _AFTER_RANKS_S:
             return NodeEnd(LOST_STATUS, f"no rank has run here for {timeout_s + _AFTER_RANKS_S:g} s, and none will")
-    return _verdict(agent, read_rank_records(records), cause)
+    return _verdict(agent, read_rank_records(records), cause, _words_of_agent(records))
 
 
-def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> NodeEnd:
+def leave_words_of_agent(records: Path, words: str) -> None:
+    """What stopped the agent itself, for its launcher."""
+    try:
+        records.with_name(_AGENT).write_text(words)
+    except OSError:
+        say_at_once(words)
+
+
+def _words_of_agent(records: Path) -> str:
+    path = records.with_name(_AGENT)
+    return path.read_text() if path.exists() else ""
+
+
+def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str, words_of_agent: str) -> NodeEnd:
     ends = [rank.end for rank in ranks if rank.end]
     first = next((end for end in ends if end.is_first), None)
     if agent.poll() == 0:
@@ -277,8 +290,8 @@ def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> Node
     ):  # another node was asked to save; SIGTERM may come from torchrun
         return NodeEnd(SAVED_STATUSES[1])
     if ends:
-        return NodeEnd(LOST_STATUS)
-    return NodeEnd(LOST_STATUS, f"no rank has begun: {agent.verdict()}")
+        return NodeEnd(LOST_STATUS, words_of_agent)
+    return NodeEnd(LOST_STATUS, words_of_agent or f"no rank has begun: {agent.verdict()}")
 
 
 def _final(ranks: Sequence[RankRecord]) -> NodeEnd | None:

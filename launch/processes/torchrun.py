@@ -1,7 +1,8 @@
 """torchrun's agent as `dynapipe launch` starts it: `python -m dynapipe_ext.launch.processes.torchrun`, with its words.
 
 Of ranks that fail it says nothing: the first of them has said why, or the launcher does. What stops the agent itself is
-one line. SIGUSR2 is ignored, also by its ranks until they listen.
+one line, which a launcher is left to say: it may come of what another node has said. SIGUSR2 is ignored, also by its
+ranks until they listen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import sys
 from collections.abc import Sequence
 
 from dynapipe_ext.errors import in_one_line
+from dynapipe_ext.launch.processes.agent import leave_words_of_agent
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, say_at_once
+from dynapipe_ext.launch.processes.env import launcher
 
 
 def main(words: Sequence[str]) -> int:
@@ -26,7 +29,11 @@ def main(words: Sequence[str]) -> int:
     except ChildFailedError:
         return BUG_STATUS
     except Exception as error:  # noqa: BLE001 - whatever it is, the launcher may start again
-        say_at_once(f"torchrun: {in_one_line(error)}")
+        words_of_agent = f"torchrun: {in_one_line(error)}"
+        if (own := launcher()) is None:
+            say_at_once(words_of_agent)
+        else:
+            leave_words_of_agent(own.records, words_of_agent)
         return BUG_STATUS
     return 0
 

@@ -233,6 +233,30 @@ def test_torchrun_says_nothing_of_ranks_that_fail_and_in_a_line_what_stops_itsel
     assert re.fullmatch(says, capfd.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("rank", "end"),
+    [
+        ("", NodeEnd(LOST_STATUS, "torchrun: the others are gone")),
+        ("lambda: sys.exit(143)", NodeEnd(LOST_STATUS, "torchrun: the others are gone")),
+        ('lambda: fail(ConfigError("x"), "rank 3: x")', NodeEnd(2, "rank 3: x")),  # why the others have gone
+    ],
+)
+def test_what_stops_torchrun_is_the_launchers_to_say_where_no_rank_knows_better(
+    rank: str, end: NodeEnd, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = f"""
+from dynapipe_ext.launch.processes.agent import leave_words_of_agent
+try:
+    watch({rank})
+except SystemExit:
+    pass
+leave_words_of_agent(launcher().records, "torchrun: the others are gone")
+sys.exit(1)
+"""
+    assert ended(body) == end
+    assert "torchrun" not in capfd.readouterr().err
+
+
 def test_the_secret_of_a_job_is_in_the_environment_alone(tmp_path: Path) -> None:
     end = ended(f"open({str(tmp_path / 'told')!r}, 'w').write(os.environ['DYNAPIPE_JOB_SECRET'])")
     assert end.status == 0
