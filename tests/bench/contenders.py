@@ -156,7 +156,8 @@ def topology_for(column: str, costs: Costs, batches: Sequence[Batch]) -> Topolog
 
 
 def best_topology(planner: Planner, batches: SampledBatches) -> Topology:
-    """The best for these batches, each planned without buffers in flight."""
+    """What `--placement auto` takes for these batches, layers in halves where costs price them; each is planned without
+    buffers in flight."""
 
     def over(topology: Topology) -> Planner:
         return replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
@@ -167,6 +168,7 @@ def best_topology(planner: Planner, batches: SampledBatches) -> Topology:
         lambda planner, samples: planner.plan(samples),
         layers_to_place(planner.costs),
         batches,
+        halves=planner.costs.facts.prices_halves,
     )
     return search.trials(get_args(PlacementName))[0].topology
 
