@@ -7,11 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter
 from typing import Any
-
-import numpy as np
 
 from dynapipe_ext.batch.micro_batches import PieceNeighbours, SamplePieces
 from dynapipe_ext.core import native
@@ -37,49 +33,6 @@ def validate(
     Errors: PlanError naming the action, stage or micro-batch at fault.
     """
     _check_placement(schedule)
-    if not _is_whole(schedule, num_micro_batches):
-        _refuse_broken(schedule, num_micro_batches)
-    _check_pieces(schedule, PieceNeighbours.of(sample_pieces))
-    if progress:
-        _check_progress(schedule, num_micro_batches)
-
-
-def _is_whole(schedule: PipelineSchedule, num_micro_batches: int) -> bool:
-    """Whether every micro-batch runs F then B, or F then I then W, on each stage, and on its rank: by arrays."""
-    actions, each = [*chain.from_iterable(schedule.ranks)], schedule.num_stages * num_micro_batches
-    if len(actions) < each:
-        return False
-    stages, micro_batches, kinds = (map(attrgetter(name), actions) for name in ("stage", "micro_batch", "kind"))
-    try:  # kinds by their identity, as an Enum's own lookups take most of the time
-        stage, micro_batch, kind = (
-            np.fromiter(column, np.int64, len(actions)) for column in (stages, micro_batches, map(id, kinds))
-        )
-    except OverflowError:
-        return False
-    if len(actions) and not (
-        min(stage.min(), micro_batch.min()) >= 0
-        and stage.max() < schedule.num_stages
-        and micro_batch.max() < num_micro_batches
-    ):
-        return False
-    rank = np.repeat(np.arange(len(schedule.ranks)), [*map(len, schedule.ranks)])
-    if (np.array(schedule.stage_ranks)[stage] != rank).any():
-        return False
-    pair, times = stage * num_micro_batches + micro_batch, np.full((len(Kind), each), -1)
-    for one, row in zip(Kind, times, strict=True):
-        places = np.flatnonzero(kind == id(one))
-        row[pair[places]] = places
-    forward, whole, gradient, weight = times
-    if (times >= 0).sum() != len(actions) or (forward < 0).any():  # twice, or not at all
-        return False
-    if schedule.forward_only:
-        return len(actions) == each
-    is_whole = (whole > forward) & (gradient < 0) & (weight < 0)
-    return bool((is_whole | (whole < 0) & (gradient > forward) & (weight > gradient)).all())
-
-
-def _refuse_broken(schedule: PipelineSchedule, num_micro_batches: int) -> None:
-    """The error of `validate` that names what is wrong."""
     num_stages, stage_ranks = schedule.num_stages, schedule.stage_ranks
     letters = {id(kind): kind.value for kind in Kind}  # an Enum's own lookups take most of the time here
     done = [defaultdict[int, str](str) for _ in stage_ranks]  # of those named alone: a file may name the 10^9th
@@ -105,6 +58,9 @@ def _refuse_broken(schedule: PipelineSchedule, num_micro_batches: int) -> None:
                     f" {' or '.join(allowed)}"
                     + (": only a schedule of forwards alone may lack backwards" if kinds == "F" else "")
                 )
+    _check_pieces(schedule, PieceNeighbours.of(sample_pieces))
+    if progress:
+        _check_progress(schedule, num_micro_batches)
 
 
 def _check_pieces(schedule: PipelineSchedule, order: PieceNeighbours) -> None:
