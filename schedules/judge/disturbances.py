@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -58,8 +59,9 @@ def mean_makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts, spread:
     return sum(times) // len(times)
 
 
+@lru_cache(maxsize=64)
 def _shares(count: int, stages: int, spread: int) -> IntArray:
-    """(pair, letter, stage, position), each drawn by its own number."""
+    """(pair, letter, stage, position), each drawn by its own number; the same for all orders that are compared."""
     places = range(count * stages * _LETTERS * PAIRS)
     drawn = [splitmix64(place)[1] % (2 * spread + 1) - spread for place in places]
     return np.array(drawn, np.int64).reshape(count, stages, _LETTERS, PAIRS).transpose(3, 2, 1, 0)

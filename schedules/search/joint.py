@@ -110,9 +110,10 @@ def _makespan_of(
         transfer=tables[CostField.TRANSFER],
         sample_pieces=piece_positions(state.groups[d], problem.sample_pieces),
     )
-    rule, ranks = problem.rules[state.rules[d]], [[] for _ in problem.free_bytes] if orders is None else orders
+    rule = problem.rules[state.rules[d]]
     if problem.noise is None:
-        return dispatch(pipe, rule, give_up=give_up, orders=ranks)
+        return dispatch(pipe, rule, give_up=give_up, orders=orders)
+    ranks = [[] for _ in problem.free_bytes] if orders is None else orders
     if dispatch(pipe, rule, give_up=min(give_up, problem.noise.most_ns + 1), orders=ranks) >= NEVER:
         return NEVER
     return mean_makespan_ns(schedules_of([ranks], problem)[0], _costs_of(pipe), problem.noise.spread)
