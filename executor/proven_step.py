@@ -18,7 +18,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength, sample_pieces
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan, RankPrograms, lower
-from dynapipe_ext.executor.proof import peaks_of_proven, verify_step, with_collectives
+from dynapipe_ext.executor.proof import verify, verify_step, with_collectives
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [replica][pp_rank]
@@ -182,7 +182,7 @@ def _in_flight_bytes(step_plan: StepPlan, plans: Plans, collectives: ReplicaColl
     pieces = [sample_pieces(replica.micro_batches) for replica in step_plan.batch.replicas]
     if width == 1 and not any(collectives.of_micro_batches):
         return [
-            peaks_of_proven(ranks, stage_ranks, count, forward_only=forward_only, sample_pieces=of_replica)
+            verify(ranks, stage_ranks, count, forward_only=forward_only, sample_pieces=of_replica)
             for ranks, count, of_replica in zip(programs, counts, pieces, strict=True)
         ]
     if forward_only:

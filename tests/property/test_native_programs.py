@@ -14,12 +14,24 @@ from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, To
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import VerificationError
-from dynapipe_ext.executor.instructions import Program, lower_schedule, lowered_in_python
-from dynapipe_ext.executor.proof import peaks_by_core, peaks_of_proven, verify, verify_step, with_collectives
+from dynapipe_ext.executor.instructions import (
+    Backward,
+    Forward,
+    Load,
+    Program,
+    Recv,
+    Send,
+    WaitRecv,
+    WaitSend,
+    lower_schedule,
+    lowered_in_python,
+)
+from dynapipe_ext.executor.proof import peaks_by_core, verified_in_python, verify, verify_step, with_collectives
 from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from tests.property.test_instructions import lowered, micro_batch_of, plans, random_costs, random_schedule
 from tests.property.test_wire import example_plan
 
@@ -61,10 +73,30 @@ def test_the_core_proves_what_its_twin_proves_and_nothing_else(drawn, seed, forw
     for changed in (programs, _changed(programs, rng)):
         peaks = peaks_by_core(changed, schedule.stage_ranks, count, **settings)
         verdicts = [
-            _verdict(proof, changed, schedule.stage_ranks, count, settings) for proof in (verify, peaks_of_proven)
+            _verdict(proof, changed, schedule.stage_ranks, count, settings) for proof in (verified_in_python, verify)
         ]
         assert verdicts == [peaks or verdicts[0]] * 2
         assert (peaks is None) == isinstance(verdicts[0], str)
+
+
+def test_the_core_sees_ranks_that_wait_for_each_other_though_each_queue_agrees() -> None:
+    """A rank waits for the gradient of what it sends behind it: sound of each rank and each queue alone."""
+    schedule, costs = one_f_one_b(2, 1), TokenCosts(2)
+    micro_batches = [micro_batch_of(0, FORMS[0])]
+    times = simulate_ns(schedule, costs.evaluate(micro_batches))
+    sound = lower_schedule(schedule, times, micro_batches, FORMS[0])
+    send, receive, computes = (
+        [place for place, one in enumerate(sound[0]) if isinstance(one, kinds)]
+        for kinds in ((Send, WaitSend), (Recv, WaitRecv), (Load, Forward, Backward))
+    )
+    rest = {"forward_only": False, "sample_pieces": ()}
+    for order, is_sound in (([*send, *receive], True), ([*receive, *send], False)):
+        places = [*computes[:2], *order, *computes[2:]]
+        programs = [Program(sound[0].table[places], sound[0].specs), sound[1]]
+        assert (peaks_by_core(programs, schedule.stage_ranks, 1, **rest) is not None) == is_sound
+        if not is_sound:
+            with pytest.raises(VerificationError, match="deadlock, as ranks post in orders that disagree"):
+                verified_in_python(programs, schedule.stage_ranks, 1, **rest)
 
 
 def _verdict(proof, programs, stage_ranks, count, settings):
