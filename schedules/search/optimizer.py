@@ -37,7 +37,7 @@ from dynapipe_ext.schedules.search.problem import (
 )
 from dynapipe_ext.splits.padded import Cut
 
-_TRIAL = 500  # of the effort, for each of several starts
+TRIAL = 500  # of the effort, for each of several starts
 _COOLING = 1000  # of the effort: after it a move may cost half of what the first may
 _REPLICAS = 4  # that one measure of effort is for
 _MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves:
@@ -232,8 +232,8 @@ def _walks(start: Start, settings: Settings, *, are_several: bool) -> tuple[Walk
     """A start's trial and the rest of its search. The only one has a trial of no moves; so have several under one kind
     of recomputation, of which the best is seen without, where trials alone would take the effort."""
     moves = _num_moves(start, settings.effort)
-    tries = are_several and (settings.effort > _TRIAL or len(start.kind_costs) > 1)
-    tried = _num_moves(start, min(settings.effort, _TRIAL)) if tries else 0
+    tries = are_several and (settings.effort > TRIAL or len(start.kind_costs) > 1)
+    tried = _num_moves(start, min(settings.effort, TRIAL)) if tries else 0
     trial = Walk(seed=settings.seed, moves=tried, cooling=max(1, _num_moves(start, _COOLING)))
     return trial, replace(trial, moves=moves - tried, begun=tried)
 

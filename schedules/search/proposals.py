@@ -17,7 +17,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.search.levelling import RankTimes, levelled
-from dynapipe_ext.schedules.search.optimizer import Start, has_long_replicas
+from dynapipe_ext.schedules.search.optimizer import TRIAL, Start, has_long_replicas
 from dynapipe_ext.schedules.search.regrouping import exchanged
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
@@ -53,7 +53,7 @@ Made = TypeVar("Made")
 
 _MOVES_A_TRY = 1000  # of the effort, for each number of packed rows that is tried about the best
 _LEVELLING = 50  # moves for each cut, whatever the effort: what is searched from there is then the same
-_MOST_ROWS = 100  # a replica, in packings that a search begins with; once there are as many, no more are tried
+_MOST_ROWS = 100  # a replica, in packings that a short search begins with; once there are as many, no more are tried
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
@@ -390,7 +390,11 @@ class Proposals:
     def _and_graded(
         self, finalists: list[tuple[MicroBatch, ...]], rows: RowPackings, evaluate: MicroBatchEvaluate, dp: int
     ) -> list[tuple[MicroBatch, ...]]:
-        """The first of the finalists and graded rows, and more of both while all are few."""
+        """The finalists and graded rows; of an effort that trials would take, the first of both, and more while all are
+        few."""
+        if self.rules.effort > TRIAL:
+            graded = [rows.graded(step, dp) for step in GRADES]
+            return [*finalists, *(one for one in graded if one and self._may_be(one, evaluate, dp))]
 
         def in_turn() -> Iterator[tuple[MicroBatch, ...] | None]:
             first, second = GRADES

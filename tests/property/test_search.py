@@ -114,7 +114,7 @@ def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, eq
     )
     other = replace(start, groups=(tuple(m for group in start.groups for m in group), *((),) * (len(start.groups) - 1)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "_TRIAL", 60)  # so that most searches go on after their trials
+        patch.setattr(optimizer, "TRIAL", 60)  # so that most searches go on after their trials
         for starts in ([start], [start, other]) if not equal else ([start],):
             assert optimize_best(starts, asked) == optimize_best(starts, replace(asked, use_native=False))
 
@@ -195,7 +195,7 @@ def test_more_effort_never_ends_worse_and_goes_the_same_way_at_first(case, split
     other = replace(start, groups=(tuple(m for group in start.groups for m in group), *((),) * (len(start.groups) - 1)))
     values = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "_TRIAL", trial)
+        patch.setattr(optimizer, "TRIAL", trial)
         for effort in sorted(efforts):
             asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, seed=seed, stage_ranks=stage_ranks)
             _, found = optimize_best([start, other], asked)
