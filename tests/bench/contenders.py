@@ -7,7 +7,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,7 @@ from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.examples import generate_examples
-from dynapipe_ext.errors import DataError, PlanError
+from dynapipe_ext.errors import DataError, DynaPipeError, PlanError
 from dynapipe_ext.launch.job.configured import layers_to_place
 from dynapipe_ext.schedules.placements import PlacementSearch, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
@@ -206,6 +207,21 @@ def _planner(
     topology: Topology, costs: Costs, limit_bytes: float, messages: ActivationFormat, options: Mapping[str, Any]
 ) -> Planner:
     return Planner(topology, costs, limit_bytes, format=messages, collectives=ReplicaCollectives(), **options)
+
+
+def measured_to_file(
+    parser: ArgumentParser, measure: Callable[[Namespace], dict[str, Any]], text: Callable[[dict[str, Any]], str]
+) -> int:
+    """A bench's exit status: what it measures by its arguments goes to the file `output`, and as text to the screen."""
+    args = parser.parse_args()
+    try:
+        result = measure(args)
+    except DynaPipeError as error:
+        parser.error(str(error))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(text(result))
+    return 0
 
 
 def provenance(machine: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ ranks 1 and 2, a message takes 10 us and its bytes at 25 GB/s. Whole-row attenti
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -22,13 +21,13 @@ from contenders import (
     TOPOLOGY,
     best_plan,
     cost_model,
+    measured_to_file,
     provenance,
     read_batches,
     topology_for,
 )
 from emulation import Case, run_emulated
 
-from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.launch.store import RedisServer
 
 RESULT = Path(__file__).parent / "results" / "emulated.json"
@@ -75,15 +74,7 @@ def main() -> int:
     parser.add_argument("--transport", choices=("torch", "strict"), default="torch")
     parser.add_argument("--machine", default="", help="what to call this machine")
     parser.add_argument("--output", type=Path, default=RESULT)
-    args = parser.parse_args()
-    try:
-        result = measure(args)
-    except DynaPipeError as error:
-        parser.error(str(error))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(text(result))
-    return 0
+    return measured_to_file(parser, measure, text)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

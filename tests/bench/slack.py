@@ -13,7 +13,6 @@ lengths are the generator's.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contenders import TOPOLOGY, Batch, Costs, cost_model, provenance, read_batches
+from contenders import TOPOLOGY, Batch, Costs, cost_model, measured_to_file, provenance, read_batches
 from emulation import GivenStep, run_steps
 from noise import Noise, measure_slack, noisy_costs, readiness_first
 
 from dynapipe_ext.batch.topology import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.instructions import lower
 from dynapipe_ext.executor.proof import verify
 from dynapipe_ext.schedules.planner import Planner
@@ -78,15 +76,7 @@ def main() -> int:
     parser.add_argument("--simulated-only", action="store_true")
     parser.add_argument("--machine", default="", help="what to call this machine")
     parser.add_argument("--output", type=Path, default=RESULT)
-    args = parser.parse_args()
-    try:
-        result = measure(args)
-    except DynaPipeError as error:
-        parser.error(str(error))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(text(result))
-    return 0
+    return measured_to_file(parser, measure, text)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,6 @@ with its slowest replica. Rows: one stage a rank and a V, whole and split backwa
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,13 +24,13 @@ from contenders import (
     Batch,
     V,
     cost_model,
+    measured_to_file,
     provenance,
     read_batches,
 )
 from noise import Noise, noisy_costs
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -51,15 +50,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=40, help="draws of noise")
     parser.add_argument("--machine", default="", help="what to call this machine")
     parser.add_argument("--output", type=Path, default=RESULT)
-    args = parser.parse_args()
-    try:
-        result = measure(args)
-    except DynaPipeError as error:
-        parser.error(str(error))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(text(result))
-    return 0
+    return measured_to_file(parser, measure, text)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
