@@ -165,8 +165,10 @@ class Topology:
         if self.placement and set(self.placement) != set(range(self.pp)):
             raise ConfigError(f"placement {self.placement} must use every pipeline rank 0..{self.pp - 1} at least once")
         if self.layers_per_stage and len(self.layers_per_stage) != self.num_stages:
+            of = f"stages of placement {short(self.placement)}" if self.placement else "stages"
             raise ConfigError(
-                f"layers_per_stage has {len(self.layers_per_stage)} entries for {self.num_stages} stages: give one each"
+                f"layers_per_stage {short(tuple(self.layers_per_stage))} has {len(self.layers_per_stage)} entries for"
+                f" {self.num_stages} {of}: give one each"
             )
         object.__setattr__(self, "layers_per_stage", counts_of_layers(self.layers_per_stage))
         self._check_vocabulary()

@@ -402,12 +402,14 @@ def _add_flag_of(parser: argparse._ActionsContainer, one: Setting) -> None:
         parser.add_argument(one.alias, dest=dest, **one.flag_options, help=f"another name of {one.flag}")
 
 
-def settings_of_flags(args: argparse.Namespace, tables: Mapping[str, Mapping[str, Any]], *, of_file: bool) -> Tables:
-    """The settings in `tables`, overridden by the flags of the command line.
+def settings_of_flags(
+    args: argparse.Namespace, config: TrainConfig, tables: Mapping[str, Mapping[str, Any]], *, of_file: bool
+) -> Tables:
+    """The settings in `tables`, overridden by the flags of the command line: what replaces settings of `config`.
 
     A flag that replaces another setting resets that one: `--steps` the epochs, `--batch-size` the tokens of a batch,
-    `--placement` the stages of a rank. With `of_file` degrees of parallelism without a flag stay those of the file.
-    Else they are 1, once one of them has a flag.
+    `--placement` the stages of a rank and their layers, another `--pp` these layers. With `of_file` degrees of
+    parallelism without a flag stay those of the file. Else they are 1, once one of them has a flag.
     """
     settings: Tables = {table: dict(tables.get(table, {})) for table in declared_tables()}
     for table, declared_settings in declared_tables().items():
@@ -418,6 +420,8 @@ def settings_of_flags(args: argparse.Namespace, tables: Mapping[str, Mapping[str
     run, topology, data = settings["run"], settings["topology"], settings["data"]
     if "steps" in run:
         run["epochs"] = 0.0
+    if topology.get("pp", config.topology.pp) != config.topology.pp:  # its stages are others
+        settings["topology"] = topology = {"layers_per_stage": ()} | topology
     if "placement" in topology:  # another one's stages and layers are not for it
         settings["topology"] = topology = {"stages_per_rank": 0, "layers_per_stage": ()} | topology
     if topology.get("vocabulary") == "auto":  # which chooses layers

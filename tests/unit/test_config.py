@@ -248,6 +248,23 @@ def test_the_flags_of_train_override_the_file(arguments: list[str], changed: dic
 
 
 @pytest.mark.parametrize(
+    ("arguments", "layers"),
+    [
+        (["--pp", "2"], (1.5, 2.5)),
+        (["--steps", "9"], (1.5, 2.5)),
+        (["--pp", "4"], ()),
+        (["--placement", "v"], ()),
+        (["--pp", "4", "--layers-per-stage", "2,0.5,0.5,1"], (2, 0.5, 0.5, 1)),
+    ],
+)
+def test_other_stages_than_a_files_have_not_its_layers(
+    tmp_path: Path, arguments: list[str], layers: tuple[float, ...]
+) -> None:
+    from_toml(tmp_path, "[topology]\npp = 2\nlayers_per_stage = [1.5, 2.5]\n")
+    assert parse_train(["--config", str(tmp_path / "settings.toml"), *arguments]).topology.layers_per_stage == layers
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--truncate", "0"], "--truncate is 0 but must be at least 1"),
