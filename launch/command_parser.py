@@ -116,6 +116,21 @@ def json_place(words: Sequence[str]) -> str | None:
     return None
 
 
+def flag_of(name: str) -> str:
+    """
+    >>> flag_of("log_interval")
+    '--log-interval'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse_below(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Errors: ConfigError for a flag of these names with a number below `least`; one that was left out is none."""
+    for name in names:
+        if (number := getattr(args, name)) is not None and number < least:
+            raise ConfigError(f"{flag_of(name)} is {number} but must be at least {least}")
+
+
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:
     """`--truncate [N]`, which `cut_at` reads; `longest` is what holds without N."""
     parser.add_argument(

@@ -33,7 +33,6 @@ from dynapipe_ext.executor.drop_in.gains import GainLog
 from dynapipe_ext.executor.drop_in.given_micro_batches import (
     GivenPlanner,
     GivenShapes,
-    check_same_on_all_ranks,
     given_plan,
 )
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients, check_sync
@@ -61,6 +60,7 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
+from dynapipe_ext.executor.stages.collectives import check_same_plans
 from dynapipe_ext.executor.stages.joined_ranks import Joined, JoinedRanks, join_ranks
 from dynapipe_ext.executor.stages.megatron.stage import RecomputeSwitch, split_megatron_linears
 
@@ -200,7 +200,7 @@ class ForwardBackward:
             model.around = _as_planned(step.chunks, model.pipeline, restarts_attention=joins)
             _say_planned(step.config, settings.layout)
         if (must_agree := steps.bind(model.pipeline, settings)) is not None:
-            check_same_on_all_ranks(must_agree, model.pipeline.device, what="steps of these data")
+            check_same_plans(must_agree, model.pipeline.device, what="steps of these data")
         if model.pipeline.topology.dp > 1 and not replicas_meet(model.pipeline, settings):
             step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
         micro_batches, plan = next(iterator)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.command_parser import flag_of
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.models.counted import CountedModel
 from dynapipe_ext.models.named_models import config_file, raw_config, read_model
@@ -44,8 +45,9 @@ def counted_account(counted: CountedModel, args: argparse.Namespace, peak: float
         raise ConfigError(f"{args.model} has an encoder and a decoder: FLOPs of these are counted for t5 alone")
     for name in ("log", "decoder_len", "padded_tokens", "recompute"):
         if getattr(args, name):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is for families that are known here, not {counted.model_type}: leave it out")
+            raise ConfigError(
+                f"{flag_of(name)} is for families that are known here, not {counted.model_type}: leave it out"
+            )
     if (args.lengths is None) == (args.seq_len is None):
         raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
     if (args.seconds_per_step is None) != (args.gpus is None):

@@ -17,7 +17,7 @@ from dynapipe_ext.data.sample_selection import data_settings
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
+from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending, refuse_below
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, refuse_guessable
 from dynapipe_ext.launch.job.model_folder import names_layout, refuse_unsupported, settings_of_model, usual_settings
@@ -76,8 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or those of the run to go on with, or the defaults, with the flags on top."""
-    if args.show_samples < 0:
-        raise ConfigError(f"--show-samples is {args.show_samples} but must be at least 0")
+    refuse_below(args, 0, "show_samples")
     if args.epochs == 0:
         raise ConfigError("--epochs is 0, no pass over the data: give more, or --steps")
     if args.epochs is not None and args.steps is not None:

@@ -279,7 +279,7 @@ def _run(context: RankContext) -> list[Spans]:
     """Runs the variants; what rank 0 gets back are the spans of all ranks in the first one."""
     import torch.distributed as dist
 
-    from dynapipe_ext.launch.rank.variant_run import gather_bytes
+    from dynapipe_ext.launch.rank.variant_run import bytes_on_first
 
     job = context.job
     chosen = variants(job.config, compare=job.compare)
@@ -296,7 +296,7 @@ def _run(context: RankContext) -> list[Spans]:
                 pass
         with named_collectives("end of the steps"):
             dist.barrier()
-    gathered = gather_bytes(spans_to_bytes(outlasting.traced.spans), "traced actions of all ranks", context.device)
+    gathered = bytes_on_first(spans_to_bytes(outlasting.traced.spans), "traced actions of all ranks", context.device)
     return [spans_from_bytes(data) for data in gathered]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from dynapipe_ext.executor.loader import Dataset, DynaPipeDataLoader
 from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.protocols import Recorder, Store, Transport
+from dynapipe_ext.executor.stages.collectives import gather_bytes, gather_json, send_bytes
 from dynapipe_ext.executor.stages.joined_ranks import Joined
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.preference_loss import PreferenceLoss
@@ -226,7 +226,7 @@ def _cost_watch(
         planner.costs,
         in_cpu_s=planner.shared_cores is not None,
         adapts=config.plan.adapt_costs and not is_compared,
-        gather=partial(gather_bytes, device=context.device),
+        gather=partial(bytes_on_first, device=context.device),
         share=partial(broadcast_bytes, device=context.device),
         adopt=adopt,
     )
@@ -341,9 +341,9 @@ def _own_bytes(built: BuiltModel, device: torch.device, activation_bytes: int) -
     return torch.cuda.max_memory_allocated(device)
 
 
-def _gather(mine: RankFigures, name: str, device: torch.device) -> list[RankFigures]:
+def _gather(figures: RankFigures, name: str, device: torch.device) -> list[RankFigures]:
     """Every rank's figures, in rank order."""
-    numbers = torch.tensor(mine.numbers(), dtype=torch.float64, device=device)
+    numbers = torch.tensor(figures.numbers(), dtype=torch.float64, device=device)
     everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
     with named_collectives(name):
         dist.all_gather(everyone, numbers)
@@ -353,10 +353,7 @@ def _gather(mine: RankFigures, name: str, device: torch.device) -> list[RankFigu
 @named_collectives("places of ranks on nodes")
 def node_of(rank: int, *, starts: bool, device: torch.device) -> NodeOfRank:
     """A rank's node, where ranks of a node follow one another and the first of each `starts` its planners."""
-    first = torch.tensor([starts], dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(first) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, first)
-    firsts = [bool(one) for one in everyone]
+    firsts = gather_json(starts, device)
     return NodeOfRank(sum(firsts[: rank + 1]) - 1, sum(firsts), starts)
 
 
@@ -366,10 +363,10 @@ def clock_offset_s(one_machine: bool, device: torch.device) -> float:
     if one_machine:
         return 0.0
     dist.barrier()
-    mine = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    return float(mine - first)
+    own_clock = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
+    clock_of_first = own_clock.clone()
+    dist.broadcast(clock_of_first, src=0)
+    return float(own_clock - clock_of_first)
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
@@ -410,26 +407,12 @@ def _transport(context: RankContext, variant: Variant) -> Transport:
 def broadcast_bytes(data: bytes, what: str, device: torch.device) -> bytes:
     """Rank 0's bytes on every rank, over the job's own process group: what the store must not hold. `what` names them
     in errors."""
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
     with named_collectives(what):
-        dist.broadcast(size, src=0)
-        length = int(size)
-        payload = torch.zeros(length, dtype=torch.uint8, device=device)
-        if dist.get_rank() == 0 and length:
-            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(payload, src=0)
-    return struct.pack(f"{length}B", *payload.tolist())
+        return send_bytes(data, device)
 
 
-def gather_bytes(data: bytes, what: str, device: torch.device) -> list[bytes]:
+def bytes_on_first(data: bytes, what: str, device: torch.device) -> list[bytes]:
     """Every rank's bytes on rank 0, in rank order, over the job's own process group; nothing on the others. `what`
     names them in errors."""
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     with named_collectives(what):
-        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
-        most = max(1, *(int(size) for size in sizes))
-        mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8).to(device)
-        is_first = dist.get_rank() == 0
-        everyone = [torch.empty_like(mine) for _ in sizes] if is_first else None
-        dist.gather(mine, everyone, dst=0)
-    return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(everyone or (), sizes, strict=is_first)]
+        return gather_bytes(data, device, to_first=True)
