@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -329,6 +329,7 @@ class ForwardsAlone:
 
 Adjustment = FrozenWeights | FittedTimes | ForwardsAlone
 _ORDER: tuple[type[Adjustment], ...] = get_args(Adjustment)
+OneKind = TypeVar("OneKind", FrozenWeights, FittedTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,9 +445,9 @@ class AdjustedCosts:
 
         Errors: ConfigError for trained shares over other stages.
         """
-        ours, before = self.prices.over(None)
+        own_prices, before = self.prices.over(None)
         prices, topology = self.prices.over(topology or before)
-        if prices is ours or replace(topology, dp=1, width=1) == replace(before, dp=1, width=1):
+        if prices is own_prices or replace(topology, dp=1, width=1) == replace(before, dp=1, width=1):
             return replace(self, prices=prices), topology
         if any(isinstance(one, FrozenWeights) for one in self.adjustments):
             raise ConfigError(
@@ -495,14 +496,17 @@ def without(costs: CostModel, kind: type[Adjustment]) -> CostModel:
 
 def fitted_times(costs: CostModel) -> FittedTimes | None:
     """The times that were fitted to these costs; None before a fit."""
-    adjustments = costs.adjustments if isinstance(costs, AdjustedCosts) else ()
-    return next((one for one in adjustments if isinstance(one, FittedTimes)), None)
+    return _adjustment(costs, FittedTimes)
 
 
 def frozen_weights(costs: CostModel) -> FrozenWeights | None:
     """What of the weights does not train; None where all do."""
+    return _adjustment(costs, FrozenWeights)
+
+
+def _adjustment(costs: CostModel, kind: type[OneKind]) -> OneKind | None:
     adjustments = costs.adjustments if isinstance(costs, AdjustedCosts) else ()
-    return next((one for one in adjustments if isinstance(one, FrozenWeights)), None)
+    return next((one for one in adjustments if isinstance(one, kind)), None)
 
 
 def _with(prices: CostModel, adjustments: Sequence[Adjustment]) -> CostModel:

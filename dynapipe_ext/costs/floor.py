@@ -169,8 +169,8 @@ class TablePoints:
             held = place.between(num_bytes).reshape(-1, num_rows, len(place.outside))
             below = (held <= limit_bytes - static + _ROUNDING_BYTES).sum(axis=1)  # rows only make it grow
             reach = np.where((below == 0) | steps[np.maximum(0, below - 1)], below, below + 1)
-            here = np.arange(num_rows)[:, None] < reach[:, None]
-            allowed = here if allowed is None else allowed & here
+            within_reach = np.arange(num_rows)[:, None] < reach[:, None]
+            allowed = within_reach if allowed is None else allowed & within_reach
         assert allowed is not None
         return allowed.reshape(-1, len(place.outside))
 

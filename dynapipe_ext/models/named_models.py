@@ -322,11 +322,11 @@ def refuse_adapters(folder: Path) -> None:
         base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         base = None
-    named = base if isinstance(base, str) and base else "MODEL"
+    base_name = base if isinstance(base, str) and base else "MODEL"
     raise DataError(
-        f"{folder} holds adapters of peft beside {named}, not a model: merge them into it"
-        f" (dynapipe convert {folder} --merge {named} --output MERGED) and give MERGED; or train new adapters by"
-        f" dynapipe train --model {named} --lora, or go on with those of a run by --resume"
+        f"{folder} holds adapters of peft beside {base_name}, not a model: merge them into it"
+        f" (dynapipe convert {folder} --merge {base_name} --output MERGED) and give MERGED; or train new adapters by"
+        f" dynapipe train --model {base_name} --lora, or go on with those of a run by --resume"
     )
 
 
@@ -495,8 +495,8 @@ def config_file(model: str) -> Path:
 
 
 def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
-    """A GPT of the named sizes, those of its text where it reads more than that, without what else a family computes
-    (norms, windows); experts are counted. A family of states has one head, as wide as the model.
+    """A GPT of the sizes in a config.json, those of its text model where it also reads other data. Experts are counted;
+    other parts of a family (norms, windows) are not. A state space family gets one head, as wide as the model.
 
     Errors: ConfigError naming a missing size, and for a model with an encoder.
     """

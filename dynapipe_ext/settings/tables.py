@@ -47,10 +47,11 @@ class RunSettings:
 class TopologySettings:
     """An empty `placement` is the one that the schedule needs, linear for most. "auto" plans batches of the run under
     every placement, before the model is built, and takes the best with its `layers_per_stage`. `stages_per_rank` 0 is
-    the usual number of the placement. `vocabulary` says what of it is divided over the pipeline ranks, in stages behind
-    those of layers (the head) or before them, too (both); "auto" tries that beside a whole one, like placements. The
-    stages of `layers_per_stage` are those of layers alone. `width` data parallel ranks join into one replica, each with
-    a slice of every row's positions (context parallelism); "auto" lets each step take the width whose plan ends first.
+    the usual number of the placement. `vocabulary` "head" divides the head over the pipeline ranks, in stages behind
+    the layers; "both" divides the embedding too, in stages before them; "whole" divides neither, and "auto" tries them
+    like placements. The stages of `layers_per_stage` are those of layers alone. `width` data parallel ranks join into
+    one replica, each with a slice of every row's positions (context parallelism); "auto" lets each step take the width
+    whose plan ends first.
     """
 
     tp: int = setting(2, "--tp", "tensor parallel ranks", at_least=1, at_most=1 << 16)
@@ -144,8 +145,8 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
-    """A linear layer of blocks, by its name within the block, how many values it takes and gives, and in which part of
-    the blocks it is."""
+    """A linear layer: its name within the block, its numbers of inputs and outputs, and which part of all blocks has
+    it."""
 
     name: str
     num_inputs: int

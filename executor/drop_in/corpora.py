@@ -83,14 +83,14 @@ def opened_parts(wishes: DataWishes, args: Any, tokenizer: Any) -> tuple[Part | 
     divided = [(weight, split_source(source, args.split)) for weight, source in corpora]
     parts = [_part([(weight, sources[use]) for weight, sources in divided]) for use in range(len(USES))]
     if wishes.valid_data:
-        named = parse_mixture(wishes.valid_data)
-        parts[1] = _part([(weight, _opened(path, args, tokenizer)) for weight, path in named])
+        validation = parse_mixture(wishes.valid_data)
+        parts[1] = _part([(weight, _opened(path, args, tokenizer)) for weight, path in validation])
     return tuple(parts)
 
 
 def _part(corpora: Sequence[tuple[float | None, SampleSource | None]]) -> Part | None:
-    held = [(weight, source) for weight, source in corpora if source is not None]
-    return Part(tuple(source for _, source in held), tuple(weight for weight, _ in held)) if held else None
+    present = [(weight, source) for weight, source in corpora if source is not None]
+    return Part(tuple(source for _, source in present), tuple(weight for weight, _ in present)) if present else None
 
 
 def _opened(path: str, args: Any, tokenizer: Any) -> SampleSource:

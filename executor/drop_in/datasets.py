@@ -119,8 +119,8 @@ def _steps_of_uses(parts: Sequence[Part | None], maker: StepMaker) -> PlannedIte
 
 
 def check_data_at_start(wishes: DataWishes, args: Any) -> None:
-    """What Megatron-LM would find only once the model is built, as far as its arguments say enough by now: they may
-    leave the global batch to the ranks, and conversations need its tokenizer. Errors: ConfigError, DataError."""
+    """Refuse data that Megatron-LM would refuse only once the model is built. It checks what is known by now: arguments
+    may leave the global batch to the ranks, and conversations need the tokenizer. Errors: ConfigError, DataError."""
     wishes.check(args)
     if args.sft or not args.global_batch_size:
         return

@@ -163,6 +163,6 @@ def given_plan(planner: GivenPlanner, group: Any, *, compare: bool = True) -> Ex
     if compare:
         device, what = planner.pipeline.device, f"step of {planner.given}"
         check_same_plans(repr(proven.plans), device, what=what, pipeline=group)
-    here = planner.pipeline.coordinates
-    plan, dp = proven.plans[0][here.pp_rank], planner.pipeline.topology.dp
-    return replace(plan, dp_rank=here.dp_rank, num_micro_batches=plan.num_micro_batches * dp)
+    place = planner.pipeline.coordinates
+    plan, dp = proven.plans[0][place.pp_rank], planner.pipeline.topology.dp
+    return replace(plan, dp_rank=place.dp_rank, num_micro_batches=plan.num_micro_batches * dp)

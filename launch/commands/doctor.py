@@ -203,12 +203,12 @@ def _devices() -> Check:
 def _megatron() -> Check:
     version = _version("megatron-core")
     lowest, beyond = (".".join(map(str, bound)) for bound in _MEGATRON_VERSIONS)
-    wanted = f"pip install 'megatron-core>={lowest},<{beyond}'"
+    install = f"pip install 'megatron-core>={lowest},<{beyond}'"
     if version is None:
-        return Check("megatron-core", False, "not installed", True, wanted)
+        return Check("megatron-core", False, "not installed", True, install)
     numbers = tuple(int(part) for part in version.split(".")[:2])
     fits = _MEGATRON_VERSIONS[0] <= numbers < _MEGATRON_VERSIONS[1]
-    return Check("megatron-core", fits, version, True, "" if fits else wanted)
+    return Check("megatron-core", fits, version, True, "" if fits else install)
 
 
 def _megatron_lm(clone: Path) -> Check:

@@ -378,8 +378,8 @@ def _with_port(endpoint: str, port: int = _PORT) -> str:
         endpoint = f"[{endpoint}]"
     if ":" not in endpoint or endpoint.endswith("]"):
         endpoint = f"{endpoint}:{port}"
-    host, _, named = endpoint.rpartition(":")
-    if not (host and named.isascii() and named.isdigit() and 0 < int(named) < 1 << 16):
+    host, _, port_text = endpoint.rpartition(":")
+    if not (host and port_text.isascii() and port_text.isdigit() and 0 < int(port_text) < 1 << 16):
         raise ConfigError(f"--rdzv-endpoint is {short(endpoint)} but must be HOST or HOST:PORT, the port in 1..65535")
     return endpoint
 

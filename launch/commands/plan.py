@@ -301,7 +301,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or the defaults, with the flags on top."""
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
     tables = settings_of_flags(args, {}, of_file=bool(args.config))
-    named = args.layers_per_stage is not None
-    if config.topology.layers_per_stage and not named and args.pp not in (None, config.topology.pp):
+    names_layers = args.layers_per_stage is not None
+    if config.topology.layers_per_stage and not names_layers and args.pp not in (None, config.topology.pp):
         tables["topology"]["layers_per_stage"] = ()
     return config.with_values(**tables)

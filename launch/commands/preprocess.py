@@ -188,9 +188,9 @@ def run(args: argparse.Namespace) -> int:
     parts = _parts(args, output)
     files = tuple(file for inputs, _ in parts for file in inputs)
     settings, encoder = chosen_encoding(args, files, console)
-    if lost := lost_characters(encoder):
+    if dropped := lost_characters(encoder):
         console.print(
-            f"warning: the tokenizer has no token for {', '.join(lost)} and drops such characters without notice"
+            f"warning: the tokenizer has no token for {', '.join(dropped)} and drops such characters without notice"
         )
     started_s, outcomes = time.monotonic(), []
     for inputs, target in parts:

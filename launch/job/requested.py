@@ -1,4 +1,5 @@
-"""What a user asks of a run, by flags and a file: a request, refused where it cannot be before anything is made.
+"""The run that a user requests, by flags and a file of settings. Impossible requests are refused before anything is
+written.
 
 flags ─► config_from ─► TrainConfig ─► requested_job ─► JobRequest ─► settled.settled_job (with data and costs)
 
@@ -137,9 +138,9 @@ class JobRequest:
 
 
 def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str = "") -> JobRequest:
-    """What the flags of a run ask for, known to be possible as far as settings, memory, first weights, store, loggers
-    and the places of run and model tell; nothing is made yet, and no data read. One rank of a job looks at the memory
-    of its `place` and at the weights, the others have None. `secret` is that of a launcher.
+    """The request that the flags of a run describe. Settings, memory, first weights, store, loggers and output folders
+    are checked; nothing is written yet, and no data are read. One rank of a job checks the memory of its `place` and
+    the weights; the others pass None. `secret` is a launcher's.
 
     Errors: ConfigError, DataError and PlanError.
     """
@@ -212,8 +213,9 @@ def require_loggers(config: TrainConfig) -> None:
 
 
 def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
-    """Errors: ConfigError for a place that the model cannot be written to once it is trained, or where the run reads or
-    writes (`run_dir` empty: a new directory in runs/), or for a model that has no published form, or no adapters."""
+    """Errors: ConfigError for an output folder that cannot be written once the model is trained, or that the run itself
+    reads or writes (`run_dir` empty: a new directory in runs/); for a model without a published form; for merged output
+    without adapters."""
     output, merged, model = config.checkpoint.output, config.checkpoint.output_merged, config.model
     if merged and not config.lora.enabled:
         raise ConfigError(f"--output-merged {merged} merges adapters, but none train: add --lora, or give --output")
@@ -261,10 +263,11 @@ def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrit
 
 def refuse_done(newest: Path, config: TrainConfig) -> None:
     """Errors: ConfigError where a checkpoint has done all the steps of the settings, and what follows them is done."""
-    done = read_manifest(newest).run.step
-    if done > config.run.steps or is_done(newest, config):
+    num_steps_done = read_manifest(newest).run.step
+    if num_steps_done > config.run.steps or is_done(newest, config):
         raise ConfigError(
-            f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
+            f"{newest} has done {counted(num_steps_done, 'step')} and steps is {config.run.steps}: raise --steps to"
+            " go on"
         )
 
 
@@ -287,8 +290,8 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     tables = settings_of_model(args.model, tokenizer=args.tokenizer)
     if not args.config:
         num_ranks = (args.tp or 1) * (args.pp or 1) * (args.dp or 1)
-        here = min(num_ranks, num_ranks_here() or num_ranks)
-        tables = usual_settings(tables, num_ranks=here, adapts=bool(args.lora)) | tables
+        num_here = min(num_ranks, num_ranks_here() or num_ranks)
+        tables = usual_settings(tables, num_ranks=num_here, adapts=bool(args.lora)) | tables
     return config.with_values(**tables)
 
 

@@ -152,8 +152,8 @@ def run_to_resume(named: str) -> Path:
 
 
 def place_of_resumed(configured: str, path: Path) -> str:
-    """What `run_dir` says of a run that goes on in `path`: what its settings `said`, or after a move where it is now,
-    so that what lies beside runs is looked for there, and written there."""
+    """The `run_dir` of a run that goes on in `path`: the `configured` one, or `path` where the folder was moved. Files
+    beside runs are read and written next to it."""
     before = Path(configured) if configured else _RUNS / path.name
     return configured if before.resolve() == path.resolve() else str(path)
 

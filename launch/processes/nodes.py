@@ -114,8 +114,8 @@ class Nodes(Protocol):
         ...
 
     def errors(self) -> Sequence[NodeError]:
-        """What nodes have said of their failures and nobody has printed, and the ends of those that were lost without a
-        word; the first in time first, and all also after `close`."""
+        """Errors of nodes that nobody has printed yet, and the ends of nodes that were lost without an error; the
+        earliest first, all of them also after `close`."""
         ...
 
     def order(self, order: WrittenOrder) -> None: ...
@@ -146,17 +146,17 @@ class ShellNodes:
 
     def start(self, lines: Sequence[str]) -> None:
         for host, line in zip(self._hosts, lines, strict=True):
-            theirs, ours = os.pipe()
-            self._inputs.append(ours)
+            read_end, write_end = os.pipe()
+            self._inputs.append(write_end)
             heard, says = os.pipe()
             self._words.append(_NodeWords(host.name, heard, self._errors))
             try:
                 command = [*self._shell, host.name, "sh", "-s"]
-                self._nodes.append(Supervised.spawn(host.name, command, stdin=theirs, stderr=says))
+                self._nodes.append(Supervised.spawn(host.name, command, stdin=read_end, stderr=says))
             finally:
-                os.close(theirs)
+                os.close(read_end)
                 os.close(says)
-            self._tell(ours, f"{line}\n".encode())
+            self._tell(write_end, f"{line}\n".encode())
 
     def ended(self, wait_s: float) -> Mapping[str, int]:
         waiting = select.poll()
@@ -202,8 +202,8 @@ class ShellNodes:
 
 
 class _NodeWords:
-    """What a node says on standard error, read from `descriptor`: passed on line by line, but for its errors, which
-    join `errors`, as all nodes may say the same, and some what another one explains."""
+    """A node's standard error, read from `descriptor`. Lines are passed on as they come. Errors are added to `errors`
+    instead: all nodes may report the same one, and one node's error may explain another's."""
 
     def __init__(self, name: str, descriptor: int, errors: list[NodeError]) -> None:
         self.name, self.descriptor, self._errors = name, descriptor, errors
@@ -212,7 +212,7 @@ class _NodeWords:
         os.set_blocking(descriptor, False)
 
     def pass_on(self) -> None:
-        """All that has come by now."""
+        """Pass on all lines that have come by now."""
         while not self.have_ended:
             try:
                 words = os.read(self.descriptor, _MOST_LINE_BYTES)
@@ -284,7 +284,7 @@ def _of_nodes(ended: Mapping[str, int], errors: Sequence[NodeError]) -> NodeEnd:
     if not failed:
         return NodeEnd(0, _cause((), errors))
     for status in (*_MISTAKES_IN_ORDER, TAKEN_STATUS):
-        if names := [name for name, has in failed.items() if has == status]:
+        if names := [name for name, node_status in failed.items() if node_status == status]:
             causes = [error for error in errors if error.node in names]
             if status in (_NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS):
                 where, status = f"{names[0]}: folder or Python of this job", USER_ERROR_STATUS
@@ -300,11 +300,11 @@ def _of_nodes(ended: Mapping[str, int], errors: Sequence[NodeError]) -> NodeEnd:
 
 def _cause(causes: Sequence[NodeError], errors: Sequence[NodeError]) -> str:
     """In one line, what several nodes may say alike; the other `errors` are printed."""
-    named = list(dict.fromkeys(error.text for error in causes))[:_MOST_ERRORS]
-    others = {error.text: error.node for error in reversed(errors) if error.text not in named}
+    texts = list(dict.fromkeys(error.text for error in causes))[:_MOST_ERRORS]
+    others = {error.text: error.node for error in reversed(errors) if error.text not in texts}
     for text, node in reversed(others.items()):
         say_at_once(f"dynapipe launch: {node}: {text}")
-    return "; ".join(named)
+    return "; ".join(texts)
 
 
 def exit_status(code: int) -> int:

@@ -231,13 +231,13 @@ def _job_of_rank(
     settled = b""
     if env.rank == 0:
         assert isinstance(job, SettledJob)
-        keys = stack.enter_context(job.keys.told(on_one_machine=env.local_world_size == env.world_size))
+        keys = stack.enter_context(job.keys.for_peers(on_one_machine=env.local_world_size == env.world_size))
         settled = json.dumps(job.to_json() | {"keys": keys}).encode()
     shared = json.loads(broadcast_bytes(settled, "what rank 0 has settled", device))
     data = _data(env, meeting, job)
     if isinstance(job, SettledJob):
         return job
-    return peers_job(job, shared, JobKeys.heard(shared["keys"], job.secret), data)
+    return peers_job(job, shared, JobKeys.from_rank_0(shared["keys"], job.secret), data)
 
 
 def _process_groups(env: RankEnv, job: SettledJob, device: Any) -> tuple[Groups, dict[int, JoinedRanks]]:

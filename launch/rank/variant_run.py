@@ -303,7 +303,7 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
             validation_loss=done.evaluation.loss if done.evaluation else None,
         )
 
-    def noted(done: StepDone, took_s: float) -> None:
+    def note_save(done: StepDone, took_s: float) -> None:
         note(job.run_dir, "save", done.number, f"a checkpoint; training waited {seconds(took_s)} for it")
 
     num_moments, unasked = config.deepspeed.num_moments, None
@@ -321,7 +321,7 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
         progress=progress,
         least_validation_loss=least_loss,
         unasked=unasked,
-        saved=noted if context.rank == 0 else lambda done, took_s: None,
+        saved=note_save if context.rank == 0 else lambda done, took_s: None,
     )
 
 

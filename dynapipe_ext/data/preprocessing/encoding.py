@@ -168,48 +168,36 @@ def texts_of(block: Block, settings: EncodeSettings) -> Iterator[str]:
         yield from (text for text in (example.input, example.target) if text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A sample of a dataset folder. Of chats and pairs of answers `is_target` has a byte for each token; of pairs
+    `num_first` tokens are the first document's."""
+
+    tokens: npt.NDArray[Any]
+    first_target: int
+    task: str
+    is_truncated: bool
+    is_target: bytes = b""
+    num_first: int = 0
+
+
 def _encode_examples(
     block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
 ) -> EncodedBlock:
-    dtype = settings.dtype(encoder)
-    tokens: list[npt.NDArray[Any]] = []
-    sizes: list[int] = []
-    first_targets: list[int] = []
-    task_ids: list[int] = []
-    tasks: dict[str, int] = {}
-    num_truncated = num_skipped = 0
+    samples, num_skipped = list[_Sample](), 0
     examples = ((where, _example(where, record, settings)) for where, record in rows)
     for batch in _batches(examples, lambda example: len(example.input) + len(example.target)):
         wheres = [where for where, _ in batch]
         encoded = _encode(encoder, [e.input for _, e in batch] + [e.target for _, e in batch], wheres * 2)
         for place, (where, example) in enumerate(batch):
             prompt, target = encoded[place], encoded[len(batch) + place]
-            joined, first_target, truncated = _join(prompt, target, example.task, settings.bounds, encoder, where)
+            joined, first_target, is_truncated = _join(prompt, target, example.task, settings.bounds, encoder, where)
             if len(joined) < 2 or not (example.input or example.target):
                 num_skipped += _skipped(where, settings)
                 continue
-            tokens.append(np.array(joined, dtype))
-            sizes.append(len(joined))
-            first_targets.append(first_target)
-            task_ids.append(tasks.setdefault(example.task, len(tasks)))
-            num_truncated += truncated
-    streams = {
-        TOKENS: b"".join(ids.tobytes() for ids in tokens),
-        SIZES: np.array(sizes, "<i8").tobytes(),
-        FIRST_TARGET: np.array(first_targets, "<i4").tobytes(),
-        TASKS: np.array(task_ids, "<i4").tobytes(),
-    }
-    return EncodedBlock(
-        block.file,
-        block.upto_bytes,
-        block.digest(),
-        streams,
-        tuple(tasks),
-        len(sizes),
-        sum(sizes),
-        num_truncated,
-        num_skipped,
-    )
+            tokens = np.array(joined, settings.dtype(encoder))
+            samples.append(_Sample(tokens, first_target, example.task, is_truncated))
+    return _block_of_samples(block, samples, num_skipped, settings)
 
 
 def _encode_rendered(
@@ -217,30 +205,32 @@ def _encode_rendered(
 ) -> EncodedBlock:
     if settings.template is None or not isinstance(encoder, FolderEncoder):
         raise ConfigError(f"the template {settings.template} needs the tokenizer of a model's folder: name the folder")
-    renderer = Renderer.of(
-        settings.template,
-        settings.fields,
-        encoder,
-        settings.bounds,
-        settings.loss_on,
-    )
-    dtype, tasks = settings.dtype(encoder), dict[str, int]()
-    samples, task_ids, num_skipped = [], [], 0
+    renderer = Renderer.of(settings.template, settings.fields, encoder, settings.bounds, settings.loss_on)
+    samples, num_skipped = list[_Sample](), 0
     for where, record in rows:
         task = string_field(record, TASK, where=where) if TASK in record else "unnamed"
-        sample = renderer.render(record, where, task)
-        if sample is None:
+        rendered = renderer.render(record, where, task)
+        if rendered is None:
             num_skipped += _skipped(where, settings)
             continue
-        samples.append(sample)
-        task_ids.append(tasks.setdefault(task, len(tasks)))
+        tokens, targets = np.array(rendered.tokens, settings.dtype(encoder)), rendered.is_target
+        first = first_target(targets)
+        samples.append(_Sample(tokens, first, task, rendered.truncated, bytes(targets), rendered.num_first))
+    return _block_of_samples(block, samples, num_skipped, settings)
+
+
+def _block_of_samples(
+    block: Block, samples: Sequence[_Sample], num_skipped: int, settings: EncodeSettings
+) -> EncodedBlock:
+    tasks: dict[str, int] = {}
+    task_ids = [tasks.setdefault(sample.task, len(tasks)) for sample in samples]
     sizes = [len(sample.tokens) for sample in samples]
     streams = {
-        TOKENS: b"".join(np.array(sample.tokens, dtype).tobytes() for sample in samples),
+        TOKENS: b"".join(sample.tokens.tobytes() for sample in samples),
         SIZES: np.array(sizes, "<i8").tobytes(),
-        FIRST_TARGET: np.array([first_target(sample.is_target) for sample in samples], "<i4").tobytes(),
+        FIRST_TARGET: np.array([sample.first_target for sample in samples], "<i4").tobytes(),
         TASKS: np.array(task_ids, "<i4").tobytes(),
-        IS_TARGET: b"".join(bytes(sample.is_target) for sample in samples),
+        IS_TARGET: b"".join(sample.is_target for sample in samples),
         NUM_FIRST: np.array([sample.num_first for sample in samples], "<i4").tobytes(),
     }
     return EncodedBlock(
@@ -251,7 +241,7 @@ def _encode_rendered(
         tuple(tasks),
         len(samples),
         sum(sizes),
-        sum(sample.truncated for sample in samples),
+        sum(sample.is_truncated for sample in samples),
         num_skipped,
     )
 
@@ -331,7 +321,7 @@ def _join(
     """
     assert encoder.eos is not None
     border = [] if encoder.separator is None else [encoder.separator]
-    num_input, num_target = bounds.kept(
+    num_input, num_target = bounds.kept_lengths(
         task,
         num_beside=len(border),
         num_input=len(prompt),

@@ -108,13 +108,13 @@ def find_inputs(patterns: Iterable[str | Path], form: Form | None = None) -> tup
     if form is not None and form not in get_args(Form):
         raise ConfigError(f"the input format is {short(form)}: choose from {', '.join(get_args(Form))}")
     files: list[InputFile] = []
-    seen: set[Path] = set()
+    paths_seen: set[Path] = set()
     matches = (match for pattern in patterns for match in _matches(str(pattern)))
     for path in (path for match in matches for path in (files_of_folder(match) if match.is_dir() else [match])):
         check_readable(path)
-        if (real := path.resolve()) in seen:
+        if (real := path.resolve()) in paths_seen:
             raise DataError(f"{path} is given twice: name every file once")
-        seen.add(real)
+        paths_seen.add(real)
         files.append(_input_file(path, form))
     if not files:
         raise ConfigError("no input: name at least one file, for example data/*.jsonl.gz")
