@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.settings.flag_values import layer_counts
+from dynapipe_ext.settings.declared import layer_counts
 from dynapipe_ext.tools.files import ALONE, deliver_error
 
 _MOST_POSITIONS = 1 << 40  # of a sample

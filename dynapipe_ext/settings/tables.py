@@ -11,8 +11,15 @@ from dynapipe_ext.batch.topology import Offload, PlacementName, Vocabulary, Zero
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.models.named_models import Backend
-from dynapipe_ext.settings.declared import setting, with_default
-from dynapipe_ext.settings.flag_values import betas, dtype, layer_counts, number_or_word, width
+from dynapipe_ext.settings.declared import (
+    betas,
+    dtype,
+    layer_counts,
+    number_or_word,
+    setting,
+    width,
+    with_default,
+)
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 PlacementChoice = Literal[PlacementName, "auto"]

@@ -1,4 +1,4 @@
-"""What a run's arguments name as planned data, opened, and how the samples of each use make steps."""
+"""The planned data that a run's arguments name: opened, and made into steps for training, validation and test."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataWishes:
-    """What a run asks of its planned data. Without `long_samples` conversations are truncated, as Megatron-LM does, and
-    other samples that are too long refused."""
+    """The arguments of a run about its planned data. Without `long_samples`, conversations are truncated, as
+    Megatron-LM does, and other samples that are too long are refused."""
 
     data: tuple[str, ...] = ()
     valid_data: tuple[str, ...] = ()

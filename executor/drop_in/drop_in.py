@@ -269,8 +269,9 @@ class ForwardBackward:
         return model
 
     def _given_plan(self, model: _PlannedModel, given_shapes: GivenShapes, *, compare: bool) -> ExecutionPlan:
-        """`compare` unless one rank may call alone, as Megatron-LM's evaluation does to collect what is no loss. Shapes
-        of any kind come from one rank, so they are compared the first time alone."""
+        """This rank's plan of micro-batches of these shapes, made once. Ranks `compare` their plans, unless one rank
+        may call alone (Megatron-LM's evaluation does so to collect other outputs than losses). Shapes `as_given` come
+        from one rank, so their plans are compared only the first time."""
         plans, settings = model.plans, self.settings
         if given_shapes not in plans:
             is_new_kind = all(
@@ -319,7 +320,7 @@ def _timed(config: Any) -> Iterator[None]:
 
 
 def _say(plan: ExecutionPlan, shapes: GivenShapes) -> None:
-    """On the first rank, once a shape: nobody should have to guess whose schedule runs."""
+    """Print, on the first rank and once for each shape, which schedule runs."""
     if dist.get_rank() == 0:
         what = "forwards" if shapes.forward_only else "forwards and backwards"
         print(
@@ -330,7 +331,7 @@ def _say(plan: ExecutionPlan, shapes: GivenShapes) -> None:
 
 
 def _say_planned(config: Any, layout: Layout) -> None:
-    """On the first rank: that data are planned, and what a loss of the older kinds then comes to."""
+    """Print, on the first rank, that data are planned, and a warning about losses that are no token sums."""
     if dist.get_rank() != 0:
         return
     print(f"dynapipe: samples are cut into planned micro-batches, rows {layout}", flush=True)
@@ -363,7 +364,7 @@ def _as_planned(chunks: Sequence[Any], pipeline: MegatronPipeline, *, restarts_a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Observers:
-    """Who sees the actions of a step: the log's clock, and what measures costs."""
+    """The observers of a step's actions: the log's clock, and the measurement of costs."""
 
     timed: Callable[[str], Any] | None = None
     measured: StepMeasurement | None = None
@@ -378,7 +379,8 @@ class _Observers:
 
 
 def _measurement(step: LoopStep, model: _PlannedModel, plan: ExecutionPlan) -> StepMeasurement | None:
-    """Of the step that is to be measured: the first one after those that begin, of a model that is not counted."""
+    """The measurement of this step, if it is to be measured: the first step after the warm-up steps, of a model whose
+    costs are not counted."""
     if model.pipeline.counts_memory or step.forward_only:
         return None
     model.num_uncounted_steps += 1

@@ -49,12 +49,12 @@ def installed(
 ) -> Iterator[None]:
     """Within: Megatron's training loops run planned schedules; on exit all is as before.
 
-    What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
+    Arguments of this function override those of the command line (--dynapipe-*, which Megatron-LM's parser then knows).
     With a `store` (the address of a Redis-compatible one, with its password) a process of the first rank plans the next
     steps of planned data while ranks train; `store_of` makes an address of what --dynapipe-store says. Under
     `variable_seq_lengths`, `shape_of` says the rows and length of what the loop's data iterator yields; without, its
-    `forward_step` is asked.
-    Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
+    `forward_step` is asked. Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments,
+    others at the first step.
     """
     wishes = Wishes(
         costs=costs,

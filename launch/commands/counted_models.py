@@ -19,7 +19,7 @@ from dynapipe_ext.tools.console import say_loading
 
 
 def counted_model(model: str) -> tuple[CountedModel, str] | None:
-    """Of a config.json of a family that is not known here: its counts, and why it is not known; else None.
+    """The counts of a model whose family is not known here, and the error that says so; None for a known family.
 
     Errors: ConfigError where transformers cannot build it either; DataError.
     """
@@ -69,7 +69,7 @@ def counted_account(counted: CountedModel, args: argparse.Namespace, peak: float
 
 
 def counted_notes(counted: CountedModel, why: str) -> list[str]:
-    """What was counted and what not, and what trains such a model."""
+    """Lines that say what was counted, what was not, and how such a model can be trained."""
     lines = [f"counted by the modules that transformers builds, since no plan here knows the model ({why})."]
     if counted.uncounted:
         lines.append(f"Not in these FLOPs: {'; '.join(counted.uncounted)}.")
@@ -81,7 +81,7 @@ def counted_notes(counted: CountedModel, why: str) -> list[str]:
 
 
 def counted_table(counted: CountedModel) -> Table:
-    """Parameters by what they are of."""
+    """Parameters by module."""
     table = Table(title=f"{counted.model_type}, {counted.parameters:,} parameters", title_justify="left")
     for name in ("module", "parameters", "share"):
         table.add_column(name, justify="left" if name == "module" else "right")

@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _counted(args: argparse.Namespace, counted: CountedModel, why: str) -> int:
-    """Of a model that no plan knows: its parameters and the bytes of its states, without ways to train it."""
+    """Print the parameters and the bytes of states of a model of an unknown family; no ways to train it."""
     if args.write:
         raise ConfigError(f"--write {args.write} names a way to train, but none is known for {args.model}: {why}")
     training_bytes = counted.parameters * sum(BYTES_PER_PARAMETER[args.states])

@@ -262,8 +262,9 @@ def _process_groups(env: RankEnv, job: SettledJob, device: Any) -> tuple[Groups,
 
 
 def _data(env: RankEnv, meeting: Meeting, job: SettledJob | JobRequest) -> RunData:
-    """What was settled before ranks met; else rank 0 has prepared it by now, then the first rank of every other node
-    does (a shared file system finds it done), and the others open that. All ranks must then have the same samples."""
+    """The data of this rank. A settled job has them already. Else rank 0 has prepared them by now; then the first rank
+    of every other node prepares them (on a shared file system they exist already), and the other ranks open these. All
+    ranks must have the same samples."""
     meeting.arrive("preparation of the data by rank 0")
     data = job.data if isinstance(job, SettledJob) else None
     if data is None and env.local_rank == 0:
@@ -276,7 +277,7 @@ def _data(env: RankEnv, meeting: Meeting, job: SettledJob | JobRequest) -> RunDa
 
 
 def _run(context: RankContext) -> list[Spans]:
-    """Runs the variants; what rank 0 gets back are the spans of all ranks in the first one."""
+    """Run the variants. Returns on rank 0 the spans of all ranks in the first variant, elsewhere none."""
     import torch.distributed as dist
 
     from dynapipe_ext.launch.rank.variant_run import bytes_on_first

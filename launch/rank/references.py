@@ -67,7 +67,7 @@ class ReferencePass:
         return ReferencedPairs(data, references)
 
     def _stored_references(self, place: Path, num_pairs: int) -> References | None:
-        """What an earlier run has left where rank 0 is, on every rank; None where nothing is."""
+        """The references that an earlier run has stored on rank 0's machine, on every rank; None if there are none."""
         shape = (num_pairs, 2)
         own_values = _read_array(place, shape) if self.rank == 0 else None
         has_values = torch.tensor([own_values is not None], dtype=torch.int64, device=self.device)
@@ -141,7 +141,7 @@ def files_of(place: Path) -> list[list[object]]:
 
 
 def _read_array(place: Path, shape: tuple[int, int]) -> References | None:
-    """The array in a file; None where there is none, or another thing."""
+    """The array in a file; None if there is no such file, or no array of this shape in it."""
     try:
         array = np.load(place, allow_pickle=False)
     except NO_ARRAY:

@@ -140,7 +140,7 @@ def _never(_step: int) -> None:
 
 
 def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> Planner:
-    """A variant's, with the costs that hold now."""
+    """A variant's planner, with the current costs."""
     planning, topology = replace(job.planning, costs=costs), topology_of(config)
     if topology != planning.topology:
         planning = replace(planning, costs=planning.costs.over(topology)[0], topology=topology)
@@ -148,13 +148,14 @@ def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> P
 
 
 def _dumping(context: RankContext, config: TrainConfig, planner: Planner) -> Planner | DumpingPlanner:
-    """The planner, with a file of each plan where the settings ask for them: of ranks that plan in line, by one."""
+    """The planner; it also writes a file of each plan where the settings ask for it, on one rank alone where ranks plan
+    in line."""
     dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)
     return DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner
 
 
 def _loader_of(context: RankContext, config: TrainConfig) -> Callable[..., DynaPipeDataLoader]:
-    """What makes loaders of this rank, of one data set and planner each."""
+    """A function that makes a loader of this rank from a data set and a planner."""
     topology, architecture = topology_of(config), architecture_of(config, context.job.data.whole.vocab_size)
     me = topology.coordinates(context.rank)
     return partial(
@@ -214,7 +215,8 @@ def _executors(
 def _cost_watch(
     context: RankContext, config: TrainConfig, planner: Planner, loader: DynaPipeDataLoader, *, is_compared: bool
 ) -> CostWatch:
-    """Who compares measured times with the plan's, and has later steps planned with fitted costs where that is set."""
+    """The watch that compares measured times with the plan's and, where the settings adapt costs, has later steps
+    planned with fitted ones."""
 
     def adopt(step: int, adapted: CostModel) -> None:
         context.costs.adopt(step, adapted)
@@ -239,8 +241,8 @@ def _loss_of(config: TrainConfig) -> PositionLoss:
 def _datasets(
     context: RankContext, config: TrainConfig, built: BuiltModel, loss: PositionLoss, executor: PipelineExecutor
 ) -> tuple[Dataset, Dataset | None]:
-    """What the run trains on and is evaluated on; pairs of answers with references where the loss compares with those.
-    The model is as it was built."""
+    """The data that the run trains on, and those that it is evaluated on; with references where the loss compares pairs
+    of answers with them. The model must still have its first weights."""
     data = context.job.data
     if not isinstance(loss, PreferenceLoss) or not loss.settings.needs_references:
         return data.train, data.held_out
@@ -335,7 +337,8 @@ def _num_trained(context: RankContext, built: BuiltModel) -> int:
 
 
 def _own_bytes(built: BuiltModel, device: torch.device, activation_bytes: int) -> int:
-    """What this rank held at most; on a CPU, where nobody measures it, the sum of what it is known to hold."""
+    """The most bytes that this rank held. On a CPU they are not measured: there it is the sum of weights, states and
+    activations."""
     if device.type == "cpu":
         return built.held_bytes() + activation_bytes
     return torch.cuda.max_memory_allocated(device)
@@ -359,7 +362,8 @@ def node_of(rank: int, *, starts: bool, device: torch.device) -> NodeOfRank:
 
 @named_collectives("comparison of clocks")
 def clock_offset_s(one_machine: bool, device: torch.device) -> float:
-    """What to take from this rank's clock to read rank 0's: nothing on one machine, else as of a common barrier."""
+    """Seconds to subtract from this rank's clock to get rank 0's: 0 on one machine, else the difference at a common
+    barrier."""
     if one_machine:
         return 0.0
     dist.barrier()

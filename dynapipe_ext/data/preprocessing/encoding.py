@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -30,7 +31,6 @@ from dynapipe_ext.data.preprocessing.record_forms import (
 )
 from dynapipe_ext.data.preprocessing.records import Record, all_records, records
 from dynapipe_ext.data.preprocessing.rendering import Renderer, first_target
-from dynapipe_ext.data.preprocessing.sentences import sentence_splitter
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.errors import ConfigError, DataError
 
@@ -40,6 +40,10 @@ IS_TARGET = "is_target"  # a byte for each token of a chat, or of a pair of answ
 NUM_FIRST = "num_first"  # tokens of the first document of each pair
 _VERSION = 5  # raise it with every change of the output, so that old work is done again
 _BATCH_CHARACTERS = 1 << 19
+_MOST_CHARACTERS = 1_000_000  # that are split at once, as there
+_NO_NLTK = "--split-sentences needs NLTK 3.9 or later: pip install 'nltk>=3.9'"
+# Where NLTK's expression for the end of a sentence takes blanks: before what comes next, or with what came before.
+_BLANKS_AFTER = (("(?=(?P<after_tok>", r"\s*(?=(?P<after_tok>"), (r"\s+(?P<next_tok>", "(?P<next_tok>"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +310,40 @@ def _texts(where: str, record: Record, settings: EncodeSettings) -> list[list[st
             parts = sentence_splitter(settings.sentences, keep_newlines=settings.keep_newlines)(parts[0])
         texts.append(parts)
     return texts
+
+
+@lru_cache(maxsize=4)
+def sentence_splitter(language: str, *, keep_newlines: bool = False) -> Callable[[str], list[str]]:
+    """A function that splits a text into sentences by NLTK's Punkt of a language, as Megatron-LM's preprocess_data.py
+    does. With `keep_newlines` blanks after a sentence are a part of it. Errors: ConfigError without NLTK or its
+    data."""
+    try:
+        from nltk.tokenize import punkt
+    except ImportError:
+        raise ConfigError(_NO_NLTK) from None
+    if not hasattr(punkt, "PunktTokenizer"):
+        raise ConfigError(_NO_NLTK)
+    try:
+        tokenizer = punkt.PunktTokenizer(language)
+    except LookupError:
+        raise ConfigError(
+            f"--split-sentences: NLTK has no Punkt data of {language!r}: python -m nltk.downloader punkt_tab, or set"
+            " NLTK_DATA to where it lies"
+        ) from None
+    if keep_newlines:
+        expression = punkt.PunktLanguageVars._period_context_fmt
+        for blanks, moved in _BLANKS_AFTER:
+            if blanks not in expression:
+                raise ConfigError("--keep-newlines: this NLTK ends sentences by another expression: leave it out")
+            expression = expression.replace(blanks, moved)
+        variables = type("BlanksAfter", (punkt.PunktLanguageVars,), {"_period_context_fmt": expression})
+        tokenizer = punkt.PunktSentenceTokenizer(tokenizer._params, lang_vars=variables())
+
+    def split(text: str) -> list[str]:
+        parts = (text[start : start + _MOST_CHARACTERS] for start in range(0, len(text), _MOST_CHARACTERS))
+        return [sentence for part in parts for sentence in tokenizer.tokenize(part)]
+
+    return split
 
 
 def _refuse_lacking(where: str, record: Record, settings: EncodeSettings) -> None:
