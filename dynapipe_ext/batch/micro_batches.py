@@ -73,8 +73,8 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
     """Any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3); (N, 4) for
     pairs of documents as it is.
 
-    Errors: DataError for what is no array of integers, negative lengths, an empty encoder side, more targets than
-    positions, or a pair of which a document is empty, or with a decoder side.
+    Errors: DataError for values that are no array of integers, negative lengths, an empty encoder side, more targets
+    than positions, and a pair with an empty document or a decoder side.
     """
     try:
         raw = np.asarray(lengths)

@@ -195,8 +195,9 @@ def corrected_times(stage: StageCorrections, letter: str, terms: FloatArray, kin
 
 @dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Other times of actions: `corrections[s]` has those of stage s, by letter (F, B, I, W) and, where backwards of one
-    kind of recomputation were measured often enough, by letter and kind ("B full"), which then comes first.
+    """Other times of actions: `corrections[s]` has those of stage s by letter (F, B, I, W). Where backwards of one kind
+    of recomputation were measured often enough, it also has corrections by letter and kind ("B full"), which replace
+    those of the letter.
 
     Actions without measurements keep their time. A measured I and W also price B, as their sum. A measured B without
     them also scales W, in proportion. What takes no time goes on taking none, and a shape that cannot run stays so.
@@ -300,9 +301,9 @@ class ForwardsAlone:
     """No backward follows: B and W take no time, and nothing is stored from F on.
 
     Static bytes stay, since gradients and optimizer states lie in memory while a training run is evaluated. The working
-    bytes of F are at most what the forward of a training step stores and needs on top, without recomputation or under
-    full recomputation, whichever is less: a forward without gradients drops all that these drop. Micro-batches ask for
-    no recomputation, and there are no pieces of long samples.
+    bytes of F are at most those that the forward of a training step stores and needs in addition, without recomputation
+    or under full recomputation, whichever is less: a forward without gradients keeps nothing that either of these
+    drops. Micro-batches ask for no recomputation, and there are no pieces of long samples.
     """
 
     kind: ClassVar = "forwards"

@@ -107,8 +107,8 @@ class AnalyticCosts:
     the whole row, and their gradients.
 
     A head over pipeline ranks costs each of its stages the same part of the products and of the logits, and the
-    overhead of an action and of half a layer. Each keeps the head's input, of which a message brings all but the first
-    a copy, and four fp32 numbers a position: the joined sums and targets of a message and its own.
+    overhead of an action and of half a layer. Each of them keeps the head's input (all but the first get it in a
+    message) and four fp32 numbers a position: the sum and the target of the message, and its own.
     """
 
     architecture: Architecture

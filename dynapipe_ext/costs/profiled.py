@@ -72,8 +72,8 @@ class ProfileRange:
     are multiples of `multiple`, the ranks that share a sequence. Some more tokens are measured, for the far corners of
     the grid's last cells.
 
-    Of an encoder-decoder `max_len` is the encoder's, `max_decoder_len` the decoder's (0: there is none), whose rows may
-    be shorter, and tokens are those of both sides.
+    For an encoder-decoder, `max_len` bounds the encoder side and `max_decoder_len` the decoder side (0: there is none),
+    whose rows may be shorter; tokens are those of both sides.
     """
 
     max_len: int

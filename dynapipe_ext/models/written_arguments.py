@@ -27,8 +27,8 @@ _WITHOUT_OPTION = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, 
 def write_arguments(architecture: Architecture) -> dict[str, Any]:
     """The model as the arguments that Megatron-LM records.
 
-    Arguments cannot express every model. The extra entry `lost` names what they leave out; no release knows it, so
-    `read_arguments` refuses such arguments where no config.json stands beside them.
+    Arguments cannot express every model. The extra entry `lost` names what the arguments cannot express. No release of
+    Megatron-LM reads it; our `read_arguments` refuses such arguments unless a config.json lies beside them.
     """
     a = architecture
     scaling = a.rope_scaling

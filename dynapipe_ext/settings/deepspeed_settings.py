@@ -41,7 +41,7 @@ _LEAST_PRINTED = 1 << 30  # steps between DeepSpeed's own lines, where the file 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine is made of, and the fields in which that is not what the file says, each with the reason."""
+    """The configuration of an engine, and the fields in which it differs from the file, each with the reason."""
 
     config: Json
     overridden: tuple[str, ...]

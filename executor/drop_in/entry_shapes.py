@@ -31,11 +31,12 @@ _OR_SAY = "give shape_of, which tells rows and length of what the data iterator 
 def shapes_of_entries(
     step: LoopStep, pipeline: MegatronPipeline, pp_group: Any, shape_of: ShapeOf | None
 ) -> tuple[tuple[EntryShape, ...], LoopStep]:
-    """The shape of every micro-batch in order of entry, and the step, whose first iterator kept what was read ahead.
+    """The shape of every micro-batch in order of entry, and the step with a first iterator that still yields the
+    batches read ahead.
 
     A collective call of a pipeline's ranks. Without `shape_of` the first stage calls `forward_step_func` on copies of
-    the data, up to its call of the model, whose `input_ids` tell. Errors: ConfigError, on all ranks, where that says
-    nothing.
+    the data, up to its call of the model, and reads the shape of `input_ids`. Errors: ConfigError, on all ranks, where
+    that gives no shape.
     """
     topology, place = pipeline.topology, pipeline.coordinates
     first_rank = topology.rank(tp_rank=place.tp_rank, pp_rank=topology.stage_ranks[0], dp_rank=place.dp_rank)

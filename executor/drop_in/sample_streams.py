@@ -111,7 +111,8 @@ class SampleRuns:
 def of_bounded_length(
     source: SampleSource, most: int, *, long_samples: LongSamples, what: str
 ) -> tuple[SampleSource, str]:
-    """The source with no sample of more than `most` positions, and what became of longer ones (empty: there are none).
+    """The source with no sample of more than `most` positions, and a line about the longer ones (empty: there are
+    none).
 
     truncate: their first positions alone. chunk: runs of `most` positions and the rest, each a sample of its own. Runs
     without a target are left out. Errors: DataError where longer samples are refused, and where nothing is left.

@@ -276,8 +276,8 @@ def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> 
 
 
 def idle_bytes(config: TrainConfig) -> int:
-    """What the first stage holds of weights that no text runs through (a tower of images), on its device: as wide as
-    the folder has them, or the run, whichever is wider."""
+    """Bytes of the weights that no text runs through (a tower of images), on the first stage's device. Their values are
+    as wide as in the folder or in the run, whichever is wider."""
     model, engine = config.model, config.deepspeed
     number = model.cut.num_idle_weights if model.cut else 0
     recipe: StateRecipe = "fp32" if keeps_wide_idle(config) else trained_recipe(config)

@@ -1,4 +1,5 @@
-"""The keys of a job: made of a secret that its ranks have before they meet, and of a salt that travels between them.
+"""The keys of a job, made of a secret that its ranks have before they meet, and of a salt that rank 0 sends to the
+others.
 
 launcher, file or the store's own password ─► secret ─┐
 rank 0 ─► salt ─► the other ranks ────────────────────┴► keys, the same on every rank, none of which travels

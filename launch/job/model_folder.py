@@ -188,9 +188,9 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
 
 
 def open_initial_weights(path: str, architecture: Architecture | None) -> CheckpointReader:
-    """The checkpoint, once it is known to hold the weights of `architecture`, all of them and no others.
+    """A reader of the checkpoint, which is checked to hold all weights of `architecture` and no others.
 
-    Errors: DataError for what is no whole checkpoint, naming its tensors; ConfigError for that of another model.
+    Errors: DataError for an incomplete checkpoint, naming its tensors; ConfigError for a checkpoint of another model.
     """
     from dynapipe_ext.tools.checkpoint import recognise
 

@@ -177,8 +177,8 @@ def _open_weights(config: TrainConfig) -> None:
 
 
 def store_and_secret(args: argparse.Namespace, launched: str = "") -> tuple[StoreAddress | None, str]:
-    """The user's own store if there is one, and the secret that all ranks have: that of the launcher, of the file, or
-    the store's password; empty where there is none. Errors: ConfigError."""
+    """The user's own store, if there is one, and the secret that all ranks share: the launcher's, the one in the secret
+    file, or the store's password; empty if there is none. Errors: ConfigError."""
     line = ""
     if args.secret_file:
         line = read_secret(Path(args.secret_file), store_password() if args.store or kv_store_url() else None)

@@ -1,4 +1,4 @@
-"""One directory a run: claimed at its start, filled once it trains, gone again where it never did.
+"""The directory of a run: claimed at its start, filled once it trains, removed if it never trains.
 
 runs/2026-11-22T01-30-00/   config.toml costs.json data events.jsonl report.json index.html …
 runs/latest                 a link to the newest that has begun

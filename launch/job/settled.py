@@ -6,10 +6,11 @@ settled_job ─► SettledJob                     data read, costs read or measu
 SettledPlanning ─► Planner                    what plans follow from, with or without a run
 
 `dynapipe train` goes through all of these and forks ranks, which inherit the value. Under torchrun each rank makes the
-request, the first one settles it, and the others take theirs from what it tells (`peers_job`). `dynapipe plan` and
-`check-plan` have no run: they make a SettledPlanning of a file of settings, costs and flags (`commands.plan_inputs`).
-`replay` reads the planner that a SettledPlanning has made. `profile` measures the model of the same settings, before
-there are costs. `estimate` plans for cluster and costs of its own, by rules that it writes as settings of a run.
+request; the first rank settles it, and the others make their jobs from the values that it sends (`peers_job`).
+`dynapipe plan` and `check-plan` have no run: they make a SettledPlanning of a file of settings, costs and flags
+(`commands.plan_inputs`). `replay` reads the planner that a SettledPlanning has made. `profile` measures the model of
+the same settings, before there are costs. `estimate` plans for cluster and costs of its own, by rules that it writes as
+settings of a run.
 """
 
 from __future__ import annotations

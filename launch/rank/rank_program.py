@@ -1,7 +1,7 @@
 """One rank's process under torchrun: `torchrun … -m dynapipe_ext.launch.rank`, with the flags of `dynapipe train`.
 
-Of all ranks that fail, the first says why, in one line, after its calls if it is a defect; those that fail because it
-did say nothing.
+Of all ranks that fail, the first prints its error in one line, after a traceback if it is a defect. Ranks that fail
+because of it print nothing.
 """
 
 from __future__ import annotations

@@ -99,9 +99,9 @@ class Block:
 def find_inputs(patterns: Iterable[str | Path], form: Form | None = None) -> tuple[InputFile, ...]:
     """The files that paths, folders and globs (also `**`) name, in their order; those of one glob are sorted by name.
 
-    The suffix before .gz, .xz, .zst or .bz2 tells the form, unless `form` does: .parquet and .pq are Parquet; .arrow,
-    .csv and .tsv their namesakes; .txt, .text and .md are text; all others are JSON: an array, an object that holds
-    one, or an object a line. Of a folder come the files of `files_of_folder`.
+    The form follows from the suffix before .gz, .xz, .zst or .bz2, unless `form` names it: .parquet and .pq are
+    Parquet; .arrow, .csv and .tsv their namesakes; .txt, .text and .md are text. All others are JSON: an array, an
+    object that holds one, or an object a line. Of a folder come the files of `files_of_folder`.
 
     Errors: DataError for a path that is missing, unreadable or named twice, and for a glob without a match.
     """

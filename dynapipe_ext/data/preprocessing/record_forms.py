@@ -1,5 +1,5 @@
-"""The forms that records of training data have, each brought to one of three: a chat, a prompt with its answer, a text;
-or, where a run learns preferences, to a prompt with two answers (`preference_records.py`).
+"""The forms of records of training data. Each becomes a chat, a prompt with its answer, or a text; where a run learns
+preferences, a prompt with two answers (`preference_records.py`).
 
 {"messages": [{"role", "content"}], "system", "tools"}       a chat, under one of the names `CHATS`
 {"conversations": [{"from", "value"}], "system", "tools"}    a chat, as ShareGPT writes it
