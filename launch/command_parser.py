@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.settings.flag_values import layer_counts
+from dynapipe_ext.settings.declared import layer_counts
 from dynapipe_ext.tools.files import ALONE, deliver_error
 
 _MOST_POSITIONS = 1 << 40  # of a sample
@@ -114,6 +114,21 @@ def json_place(words: Sequence[str]) -> str | None:
         if word == "--json":
             return following if following and not following.startswith("-") else ALONE
     return None
+
+
+def flag_of(name: str) -> str:
+    """
+    >>> flag_of("log_interval")
+    '--log-interval'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def refuse_below(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Errors: ConfigError for a flag of these names with a number below `least`; one that was left out is none."""
+    for name in names:
+        if (number := getattr(args, name)) is not None and number < least:
+            raise ConfigError(f"{flag_of(name)} is {number} but must be at least {least}")
 
 
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:

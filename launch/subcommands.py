@@ -29,50 +29,30 @@ class Subcommand:
     summary: str
 
 
-SUBCOMMANDS = (
-    Subcommand(
-        "estimate", "dynapipe_ext.launch.commands.estimate", "say what a model needs on a cluster, and how to train it"
-    ),
-    Subcommand("train", "dynapipe_ext.launch.commands.train", "train a model on ranks of this machine, with a report"),
-    Subcommand(
-        "quickstart",
-        "dynapipe_ext.launch.commands.quickstart",
-        "train a small model here, and compare packed rows and ours",
-    ),
-    Subcommand("launch", "dynapipe_ext.launch.commands.launch", "train on one machine or many, with restarts"),
-    Subcommand(
-        "demo", "dynapipe_ext.launch.commands.demo", "compare packed rows and ours on sleeping ranks, with a picture"
-    ),
-    Subcommand("plan", "dynapipe_ext.launch.commands.plan", "show the plan of a lengths file without training"),
-    Subcommand(
-        "check-plan", "dynapipe_ext.launch.commands.check_plan", "prove a plan's file, its bounds and its peaks"
-    ),
-    Subcommand("replay", "dynapipe_ext.launch.commands.replay", "plan a step of a run again, and show what differs"),
-    Subcommand(
-        "show-schedule",
-        "dynapipe_ext.launch.commands.show_schedule",
-        "draw a published schedule, or one from a file or plan",
-    ),
-    Subcommand(
-        "preprocess",
-        "dynapipe_ext.launch.commands.preprocess",
-        "tokenize a corpus to a dataset or to .bin/.idx",
-    ),
-    Subcommand(
-        "convert",
-        "dynapipe_ext.launch.commands.convert",
-        "convert a checkpoint between Hugging Face, Megatron, DeepSpeed and Meta",
-    ),
-    Subcommand("profile", "dynapipe_ext.launch.commands.profile_model", "measure a model here and write a cost table"),
-    Subcommand("compare", "dynapipe_ext.launch.commands.compare", "say how two runs differ, and draw both"),
-    Subcommand("flops", "dynapipe_ext.launch.commands.flops", "count FLOPs, MFU and HFU of a run, a log or a step"),
-    Subcommand("collect-memory", "dynapipe_ext.launch.commands.collect_memory", "measure peaks of inference batches"),
-    Subcommand(
-        "train-memory-model", "dynapipe_ext.launch.commands.train_memory_model", "learn batch sizes from measured peaks"
-    ),
-    Subcommand(
-        "doctor", "dynapipe_ext.launch.commands.doctor", "show what is installed and whether a run can start here"
-    ),
+_COMMANDS = "dynapipe_ext.launch.commands."
+_SUMMARIES = {
+    "estimate": "say what a model needs on a cluster, and how to train it",
+    "train": "train a model on ranks of this machine, with a report",
+    "quickstart": "train a small model here, and compare packed rows and ours",
+    "launch": "train on one machine or many, with restarts",
+    "demo": "compare packed rows and ours on sleeping ranks, with a picture",
+    "plan": "show the plan of a lengths file without training",
+    "check-plan": "prove a plan's file, its bounds and its peaks",
+    "replay": "plan a step of a run again, and show what differs",
+    "show-schedule": "draw a published schedule, or one from a file or plan",
+    "preprocess": "tokenize a corpus to a dataset or to .bin/.idx",
+    "convert": "convert a checkpoint between Hugging Face, Megatron, DeepSpeed and Meta",
+    "profile": "measure a model here and write a cost table",
+    "compare": "say how two runs differ, and draw both",
+    "flops": "count FLOPs, MFU and HFU of a run, a log or a step",
+    "collect-memory": "measure peaks of inference batches",
+    "train-memory-model": "learn batch sizes from measured peaks",
+    "doctor": "show what is installed and whether a run can start here",
+}
+_OTHER_MODULES = {"profile": "profile_model"}
+SUBCOMMANDS = tuple(
+    Subcommand(name, _COMMANDS + _OTHER_MODULES.get(name, name.replace("-", "_")), summary)
+    for name, summary in _SUMMARIES.items()
 )
 
 # The extra to install for a missing package, by its import name.

@@ -73,8 +73,8 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
     """Any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3); (N, 4) for
     pairs of documents as it is.
 
-    Errors: DataError for what is no array of integers, negative lengths, an empty encoder side, more targets than
-    positions, or a pair of which a document is empty, or with a decoder side.
+    Errors: DataError for values that are no array of integers, negative lengths, an empty encoder side, more targets
+    than positions, and a pair with an empty document or a decoder side.
     """
     try:
         raw = np.asarray(lengths)
@@ -92,13 +92,13 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
         raise DataError(f"lengths go up to {raw.max()} but are at most 2^63 - 1: give tokens of a sample")
     table = raw.astype(np.int64)
     bad = (table < 0).any(axis=1) | (table[:, 0] < 1) | (table[:, 2] > table[:, 0] + table[:, 1])
-    named = "encoder, decoder, targets"
+    columns = "encoder, decoder, targets"
     if table.shape[1] == _PAIR_COLUMNS:
         bad |= (table[:, 3] < 1) | (table[:, 3] >= table[:, 0]) | (table[:, 1] > 0)
-        named += ", first document of the encoder side"
+        columns += ", first document of the encoder side"
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
-        raise DataError(f"sample {i} has lengths {table[i].tolist()} ({named}): not usable")
+        raise DataError(f"sample {i} has lengths {table[i].tolist()} ({columns}): not usable")
     return table
 
 

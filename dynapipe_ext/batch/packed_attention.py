@@ -160,13 +160,17 @@ def attend_by_kernel(
     if rule.is_causal:
         ahead = 0 if rule.window is not None or not kernel.causal else kernel.unbounded
     both = borders, keys or borders
-    named: dict[str, Any] = dict(zip(kernel.borders, (one.sums for one in both), strict=True))
-    named |= dict(zip(kernel.longest, (max(one.lengths) for one in both), strict=True))
-    named |= {kernel.scale: rule.scale, "window_size": (back, ahead), kernel.causal: rule.is_causal}
-    named |= {kernel.dropout: rule.dropout, kernel.softcap: rule.softcap, kernel.deterministic: rule.is_deterministic}
-    named |= {kernel.shares_heads: q_THD.shape[1] != k_THD.shape[1]}
-    named.pop("", None)
-    out = function(q_THD, k_THD, v_THD, **named)
+    keywords: dict[str, Any] = dict(zip(kernel.borders, (one.sums for one in both), strict=True))
+    keywords |= dict(zip(kernel.longest, (max(one.lengths) for one in both), strict=True))
+    keywords |= {kernel.scale: rule.scale, "window_size": (back, ahead), kernel.causal: rule.is_causal}
+    keywords |= {
+        kernel.dropout: rule.dropout,
+        kernel.softcap: rule.softcap,
+        kernel.deterministic: rule.is_deterministic,
+    }
+    keywords |= {kernel.shares_heads: q_THD.shape[1] != k_THD.shape[1]}
+    keywords.pop("", None)
+    out = function(q_THD, k_THD, v_THD, **keywords)
     out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some give the sums of the softmax as well
     return out_THD
 

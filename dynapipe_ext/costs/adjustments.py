@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -195,8 +195,9 @@ def corrected_times(stage: StageCorrections, letter: str, terms: FloatArray, kin
 
 @dataclass(frozen=True, slots=True)
 class FittedTimes:
-    """Other times of actions: `corrections[s]` has those of stage s, by letter (F, B, I, W) and, where backwards of one
-    kind of recomputation were measured often enough, by letter and kind ("B full"), which then comes first.
+    """Other times of actions: `corrections[s]` has those of stage s by letter (F, B, I, W). Where backwards of one kind
+    of recomputation were measured often enough, it also has corrections by letter and kind ("B full"), which replace
+    those of the letter.
 
     Actions without measurements keep their time. A measured I and W also price B, as their sum. A measured B without
     them also scales W, in proportion. What takes no time goes on taking none, and a shape that cannot run stays so.
@@ -300,9 +301,9 @@ class ForwardsAlone:
     """No backward follows: B and W take no time, and nothing is stored from F on.
 
     Static bytes stay, since gradients and optimizer states lie in memory while a training run is evaluated. The working
-    bytes of F are at most what the forward of a training step stores and needs on top, without recomputation or under
-    full recomputation, whichever is less: a forward without gradients drops all that these drop. Micro-batches ask for
-    no recomputation, and there are no pieces of long samples.
+    bytes of F are at most those that the forward of a training step stores and needs in addition, without recomputation
+    or under full recomputation, whichever is less: a forward without gradients keeps nothing that either of these
+    drops. Micro-batches ask for no recomputation, and there are no pieces of long samples.
     """
 
     kind: ClassVar = "forwards"
@@ -329,6 +330,7 @@ class ForwardsAlone:
 
 Adjustment = FrozenWeights | FittedTimes | ForwardsAlone
 _ORDER: tuple[type[Adjustment], ...] = get_args(Adjustment)
+OneKind = TypeVar("OneKind", FrozenWeights, FittedTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,9 +446,9 @@ class AdjustedCosts:
 
         Errors: ConfigError for trained shares over other stages.
         """
-        ours, before = self.prices.over(None)
+        own_prices, before = self.prices.over(None)
         prices, topology = self.prices.over(topology or before)
-        if prices is ours or replace(topology, dp=1, width=1) == replace(before, dp=1, width=1):
+        if prices is own_prices or replace(topology, dp=1, width=1) == replace(before, dp=1, width=1):
             return replace(self, prices=prices), topology
         if any(isinstance(one, FrozenWeights) for one in self.adjustments):
             raise ConfigError(
@@ -495,14 +497,17 @@ def without(costs: CostModel, kind: type[Adjustment]) -> CostModel:
 
 def fitted_times(costs: CostModel) -> FittedTimes | None:
     """The times that were fitted to these costs; None before a fit."""
-    adjustments = costs.adjustments if isinstance(costs, AdjustedCosts) else ()
-    return next((one for one in adjustments if isinstance(one, FittedTimes)), None)
+    return _adjustment(costs, FittedTimes)
 
 
 def frozen_weights(costs: CostModel) -> FrozenWeights | None:
     """What of the weights does not train; None where all do."""
+    return _adjustment(costs, FrozenWeights)
+
+
+def _adjustment(costs: CostModel, kind: type[OneKind]) -> OneKind | None:
     adjustments = costs.adjustments if isinstance(costs, AdjustedCosts) else ()
-    return next((one for one in adjustments if isinstance(one, FrozenWeights)), None)
+    return next((one for one in adjustments if isinstance(one, kind)), None)
 
 
 def _with(prices: CostModel, adjustments: Sequence[Adjustment]) -> CostModel:

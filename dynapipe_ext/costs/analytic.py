@@ -107,8 +107,8 @@ class AnalyticCosts:
     the whole row, and their gradients.
 
     A head over pipeline ranks costs each of its stages the same part of the products and of the logits, and the
-    overhead of an action and of half a layer. Each keeps the head's input, of which a message brings all but the first
-    a copy, and four fp32 numbers a position: the joined sums and targets of a message and its own.
+    overhead of an action and of half a layer. Each of them keeps the head's input (all but the first get it in a
+    message) and four fp32 numbers a position: the sum and the target of the message, and its own.
     """
 
     architecture: Architecture
@@ -268,19 +268,20 @@ class AnalyticCosts:
             refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
         a, values, layers = self.architecture, self.activation_bytes_per_value, self._attentions()
         a_position = 2 * a.kv_size_on(self.topology.tp)  # values a layer
-        kept = a_position if self.topology.width == 1 else self._block.kept_values
+        kept_values = a_position if self.topology.width == 1 else self._block.kept_values
         positions = CarriedPositions.of(micro_batches)
         own = positions.own // self.topology.width
         copied = 0 if self.topology.width == 1 else np.floor(self._block.copied_values * positions.own).astype(np.int64)
         recompute = np.array([m.layer_recompute for m in micro_batches], dtype=np.str_)
         keeps_own = (recompute == "none") | (recompute == "selective")
         in_buffers = values * (a_position * own + copied)
-        stored = kept * positions.kept_bytes(values) - keeps_own * in_buffers
+        stored = kept_values * positions.kept_bytes(values) - keeps_own * in_buffers
         again = (recompute == "stage") * in_buffers
+        gradients = kept_values * values * positions.joined
         return replace(
             costs,
             stored_bytes=costs.stored_bytes + layers * stored,
-            working_bytes=costs.working_bytes + (layers > 0) * (kept * values * positions.joined) - layers * again,
+            working_bytes=costs.working_bytes + (layers > 0) * gradients - layers * again,
         )
 
     @property

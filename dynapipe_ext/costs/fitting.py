@@ -68,7 +68,8 @@ def fit_times(costs: CostModel, actions: Sequence[MeasuredAction]) -> AdjustedCo
 
 
 def prediction_error(times: FittedTimes, actions: Sequence[MeasuredAction]) -> tuple[float, float]:
-    """What predictions are off by, over what was measured: those of the plans, and those by `times`."""
+    """Relative errors of predictions, against the measured times: of the plans' predictions, and of those by
+    `times`."""
     measured_ns = sum(action.measured_ns for action in actions)
     before_ns = sum(abs(action.predicted_ns - action.measured_ns) for action in actions)
     after_ns = 0.0

@@ -50,8 +50,9 @@ _ROUNDING_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class SamplePlace:
-    """Where n samples lie between the points: on the encoder (e) and decoder (d) axis the points on both sides and the
-    share of the upper one, and the first point that is longer. `outside`: longer than any point."""
+    """Where n samples lie between measured points. For the encoder (e) and decoder (d) axis: the points below and
+    above, the share of the upper one, and the first point that is longer. `outside`: the sample is longer than every
+    point."""
 
     e_low: IntArray
     e_high: IntArray
@@ -89,7 +90,8 @@ class PointTable:
 
     @classmethod
     def of(cls, values: FloatArray, num_rows: int) -> PointTable:
-        """Of (K x R, E, D), without what fewer rows of the same recomputation are nowhere above: it is never needed."""
+        """The table of `values` (K x R, E, D). It leaves out a number of rows if fewer rows under the same
+        recomputation are nowhere above it: its minimum is never needed."""
         numbers: list[int] = []
         for q, one in enumerate(values):
             same = [k for k in numbers if k // num_rows == q // num_rows]
@@ -127,8 +129,8 @@ class TablePoints:
     lengths time over rows is monotone between them. So minima over shapes are minima over points, with a sample's own
     lengths among these (`batch_floor` has the argument). Ranks share equal tables of work: `work_of` says which.
 
-    `needed`: (bytes (K x R, E, D), static bytes beside them) of activations that a micro-batch holds at some time on
-    some stage by itself, made to grow with rows and lengths by taking the least of all that is above.
+    `needed`: for some stages (bytes (K x R, E, D), static bytes) of the activations that a micro-batch holds there by
+    itself at some time. These bytes grow with rows and lengths: each is the minimum over all larger shapes.
     """
 
     rows: FloatArray
@@ -169,8 +171,8 @@ class TablePoints:
             held = place.between(num_bytes).reshape(-1, num_rows, len(place.outside))
             below = (held <= limit_bytes - static + _ROUNDING_BYTES).sum(axis=1)  # rows only make it grow
             reach = np.where((below == 0) | steps[np.maximum(0, below - 1)], below, below + 1)
-            here = np.arange(num_rows)[:, None] < reach[:, None]
-            allowed = here if allowed is None else allowed & here
+            within_reach = np.arange(num_rows)[:, None] < reach[:, None]
+            allowed = within_reach if allowed is None else allowed & within_reach
         assert allowed is not None
         return allowed.reshape(-1, len(place.outside))
 

@@ -26,10 +26,11 @@ INFEASIBLE = (
 class Grid:
     """Columns of measured values over a rectangular grid of points.
 
-    `axes`: ascending coordinates, one array an axis; `values`: shape (num_columns, points in row-major order);
-    `known`: shape (points,), False where nothing was measured (the values there are 0 and must not be used).
-    `share_of_bytes`: of the columns in MB, for a part of what was measured: (a, b, c, d) is (a + b L) / (c + d L) of
-    them, L being the shape's own coordinate on the second axis; between points a share is no straight line.
+    `axes`: ascending coordinates, one array an axis; `values`: shape (num_columns, points in row-major order); `known`:
+    shape (points,), False where nothing was measured (the values there are 0 and must not be used). `share_of_bytes`:
+    the part of the columns in MB that counts, where the grid is of a part of the measured layer. (a, b, c, d) stands
+    for (a + b L) / (c + d L), where L is the shape's coordinate on the second axis; so it is exact between points too,
+    where it is not linear.
     """
 
     columns: tuple[str, ...]

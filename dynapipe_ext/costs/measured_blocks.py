@@ -18,9 +18,10 @@ _MOST_TAX = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredBlock:
-    """Of one width. A rank receives bytes from the others of its block: `even`, another part of what each has (queries
-    by heads), or `gathered`, what each has sent to all (keys and values). `tax`: what a layer takes on slices, without
-    exchanges, beyond its share of whole rows' time, over that share: smaller kernels, copies, work that is not divided.
+    """Exchanges and overhead of blocks of one width. A rank receives bytes from the others of its block in two ways:
+    `even`, another part of each rank's data (queries by heads), and `gathered`, the same data as all ranks (keys and
+    values). `tax`: the time of a layer on slices, without exchanges, over its share of the time on whole rows, minus 1.
+    It comes from smaller kernels, copies, and work that is not divided.
     """
 
     even: Link
@@ -41,8 +42,9 @@ class MeasuredBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTimes:
-    """What a block of ranks has taken. Of exchanges, seconds by bytes that a rank received from others; of forward and
-    backward of layers on a long row, seconds of one rank on all of it, and of a block's on slices without exchanges.
+    """Measured seconds of a block of ranks. `even_s`, `gathered_s`: of exchanges, by the bytes that a rank received.
+    `whole_s`: of a layer's forward and backward on a long row, on one rank. `slice_s`: of the same on the slices of a
+    block's ranks, without exchanges.
     """
 
     even_s: Mapping[int, float]

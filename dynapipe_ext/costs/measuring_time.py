@@ -1,4 +1,4 @@
-"""How long measurements will take, told by those that were made: so that a limit in seconds holds."""
+"""How long measurements will take, estimated from those that were made, so that a limit in seconds holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MeasuringTime:
     _slower: dict[str, float] = field(default_factory=dict)  # by what: seconds taken over those expected
 
     def took(self, what: str, micro_batches: Sequence[MicroBatch], run_s: float, taken_s: float) -> None:
-        """A measurement of these took so long, one forward and backward `run_s`."""
+        """Record a measurement: it took `taken_s`, and one forward with its backward `run_s`."""
         self._slower[what] = max(self._slower.get(what, 1.0), taken_s / max(_LEAST_S, _RUNS * run_s))
         self._largest[what] = max(self._largest.get(what, (0.0, 0.0)), (self._work(micro_batches), run_s))
 
@@ -47,7 +47,7 @@ class MeasuringTime:
         return self._slower[what] * max(_LEAST_S, _RUNS * run_s * self._work(micro_batches) / most)
 
     def has(self, expected_s: float, *, share: float = 1.0) -> bool:
-        """Whether what takes so long ends before this share of the time is over."""
+        """Whether there is time for a measurement of `expected_s` before this share of the limit is over."""
         return self.agree(self.clock() + expected_s < self.start_s + share * self.most_s)
 
     def _work(self, micro_batches: Sequence[MicroBatch]) -> float:

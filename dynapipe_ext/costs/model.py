@@ -145,9 +145,9 @@ class MicroBatchCosts:
         first = kinds[0]
         tables = {name: np.empty((len(getattr(first, name)), len(columns)), np.int64) for name in _TABLES}
         for index, costs in enumerate(kinds):
-            if len(mine := np.flatnonzero(kind == index)):
+            if len(columns_of_kind := np.flatnonzero(kind == index)):
                 for name, table in tables.items():
-                    table[:, mine] = getattr(costs, name)[:, columns[mine]]
+                    table[:, columns_of_kind] = getattr(costs, name)[:, columns[columns_of_kind]]
         return cls(**tables, static_bytes=first.static_bytes, working_in=first.working_in)
 
     @classmethod

@@ -93,8 +93,9 @@ def packed_from_json(raw: Iterable[Mapping[str, Any]]) -> PackedLayers:
 def added_to_stages(
     layers: Sequence[tuple[int, int]], more: Mapping[LayerKind, FloatArray]
 ) -> tuple[FloatArray, FloatArray]:
-    """What every stage of so many (encoder, decoder) layers stores more, and needs more while its last layer runs,
-    (stages, M), where a layer of each kind has `more` (stored, peak) MB, (2, M), none below 0."""
+    """MB that every stage stores in addition, and those that it needs in addition while its last layer runs, each
+    (stages, M). `layers`: the numbers of (encoder, decoder) layers of each stage. `more`: for each kind of layer its
+    additional (stored, peak) MB, (2, M), none below 0."""
     stored = sum(np.outer([pair[side] for pair in layers], more[kind][0]) for side, kind in enumerate(more))
     running = []
     for num_encoder, num_decoder in layers:

@@ -1,5 +1,6 @@
-"""What pieces of a long sample keep for one another, and what one costs beyond a document of its length: measured in
-pairs of what it has and what was before it, fitted, and added to the prices of packed rows.
+"""Costs of the pieces of a long sample: the bytes that pieces keep for later ones, and the time of a piece beyond that
+of a document of its length. That time is measured for pairs (positions of the piece, positions before it), fitted, and
+added to the prices of packed rows.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class ProfileRange:
     are multiples of `multiple`, the ranks that share a sequence. Some more tokens are measured, for the far corners of
     the grid's last cells.
 
-    Of an encoder-decoder `max_len` is the encoder's, `max_decoder_len` the decoder's (0: there is none), whose rows may
-    be shorter, and tokens are those of both sides.
+    For an encoder-decoder, `max_len` bounds the encoder side and `max_decoder_len` the decoder side (0: there is none),
+    whose rows may be shorter; tokens are those of both sides.
     """
 
     max_len: int
@@ -363,9 +363,9 @@ def choose_and_measure(
     go_on: Callable[[Profile], bool],
     in_time: Callable[[MeasuredShape], bool] = lambda _shape: True,
 ) -> None:
-    """Measure the first shapes, then, one by one, the shape about which least is known, until the mean error of shapes
-    that are left out is at most `error_target`, there are `most_shapes`, or `go_on(profile)` is False. What is not
-    `in_time` is left out.
+    """Measure the first shapes, then one by one the shape whose costs are most uncertain. It ends when the mean error
+    of shapes that are left out is at most `error_target`, after `most_shapes`, or when `go_on(profile)` is False. What
+    is not `in_time` is left out.
 
     Errors: DataError where hardly anything fits on the device, or there is no time for the longest row.
     """
@@ -496,9 +496,9 @@ def parameter_counts(a: Architecture, tp: int) -> dict[str, int]:
 
 
 def once_bytes(a: Architecture, value_bytes: int, *, shards: int) -> dict[LayerKind, float]:
-    """Of each encoder position, on one of the `shards` ranks that share a sequence: what the encoder's final RMSNorm
-    keeps (its input and the normalised values, of 16-bit ones in fp32), and its output, which all decoder layers of a
-    stage read. Nothing for a decoder-only model, whose final norm is measured with its head.
+    """Bytes of each encoder position on one of the `shards` ranks that share a sequence: what the encoder's final
+    RMSNorm keeps (its input and the normalised values, those of 16-bit inputs in fp32), and its output, which all
+    decoder layers of a stage read. Nothing for a decoder-only model, whose final norm is measured with its head.
     """
     if not a.num_decoder_layers:
         return {}

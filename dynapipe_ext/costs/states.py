@@ -85,8 +85,8 @@ def state_bytes(
     `frozen_parameters` beside the others are weights alone; `exact_sums` of gradients come on top of these, whole.
     `num_moments` an optimizer keeps of each parameter.
 
-    What is offloaded lies on the host (Ren et al. 2021, sec. 4): "optimizer" its states, and from stage 2 on the
-    gradients, which leave the device as they are reduced; "weights" (ZeRO-Infinity, stage 3) those; "all" both. What is
+    What is offloaded lies on the host (Ren et al. 2021, sec. 4). "optimizer" moves optimizer states and, from stage 2
+    on, gradients as they are reduced; "weights" (ZeRO-Infinity, stage 3) moves weights; "all" moves both. What is
     gathered is on the device all the same. Errors: ConfigError.
 
     >>> [int(state_bytes(24, recipe="mixed", zero_stage=stage, dp=24).total[0]) for stage in ZERO_STAGES]

@@ -72,8 +72,9 @@ class PlainLayers:
         return attended + query * (2 if self.packed else 1)
 
     def spared_bytes(self, own: IntArray, *, selective: npt.NDArray[np.bool_]) -> IntArray:
-        """What a layer does not keep of a piece's own positions, whose keys and values lie in buffers: it has queries
-        and output alone, of a softmax that is computed again; where attention is recomputed, what goes into it, too.
+        """Bytes that a layer saves on a piece's own positions, whose keys and values lie in buffers. It keeps their
+        queries and outputs alone, as the softmax is computed again; where attention is recomputed, it also keeps the
+        inputs of attention.
         """
         a = self.architecture
         query, kv = a.query_size // self.tp, a.kv_size_on(self.tp)
@@ -88,8 +89,9 @@ class PlainLayers:
         return a_position * positions.kept_bytes(self.values), a_position * self.values * positions.joined
 
     def _layer_norms_bytes(self) -> int:
-        """Of a layer's norms and one token. The input of a product is kept whether it comes out of a norm or not; that
-        of a norm behind a product is its own, and its output is only added.
+        """Bytes that a layer's norms keep of one token, with the inputs of the products: these are kept wherever norms
+        stand. A norm behind a product keeps an input of its own; its output is only added to the residual stream, and
+        not kept.
         """
         before = 2 * self._norm_bytes()
         if self.architecture.norm_placement != "both":
@@ -165,9 +167,9 @@ class PlainLayers:
         return self.architecture.vocab_size // self.tp * self.architecture.hidden_size
 
     def head_working_bytes(self, tokens: IntArray, *, tied: bool) -> IntArray:
-        """Beside those: the head input's gradient and, of 4-byte values, its weight's, as that of the logits takes the
-        place of the probabilities; of 2-byte ones the logits' gradient, and its weight's once the probabilities are
-        gone.
+        """Bytes beside the kept ones while the head runs backwards: the gradient of its input, and for 4-byte values
+        that of its weight (the gradient of the logits takes the place of the probabilities). For 2-byte values it is
+        the gradient of the logits and, once the probabilities are freed, that of the weight.
         """
         vocab, v = self.architecture.vocab_size // self.tp, self.values
         gradient: IntArray = v * self.architecture.hidden_size * tokens
@@ -184,10 +186,10 @@ class PlainLayers:
     def layer_working_bytes(
         self, tokens: IntArray, kept_bytes: IntArray, positions: IntArray, *, tied: bool
     ) -> IntArray:
-        """While one layer that kept `kept_bytes` runs backwards, at the fullest moment of its MLP: when the second
-        product has its gradients, when its weight's is summed, when the activation function has its, and the same two
-        of the first product. What recomputation brings back is there, the gradients of the residual stream, and a tied
-        embedding's, which waits for the embedding itself.
+        """Bytes beside `kept_bytes` while one layer runs backwards, at the fullest moment of its MLP. The moments are:
+        the second product has its gradients; its weight's gradient is summed; the activation function has its gradient;
+        then the first two again, of the first product. At each of them there are also recomputed activations, the
+        gradients of the residual stream, and the gradient of a tied embedding, which waits for the embedding itself.
         """
         a, tp, v = self.architecture, self.tp, self.values
         h, f, fc1 = a.hidden_size, a.ffn_hidden_size // tp, a.fc1_size // tp

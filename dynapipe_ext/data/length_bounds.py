@@ -49,14 +49,16 @@ class LengthBounds:
     truncate: bool = False
     tasks: TaskBounds = TaskBounds()
 
-    def kept(self, task: str, *, num_beside: int, num_input: int, num_target: int, where: str) -> tuple[int, int]:
+    def kept_lengths(
+        self, task: str, *, num_beside: int, num_input: int, num_target: int, where: str
+    ) -> tuple[int, int]:
         """(tokens of the input's end, tokens of the target's start) that a sample keeps.
 
         `num_beside` other tokens of the input always stay. First each side is cut to its own bound. Then the input, and
         after it the target, are cut until the sample has at most `max_seq_len` positions.
 
         >>> bounds = LengthBounds(6, True, TaskBounds(SideBounds(input=6, target=3)))
-        >>> bounds.kept("copy", num_beside=1, num_input=9, num_target=4, where="line 1: sample 0")
+        >>> bounds.kept_lengths("copy", num_beside=1, num_input=9, num_target=4, where="line 1: sample 0")
         (3, 3)
 
         Errors: DataError that begins with `where` for a longer sample without `truncate`; ConfigError for an input
@@ -132,7 +134,7 @@ class Truncation:
 
     def _join(self, example: Example, prompt: list[int], target: list[int], *, index: int) -> TokenSequence:
         target = [*target, self.tokenizer.eos]
-        num_input, num_target = self.bounds.kept(
+        num_input, num_target = self.bounds.kept_lengths(
             example.task,
             num_beside=1,
             num_input=len(prompt),

@@ -369,8 +369,9 @@ class Architecture:
     def groups_fault(self, tp: int) -> str:
         """Why `tp` ranks can neither divide the key heads nor share them; empty where they can.
 
-        Ranks beyond the key heads hold equal parts of all rows of queries, keys and values, gather what these give, and
-        take their query heads with the key head of those (megatron-core's SelfAttention).
+        Where tensor parallel ranks are more than key heads, each rank holds an equal part of the rows of queries, keys
+        and values. It gathers their outputs and takes its query heads with the key head that belongs to them
+        (megatron-core's SelfAttention).
         """
         groups = self.num_query_groups
         if groups % tp and tp % groups:

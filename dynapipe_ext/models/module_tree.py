@@ -70,8 +70,8 @@ def read_transformers_config(folder: str | Path) -> Any:
 
 
 def linear_layers(folder: str | Path) -> Iterator[tuple[str, int, int, float]]:
-    """The linear layers within the decoder layers of a model: name within the layer, inputs, outputs, and in which
-    part of the layers it is, for layers may be unlike. Errors: ConfigError."""
+    """The linear layers within the decoder layers of a model: name within the layer, inputs, outputs, and which part of
+    all decoder layers has it (layers may differ). Errors: ConfigError."""
     config = read_transformers_config(folder)
     _, layers = layer_list(meta_model(causal_class(config), config))
     linear = importlib.import_module("torch").nn.Linear

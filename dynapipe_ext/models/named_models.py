@@ -107,9 +107,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "llama-3-8b": _llama(32, 4096, 32, 8, 14_336, **_LLAMA3),
     "llama-3-70b": _llama(80, 8192, 64, 8, 28_672, **_LLAMA3),
     "llama-3.1-405b": _llama(126, 16_384, 128, 8, 53_248, **{**_LLAMA3, "max_position_embeddings": 131_072}),
-    "llama-3.2-1b": _llama(
-        16, 2048, 32, 8, 8192, **{**_LLAMA3, "max_position_embeddings": 131_072, "tie_word_embeddings": True}
-    ),
+    "llama-3.2-1b": _llama(16, 2048, 32, 8, 8192,
+        **{**_LLAMA3, "max_position_embeddings": 131_072, "tie_word_embeddings": True}),
     "mistral-7b": _llama(32, 4096, 32, 8, 14_336, **_MISTRAL),
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14_336, **_MIXTRAL, max_position_embeddings=32_768),
     "mixtral-8x22b": _llama(56, 6144, 48, 8, 16_384, **_MIXTRAL, max_position_embeddings=65_536),
@@ -118,30 +117,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": _llama(28, 1024, 16, 8, 3072, **_QWEN3, tie_word_embeddings=True),
     "qwen3-8b": _llama(36, 4096, 32, 8, 12_288, **_QWEN3),
     "qwen3-32b": _llama(64, 5120, 64, 8, 25_600, **_QWEN3),
-    "qwen1.5-moe-a2.7b": _llama(
-        24,
-        2048,
-        16,
-        16,
-        5632,
-        **_QWEN2_MOE,
-        num_experts=60,
-        num_experts_per_tok=4,
-        moe_intermediate_size=1408,
-        shared_expert_intermediate_size=5632,
-    ),
-    "qwen2-57b-a14b": _llama(
-        28,
-        3584,
-        28,
-        4,
-        18_944,
-        **_QWEN2_MOE,
-        num_experts=64,
-        num_experts_per_tok=8,
-        moe_intermediate_size=2560,
-        shared_expert_intermediate_size=20_480,
-    ),
+    "qwen1.5-moe-a2.7b": _llama(24, 2048, 16, 16, 5632, **_QWEN2_MOE, num_experts=60, num_experts_per_tok=4,
+        moe_intermediate_size=1408, shared_expert_intermediate_size=5632),
+    "qwen2-57b-a14b": _llama(28, 3584, 28, 4, 18_944, **_QWEN2_MOE, num_experts=64, num_experts_per_tok=8,
+        moe_intermediate_size=2560, shared_expert_intermediate_size=20_480),
     "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 6144, **_QWEN3_MOE, moe_intermediate_size=768),
     "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 12_288, **_QWEN3_MOE, moe_intermediate_size=1536),
     "phi-3-mini": _llama(32, 3072, 32, 32, 8192, **_PHI3, sliding_window=2047),
@@ -152,148 +131,44 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gemma-2-2b": _gemma2(26, 2304, 8, 4, 9216, 256, 256),
     "gemma-2-9b": _gemma2(42, 3584, 16, 8, 14_336, 256, 256),
     "gemma-2-27b": _gemma2(46, 4608, 32, 16, 36_864, 128, 144),
-    "gemma-3-1b": _llama(
-        26,
-        1152,
-        4,
-        1,
-        6912,
-        **_GEMMA3,
-        head_dim=256,
-        sliding_window=512,
-        max_position_embeddings=32_768,
-        rms_norm_eps=1e-6,
-    ),
-    "deepseek-v2-lite": _deepseek(
-        27,
-        2048,
-        16,
-        10_944,
-        1408,
-        **_DEEPSEEK2,
-        q_lora_rank=None,
-        n_routed_experts=64,
-        num_experts_per_tok=6,
-        first_k_dense_replace=1,
-    ),
-    "deepseek-v2": _deepseek(
-        60,
-        5120,
-        128,
-        12_288,
-        1536,
-        **_DEEPSEEK2,
-        n_routed_experts=160,
-        num_experts_per_tok=6,
-        first_k_dense_replace=1,
-        routed_scaling_factor=16.0,
-        topk_method="group_limited_greedy",
-        n_group=8,
-        topk_group=3,
-    ),
+    "gemma-3-1b": _llama(26, 1152, 4, 1, 6912, **_GEMMA3, head_dim=256, sliding_window=512,
+        max_position_embeddings=32_768, rms_norm_eps=1e-6),
+    "deepseek-v2-lite": _deepseek(27, 2048, 16, 10_944, 1408, **_DEEPSEEK2, q_lora_rank=None, n_routed_experts=64,
+        num_experts_per_tok=6, first_k_dense_replace=1),
+    "deepseek-v2": _deepseek(60, 5120, 128, 12_288, 1536, **_DEEPSEEK2, n_routed_experts=160, num_experts_per_tok=6,
+        first_k_dense_replace=1, routed_scaling_factor=16.0, topk_method="group_limited_greedy", n_group=8,
+        topk_group=3),
     "deepseek-v3": _deepseek(61, 7168, 128, 18_432, 2048, model_type="deepseek_v3", vocab_size=129_280, mscale=1.0),
-    "kimi-k2": _llama(
-        61,
-        7168,
-        64,
-        64,
-        18_432,
-        model_type="kimi_k2",
-        rms_norm_eps=1e-6,
-        vocab_size=163_840,
-        max_position_embeddings=131_072,
-        rope_theta=50_000.0,
-        rope_scaling={**_KIMI_YARN, "original_max_position_embeddings": 4096},
-        moe_intermediate_size=2048,
-        n_routed_experts=384,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.827,
-    ),
-    "smollm3-3b": _llama(
-        36,
-        2048,
-        16,
-        4,
-        11_008,
-        model_type="smollm3",
-        rms_norm_eps=1e-6,
-        vocab_size=128_256,
-        max_position_embeddings=65_536,
-        rope_theta=5e6,
-        tie_word_embeddings=True,
-    ),
-    "granite-3.1-8b": _llama(
-        40,
-        4096,
-        32,
-        8,
-        12_800,
-        model_type="granite",
-        vocab_size=49_152,
-        max_position_embeddings=131_072,
-        rope_theta=1e7,
-        tie_word_embeddings=True,
-        embedding_multiplier=12.0,
-        residual_multiplier=0.22,
-        attention_multiplier=0.0078125,
-        logits_scaling=16.0,
-    ),
+    "kimi-k2": _llama(61, 7168, 64, 64, 18_432, model_type="kimi_k2", rms_norm_eps=1e-6, vocab_size=163_840,
+        max_position_embeddings=131_072, rope_theta=50_000.0,
+        rope_scaling={**_KIMI_YARN, "original_max_position_embeddings": 4096}, moe_intermediate_size=2048,
+        n_routed_experts=384, n_group=1, topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.827),
+    "smollm3-3b": _llama(36, 2048, 16, 4, 11_008, model_type="smollm3", rms_norm_eps=1e-6, vocab_size=128_256,
+        max_position_embeddings=65_536, rope_theta=5e6, tie_word_embeddings=True),
+    "granite-3.1-8b": _llama(40, 4096, 32, 8, 12_800, model_type="granite", vocab_size=49_152,
+        max_position_embeddings=131_072, rope_theta=1e7, tie_word_embeddings=True, embedding_multiplier=12.0,
+        residual_multiplier=0.22, attention_multiplier=0.0078125, logits_scaling=16.0),
     "olmoe-1b-7b": _llama(16, 2048, 16, 16, 1024, model_type="olmoe", vocab_size=50_304),
-    "olmo-3-7b": _llama(
-        32,
-        4096,
-        32,
-        32,
-        11_008,
-        model_type="olmo3",
-        rms_norm_eps=1e-6,
-        vocab_size=100_278,
-        max_position_embeddings=65_536,
-        rope_theta=5e5,
-        rope_scaling=_OLMO3_YARN,
-    ),
+    "olmo-3-7b": _llama(32, 4096, 32, 32, 11_008, model_type="olmo3", rms_norm_eps=1e-6, vocab_size=100_278,
+        max_position_embeddings=65_536, rope_theta=5e5, rope_scaling=_OLMO3_YARN),
     "gemma-2b": _llama(18, 2048, 8, 1, 16_384, **_GEMMA, rms_norm_eps=1e-6, tie_word_embeddings=True),
     "gemma-7b": _llama(28, 3072, 16, 16, 24_576, **_GEMMA, rms_norm_eps=1e-6, tie_word_embeddings=True),
-    "starcoder2-3b": _llama(30, 3072, 24, 2, 12_288, **_STARCODER2, sliding_window=4096, rope_theta=999_999.4420358813),
-    "starcoder2-15b": _llama(
-        40, 6144, 48, 4, 24_576, **_STARCODER2, sliding_window=4096, rope_theta=1e5, tie_word_embeddings=False
-    ),
-    "glm-4-9b": _llama(40, 4096, 32, 2, 13_696, **_GLM, model_type="glm", rms_norm_eps=1.5625e-07, attention_bias=True),
+    "starcoder2-3b": _llama(30, 3072, 24, 2, 12_288, **_STARCODER2, sliding_window=4096,
+        rope_theta=999_999.4420358813),
+    "starcoder2-15b": _llama(40, 6144, 48, 4, 24_576, **_STARCODER2, sliding_window=4096, rope_theta=1e5,
+        tie_word_embeddings=False),
+    "glm-4-9b": _llama(40, 4096, 32, 2, 13_696, **_GLM, model_type="glm", rms_norm_eps=1.5625e-07,
+        attention_bias=True),
     "glm-4-9b-0414": _llama(40, 4096, 32, 2, 13_696, **_GLM, model_type="glm4", attention_bias=False),
-    "glm-4.5-air": _llama(
-        46, 4096, 96, 8, 10_944, **_GLM_MOE, attention_bias=True, moe_intermediate_size=1408, n_routed_experts=128
-    ),
-    "glm-4.5": _llama(
-        92,
-        5120,
-        96,
-        8,
-        12_288,
-        **_GLM_MOE,
-        attention_bias=True,
-        use_qk_norm=True,
-        moe_intermediate_size=1536,
-        n_routed_experts=160,
-        first_k_dense_replace=3,
-        routed_scaling_factor=2.5,
-    ),
+    "glm-4.5-air": _llama(46, 4096, 96, 8, 10_944, **_GLM_MOE, attention_bias=True, moe_intermediate_size=1408,
+        n_routed_experts=128),
+    "glm-4.5": _llama(92, 5120, 96, 8, 12_288, **_GLM_MOE, attention_bias=True, use_qk_norm=True,
+        moe_intermediate_size=1536, n_routed_experts=160, first_k_dense_replace=3, routed_scaling_factor=2.5),
     "gpt-oss-20b": _llama(24, 2880, 64, 8, 2880, **_GPT_OSS, num_local_experts=32),
     "gpt-oss-120b": _llama(36, 2880, 64, 8, 2880, **_GPT_OSS, num_local_experts=128),
     "nemotron-4-340b": _llama(96, 18_432, 96, 8, 73_728, model_type="nemotron", vocab_size=256_000),
-    "internlm2-7b": _llama(
-        32,
-        4096,
-        32,
-        8,
-        14_336,
-        model_type="internlm2",
-        bias=False,
-        vocab_size=92_544,
-        max_position_embeddings=32_768,
-        rope_theta=1e6,
-    ),
+    "internlm2-7b": _llama(32, 4096, 32, 8, 14_336, model_type="internlm2", bias=False, vocab_size=92_544,
+        max_position_embeddings=32_768, rope_theta=1e6),
     "mt5-small": {"model_type": "mt5", "tie_word_embeddings": False},
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
@@ -306,7 +181,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "t5-large": _t5(24, 1024, 64, 4096, 16),
     "t5-3b": _t5(24, 1024, 128, 16_384, 32),
     "t5-11b": _t5(24, 1024, 128, 65_536, 128),
-}
+}  # fmt: skip
 
 
 _ADAPTERS = "adapter_config.json"
@@ -322,11 +197,11 @@ def refuse_adapters(folder: Path) -> None:
         base = json.loads(config.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         base = None
-    named = base if isinstance(base, str) and base else "MODEL"
+    base_name = base if isinstance(base, str) and base else "MODEL"
     raise DataError(
-        f"{folder} holds adapters of peft beside {named}, not a model: merge them into it"
-        f" (dynapipe convert {folder} --merge {named} --output MERGED) and give MERGED; or train new adapters by"
-        f" dynapipe train --model {named} --lora, or go on with those of a run by --resume"
+        f"{folder} holds adapters of peft beside {base_name}, not a model: merge them into it"
+        f" (dynapipe convert {folder} --merge {base_name} --output MERGED) and give MERGED; or train new adapters by"
+        f" dynapipe train --model {base_name} --lora, or go on with those of a run by --resume"
     )
 
 
@@ -495,8 +370,8 @@ def config_file(model: str) -> Path:
 
 
 def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
-    """A GPT of the named sizes, those of its text where it reads more than that, without what else a family computes
-    (norms, windows); experts are counted. A family of states has one head, as wide as the model.
+    """A GPT of the sizes in a config.json, those of its text model where it also reads other data. Experts are counted;
+    other parts of a family (norms, windows) are not. A state space family gets one head, as wide as the model.
 
     Errors: ConfigError naming a missing size, and for a model with an encoder.
     """

@@ -27,8 +27,8 @@ _WITHOUT_OPTION = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, 
 def write_arguments(architecture: Architecture) -> dict[str, Any]:
     """The model as the arguments that Megatron-LM records.
 
-    Arguments cannot express every model. The extra entry `lost` names what they leave out; no release knows it, so
-    `read_arguments` refuses such arguments where no config.json stands beside them.
+    Arguments cannot express every model. The extra entry `lost` names what the arguments cannot express. No release of
+    Megatron-LM reads it; our `read_arguments` refuses such arguments unless a config.json lies beside them.
     """
     a = architecture
     scaling = a.rope_scaling
@@ -70,8 +70,8 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
     if a.latent:
         arguments |= {"multi_latent_attention": True, "qk_layernorm": True} | latent_arguments(a, a.latent)
         arguments |= router_arguments(a)
-    if lost := unsayable(a):
-        arguments["lost"] = "; ".join(lost)
+    if unwritable := unsayable(a):
+        arguments["lost"] = "; ".join(unwritable)
     return arguments | {flag: a.dtype == dtype for dtype, flag in DTYPE_FLAGS.items()}
 
 
@@ -155,8 +155,8 @@ def command_line(architecture: Architecture) -> tuple[str, ...]:
     Errors: ConfigError where `unsayable` names a property.
     """
     a = architecture
-    if lost := unsayable(a):
-        raise ConfigError(f"Megatron-LM's arguments cannot say {'; '.join(lost)}: train it with dynapipe train")
+    if unwritable := unsayable(a):
+        raise ConfigError(f"Megatron-LM's arguments cannot say {'; '.join(unwritable)}: train it with dynapipe train")
     arguments = write_arguments(a)
     options: list[str] = []
     for name in _VALUES:

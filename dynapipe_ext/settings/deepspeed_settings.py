@@ -41,7 +41,7 @@ _LEAST_PRINTED = 1 << 30  # steps between DeepSpeed's own lines, where the file 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine is made of, and the fields in which that is not what the file says, each with the reason."""
+    """The configuration of an engine, and the fields in which it differs from the file, each with the reason."""
 
     config: Json
     overridden: tuple[str, ...]
@@ -56,9 +56,9 @@ def read_deepspeed_config(path: str | Path) -> Json:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds {short(raw)}, not a DeepSpeed configuration: give a JSON object")
     for name in raw:
-        for meant in get_close_matches(name, (*_SECTIONS, *_FOREIGN, "gradient_clipping"), n=1, cutoff=_MISSPELT):
-            if name != meant:
-                raise ConfigError(f"{path}: {name} is no name that DeepSpeed reads: did you mean {meant}?")
+        for near_name in get_close_matches(name, (*_SECTIONS, *_FOREIGN, "gradient_clipping"), n=1, cutoff=_MISSPELT):
+            if name != near_name:
+                raise ConfigError(f"{path}: {name} is no name that DeepSpeed reads: did you mean {near_name}?")
     if "bfloat16" in raw:
         raise ConfigError(f"{path}: bfloat16 is the old name of a section: write bf16")
     for name in (*_SECTIONS, *_FOREIGN):

@@ -11,8 +11,15 @@ from dynapipe_ext.batch.topology import Offload, PlacementName, Vocabulary, Zero
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.models.named_models import Backend
-from dynapipe_ext.settings.declared import setting, with_default
-from dynapipe_ext.settings.flag_values import betas, dtype, layer_counts, number_or_word, width
+from dynapipe_ext.settings.declared import (
+    betas,
+    dtype,
+    layer_counts,
+    number_or_word,
+    setting,
+    width,
+    with_default,
+)
 from dynapipe_ext.settings.plan_rules import PlanRules
 
 PlacementChoice = Literal[PlacementName, "auto"]
@@ -47,10 +54,11 @@ class RunSettings:
 class TopologySettings:
     """An empty `placement` is the one that the schedule needs, linear for most. "auto" plans batches of the run under
     every placement, before the model is built, and takes the best with its `layers_per_stage`. `stages_per_rank` 0 is
-    the usual number of the placement. `vocabulary` says what of it is divided over the pipeline ranks, in stages behind
-    those of layers (the head) or before them, too (both); "auto" tries that beside a whole one, like placements. The
-    stages of `layers_per_stage` are those of layers alone. `width` data parallel ranks join into one replica, each with
-    a slice of every row's positions (context parallelism); "auto" lets each step take the width whose plan ends first.
+    the usual number of the placement. `vocabulary` "head" divides the head over the pipeline ranks, in stages behind
+    the layers; "both" divides the embedding too, in stages before them; "whole" divides neither, and "auto" tries them
+    like placements. The stages of `layers_per_stage` are those of layers alone. `width` data parallel ranks join into
+    one replica, each with a slice of every row's positions (context parallelism); "auto" lets each step take the width
+    whose plan ends first.
     """
 
     tp: int = setting(2, "--tp", "tensor parallel ranks", at_least=1, at_most=1 << 16)
@@ -144,8 +152,8 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
-    """A linear layer of blocks, by its name within the block, how many values it takes and gives, and in which part of
-    the blocks it is."""
+    """A linear layer: its name within the block, its numbers of inputs and outputs, and which part of all blocks has
+    it."""
 
     name: str
     num_inputs: int
@@ -307,13 +315,13 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and at its end. "auto" minutes
-    are 10, or 20 times what the last save took where that is more, and pass over a disk without room. The `keep_last`
-    newest checkpoints stay (0: all). With `keep_best` the one of the least loss stays too, of the validation loss where
-    there is one. `background`: training goes on while a copy is written. After a signal to end, the run saves and ends
-    within `grace_s`. At its end the run writes its model into the folder `output`, in the format `save_format`: the
-    checkpoint that `keep_best` kept, else the last one. Of a run of adapters that is the adapters alone, and
-    `output_merged` is the base with them merged in, in the base's dtype."""
+    """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and at its end. "auto" saves
+    every 10 minutes, or after 20 times the duration of the last save if that is longer, and leaves out saves for which
+    the disk has no room. The `keep_last` newest checkpoints stay (0: all). With `keep_best` the one of the least loss
+    stays too, of the validation loss where there is one. `background`: training goes on while a copy is written. After
+    a signal to end, the run saves and ends within `grace_s`. At its end the run writes its model into the folder
+    `output`, in the format `save_format`: the checkpoint that `keep_best` kept, else the last one. Of a run of adapters
+    that is the adapters alone, and `output_merged` is the base with them merged in, in the base's dtype."""
 
     output: str = setting("", "--output", "folder to make of the trained model", "DIR")
     output_merged: str = setting("", "--output-merged", "folder to make of the base with --lora's adapters", "DIR")

@@ -282,9 +282,10 @@ def check_evaluation(settings: EvalSettings, where: str) -> None:
             f"{table} every is {settings.every} but there is nothing to evaluate on: give path, held-out data, or"
             " fraction, the part of the training data to hold out, like 0.05"
         )
-    if not settings.every and (named := [f"{name} is {value}" for name, value in choices.items() if value]):
+    if not settings.every and (conflicting := [f"{name} is {value}" for name, value in choices.items() if value]):
         raise ConfigError(
-            f"{table} {' and '.join(named)} but every is 0, which never evaluates: set every, or leave the others out"
+            f"{table} {' and '.join(conflicting)} but every is 0, which never evaluates: set every, or leave the"
+            " others out"
         )
 
 

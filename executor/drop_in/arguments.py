@@ -12,7 +12,7 @@ from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.drop_in.corpora import DataWishes
+from dynapipe_ext.executor.drop_in.corpora import DataArguments
 from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.drop_in.sample_streams import LongSamples
@@ -23,7 +23,7 @@ from dynapipe_ext.settings.tables import PlanSettings, TopologySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class ScriptSettings:
     """What a script's own code sets; None leaves it to the command line."""
 
     costs: CostModel | str | Path | None = None
@@ -41,34 +41,34 @@ class Wishes:
     store_of: Callable[[str | None], StoreAddress | None] = named_store
     shape_of: ShapeOf | None = None
 
-    def wish(self, args: Any, name: str) -> Any:
-        wish = getattr(self, name)
-        return wish if wish is not None else getattr(args, f"dynapipe_{name}", None)
+    def value(self, args: Any, name: str) -> Any:
+        own_value = getattr(self, name)
+        return own_value if own_value is not None else getattr(args, f"dynapipe_{name}", None)
 
     def settings(self, args: Any) -> DropInSettings:
         """With `args`, Megatron-LM's, or None for a script without. Errors: DataError for costs that cannot be read."""
 
-        costs = self.wish(args, "costs")
+        costs = self.value(args, "costs")
         names = ("memory_limit_gb", "split_backward", "layout", "placement", "pieces", "width")
-        wishes = {name: value for name in names if (value := self.wish(args, name)) is not None}
+        values = {name: value for name in names if (value := self.value(args, name)) is not None}
         minutes = getattr(args, "distributed_timeout_minutes", None)
         if minutes is not None:
-            wishes["timeout_s"] = 60.0 * minutes
+            values["timeout_s"] = 60.0 * minutes
         return DropInSettings(
             costs=read_cost_file(costs) if isinstance(costs, str | Path) else costs,
             store=self._store(args),
             shape_of=self.shape_of,
-            **wishes,
+            **values,
         )
 
-    def data_wishes(self, args: Any) -> DataWishes:
+    def data_arguments(self, args: Any) -> DataArguments:
         """What planned data are to be."""
-        names = {name: self.wish(args, name) for name in ("data", "valid_data")}
+        names = {name: self.value(args, name) for name in ("data", "valid_data")}
         lists = {name: (value,) if isinstance(value, str | Path) else value or () for name, value in names.items()}
-        return DataWishes(
+        return DataArguments(
             **{name: tuple(map(str, values)) for name, values in lists.items()},
-            long_samples=self.wish(args, "long_samples"),
-            tokens_per_batch=self.wish(args, "tokens_per_batch"),
+            long_samples=self.value(args, "long_samples"),
+            tokens_per_batch=self.value(args, "tokens_per_batch"),
         )
 
     def _store(self, args: Any) -> StoreAddress | None:
@@ -78,9 +78,9 @@ class Wishes:
 
     def check_unplanned(self, args: Any) -> None:
         """Refuse what data of one length would silently ignore. Errors: ConfigError."""
-        wishes = {name: self.wish(args, name) for name in ("layout", "pieces", "width")}
-        wishes |= {name: self.wish(args, name) for name in ("valid_data", "long_samples", "tokens_per_batch")}
-        ignored = [f"{name} is {value!r}" for name, value in wishes.items() if value not in (None, "padded", "off", 1)]
+        values = {name: self.value(args, name) for name in ("layout", "pieces", "width")}
+        values |= {name: self.value(args, name) for name in ("valid_data", "long_samples", "tokens_per_batch")}
+        ignored = [f"{name} is {value!r}" for name, value in values.items() if value not in (None, "padded", "off", 1)]
         has_store = self.store is not None or getattr(args, "dynapipe_store", None) is not None
         ignored += ["store was given"] * has_store
         if ignored:

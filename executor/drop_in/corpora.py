@@ -1,4 +1,4 @@
-"""What a run's arguments name as planned data, opened, and how the samples of each use make steps."""
+"""The planned data that a run's arguments name: opened, and made into steps for training, validation and test."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataWishes:
-    """What a run asks of its planned data. Without `long_samples` conversations are truncated, as Megatron-LM does, and
-    other samples that are too long refused."""
+class DataArguments:
+    """The arguments of a run about its planned data. Without `long_samples`, conversations are truncated, as
+    Megatron-LM does, and other samples that are too long are refused."""
 
     data: tuple[str, ...] = ()
     valid_data: tuple[str, ...] = ()
@@ -76,21 +76,21 @@ class DataWishes:
             )
 
 
-def opened_parts(wishes: DataWishes, args: Any, tokenizer: Any) -> tuple[Part | None, ...]:
+def opened_parts(data_arguments: DataArguments, args: Any, tokenizer: Any) -> tuple[Part | None, ...]:
     """Of training, validation and test: the corpora that the arguments name, each divided by `--split`. With
     `--dynapipe-valid-data` those of `--dynapipe-data` are all for training. Errors: ConfigError, DataError."""
-    corpora = [(weight, _opened(path, args, tokenizer)) for weight, path in parse_mixture(wishes.data)]
+    corpora = [(weight, _opened(path, args, tokenizer)) for weight, path in parse_mixture(data_arguments.data)]
     divided = [(weight, split_source(source, args.split)) for weight, source in corpora]
     parts = [_part([(weight, sources[use]) for weight, sources in divided]) for use in range(len(USES))]
-    if wishes.valid_data:
-        named = parse_mixture(wishes.valid_data)
-        parts[1] = _part([(weight, _opened(path, args, tokenizer)) for weight, path in named])
+    if data_arguments.valid_data:
+        validation = parse_mixture(data_arguments.valid_data)
+        parts[1] = _part([(weight, _opened(path, args, tokenizer)) for weight, path in validation])
     return tuple(parts)
 
 
 def _part(corpora: Sequence[tuple[float | None, SampleSource | None]]) -> Part | None:
-    held = [(weight, source) for weight, source in corpora if source is not None]
-    return Part(tuple(source for _, source in held), tuple(weight for weight, _ in held)) if held else None
+    present = [(weight, source) for weight, source in corpora if source is not None]
+    return Part(tuple(source for _, source in present), tuple(weight for weight, _ in present)) if present else None
 
 
 def _opened(path: str, args: Any, tokenizer: Any) -> SampleSource:
@@ -119,12 +119,12 @@ class StepMaker:
     validation and tests; `say` is called with what became of the data."""
 
     args: Any
-    wishes: DataWishes
+    data_arguments: DataArguments
     num_samples: Callable[[], Sequence[Any]]
     say: Callable[[str], None]
 
     def training(self, part: Part) -> PlannedSteps:
-        args, tokens = self.args, self.wishes.tokens_per_batch
+        args, tokens = self.args, self.data_arguments.tokens_per_batch
         part = self._bounded(part, USES[0])
         sizes = ramp_sizes(args)
         consumed = args.consumed_train_samples
@@ -191,7 +191,7 @@ class StepMaker:
         return mixture(part.sources, part.shares, seed=self.args.seed, count=count)
 
     def _bounded(self, part: Part, use: str) -> Part:
-        how = self.wishes.long_samples or ("truncate" if getattr(self.args, "sft", False) else "refuse")
+        how = self.data_arguments.long_samples or ("truncate" if getattr(self.args, "sft", False) else "refuse")
         sources = []
         for number, source in enumerate(part.sources):
             what = f"{use} data" if len(part.sources) == 1 else f"{use} data {number}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.drop_in.corpora import USES, DataWishes, Part, StepMaker, opened_parts
+from dynapipe_ext.executor.drop_in.corpora import USES, DataArguments, Part, StepMaker, opened_parts
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
 from dynapipe_ext.executor.drop_in.refusals import check_planned_arguments
 from dynapipe_ext.executor.drop_in.sample_streams import of_bounded_length
@@ -53,7 +53,7 @@ PlannedIterators = tuple[PlannedSteps | None, PlannedSteps | list[PlannedSteps] 
 
 
 def planned_iterators(
-    provider: Any, args: Any, wishes: DataWishes, training: Any, say: Callable[[str], None] = print
+    provider: Any, args: Any, data_arguments: DataArguments, training: Any, say: Callable[[str], None] = print
 ) -> PlannedIterators | None:
     """For training, validation (a list where there are several sets) and test; None where the script's data are
     Megatron's own. `training` is Megatron-LM's module of that name.
@@ -64,21 +64,24 @@ def planned_iterators(
     while isinstance(provider, functools.partial):
         provider = provider.func
     is_provided = isinstance(provider, PlannedDatasets)
-    if not is_provided and not wishes.data:
+    if not is_provided and not data_arguments.data:
         return None
-    if is_provided and wishes.data:
+    if is_provided and data_arguments.data:
         raise ConfigError("--dynapipe-data was given, but the script has a datasets_provider: leave one of them out")
     check_planned_arguments(args, from_path=not is_provided)
     parts: Sequence[Part | None]
     if is_provided:
         parts = _provided_parts(provider(training.get_train_valid_test_num_samples()))
     else:
-        parts = opened_parts(wishes, args, training.get_tokenizer() if args.sft else None)
+        parts = opened_parts(data_arguments, args, training.get_tokenizer() if args.sft else None)
         check_training_part(parts, args)
     if not args.consumed_train_samples and args.iteration:  # a checkpoint that does not say, as Megatron-LM takes it
         args.consumed_train_samples = args.iteration * args.global_batch_size
     maker = StepMaker(
-        args=args, wishes=wishes, num_samples=lambda: training.get_train_valid_test_num_samples(), say=say
+        args=args,
+        data_arguments=data_arguments,
+        num_samples=lambda: training.get_train_valid_test_num_samples(),
+        say=say,
     )
     return _steps_of_uses(parts, maker)
 
@@ -118,15 +121,15 @@ def _steps_of_uses(parts: Sequence[Part | None], maker: StepMaker) -> PlannedIte
     return train_steps, valid_steps, test_steps
 
 
-def check_data_at_start(wishes: DataWishes, args: Any) -> None:
-    """What Megatron-LM would find only once the model is built, as far as its arguments say enough by now: they may
-    leave the global batch to the ranks, and conversations need its tokenizer. Errors: ConfigError, DataError."""
-    wishes.check(args)
+def check_data_at_start(data_arguments: DataArguments, args: Any) -> None:
+    """Refuse data that Megatron-LM would refuse only once the model is built. It checks what is known by now: arguments
+    may leave the global batch to the ranks, and conversations need the tokenizer. Errors: ConfigError, DataError."""
+    data_arguments.check(args)
     if args.sft or not args.global_batch_size:
         return
-    parts = opened_parts(wishes, args, None)
+    parts = opened_parts(data_arguments, args, None)
     check_training_part(parts, args)
-    how = wishes.long_samples or "refuse"
+    how = data_arguments.long_samples or "refuse"
     for use, part in zip(USES, parts, strict=True):
         for source in part.sources if part is not None and how == "refuse" else ():
             of_bounded_length(source, args.seq_length, long_samples=how, what=f"{use} data")

@@ -19,7 +19,7 @@ from dynapipe_ext.executor.drop_in.entry_shapes import (
     EntryShape,
     in_any_order,
     in_order_of_entry,
-    told_shapes,
+    shapes_of_entries,
     with_adjusted_shapes,
 )
 from dynapipe_ext.executor.drop_in.forward_step import (
@@ -33,7 +33,6 @@ from dynapipe_ext.executor.drop_in.gains import GainLog
 from dynapipe_ext.executor.drop_in.given_micro_batches import (
     GivenPlanner,
     GivenShapes,
-    check_same_on_all_ranks,
     given_plan,
 )
 from dynapipe_ext.executor.drop_in.gradient_sync import StepGradients, check_sync
@@ -61,6 +60,7 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
+from dynapipe_ext.executor.stages.collectives import check_same_plans
 from dynapipe_ext.executor.stages.joined_ranks import Joined, JoinedRanks, join_ranks
 from dynapipe_ext.executor.stages.megatron.stage import RecomputeSwitch, split_megatron_linears
 
@@ -82,19 +82,19 @@ class _PlannedModel:
 class ForwardBackward:
     """A forward-backward function with Megatron's keywords and return value; all ranks call it alike.
 
-    It keeps, for each model it has seen, its process groups and plans.
+    It keeps, for each model it has observers, its process groups and plans.
     """
 
     def __init__(self, settings: DropInSettings | None = None, gains: GainLog | None = None) -> None:
         self.settings, self._gains = settings or DropInSettings(), gains
         self._models: WeakKeyDictionary[Any, _PlannedModel] = WeakKeyDictionary()
-        self._asked: tuple[int | None, int | None] | None = None
+        self._loop_sizes: tuple[int | None, int | None] | None = None
 
     def of_sizes(self, pp_size: int | None, vp_size: int | None) -> ForwardBackward:
         """The same for a loop that names the sizes of its pipeline, as `get_forward_backward_func` takes them."""
-        named = copy.copy(self)
-        named._asked = (pp_size, vp_size)
-        return named
+        of_these_sizes = copy.copy(self)
+        of_these_sizes._loop_sizes = (pp_size, vp_size)
+        return of_these_sizes
 
     def __call__(
         self,
@@ -170,9 +170,9 @@ class ForwardBackward:
             shape = max(1, shape[0] or 1), max(1, shape[1] or 1)
         shapes = (shape,) * step.num_micro_batches
         if is_any_shape:
-            shapes, step = told_shapes(step, model.pipeline, model.groups.pp, self.settings.shape_of)
-        shapes_given = GivenShapes(shapes=shapes, forward_only=step.forward_only, as_given=is_any_shape)
-        plan = self._given_plan(model, shapes_given, compare=not step.collect_non_loss_data)
+            shapes, step = shapes_of_entries(step, model.pipeline, model.groups.pp, self.settings.shape_of)
+        given_shapes = GivenShapes(shapes=shapes, forward_only=step.forward_only, as_given=is_any_shape)
+        plan = self._given_plan(model, given_shapes, compare=not step.collect_non_loss_data)
         if adjust is not None:
             (spec,) = model.pipeline.activation_format.specs(plan.micro_batches[0])
             plan = with_adjusted_shapes(plan, spec, adjust)
@@ -200,7 +200,7 @@ class ForwardBackward:
             model.around = _as_planned(step.chunks, model.pipeline, restarts_attention=joins)
             _say_planned(step.config, settings.layout)
         if (must_agree := steps.bind(model.pipeline, settings)) is not None:
-            check_same_on_all_ranks(must_agree, model.pipeline.device, what="steps of these data")
+            check_same_plans(must_agree, model.pipeline.device, what="steps of these data")
         if model.pipeline.topology.dp > 1 and not replicas_meet(model.pipeline, settings):
             step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
         micro_batches, plan = next(iterator)
@@ -209,9 +209,15 @@ class ForwardBackward:
             timed = self._gains.timed(plan, model.pipeline)
             self._gains.count(steps.last_lengths, model.pipeline, args)
         measured = _measurement(step, model, plan)
-        seen = _Seen(timed=timed, measured=measured)
+        observers = _Observers(timed=timed, measured=measured)
         reports = _run(
-            step, model, plan, micro_batches, lambda _, __, batch: batch_once(batch), around=model.around, seen=seen
+            step,
+            model,
+            plan,
+            micro_batches,
+            lambda _, __, batch: batch_once(batch),
+            around=model.around,
+            observers=observers,
         )
         if measured is not None:
             num_parameters = sum(p.numel() for chunk in step.chunks for p in chunk.parameters())
@@ -228,7 +234,10 @@ class ForwardBackward:
     def _planned(self, chunks: list[Any], config: Any, groups: Any) -> _PlannedModel:
         from megatron.core import parallel_state
 
-        pp_size, vp_size = self._asked or (None, parallel_state.get_virtual_pipeline_model_parallel_world_size())
+        pp_size, vp_size = self._loop_sizes or (
+            None,
+            parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        )
         if pp_size not in (None, groups.pp.size()):
             raise ConfigError(
                 f"get_forward_backward_func was asked for pp_size {pp_size}, but the pipeline's process group has"
@@ -259,28 +268,29 @@ class ForwardBackward:
         model.groups = groups
         return model
 
-    def _given_plan(self, model: _PlannedModel, shapes_given: GivenShapes, *, compare: bool) -> ExecutionPlan:
-        """`compare` unless one rank may call alone, as Megatron-LM's evaluation does to collect what is no loss. Shapes
-        of any kind come from one rank, so they are compared the first time alone."""
+    def _given_plan(self, model: _PlannedModel, given_shapes: GivenShapes, *, compare: bool) -> ExecutionPlan:
+        """This rank's plan of micro-batches of these shapes, made once. Ranks `compare` their plans, unless one rank
+        may call alone (Megatron-LM's evaluation does so to collect other outputs than losses). Shapes `as_given` come
+        from one rank, so their plans are compared only the first time."""
         plans, settings = model.plans, self.settings
-        if shapes_given not in plans:
+        if given_shapes not in plans:
             is_new_kind = all(
-                (shapes_given.as_given, shapes_given.forward_only) != (one.as_given, one.forward_only) for one in plans
+                (given_shapes.as_given, given_shapes.forward_only) != (one.as_given, one.forward_only) for one in plans
             )
             planner = GivenPlanner(
                 pipeline=model.pipeline,
-                given=shapes_given,
+                given=given_shapes,
                 split_backward=settings.split_backward,
                 limit_bytes=settings.limit_bytes,
             )
-            compare = compare and (is_new_kind or not shapes_given.as_given)
+            compare = compare and (is_new_kind or not given_shapes.as_given)
             plan = given_plan(planner, model.groups.pp, compare=compare)
-            if is_new_kind or not shapes_given.as_given:
-                _say(plan, shapes_given)
+            if is_new_kind or not given_shapes.as_given:
+                _say(plan, given_shapes)
             while len(plans) >= _MOST_PLANS:
                 del plans[next(iter(plans))]
-            plans[shapes_given] = plan
-        return plans[shapes_given]
+            plans[given_shapes] = plan
+        return plans[given_shapes]
 
 
 def _checked(num_microbatches: Any, data_iterator: Any, chunks: list[Any]) -> tuple[int, list[Any]]:
@@ -310,7 +320,7 @@ def _timed(config: Any) -> Iterator[None]:
 
 
 def _say(plan: ExecutionPlan, shapes: GivenShapes) -> None:
-    """On the first rank, once a shape: nobody should have to guess whose schedule runs."""
+    """Print, on the first rank and once for each shape, which schedule runs."""
     if dist.get_rank() == 0:
         what = "forwards" if shapes.forward_only else "forwards and backwards"
         print(
@@ -321,7 +331,7 @@ def _say(plan: ExecutionPlan, shapes: GivenShapes) -> None:
 
 
 def _say_planned(config: Any, layout: Layout) -> None:
-    """On the first rank: that data are planned, and what a loss of the older kinds then comes to."""
+    """Print, on the first rank, that data are planned, and a warning about losses that are no token sums."""
     if dist.get_rank() != 0:
         return
     print(f"dynapipe: samples are cut into planned micro-batches, rows {layout}", flush=True)
@@ -353,8 +363,8 @@ def _as_planned(chunks: Sequence[Any], pipeline: MegatronPipeline, *, restarts_a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """Who sees the actions of a step: the log's clock, and what measures costs."""
+class _Observers:
+    """The observers of a step's actions: the log's clock, and the measurement of costs."""
 
     timed: Callable[[str], Any] | None = None
     measured: StepMeasurement | None = None
@@ -369,7 +379,8 @@ class _Seen:
 
 
 def _measurement(step: LoopStep, model: _PlannedModel, plan: ExecutionPlan) -> StepMeasurement | None:
-    """Of the step that is to be measured: the first one after those that begin, of a model that is not counted."""
+    """The measurement of this step, if it is to be measured: the first step after the warm-up steps, of a model whose
+    costs are not counted."""
     if model.pipeline.counts_memory or step.forward_only:
         return None
     model.num_uncounted_steps += 1
@@ -392,14 +403,14 @@ def _run(
     data: BatchIterator,
     *,
     around: Around = lambda *_: nullcontext(),
-    seen: _Seen | None = None,
+    observers: _Observers | None = None,
 ) -> list[Any]:
     pipeline = model.pipeline
     with StepGradients(
         step.chunks, step.config, model.groups, force_all_reduce=step.force_all_reduce, in_v=pipeline.in_v
     ) as gradients:
         stage = ForwardStepStage(step, gradients, data, around, model.joined)
-        executor = (seen or _Seen()).executor(stage, pipeline)
+        executor = (observers or _Observers()).executor(stage, pipeline)
         executor.execute(plan, micro_batches)
     return sent_to_last_rank(stage.reports, pipeline.topology, pipeline.coordinates, pipeline.device)
 

@@ -1,7 +1,7 @@
-"""Shapes of micro-batches that a loop has cut itself: read ahead on the first stage, told to its pipeline once a step.
+"""Shapes of micro-batches that a loop has cut itself: read ahead on the first stage, sent to its pipeline once a step.
 
-The first stage takes a step's batches from the iterator before its first forward, asks each for its rows and length,
-and keeps it for that forward. So every rank posts receives of the right shape, and no message says one.
+Before its first forward of a step the first stage reads all batches from the iterator, reads the rows and length of
+each, and keeps it for its forward. So every rank posts receives of the right shape, and no message carries a shape.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ ShapeOf = Callable[[Any], EntryShape]  # of what a data iterator's `next` gives
 _OR_SAY = "give shape_of, which tells rows and length of what the data iterator yields"
 
 
-def told_shapes(
+def shapes_of_entries(
     step: LoopStep, pipeline: MegatronPipeline, pp_group: Any, shape_of: ShapeOf | None
 ) -> tuple[tuple[EntryShape, ...], LoopStep]:
-    """The shape of every micro-batch in order of entry, and the step, whose first iterator kept what was read ahead.
+    """The shape of every micro-batch in order of entry, and the step with a first iterator that still yields the
+    batches read ahead.
 
     A collective call of a pipeline's ranks. Without `shape_of` the first stage calls `forward_step_func` on copies of
-    the data, up to its call of the model, whose `input_ids` tell. Errors: ConfigError, on all ranks, where that says
-    nothing.
+    the data, up to its call of the model, and reads the shape of `input_ids`. Errors: ConfigError, on all ranks, where
+    that gives no shape.
     """
-    topology, here = pipeline.topology, pipeline.coordinates
-    first_rank = topology.rank(tp_rank=here.tp_rank, pp_rank=topology.stage_ranks[0], dp_rank=here.dp_rank)
+    topology, place = pipeline.topology, pipeline.coordinates
+    first_rank = topology.rank(tp_rank=place.tp_rank, pp_rank=topology.stage_ranks[0], dp_rank=place.dp_rank)
     answer: dict[str, Any] = {}
-    if here.pp_rank == topology.stage_ranks[0]:
+    if place.pp_rank == topology.stage_ranks[0]:
         source = step.iterators[0]
         if hasattr(source, "__next__"):
             source = _ReadAhead(source)
             step = replace(step, iterators=[source, *step.iterators[1:]])
         try:
-            answer["shapes"] = _read(step, source, pipeline.device, shape_of)
+            answer["shapes"] = _shapes_read_ahead(step, source, pipeline.device, shape_of)
         except ConfigError as error:
             answer["refused"] = str(error)
     answer = send_json(answer, first_rank, pp_group, pipeline.device)
@@ -105,7 +106,7 @@ def with_adjusted_shapes(plan: ExecutionPlan, spec: TensorSpec, adjust: Callable
 
 
 class _ReadAhead(Iterator[Any]):
-    """A data iterator from which some has been read, and is yielded all the same."""
+    """A data iterator that yields batches also if `look` has read them before."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source, self._kept = source, deque[Any]()
@@ -139,7 +140,7 @@ class _Reached(BaseException):
         self.input_ids = input_ids
 
 
-def _read(step: LoopStep, source: Any, device: torch.device, shape_of: ShapeOf | None) -> list[EntryShape]:
+def _shapes_read_ahead(step: LoopStep, source: Any, device: torch.device, shape_of: ShapeOf | None) -> list[EntryShape]:
     count = range(step.num_micro_batches)
     if shape_of is not None:
         if not isinstance(source, _ReadAhead):
@@ -149,11 +150,12 @@ def _read(step: LoopStep, source: Any, device: torch.device, shape_of: ShapeOf |
         return [_checked(shape_of(source.look()), "shape_of") for _ in count]
     # A loop's own class of iterator has a place in data that are all there: a copy moves on alone.
     copied = _Copies(source) if isinstance(source, _ReadAhead) else copy.copy(source)
-    return [_asked(step, copied, device) for _ in count]
+    return [_shape_by_forward_step(step, copied, device) for _ in count]
 
 
-def _asked(step: LoopStep, data_iterator: Any, device: torch.device) -> EntryShape:
-    """By the `forward_step` itself, which ends where it calls the model; random numbers are drawn again later."""
+def _shape_by_forward_step(step: LoopStep, data_iterator: Any, device: torch.device) -> EntryShape:
+    """Run `forward_step` up to its call of the model, whose `input_ids` have the shape. Random numbers are drawn again
+    in the real forward."""
     hook = unwrapped(step.chunks[0]).register_forward_pre_hook(_reached, prepend=True, with_kwargs=True)
     try:
         with replay_megatron(device)(), torch.no_grad():

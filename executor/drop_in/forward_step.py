@@ -188,8 +188,9 @@ class MicroBatchShapes:
     While a micro-batch runs, `args.micro_batch_size` and `args.seq_length` are its own: tensor parallel ranks allocate
     by them what the first of them broadcasts. No attention mask is made or broadcast: causal attention is what a GPT's
     layers do without one. A packed row's documents reach every chunk's forward as `packed_seq_params`, whatever the
-    script passes; layers of the local specs, whose attention refuses them, get attention that restarts at each, and
-    goes on from piece to piece of a cut sample; so do they where ranks are joined, whatever the layout.
+    script passes. The attention of local specs refuses these, so such layers get an attention of ours: it restarts at
+    each document, and continues over the pieces of a cut sample. They also get it where ranks are joined, under any
+    layout.
     """
 
     def __init__(self, chunks: Sequence[Any], args: Any, device: torch.device, *, restarts_attention: bool) -> None:

@@ -64,8 +64,9 @@ class ActionClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """A rank's view of a planned step. Micro-batches and tokens are of all replicas, what is predicted of its own,
-    what is measured of the rank itself (`busy_s` within actions, `span_s` from the first to the last)."""
+    """A rank's view of a planned step. Micro-batches and tokens are those of all replicas, predictions those of its own
+    replica, and measured seconds those of the rank (`busy_s` within actions, `span_s` from the first action to the
+    last)."""
 
     num_micro_batches: int
     real_tokens: int
@@ -121,7 +122,7 @@ class StockRows:
     micro_batch_size: int
     seq_len: int
     recompute: Any
-    _known: dict[int, float | None] = field(default_factory=dict)
+    _seconds_by_count: dict[int, float | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, pipeline: MegatronPipeline, args: Any) -> StockRows:
@@ -145,9 +146,9 @@ class StockRows:
 
     def _step_s(self, num_rows: int) -> float | None:
         count = -(-num_rows // (self.micro_batch_size * self.dp))  # of each replica
-        if count not in self._known:
-            self._known[count] = self._simulated_s(count)
-        return self._known[count]
+        if count not in self._seconds_by_count:
+            self._seconds_by_count[count] = self._simulated_s(count)
+        return self._seconds_by_count[count]
 
     def _simulated_s(self, count: int) -> float | None:
         rows = tuple(SampleLength(row, self.seq_len, 0, self.seq_len) for row in range(self.micro_batch_size))

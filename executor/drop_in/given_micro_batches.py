@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -12,12 +11,11 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.errors import ConfigError, ExecutionError
-from dynapipe_ext.executor.drop_in.groups import check_same_in_pipeline
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.collectives import gather_json
+from dynapipe_ext.executor.stages.collectives import check_same_plans
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule
@@ -163,18 +161,8 @@ def given_plan(planner: GivenPlanner, group: Any, *, compare: bool = True) -> Ex
     """
     proven = prove_step(planner, planner.samples(), step=0)
     if compare:
-        check_same_in_pipeline(repr(proven.plans), group, planner.pipeline.device, what=f"step of {planner.given}")
-    here = planner.pipeline.coordinates
-    plan, dp = proven.plans[0][here.pp_rank], planner.pipeline.topology.dp
-    return replace(plan, dp_rank=here.dp_rank, num_micro_batches=plan.num_micro_batches * dp)
-
-
-def check_same_on_all_ranks(text: str, device: Any, *, what: str) -> None:
-    """Errors: ExecutionError, on every rank, where the texts differ."""
-    digests = gather_json(hashlib.sha256(text.encode()).hexdigest(), device)
-    if len(set(digests)) > 1:
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise ExecutionError(
-            f"ranks 0 and {other} planned the {what} differently: start all ranks with the same arguments, the same"
-            " cost file and the same version of dynapipe-ext"
-        )
+        device, what = planner.pipeline.device, f"step of {planner.given}"
+        check_same_plans(repr(proven.plans), device, what=what, pipeline=group)
+    place = planner.pipeline.coordinates
+    plan, dp = proven.plans[0][place.pp_rank], planner.pipeline.topology.dp
+    return replace(plan, dp_rank=place.dp_rank, num_micro_batches=plan.num_micro_batches * dp)

@@ -94,10 +94,10 @@ class StepGradients(GradientAccumulator):
         one chunk on the first stage's rank, `grad_sync_func` is not called by them either."""
         if self._force_all_reduce:
             return [partial(_start_all_reduces, chunk) for chunk in self._chunks]
-        own = [_own_start(chunk) for chunk in self._chunks] if self._config.no_sync_func is not None else []
-        given = functions_of_chunks(self._config.grad_sync_func, self._chunks)
+        own_starts = [_own_start(chunk) for chunk in self._chunks] if self._config.no_sync_func is not None else []
+        configured_starts = functions_of_chunks(self._config.grad_sync_func, self._chunks)
         by_backwards = len(self._chunks) == 1 and self._groups.pp.rank() == 0 and hasattr(self._chunks[0], "ddp_config")
-        return own if own and (by_backwards or not given) else given
+        return own_starts if own_starts and (by_backwards or not configured_starts) else configured_starts
 
 
 def _overlaps(chunk: Any) -> bool:
@@ -105,7 +105,8 @@ def _overlaps(chunk: Any) -> bool:
 
 
 def _own_start(chunk: Any) -> Callable[..., Any]:
-    """A DDP without overlap reduces where it is waited for, and would do so twice."""
+    """The chunk's own start; nothing for a DDP without overlap, which reduces while it is waited for and would reduce
+    twice."""
     if hasattr(chunk, "ddp_config") and not _overlaps(chunk):
         return lambda _: None
     start: Callable[..., Any] = chunk.start_grad_sync
@@ -113,15 +114,16 @@ def _own_start(chunk: Any) -> Callable[..., Any]:
 
 
 def _start_all_reduces(chunk: Any, _: Any) -> None:
-    """As `start_grad_sync`, which cannot be told; without overlap `finish_grad_sync`, which can, starts them itself."""
+    """As `start_grad_sync`, which takes no `force_all_reduce`. Without overlap `finish_grad_sync` takes it, and starts
+    them itself."""
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups) if _overlaps(chunk) else ():
         group.start_grad_sync(force_all_reduce=True)
 
 
 @contextmanager
 def _as_without_overlap(ddp_config: Any) -> Iterator[None]:
-    """DDP's hooks add up as ever, and neither start a reduction nor insist on a gradient that a split backward has put
-    off."""
+    """Within: DDP's hooks add up gradients as usual. They do not start a reduction, and do not require gradients that a
+    split backward computes later."""
     ddp_config.overlap_grad_reduce = False
     try:
         yield

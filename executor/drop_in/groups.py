@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.errors import ConfigError
 
 _NEEDED = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")  # what Megatron's schedules ask of a collection
 
@@ -48,20 +46,6 @@ def ranks_in_groups(groups: Any) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def check_same_in_pipeline(text: str, group: Any, device: torch.device, *, what: str) -> None:
-    """A collective call of a pipeline's ranks. Errors: ExecutionError, on every one of them, where the texts differ."""
-    own = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).to(device)
-    digests = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(digests, own, group=group)
-    for pp_rank, digest in enumerate(digests):
-        if not torch.equal(digest, digests[0]):
-            raise ExecutionError(
-                f"pipeline ranks 0 and {pp_rank} planned the {what} differently: start all ranks with the same"
-                " arguments, the same cost file and the same version of dynapipe-ext, and give all stages the same"
-                " numbers and lengths"
-            )
-
-
 def _check_communicator(communicator: Any, pp_group: Any) -> None:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -70,8 +54,8 @@ def _check_communicator(communicator: Any, pp_group: Any) -> None:
             f"p2p_communicator is a {type(communicator).__name__}, whose transfers a plan does not follow: give"
             " megatron-core's own P2PCommunicator"
         )
-    theirs, ours = (dist.get_process_group_ranks(group) for group in (communicator.pp_group, pp_group))
-    if theirs != ours:
+    sending, holding = (dist.get_process_group_ranks(group) for group in (communicator.pp_group, pp_group))
+    if sending != holding:
         raise ConfigError(
-            f"p2p_communicator sends among ranks {theirs} but pg_collection.pp holds {ours}: make it of that group"
+            f"p2p_communicator sends among ranks {sending} but pg_collection.pp holds {holding}: make it of that group"
         )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
+from dynapipe_ext.executor.drop_in.arguments import ScriptSettings, add_arguments
 from dynapipe_ext.executor.drop_in.datasets import check_data_at_start, planned_iterators, real_flops
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward
 from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
@@ -49,14 +49,14 @@ def installed(
 ) -> Iterator[None]:
     """Within: Megatron's training loops run planned schedules; on exit all is as before.
 
-    What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
+    Arguments of this function override those of the command line (--dynapipe-*, which Megatron-LM's parser then knows).
     With a `store` (the address of a Redis-compatible one, with its password) a process of the first rank plans the next
     steps of planned data while ranks train; `store_of` makes an address of what --dynapipe-store says. Under
-    `variable_seq_lengths`, `shape_of` says the rows and length of what the loop's data iterator yields; without, its
-    `forward_step` is asked.
-    Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
+    `variable_seq_lengths`, `shape_of` gives the rows and length of an item of the loop's data iterator; without it, the
+    loop's `forward_step` runs up to the model's call. Settings that cannot go with plans are refused when Megatron-LM
+    has parsed its arguments, others at the first step.
     """
-    wishes = Wishes(
+    script_settings = ScriptSettings(
         costs=costs,
         memory_limit_gb=memory_limit_gb,
         split_backward=split_backward,
@@ -73,26 +73,26 @@ def installed(
         shape_of=shape_of,
     )
     with ExitStack() as patches:
-        _install(patches, wishes)
+        _install(patches, script_settings)
         yield
 
 
-def _install(patches: ExitStack, wishes: Wishes) -> None:
+def _install(patches: ExitStack, script_settings: ScriptSettings) -> None:
     training = training_loop()  # before all names of what is replaced are looked for
     _install_norm(patches)
     _install_router(patches)
     gains = None if training is None else GainLog()
-    install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments()), gains))
+    install_schedules(patches, lambda: ForwardBackward(script_settings.settings(parsed_arguments()), gains))
     if gains is not None:
-        _install_loop(patches, wishes, training, gains)
+        _install_loop(patches, script_settings, training, gains)
 
 
-def _install_loop(patches: ExitStack, wishes: Wishes, training: Any, gains: GainLog) -> None:
+def _install_loop(patches: ExitStack, script_settings: ScriptSettings, training: Any, gains: GainLog) -> None:
     """What Megatron-LM's own training loop calls; `training` is its module."""
     _replace(patches, training, "training_log", log_gains(gains, training))
-    _install_arguments(patches, wishes)
-    _install_placement(patches, wishes, training)
-    _install_data(patches, wishes, training)
+    _install_arguments(patches, script_settings)
+    _install_placement(patches, script_settings, training)
+    _install_data(patches, script_settings, training)
 
 
 def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -> None:
@@ -142,7 +142,7 @@ def _install_router(patches: ExitStack) -> None:
         patches.callback(delattr, module, "te_general_gemm")
 
 
-def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
+def _install_arguments(patches: ExitStack, script_settings: ScriptSettings) -> None:
     importlib.import_module("megatron.training.initialize")
     module: Any = importlib.import_module("megatron.training.arguments")
     original = module.parse_args
@@ -153,42 +153,44 @@ def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
 
         args = original(provide, *others, **keywords)
         check_arguments(args)
-        wishes.settings(args)  # what is wrong with them is said now, not at the first step
-        if (data := wishes.data_wishes(args)).data:
+        script_settings.settings(args)  # what is wrong with them is said now, not at the first step
+        if (data := script_settings.data_arguments(args)).data:
             check_data_at_start(data, args)
         return args
 
     _replace_everywhere(patches, original, parse_args)
 
 
-def _install_placement(patches: ExitStack, wishes: Wishes, training: Any) -> None:
-    def as_wished(provider: Callable[..., Any]) -> Callable[..., Any]:
+def _install_placement(patches: ExitStack, script_settings: ScriptSettings, training: Any) -> None:
+    def as_placed(provider: Callable[..., Any]) -> Callable[..., Any]:
         args = parsed_arguments()
-        if wishes.wish(args, "placement") != "v":
+        if script_settings.value(args, "placement") != "v":
             return provider
         check_placement(args)
         return placed(provider)
 
     build = training.get_model
-    _replace(patches, training, "get_model", lambda provider, *others, **kw: build(as_wished(provider), *others, **kw))
+    _replace(patches, training, "get_model", lambda provider, *others, **kw: build(as_placed(provider), *others, **kw))
     models: Any = sys.modules.get("megatron.training.models.gpt")
     if models is not None:  # from 0.19 on, where configurations say how models are built
         build_model = models.GPTModelBuilder.build_model
-        _replace(patches, models.GPTModelBuilder, "build_model", lambda *own, **kw: as_wished(build_model)(*own, **kw))
+        _replace(patches, models.GPTModelBuilder, "build_model", lambda *own, **kw: as_placed(build_model)(*own, **kw))
 
 
-def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
+def _install_data(patches: ExitStack, script_settings: ScriptSettings, training: Any) -> None:
     build, count = training.build_train_valid_test_data_iterators, training.num_floating_point_operations
     trained: list[PlannedSteps] = []
     lines_shown: set[str] = set()
 
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         args = parsed_arguments()
-        planned = planned_iterators(provider, args, wishes.data_wishes(args), training, _say_once(lines_shown))
+        planned = planned_iterators(
+            provider, args, script_settings.data_arguments(args), training, _say_once(lines_shown)
+        )
         if planned is None:
-            wishes.check_unplanned(args)
+            script_settings.check_unplanned(args)
             chunk = getattr(provider, "keywords", {}).get("vp_stage")
-            with as_interleaved(chunk) if wishes.wish(args, "placement") == "v" else nullcontext():
+            with as_interleaved(chunk) if script_settings.value(args, "placement") == "v" else nullcontext():
                 return build(provider)
         # With virtual stages the first chunk's iterator is the one that moves.
         if not trained and planned[0] is not None:

@@ -118,8 +118,8 @@ def with_measured_costs(
 
 
 def costs_of_rows(rows: Sequence[StageRow], num_stages: int, *, longest: int, static_bytes: int) -> TokenCosts:
-    """From rows of every stage: the slowest stage's polynomial, the others in proportion, and the bytes of the stage
-    that keeps most, a position of a sample of `longest`.
+    """Costs fitted to measured rows of every stage. Times are the slowest stage's polynomial, those of other stages in
+    proportion. Bytes are those that the fullest stage keeps of a position in a sample of `longest`.
 
     Positions that attend weigh with their number where bytes grow with it (attention that keeps its scores).
     """

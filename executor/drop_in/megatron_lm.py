@@ -1,5 +1,5 @@
-"""What Megatron-LM keeps for its process, where it is installed beside megatron-core; and what loss functions reported,
-on the last pipeline rank, where its training loops look for it."""
+"""Megatron-LM's global state, where it is installed beside megatron-core, and the reports of loss functions on the last
+pipeline rank, where its training loops read them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dynapipe_ext.executor.stages.collectives import send_json
 def training_loop() -> Any:
     """Megatron-LM's module of that name, imported; None where megatron-core is alone.
 
-    Wheels of megatron-core have its loop from 0.17 on, but not all that it imports: where that is missing a script on
-    megatron-core alone runs all the same, and one that uses the loop is told by its own import.
+    From 0.17 on, wheels of megatron-core have the loop, but not all packages that it imports. Where these are missing,
+    scripts on megatron-core alone still run; in a script that uses the loop its own import fails.
     """
     if importlib.util.find_spec("megatron.training") is None:
         return None
@@ -31,7 +31,7 @@ def training_loop() -> Any:
 
 
 def parsed_arguments() -> Any:
-    """Those of Megatron-LM once it has parsed them; None before, and for a script without."""
+    """Megatron-LM's arguments once it has parsed them; None before, and in scripts that do not use its parser."""
     variables: Any = sys.modules.get("megatron.training.global_vars")
     return None if variables is None else variables._GLOBAL_ARGS
 
@@ -84,8 +84,8 @@ def of_global_batch(reports: list[Any]) -> list[Any]:
 
 
 def sent_to_last_rank(reports: list[Any], topology: Topology, here: Coordinates, device: torch.device) -> list[Any]:
-    """The reports of the rank with the last stage, on the last pipeline rank (elsewhere none); there they are already,
-    save in a V, where this is a collective call of a pipeline's ranks.
+    """The reports of the last stage's rank, on the last pipeline rank; an empty list on the others. Except in a V, this
+    is one and the same rank. In a V this is a collective call of a pipeline's ranks.
 
     Errors: ConfigError for reports that are no tensors.
     """

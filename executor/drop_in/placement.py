@@ -1,7 +1,7 @@
 """A V of stages in Megatron-LM's own loop, whose words (layouts of stages, first and last rank) know interleaved ones.
 
 With two stages a rank, the second of rank p is an interleaved model's second of rank pp - 1 - p. So while that chunk is
-built, read from data, run or saved, Megatron's state says that rank; what comes out is the chunk that the V has here.
+built, fed, run or saved, Megatron's state names rank pp - 1 - p, and Megatron makes the chunk that the V needs here.
 
     stage   0 1 2 3        rank 0: stages 0 and 3, the second as on rank 1
     rank    0 1 1 0        rank 1: stages 1 and 2, the second as on rank 0

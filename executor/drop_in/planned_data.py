@@ -32,11 +32,11 @@ class PlannedSteps:
     """An iterator over steps without end, epoch after epoch: `next` gives (micro_batches, plan).
 
     Each global batch has `batch_size` samples, in an order that depends on `seed` and epoch alone, so the step after
-    `consumed_samples` of them is the same on any number of ranks; samples that do not fill the last batch of an epoch
-    are in another order, and so mostly trained, in the next. The first batches of an epoch have `first_sizes` samples
-    instead. With `tokens_per_batch` a batch has as many samples as these tokens hold, and counts as `batch_size`.
-    `in_order` takes samples in their own order. `bind` says for which model, before the first `next`.
-    Errors: ConfigError for a batch that the samples do not fill, and where `consumed_samples` ends within one.
+    `consumed_samples` of them is the same on any number of ranks. Samples that do not fill the last batch of an epoch
+    are left out of it; the next epoch has another order, and so it trains most of them. The first batches of an epoch
+    have `first_sizes` samples instead. With `tokens_per_batch` a batch has as many samples as these tokens hold, and
+    counts as `batch_size`. `in_order` takes samples in their own order. `bind` says for which model, before the first
+    `next`. Errors: ConfigError for a batch that the samples do not fill, and where `consumed_samples` ends within one.
     """
 
     def __init__(

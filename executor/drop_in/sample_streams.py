@@ -111,7 +111,8 @@ class SampleRuns:
 def of_bounded_length(
     source: SampleSource, most: int, *, long_samples: LongSamples, what: str
 ) -> tuple[SampleSource, str]:
-    """The source with no sample of more than `most` positions, and what became of longer ones (empty: there are none).
+    """The source with no sample of more than `most` positions, and a line about the longer ones (empty: there are
+    none).
 
     truncate: their first positions alone. chunk: runs of `most` positions and the rest, each a sample of its own. Runs
     without a target are left out. Errors: DataError where longer samples are refused, and where nothing is left.
@@ -137,9 +138,9 @@ def of_bounded_length(
         raise DataError(f"{what}: no sample has a target within {most} positions: raise --seq-length")
     table = np.stack([sizes, np.zeros_like(sizes), targets], axis=1)[is_kept]
     runs = SampleRuns(source, indices[is_kept], starts[is_kept], table)
-    done = "truncated" if long_samples == "truncate" else f"cut into {int(counts[positions > most].sum()):,} samples"
+    change = "truncated" if long_samples == "truncate" else f"cut into {int(counts[positions > most].sum()):,} samples"
     left_out = f", of which {int((~is_kept).sum()):,} without a target are left out" if not is_kept.all() else ""
-    return runs, f"{what}: {num_long:,} samples of more than {most:,} positions are {done}{left_out}"
+    return runs, f"{what}: {num_long:,} samples of more than {most:,} positions are {change}{left_out}"
 
 
 def _targets(

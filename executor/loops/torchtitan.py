@@ -11,19 +11,29 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.batch.topology import ActivationFormat, Topology
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.loops.plan_of_shapes import RowsPositions, plan_of_shapes
+from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loops.replaced import replaced
+from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
+from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.step_plan import plan_of_schedule
+
+_EFFORT = 500
+_NS_A_TOKEN = 1_000  # only ratios matter
+RowsPositions = tuple[int, int]
 
 
 @contextmanager
@@ -128,3 +138,26 @@ def _shape(entry: dict[str, Any]) -> RowsPositions:
         "a stage between the first and the last is given nothing that tells a micro-batch's shape: give positions, of"
         " rows x positions, in kwarg_mbs"
     )
+
+
+def plan_of_shapes(
+    shapes: tuple[RowsPositions, ...],
+    topology: Topology,
+    activation_format: ActivationFormat,
+    place: Coordinates,
+    *,
+    split: bool,
+) -> ExecutionPlan:
+    """The proven plan of the rank at `place`, of micro-batches that the loop has cut, by their shapes alone. Replicas
+    run their own: none meets another before the end of a step."""
+    lengths = iter(range(sum(rows for rows, _ in shapes)))
+    micro_batches = tuple(
+        MicroBatch(tuple(SampleLength(next(lengths), length, 0, length) for _ in range(rows)), recompute="none")
+        for rows, length in shapes
+    )
+    costs = TokenCosts(topology.num_stages, ns_per_token=_NS_A_TOKEN).evaluate(micro_batches)
+    schedule = optimize(
+        costs, memory_limit_bytes=1 << 60, split=split, effort=_EFFORT, stage_ranks=topology.stage_ranks
+    )
+    proven = prove(plan_of_schedule(schedule, micro_batches, costs), activation_format, ReplicaCollectives())
+    return replace(proven.plans[0][place.pp_rank], dp_rank=place.dp_rank)

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    paths = [Path(named) for named in args.runs]
+    paths = [Path(path) for path in args.runs]
     for path in paths:
         if not (path / EVENTS_FILE).is_file():
             raise ConfigError(f"{path} is no run's directory: it has no {EVENTS_FILE}; give one such as runs/latest")
@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "runs": [str(path) for path in paths],
         "differences": sentences,
-        "figures": {name: [here, there] for name, here, there in figures_table(one, other)},
-        "settings": {name: [here, there] for name, here, there in settings_that_differ(one.settings, other.settings)},
+        "figures": {name: values for name, *values in figures_table(one, other)},
+        "settings": {name: values for name, *values in settings_that_differ(one.settings, other.settings)},
     }
     page = [f"both on the same axes: {args.html}"] if args.html else []
     deliver(args.json, report, compared_table(one, other), "\n".join(sentences), *page)

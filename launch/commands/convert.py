@@ -13,7 +13,7 @@ from rich.table import Table
 
 from dynapipe_ext.batch.topology import refuse_half_layers
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.launch.command_parser import add_json, ending, flag_of, refuse_below
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.settings.train_config import add_flag, add_flags
 from dynapipe_ext.tools.checkpoint import FORMATS, TARGETS, WriterOptions
@@ -149,7 +149,7 @@ def _destination(args: argparse.Namespace) -> Path:
 
 def _merge(args: argparse.Namespace) -> int:
     """Errors: ConfigError for flags that a merged folder cannot heed."""
-    if flags := [f"--{name.replace('_', '-')}" for name in _NOT_OF_MERGING if getattr(args, name)]:
+    if flags := [flag_of(name) for name in _NOT_OF_MERGING if getattr(args, name)]:
         raise ConfigError(f"--merge writes one Hugging Face folder: leave out {', '.join(flags)}, convert that next")
     if args.to not in (None, "hf"):
         raise ConfigError(f"--to {args.to}: --merge writes a Hugging Face folder, convert that next")
@@ -179,19 +179,14 @@ def _merge(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> WriterOptions:
     """Errors: ConfigError where the stages are counted in two ways."""
-    for flag in ("tp", "pp", "vocab_divisible_by", "ep", "vpp"):
-        if (number := getattr(args, flag)) is not None and number < 1:
-            raise ConfigError(f"--{flag.replace('_', '-')} is {number} but must be at least 1")
+    refuse_below(args, 1, "tp", "pp", "vocab_divisible_by", "ep", "vpp")
     stages = refuse_half_layers(args.layers_per_stage or (), "a checkpoint with a file a stage")
     if stages and args.pp and len(stages) != args.pp:
         raise ConfigError(
             f"--layers-per-stage has {len(stages)} stages but --pp is {args.pp}: give one number of layers a stage"
         )
-    if args.to in ("hf", "deepspeed"):
-        flags = [f"--{name.replace('_', '-')}" for name in _OF_RANKS]
-        refused = [flag for flag in flags if getattr(args, flag[2:].replace("-", "_"))]
-        if refused:
-            raise ConfigError(f"--to {args.to} has no ranks of tensors or stages: leave out {', '.join(refused)}")
+    if args.to in ("hf", "deepspeed") and (refused := [flag_of(name) for name in _OF_RANKS if getattr(args, name)]):
+        raise ConfigError(f"--to {args.to} has no ranks of tensors or stages: leave out {', '.join(refused)}")
     return WriterOptions(
         tp=args.tp or 1,
         pp=args.pp or len(stages) or 1,

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.command_parser import flag_of
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.models.counted import CountedModel
 from dynapipe_ext.models.named_models import config_file, raw_config, read_model
@@ -18,7 +19,7 @@ from dynapipe_ext.tools.console import say_loading
 
 
 def counted_model(model: str) -> tuple[CountedModel, str] | None:
-    """Of a config.json of a family that is not known here: its counts, and why it is not known; else None.
+    """The counts of a model whose family is not known here, and the error that says so; None for a known family.
 
     Errors: ConfigError where transformers cannot build it either; DataError.
     """
@@ -44,8 +45,9 @@ def counted_account(counted: CountedModel, args: argparse.Namespace, peak: float
         raise ConfigError(f"{args.model} has an encoder and a decoder: FLOPs of these are counted for t5 alone")
     for name in ("log", "decoder_len", "padded_tokens", "recompute"):
         if getattr(args, name):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is for families that are known here, not {counted.model_type}: leave it out")
+            raise ConfigError(
+                f"{flag_of(name)} is for families that are known here, not {counted.model_type}: leave it out"
+            )
     if (args.lengths is None) == (args.seq_len is None):
         raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
     if (args.seconds_per_step is None) != (args.gpus is None):
@@ -67,7 +69,7 @@ def counted_account(counted: CountedModel, args: argparse.Namespace, peak: float
 
 
 def counted_notes(counted: CountedModel, why: str) -> list[str]:
-    """What was counted and what not, and what trains such a model."""
+    """Lines that say what was counted, what was not, and how such a model can be trained."""
     lines = [f"counted by the modules that transformers builds, since no plan here knows the model ({why})."]
     if counted.uncounted:
         lines.append(f"Not in these FLOPs: {'; '.join(counted.uncounted)}.")
@@ -79,7 +81,7 @@ def counted_notes(counted: CountedModel, why: str) -> list[str]:
 
 
 def counted_table(counted: CountedModel) -> Table:
-    """Parameters by what they are of."""
+    """Parameters by module."""
     table = Table(title=f"{counted.model_type}, {counted.parameters:,} parameters", title_justify="left")
     for name in ("module", "parameters", "share"):
         table.add_column(name, justify="left" if name == "module" else "right")

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lines_of(comparison: Comparison, page: Path) -> list[str]:
-    """What is said last: what was measured, how, and where the page is."""
+    """The last lines of the output: what was measured, how, and where the page is."""
     return [comparison.how, comparison.result, f"page: {page}"]
 
 

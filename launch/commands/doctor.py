@@ -23,6 +23,7 @@ import dynapipe_ext.errors
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DynaPipeError, install_advice
 from dynapipe_ext.executor.drop_in.clone import clone_version, misfits
+from dynapipe_ext.executor.free_memory import most_free_bytes
 from dynapipe_ext.executor.loops import TRIED
 from dynapipe_ext.executor.proven_step import PROVEN_RULE
 from dynapipe_ext.launch.command_parser import add_json, ending
@@ -202,12 +203,12 @@ def _devices() -> Check:
 def _megatron() -> Check:
     version = _version("megatron-core")
     lowest, beyond = (".".join(map(str, bound)) for bound in _MEGATRON_VERSIONS)
-    wanted = f"pip install 'megatron-core>={lowest},<{beyond}'"
+    install = f"pip install 'megatron-core>={lowest},<{beyond}'"
     if version is None:
-        return Check("megatron-core", False, "not installed", True, wanted)
+        return Check("megatron-core", False, "not installed", True, install)
     numbers = tuple(int(part) for part in version.split(".")[:2])
     fits = _MEGATRON_VERSIONS[0] <= numbers < _MEGATRON_VERSIONS[1]
-    return Check("megatron-core", fits, version, True, "" if fits else wanted)
+    return Check("megatron-core", fits, version, True, "" if fits else install)
 
 
 def _megatron_lm(clone: Path) -> Check:
@@ -263,12 +264,7 @@ def _cores() -> Check:
 
 
 def _memory() -> Check:
-    """The smaller of the machine's memory and the control group's limit."""
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    usable_bytes = min(total_bytes, int(text)) if text.isdigit() else total_bytes
-    return Check("memory", True, f"{usable_bytes / _GB:.1f} GB")
+    return Check("memory", True, f"{most_free_bytes() / _GB:.1f} GB")
 
 
 def _mark(check: Check) -> str:

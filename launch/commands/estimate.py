@@ -15,7 +15,7 @@ from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
+from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending, refuse_below
 from dynapipe_ext.launch.commands.counted_models import counted_json, counted_model, counted_notes, counted_table
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job.configured import topology_of
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _counted(args: argparse.Namespace, counted: CountedModel, why: str) -> int:
-    """Of a model that no plan knows: its parameters and the bytes of its states, without ways to train it."""
+    """Print the parameters and the bytes of states of a model of an unknown family; no ways to train it."""
     if args.write:
         raise ConfigError(f"--write {args.write} names a way to train, but none is known for {args.model}: {why}")
     training_bytes = counted.parameters * sum(BYTES_PER_PARAMETER[args.states])
@@ -213,17 +213,15 @@ def _data(args: argparse.Namespace, architecture: Architecture) -> LengthData:
     cut = cut_at(args.truncate, architecture.max_seq_len)
     if cut is not None and not args.lengths:
         raise ConfigError(f"--truncate cuts at {cut}, but nothing is given to cut: give --lengths, or leave it out")
-    if args.seed < 0:
-        raise ConfigError(f"--seed is {args.seed} but must be at least 0")
+    refuse_below(args, 0, "seed")
     if args.lengths:
         return file_data(read_lengths(args.lengths), args.lengths, architecture, cut or 0)
     return distribution_data(args.length_distribution or "", architecture, args.seed)
 
 
 def search_of(args: argparse.Namespace) -> Search:
-    for name, least in (("plans", 1), ("effort", 0), ("top", 1), ("max_samples", 1)):
-        if getattr(args, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)} but must be at least {least}")
+    refuse_below(args, 1, "plans", "top", "max_samples")
+    refuse_below(args, 0, "effort")
     bounds = (1, _MOST_TOKENS_PER_BATCH)
     samples = args.max_samples
     if args.tokens_per_batch:

@@ -9,7 +9,7 @@ from pathlib import Path
 from dynapipe_ext.batch.micro_batches import RECOMPUTES
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.launch.command_parser import add_json, ending, flag_of
 from dynapipe_ext.launch.commands.counted_models import (
     counted_account,
     counted_json,
@@ -112,7 +112,7 @@ def _peak(args: argparse.Namespace) -> float:
 
 
 def _of_report(args: argparse.Namespace, peak: float) -> list[Account]:
-    if flags := [f"--{name.replace('_', '-')}" for name in _OF_STEP if getattr(args, name) is not None]:
+    if flags := [flag_of(name) for name in _OF_STEP if getattr(args, name) is not None]:
         raise ConfigError(f"a report says what was run: give it, or {', '.join(flags)}")
     path = Path(args.report)
     path = path / "report.json" if path.is_dir() else path
@@ -122,8 +122,7 @@ def _of_report(args: argparse.Namespace, peak: float) -> list[Account]:
 def _of_step(args: argparse.Namespace, peak: float) -> Account:
     for name, (least, most) in _BOUNDS.items():
         if (value := getattr(args, name)) is not None and not least <= value <= most:
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is {short(value)} but must lie in {least:,} to {most:,}")
+            raise ConfigError(f"{flag_of(name)} is {short(value)} but must lie in {least:,} to {most:,}")
     if not args.model:
         raise ConfigError("give a run's report, or --model with the step's samples, --seconds-per-step and --gpus")
     architecture, _ = read_model(args.model)

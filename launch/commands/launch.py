@@ -23,7 +23,7 @@ from typing import get_args
 
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
-from dynapipe_ext.launch.command_parser import ending
+from dynapipe_ext.launch.command_parser import ending, flag_of, refuse_below
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import topology_of
 from dynapipe_ext.launch.job.requested import is_done, refuse_settings, store_and_secret
@@ -284,8 +284,7 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         raise ConfigError(f"{small[0].name} has {small[0].slots} slots but {num_ranks} ranks: name more hosts")
     if args.node_rank is not None and not 0 <= args.node_rank < num_nodes:
         raise ConfigError(f"--node-rank is {args.node_rank} but must be in 0..{num_nodes - 1}")
-    if args.max_restarts < 0:
-        raise ConfigError(f"--max-restarts is {args.max_restarts} but must be at least 0")
+    refuse_below(args, 0, "max_restarts")
     if num_nodes > 1 and not (args.rdzv_endpoint or hosts or args.ray):
         raise ConfigError(f"{num_nodes} nodes must meet somewhere: give --rdzv-endpoint HOST:PORT, or --hosts FILE")
     if args.ray_address and not args.ray:
@@ -342,7 +341,7 @@ def _flags_of_variables(args: argparse.Namespace) -> list[str]:
     """Flags, which reach all nodes, for this process's variables of the store and of debugging."""
     store = None if args.store else kv_store_url(tls=not args.insecure_store)
     settings = debug_settings() | ({"store": store} if store else {})
-    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+    return [word for name, value in settings.items() for word in (flag_of(name), value)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,8 +378,8 @@ def _with_port(endpoint: str, port: int = _PORT) -> str:
         endpoint = f"[{endpoint}]"
     if ":" not in endpoint or endpoint.endswith("]"):
         endpoint = f"{endpoint}:{port}"
-    host, _, named = endpoint.rpartition(":")
-    if not (host and named.isascii() and named.isdigit() and 0 < int(named) < 1 << 16):
+    host, _, port_text = endpoint.rpartition(":")
+    if not (host and port_text.isascii() and port_text.isdigit() and 0 < int(port_text) < 1 << 16):
         raise ConfigError(f"--rdzv-endpoint is {short(endpoint)} but must be HOST or HOST:PORT, the port in 1..65535")
     return endpoint
 

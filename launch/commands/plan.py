@@ -15,7 +15,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import PROVEN_RULE, ProvenStep, prove_step
-from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.launch.command_parser import add_json, ending, flag_of
 from dynapipe_ext.launch.commands.plan_inputs import (
     add_cost_arguments,
     add_length_arguments,
@@ -240,7 +240,7 @@ def _refuse_backwards(args: argparse.Namespace) -> None:
     for flag in ("schedule", "split_backward", "pieces", "noise"):
         if getattr(args, flag) is not None:
             raise ConfigError(
-                f"--{flag.replace('_', '-')} has nothing to change in forwards alone: leave it or --forward-only out"
+                f"{flag_of(flag)} has nothing to change in forwards alone: leave it or --forward-only out"
             )
 
 

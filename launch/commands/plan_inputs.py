@@ -1,4 +1,4 @@
-"""What `dynapipe plan` and `check-plan` are given: a cost model, a memory limit, and the lengths of a global batch."""
+"""The inputs of `dynapipe plan` and `check-plan`: a cost model, a memory limit, and the lengths of a global batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEFAULT_LAYER_OVERHEAD_NS = 500_000
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """What plans follow from, with the sentence that says where its costs come from."""
+    """The inputs of a plan, with a sentence about the origin of its costs."""
 
     planning: SettledPlanning
     provenance: str
@@ -74,12 +74,12 @@ def add_length_arguments(parser: argparse.ArgumentParser) -> None:
 def settled_planning(
     args: argparse.Namespace, config: TrainConfig, topology: Topology | None = None, *, layout_is_named: bool
 ) -> Priced:
-    """What flags and settings plan with, over `topology`, or over that of flags and settings.
+    """The inputs of a plan by flags and settings, over `topology` (None: the one that flags and settings name).
 
-    A file of settings describes the model, unless all that it has is [plan], the rules of plans alone: then the costs
-    say what they are of. A model that it describes is refused, cut and laid out as `train` would. `layout_is_named`:
-    padded or packed rows are asked for. Errors: ConfigError of such a run, and for flags that do not go together; those
-    of a cost file and of the CSV folder.
+    A file of settings describes the model, unless it has no other table than [plan]: then the costs describe it. A
+    model that the file describes is refused, cut and laid out as in `train`. `layout_is_named`: the user named padded
+    or packed rows. Errors: ConfigError of such a run, and for flags that do not go together; those of a cost file and
+    of the CSV folder.
     """
     if _describes_model(args):
         refuse_settings(config, compare=False)
@@ -179,7 +179,7 @@ def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
 def batch_samples(
     args: argparse.Namespace, config: TrainConfig, has_decoder: bool | None
 ) -> tuple[list[SampleLength], str, list[str]]:
-    """One global batch, what to call it, and what was done to its lengths."""
+    """One global batch, its name in messages, and notes on changes of its lengths."""
     if args.batch:
         if args.step is not None or args.tokens_per_batch is not None or args.batch_size is not None:
             raise ConfigError("--batch FILE holds whole global batches: pick one with --index, not by step or size")

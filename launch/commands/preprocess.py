@@ -37,7 +37,7 @@ from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, RayWorkers, Workers, usable_cores
 from dynapipe_ext.data.sample_selection import Tasks, read_tasks, unknown_tasks
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
+from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending, flag_of, refuse_below
 from dynapipe_ext.launch.job.data_form import (
     DataForm,
     form_of,
@@ -188,9 +188,9 @@ def run(args: argparse.Namespace) -> int:
     parts = _parts(args, output)
     files = tuple(file for inputs, _ in parts for file in inputs)
     settings, encoder = chosen_encoding(args, files, console)
-    if lost := lost_characters(encoder):
+    if dropped := lost_characters(encoder):
         console.print(
-            f"warning: the tokenizer has no token for {', '.join(lost)} and drops such characters without notice"
+            f"warning: the tokenizer has no token for {', '.join(dropped)} and drops such characters without notice"
         )
     started_s, outcomes = time.monotonic(), []
     for inputs, target in parts:
@@ -279,8 +279,7 @@ def _parts(args: argparse.Namespace, output: str) -> list[tuple[tuple[InputFile,
 
 
 def _workers(args: argparse.Namespace, settings: EncodeSettings, encoder: Encoder) -> Workers:
-    if args.workers is not None and args.workers < 1:
-        raise ConfigError(f"--workers is {args.workers} but must be at least 1")
+    refuse_below(args, 1, "workers")
     if args.ray or args.ray_address:
         return RayWorkers(settings, encoder, num_workers=args.workers, address=args.ray_address)
     return ProcessWorkers(settings, encoder, args.workers or usable_cores(), child_environment(_ALONE))
@@ -293,7 +292,7 @@ def _from_index(args: argparse.Namespace, console: Console) -> int:
             "an .idx must be the only input, and --lengths-only needs one: name one data set of Megatron's format"
         )
     prefix = args.input[0]
-    if flags := [f"--{name.replace('_', '-')}" for name in _OF_TEXT if getattr(args, name)]:
+    if flags := [flag_of(name) for name in _OF_TEXT if getattr(args, name)]:
         raise ConfigError(f"{prefix} is tokenized already, and {flags[0]} is for text: leave it out")
     if args.output_prefix is not None:
         raise ConfigError(f"{prefix} is in Megatron's format already: use --output DIR or --lengths-only")
@@ -426,16 +425,13 @@ def _choices(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _refuse_together(args: argparse.Namespace) -> None:
-    for name in ("partitions", "log_interval"):
-        if (number := getattr(args, name)) is not None and number < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {number} but must be at least 1")
+    refuse_below(args, 1, "partitions", "log_interval")
     if args.keep_newlines and not args.split_sentences:
         raise ConfigError("--keep-newlines is of --split-sentences: give both, or leave it out")
     if args.output is not None and args.split_sentences:
         raise ConfigError("--split-sentences is for --output-prefix: a sample of a dataset folder is a whole text")
     names = ("template", "loss_on", "input_key", "target_key", "text_key")
-    of_records = [name for name in names if getattr(args, name)]
-    flags = [f"--{name.replace('_', '-')}" for name in of_records]
+    flags = [flag_of(name) for name in names if getattr(args, name)]
     if args.output_prefix is not None and args.pair_keys:
         raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
     if args.output_prefix is not None and args.tasks:

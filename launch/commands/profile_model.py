@@ -1,4 +1,4 @@
-"""`dynapipe profile`: measure the user's model on this device, and write what planning asks for."""
+"""`dynapipe profile`: measure the user's model on this device, and write the cost table for planning."""
 
 from __future__ import annotations
 
@@ -147,24 +147,24 @@ class _Job:
 
     @property
     def widths_missing(self) -> tuple[int, ...]:
-        """Of which nothing has been written yet."""
+        """The widths that have no measurements on disk yet."""
         path = part_path(self.args.out)
         written = read_json(path, _FORMAT, "measurements").get("blocks", {}) if path.exists() else {}
         return tuple(width for width in self.widths if str(width) not in written)
 
     def exchanged_bytes(self, width: int) -> int:
-        """What a rank of a block receives in a layer's forward, of the most tokens of a micro-batch."""
+        """Bytes that a rank of a block receives in a layer's forward, for the largest micro-batch."""
         block = BlockAttention.of(self.model, Topology(tp=self.tp, dp=width, width=width))
         num_bytes = round(self.value_bytes * block.exchanged_values * self.within.max_tokens)
         return min(max(_LEAST_EXCHANGED, num_bytes), _MOST_EXCHANGED)
 
     def made_of(self, device_name: str) -> dict[str, Any]:
-        """What measurements must have in common to be in one table."""
+        """What all measurements in one table must have in common."""
         shared = {"model": asdict(self.model), "dtype": self.dtype, "device": device_name, "tp": self.tp}
         return shared | {"recomputes": list(self.within.recomputes), "sequence_parallel": self.sequence_parallel}
 
     def provenance(self, device_name: str) -> dict[str, Any]:
-        """What a table says of where it comes from, beside what was measured."""
+        """The origin of a table, as the table records it beside the measurements."""
         return {
             "device": device_name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -216,7 +216,8 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _measure_blocks(job: _Job, env: RankEnv) -> int:
-    """On this one of as many ranks as the widest block has; the first writes what blocks of each width have taken."""
+    """Measure blocks of each width, on one of as many ranks as the widest block has. The first rank writes the
+    times."""
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.exchanges import BlockProfiler
     from dynapipe_ext.executor.measuring.profiling import Ranks
@@ -278,7 +279,7 @@ class _TimedProfiler:
 
 
 def _measure(job: _Job, env: RankEnv) -> int:
-    """On this rank of those that share layers; the first shows and writes."""
+    """Measure layers, on one of the ranks that share them. The first rank prints and writes the table."""
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.profiling import LayerProfiler, Ranks
 

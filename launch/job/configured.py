@@ -67,9 +67,9 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
 
     Errors: ConfigError for a comparison that cannot be.
     """
-    ours = Variant(_OURS, config)
+    configured = Variant(_OURS, config)
     if not compare:
-        return [ours]
+        return [configured]
     if config.deepspeed.config:
         raise ConfigError("--compare runs several models side by side, of which DeepSpeed knows one: leave one out")
     if config.model.num_decoder_layers:
@@ -86,7 +86,7 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
     }
     if len(placed_stages(config).layer_stages) > config.topology.pp:
         plans["packing, document attention, balanced, interleaved 1F1B"] = {**documents, "schedule": "interleaved-1f1b"}
-    return [ours, *(Variant(name, usual_way(config, **plan)) for name, plan in plans.items())]
+    return [configured, *(Variant(name, usual_way(config, **plan)) for name, plan in plans.items())]
 
 
 def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: Any) -> TrainConfig:
@@ -196,8 +196,8 @@ def refuse_undivided(m: ModelSettings, tp: int) -> None:
 
 
 def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
-    """The run's model, for data of so many ids: the one that is named, or one in the sizes of the settings, whose
-    vocabulary is that of the data, padded (one multiple for all topologies: weights must not depend on tp).
+    """The run's model: the published one that the settings name, or one in the sizes of the settings. The latter has
+    the data's `vocab_size`, padded to one multiple for all topologies: weights must not depend on tp.
     """
     m = config.model
     if m.described is not None:
@@ -268,16 +268,16 @@ def planned_kinds(config: TrainConfig, costs: CostModel) -> tuple[Recompute, ...
 
 
 def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:
-    """`costs`, over `topology` and of a model that trains whole, of what the settings train, and how it is summed; with
-    the weights that no text runs through, where the model's cut knows of some."""
+    """The costs of what the settings train, from `costs` over `topology` that train the whole model: with adapters,
+    deterministic sums, and the weights that no text runs through, where the model has them."""
     costs = _trained_alone(config, costs, topology)
     idle = idle_bytes(config)
     return with_idle_weights(costs, (idle,) + (0,) * (costs.num_stages - 1)) if idle else costs
 
 
 def idle_bytes(config: TrainConfig) -> int:
-    """What the first stage holds of weights that no text runs through (a tower of images), on its device: as wide as
-    the folder has them, or the run, whichever is wider."""
+    """Bytes of the weights that no text runs through (a tower of images), on the first stage's device. Their values are
+    as wide as in the folder or in the run, whichever is wider."""
     model, engine = config.model, config.deepspeed
     number = model.cut.num_idle_weights if model.cut else 0
     recipe: StateRecipe = "fp32" if keeps_wide_idle(config) else trained_recipe(config)
@@ -441,8 +441,8 @@ def _what_fits(
             except (ConfigError, PlanError):  # sizes that this topology does not divide, costs of another one
                 continue
             if num_bytes <= limit_of(num_ranks):
-                named = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-                return f"take {named}, where it needs {num_bytes / 1e9:.3g} GB a rank"
+                sizes = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+                return f"take {sizes}, where it needs {num_bytes / 1e9:.3g} GB a rank"
     if config.deepspeed.meets_inside:
         return "take a higher ZeRO stage"
     return "raise pp" if config.model.uses_transformers else "raise tp or pp"

@@ -157,23 +157,23 @@ def form_lines(data: DataSettings, files: Sequence[InputFile], *, encoder_decode
 
 def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Tokenizer | str) -> DataForm:
     usual = None if data.text_key else PAIRS[0]  # a field that is named counts before those that are not
-    named = RecordFields((data.input_key, data.target_key) if data.input_key else usual, data.text_key or "text")
+    named_fields = RecordFields((data.input_key, data.target_key) if data.input_key else usual, data.text_key or "text")
     try:
-        where, record = _first(file, named)
+        where, record = _first(file, named_fields)
     except DataError:
         if isinstance(tokenizer, FolderEncoder):
             raise
-        return DataForm(None, named)  # what is wrong is told by the reader of such text
+        return DataForm(None, named_fields)  # what is wrong is told by the reader of such text
     if data.template == "auto":
         has_chats = isinstance(tokenizer, FolderEncoder) and tokenizer.has_chat_template
-        template, fields = template_of(record, named, where, instructions_as_chats=has_chats)
-        unread = unread_fields(record, template, fields) if named.pair else ()  # a named text is meant
+        template, fields = template_of(record, named_fields, where, instructions_as_chats=has_chats)
+        unread = unread_fields(record, template, fields) if named_fields.pair else ()  # a named text is meant
     else:
         template = data.template
         fitting = [pair for pair in PAIRS if not data.input_key and all(name in record for name in pair)]
-        pair = fitting[0] if fitting else named.pair or PAIRS[0]
+        pair = fitting[0] if fitting else named_fields.pair or PAIRS[0]
         is_instruction = (bool(fitting) and pair in INSTRUCTIONS) or (template == "chat" and not is_chat(record))
-        fields, unread = RecordFields(pair, named.text, is_instruction), ()
+        fields, unread = RecordFields(pair, named_fields.text, is_instruction), ()
     if data.loss_on != "answers" and template != "chat":
         raise ConfigError(f"[data] loss_on is {data.loss_on}, but {where} is no chat: leave it out")
     if isinstance(tokenizer, FolderEncoder):
@@ -188,7 +188,7 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
     return DataForm(None, fields, unread)
 
 
-def _first(file: InputFile, named: RecordFields) -> tuple[str, Record]:
+def _first(file: InputFile, named_fields: RecordFields) -> tuple[str, Record]:
     pairs = (name for pair in PAIRS for name in pair)
     columns = {
         *PROMPT_FIELDS,
@@ -196,9 +196,9 @@ def _first(file: InputFile, named: RecordFields) -> tuple[str, Record]:
         *CHAT_FIELDS,
         *PREFERENCE,
         LABEL,
-        named.text,
-        *(named.pair or ()),
+        named_fields.text,
+        *(named_fields.pair or ()),
         *pairs,
     }
-    _, where, record = next(all_records([file], text_key=named.text, columns=columns))
+    _, where, record = next(all_records([file], text_key=named_fields.text, columns=columns))
     return where, record

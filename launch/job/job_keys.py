@@ -1,4 +1,5 @@
-"""The keys of a job: made of a secret that its ranks have before they meet, and of a salt that travels between them.
+"""The keys of a job, made of a secret that its ranks have before they meet, and of a salt that rank 0 sends to the
+others.
 
 launcher, file or the store's own password ─► secret ─┐
 rank 0 ─► salt ─► the other ranks ────────────────────┴► keys, the same on every rank, none of which travels
@@ -22,8 +23,9 @@ _FEWEST_CHARACTERS = 16  # who sees the salt, and reaches the store, could try a
 
 @dataclass(frozen=True, slots=True)
 class JobKeys:
-    """Keys of one attempt of a job. The salt is no secret, but the store does not hold it: who has the secret alone, as
-    whoever shares a store knows its password, cannot make the keys. `is_shared`: all ranks have the secret already."""
+    """Keys of one attempt of a job. The salt is no secret, but it is not in the store: somebody who knows the secret
+    alone (everybody who shares a store knows its password) cannot make the keys. `is_shared`: all ranks have the secret
+    already."""
 
     secret: str = field(repr=False)
     salt: str = field(repr=False)
@@ -31,7 +33,7 @@ class JobKeys:
 
     @classmethod
     def begun(cls, secret: str) -> JobKeys:
-        """Those of a new attempt; of a random secret where ranks share none."""
+        """The keys of a new attempt; made of a random secret where ranks share none."""
         return cls(secret or secrets.token_hex(32), secrets.token_hex(32), is_shared=bool(secret))
 
     @property
@@ -52,9 +54,10 @@ class JobKeys:
         return hmac.digest(self.secret.encode(), f"dynapipe {purpose} {self.salt}".encode(), "sha256")
 
     @contextmanager
-    def told(self, *, on_one_machine: bool) -> Iterator[dict[str, str]]:
-        """What rank 0 tells the others, over a network that is not encrypted: the salt, and where they lack the secret
-        the place of a private file with it; from machine to machine, where nothing else is left, the secret itself."""
+    def for_peers(self, *, on_one_machine: bool) -> Iterator[dict[str, str]]:
+        """What rank 0 sends to the other ranks, over a network that is not encrypted: the salt, and to ranks without
+        the secret the path of a private file that holds it. To other machines it sends the secret itself: they have
+        no other way to it."""
         if self.is_shared:
             yield {"salt": self.salt}
         elif on_one_machine:
@@ -67,9 +70,11 @@ class JobKeys:
             yield {"salt": self.salt, "secret": self.secret}
 
     @classmethod
-    def heard(cls, raw: Mapping[str, Any], secret: str) -> JobKeys:
-        """Those of rank 0, on a rank that has `secret` (empty: none). Errors: ConfigError where one of the two has a
-        secret and the other has none."""
+    def from_rank_0(cls, raw: Mapping[str, Any], secret: str) -> JobKeys:
+        """The keys of rank 0, from what it sent (`for_peers`), on a rank that has `secret` (empty: it has none).
+
+        Errors: ConfigError where one of both ranks has a secret and the other has none.
+        """
         has_own = "file" in raw or "secret" in raw
         if has_own == bool(secret):
             raise ConfigError(

@@ -82,13 +82,14 @@ def idle_line(config: TrainConfig) -> str:
     model, cut = config.model, config.model.cut
     if cut is None or not cut.num_idle_weights:
         return ""
-    named = f"{cut.num_idle_weights:,} weights of {', '.join(cut.pattern.idle)}"
+    idle_weights = f"{cut.num_idle_weights:,} weights of {', '.join(cut.pattern.idle)}"
     if config.deepspeed.config and model.dtype != "float32" and is_float32_folder(model.init_from):
         return (
-            f"note: the engine rounds {named}, through which no text runs, to {model.dtype}: leave --deepspeed out to"
-            " keep them as they are"
+            f"note: the engine rounds {idle_weights}, through which no text runs, to {model.dtype}: leave --deepspeed"
+            " out to keep them as they are"
         )
-    return f"no text runs through {named}: they stay as they are on stage 0, in {format_bytes(idle_bytes(config))}"
+    num_bytes = format_bytes(idle_bytes(config))
+    return f"no text runs through {idle_weights}: they stay as they are on stage 0, in {num_bytes}"
 
 
 def adapters_line(config: TrainConfig) -> str:
@@ -111,10 +112,10 @@ def _refuse_adapters(config: TrainConfig) -> None:
             " give --costs that dynapipe profile has measured"
         )
     if not model.uses_transformers:
-        named = model.architecture or "a model in sizes of its own"
+        model_name = model.architecture or "a model in sizes of its own"
         raise ConfigError(
-            f"--lora adapts models that transformers computes, by peft, but {named} is computed by megatron-core: name"
-            " a decoder's folder by --model, with backend transformers or none"
+            f"--lora adapts models that transformers computes, by peft, but {model_name} is computed by megatron-core:"
+            " name a decoder's folder by --model, with backend transformers or none"
         )
     if not model.init_from:
         raise ConfigError(
@@ -187,9 +188,9 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
 
 
 def open_initial_weights(path: str, architecture: Architecture | None) -> CheckpointReader:
-    """The checkpoint, once it is known to hold the weights of `architecture`, all of them and no others.
+    """A reader of the checkpoint, which is checked to hold all weights of `architecture` and no others.
 
-    Errors: DataError for what is no whole checkpoint, naming its tensors; ConfigError for that of another model.
+    Errors: DataError for an incomplete checkpoint, naming its tensors; ConfigError for a checkpoint of another model.
     """
     from dynapipe_ext.tools.checkpoint import recognise
 
@@ -200,10 +201,12 @@ def open_initial_weights(path: str, architecture: Architecture | None) -> Checkp
         )
     kind, _ = recognise(Path(path))
     reader = kind.open(Path(path))
-    held, wanted = (asdict(replace(a, dtype="float32")) for a in (reader.architecture, architecture))
-    if other := [f"{name} {held[name]!r}, not {wanted[name]!r}" for name in held if held[name] != wanted[name]]:
+    stored, configured = (asdict(replace(a, dtype="float32")) for a in (reader.architecture, architecture))
+    if other := [
+        f"{name} {stored[name]!r}, not {configured[name]!r}" for name in stored if stored[name] != configured[name]
+    ]:
         move = "name its own config.json"
-        if architecture.num_decoder_layers and held["tied_embeddings"] != wanted["tied_embeddings"]:
+        if architecture.num_decoder_layers and stored["tied_embeddings"] != configured["tied_embeddings"]:
             move += ", which must say of tie_word_embeddings what its files do (transformers 5 writes true of every T5)"
         raise ConfigError(
             f"init_from {path} is a checkpoint of another model than [model] architecture: it has {'; '.join(other)}:"
@@ -219,8 +222,8 @@ def load_initial_weights(model: Any, path: str, architecture: Architecture) -> N
     from dynapipe_ext.tools.checkpoint import megatron_weights
 
     reader = open_initial_weights(path, architecture if architecture.family != "gpt" else None)
-    wanted = {name for name, _ in held_weights(model)}
-    fill_weights(model, megatron_weights(reader, wanted))
+    needed_names = {name for name, _ in held_weights(model)}
+    fill_weights(model, megatron_weights(reader, needed_names))
 
 
 Tables = dict[str, dict[str, Any]]
@@ -253,9 +256,9 @@ def settings_of_model(path: str, *, tokenizer: str | None) -> Tables:
 
 
 def usual_settings(tables: Tables, *, num_ranks: int, adapts: bool = False) -> Tables:
-    """What people expect of `--model` where no file of settings says else: one pass over the data, one rank, the
-    memory that this machine has for each of `num_ranks` on it, and where weights are given, learning rates of
-    fine-tuning, higher for adapters."""
+    """Defaults of `--model` without a file of settings: one pass over the data, one rank, and this machine's memory
+    divided by the `num_ranks` on it. Where the model has weights, also the learning rates of fine-tuning, higher ones
+    for adapters."""
     usual: Tables = {
         "run": {"epochs": 1.0},
         "topology": {"tp": 1, "pp": 1, "dp": 1},

@@ -1,4 +1,5 @@
-"""What a user asks of a run, by flags and a file: a request, refused where it cannot be before anything is made.
+"""The run that a user requests, by flags and a file of settings. Impossible requests are refused before anything is
+written.
 
 flags ─► config_from ─► TrainConfig ─► requested_job ─► JobRequest ─► settled.settled_job (with data and costs)
 
@@ -17,7 +18,7 @@ from dynapipe_ext.data.sample_selection import data_settings
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending
+from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending, refuse_below
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, refuse_guessable
 from dynapipe_ext.launch.job.model_folder import names_layout, refuse_unsupported, settings_of_model, usual_settings
@@ -76,8 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or those of the run to go on with, or the defaults, with the flags on top."""
-    if args.show_samples < 0:
-        raise ConfigError(f"--show-samples is {args.show_samples} but must be at least 0")
+    refuse_below(args, 0, "show_samples")
     if args.epochs == 0:
         raise ConfigError("--epochs is 0, no pass over the data: give more, or --steps")
     if args.epochs is not None and args.steps is not None:
@@ -137,9 +137,9 @@ class JobRequest:
 
 
 def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str = "") -> JobRequest:
-    """What the flags of a run ask for, known to be possible as far as settings, memory, first weights, store, loggers
-    and the places of run and model tell; nothing is made yet, and no data read. One rank of a job looks at the memory
-    of its `place` and at the weights, the others have None. `secret` is that of a launcher.
+    """The request that the flags of a run describe. Settings, memory, first weights, store, loggers and output folders
+    are checked; nothing is written yet, and no data are read. One rank of a job checks the memory of its `place` and
+    the weights; the others pass None. `secret` is a launcher's.
 
     Errors: ConfigError, DataError and PlanError.
     """
@@ -176,8 +176,8 @@ def _open_weights(config: TrainConfig) -> None:
 
 
 def store_and_secret(args: argparse.Namespace, launched: str = "") -> tuple[StoreAddress | None, str]:
-    """The user's own store if there is one, and the secret that all ranks have: that of the launcher, of the file, or
-    the store's password; empty where there is none. Errors: ConfigError."""
+    """The user's own store, if there is one, and the secret that all ranks share: the launcher's, the one in the secret
+    file, or the store's password; empty if there is none. Errors: ConfigError."""
     line = ""
     if args.secret_file:
         line = read_secret(Path(args.secret_file), store_password() if args.store or kv_store_url() else None)
@@ -212,8 +212,9 @@ def require_loggers(config: TrainConfig) -> None:
 
 
 def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
-    """Errors: ConfigError for a place that the model cannot be written to once it is trained, or where the run reads or
-    writes (`run_dir` empty: a new directory in runs/), or for a model that has no published form, or no adapters."""
+    """Errors: ConfigError for an output folder that cannot be written once the model is trained, or that the run itself
+    reads or writes (`run_dir` empty: a new directory in runs/); for a model without a published form; for merged output
+    without adapters."""
     output, merged, model = config.checkpoint.output, config.checkpoint.output_merged, config.model
     if merged and not config.lora.enabled:
         raise ConfigError(f"--output-merged {merged} merges adapters, but none train: add --lora, or give --output")
@@ -261,10 +262,11 @@ def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrit
 
 def refuse_done(newest: Path, config: TrainConfig) -> None:
     """Errors: ConfigError where a checkpoint has done all the steps of the settings, and what follows them is done."""
-    done = read_manifest(newest).run.step
-    if done > config.run.steps or is_done(newest, config):
+    num_steps_done = read_manifest(newest).run.step
+    if num_steps_done > config.run.steps or is_done(newest, config):
         raise ConfigError(
-            f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
+            f"{newest} has done {counted(num_steps_done, 'step')} and steps is {config.run.steps}: raise --steps to"
+            " go on"
         )
 
 
@@ -287,8 +289,8 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     tables = settings_of_model(args.model, tokenizer=args.tokenizer)
     if not args.config:
         num_ranks = (args.tp or 1) * (args.pp or 1) * (args.dp or 1)
-        here = min(num_ranks, num_ranks_here() or num_ranks)
-        tables = usual_settings(tables, num_ranks=here, adapts=bool(args.lora)) | tables
+        num_here = min(num_ranks, num_ranks_here() or num_ranks)
+        tables = usual_settings(tables, num_ranks=num_here, adapts=bool(args.lora)) | tables
     return config.with_values(**tables)
 
 

@@ -54,8 +54,8 @@ class Place:
     def limit_bytes(self, config: TrainConfig, num_ranks: int) -> int:
         """What plans of so many ranks may hold on each: no more than the settings allow, or than their part of memory
         that they share."""
-        limit, here = config.plan.memory_limit_bytes, self.num_ranks_of(num_ranks)
-        return limit if self.room.device_bytes else min(limit, usable_bytes(self.room.of_a_rank(here)))
+        limit, num_here = config.plan.memory_limit_bytes, self.num_ranks_of(num_ranks)
+        return limit if self.room.device_bytes else min(limit, usable_bytes(self.room.of_a_rank(num_here)))
 
     def num_ranks_of(self, world_size: int) -> int:
         """How many ranks of a job of so many are here."""
@@ -64,8 +64,8 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """Bytes of one rank of each pipeline rank, shape (pp,): weights, gradients and optimizer states on the device and
-    what an engine moves to the host, and one micro-batch on top."""
+    """Bytes of one rank of each pipeline rank, shape (pp,): `states` (weights, gradients and optimizer states on the
+    device), `on_host` (what an engine moves to the host), and those of one `micro_batch`."""
 
     states: IntArray
     on_host: IntArray
@@ -104,9 +104,9 @@ def refuse_no_room(
     vocab_size: int = 1,
     forwards_alone: bool = False,
 ) -> None:
-    """Errors: PlanError where the job cannot fit (LowMemoryError: it would if nothing else were here); with `lengths`
-    of the data, the longest sample counts, too, else states alone; of samples that are evaluated `forwards_alone` run.
-    A model in sizes of its own has as many ids as the data say, `vocab_size`."""
+    """Errors: PlanError where the job cannot fit, LowMemoryError where it would fit on an otherwise idle machine.
+    States are counted and, with the `lengths` of the data, the longest sample. Samples of an evaluation run
+    `forwards_alone`. A model in sizes of its own has the `vocab_size` of the data."""
     if place.room.has_unknown_devices:
         return  # what they hold is known once ranks have them
     sample = _SHORTEST
@@ -117,8 +117,8 @@ def refuse_no_room(
         if want.fits:
             continue
         ways = list(_ways(config, place, load))
-        named = config.model.architecture or "CONFIG.json"
-        elsewhere = f"`dynapipe estimate --model {named}` says what other machines need"
+        model_name = config.model.architecture or "CONFIG.json"
+        elsewhere = f"`dynapipe estimate --model {model_name}` says what other machines need"
         advice = f"here fits {'; or '.join(ways)}; {elsewhere}" if ways else f"nothing would fit here: {elsewhere}"
         passes = want.is_of_host and want.needed_bytes <= place.room.most_bytes
         raise (LowMemoryError if passes else PlanError)(

@@ -42,9 +42,11 @@ def refuse_table_of_other_model(costs: CostModel, config: TrainConfig, architect
     it was made of. Errors: ConfigError.
     """
     measured = costs.facts.measured_sizes
-    wanted = {name: getattr(architecture, name) for name in _SIZES} | {"dtype": config.model.dtype}
+    expected_sizes = {name: getattr(architecture, name) for name in _SIZES} | {"dtype": config.model.dtype}
     other = [
-        f"{name} {measured[name]}, not {value}" for name, value in wanted.items() if measured.get(name, value) != value
+        f"{name} {measured[name]}, not {value}"
+        for name, value in expected_sizes.items()
+        if measured.get(name, value) != value
     ]
     ids, needed = measured.get("vocab_size", architecture.vocab_size), architecture.vocab_size
     if round_up(ids, VOCAB_MULTIPLE) < round_up(needed, VOCAB_MULTIPLE):
@@ -96,20 +98,20 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
     architecture = architecture_of(config, vocab_size)
     if config.plan.costs or saved is not None:
         where, on_host = config.plan.costs or "the checkpoint", _is_on_host(config)
-        named = None
+        costs_of_file = None
         if config.plan.costs:
-            read = without(read_cost_file(config.plan.costs), FrozenWeights)  # what trains is said by the settings
-            refuse_table_of_other_model(read, config, architecture, config.plan.costs)
-            named = costs_of_settings(config, read, where, vocab_size=vocab_size, on_host=on_host)
-        if saved is None or (named is not None and not fitted_times(saved)):
-            assert named is not None
-            return named
+            file_costs = without(read_cost_file(config.plan.costs), FrozenWeights)  # the settings say what trains
+            refuse_table_of_other_model(file_costs, config, architecture, config.plan.costs)
+            costs_of_file = costs_of_settings(config, file_costs, where, vocab_size=vocab_size, on_host=on_host)
+        if saved is None or (costs_of_file is not None and not fitted_times(saved)):
+            assert costs_of_file is not None
+            return costs_of_file
         counted_anew = without(saved, FrozenWeights)  # of what trains: by the settings
         placed = costs_of_settings(config, counted_anew, where, vocab_size=vocab_size, on_host=on_host)
         if fitted_times(saved) and not fitted_times(placed):
             print("the costs that the run has fitted are of other stages: it starts from those before", file=sys.stderr)
-        is_fitted_to_named = bool(fitted_times(placed)) and named == without(placed, FittedTimes)
-        return placed if named is None or is_fitted_to_named else named
+        is_fitted_to_file = bool(fitted_times(placed)) and costs_of_file == without(placed, FittedTimes)
+        return placed if costs_of_file is None or is_fitted_to_file else costs_of_file
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.rate import measure_rate

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
@@ -63,11 +64,10 @@ from dynapipe_ext.tools.files import writing_in
 
 
 def refuse_other_tokens(data: DataSettings, prepared: TokenDataset, *, encoder_decoder: bool) -> None:
-    """Errors: DataError for prepared data that the settings' tokenizer or template would have made otherwise,
-    as far as both say: by default the tokenizer is the data's own, and imported data does not say how its samples were
-    made."""
-    named, template = data.tokenizer, data.template
-    again = f"prepare it again (`dynapipe preprocess --tokenizer {named}"
+    """Errors: DataError for prepared data made by another tokenizer or template than the settings name. By default the
+    tokenizer is the data's own. Imported data do not record how they were made, so their template is not compared."""
+    tokenizer, template = data.tokenizer, data.template
+    again = f"prepare it again (`dynapipe preprocess --tokenizer {tokenizer}"
     if template not in ("auto", prepared.template) and prepared.template != "unknown":
         raise DataError(
             f"{prepared.directory} was prepared by the template {prepared.template or 'of no model'} and [data]"
@@ -83,33 +83,35 @@ def refuse_other_tokens(data: DataSettings, prepared: TokenDataset, *, encoder_d
             f"{prepared.directory} was prepared with loss on {prepared.loss_on} and [data] loss_on is {data.loss_on}:"
             f" {again} --loss-on {data.loss_on}`), or name that of the data"
         )
-    if named == "bpe" or not (prepared.directory / FILE_NAME).is_file():
+    if tokenizer == "bpe" or not (prepared.directory / FILE_NAME).is_file():
         return
     own = prepared.tokenizer()
     if encoder_decoder and own.separator is None:
         return  # refused for that, with what to do
-    expected = tokenizer_to_train_with(named, encoder_decoder=encoder_decoder)
+    expected = tokenizer_to_train_with(tokenizer, encoder_decoder=encoder_decoder)
     no_template = isinstance(expected, FolderEncoder) and prepared.template is None
     if no_template or identity_of(own) != identity_of(expected):
         raise DataError(
-            f"{prepared.directory} was prepared by another tokenizer than {named}, or without what that puts around"
-            f" samples, so a model of {named} would train on other tokens: {again}`), or name the tokenizer of the data"
+            f"{prepared.directory} was prepared by another tokenizer than {tokenizer}, or without what that puts around"
+            f" samples, so a model of {tokenizer} would train on other tokens: {again}`), or name the tokenizer of"
+            " the data"
         )
 
 
 def refuse_other_fields(data: DataSettings, prepared: TokenDataset) -> None:
-    """Errors: DataError for prepared data that is known to be of other fields of its records than those named."""
+    """Errors: DataError for prepared data whose record names other fields than the settings."""
     if (recorded := prepared.record_fields) is None or prepared.template == "chat":
         return
     pair, text = recorded
-    read = f"the fields {pair[0]!r} and {pair[1]!r}" if pair and prepared.template != "text" else f"the field {text!r}"
+    reads_pair = bool(pair) and prepared.template != "text"
+    fields_read = f"the fields {pair[0]!r} and {pair[1]!r}" if reads_pair else f"the field {text!r}"
     for keys, differs in (
         ((data.input_key, data.target_key), pair != (data.input_key, data.target_key)),
-        ((data.text_key,), text != data.text_key or bool(pair and not data.input_key and prepared.template != "text")),
+        ((data.text_key,), text != data.text_key or (reads_pair and not data.input_key)),
     ):
         if keys[0] and differs:
             raise DataError(
-                f"{prepared.directory} was made of {read} of its records and [data] names"
+                f"{prepared.directory} was made of {fields_read} of its records and [data] names"
                 f" {' and '.join(map(repr, keys))}: prepare it again with these keys, or leave them out"
             )
 
@@ -118,7 +120,7 @@ def named_files(config: TrainConfig) -> dict[str, str]:
     """What a run reads, by the setting that names it; `architecture` and `tokenizer` may also be names of no file."""
     data, model = config.data, config.model
     mixed = {f"[data] mixture {number}": file.path for number, file in enumerate(weighted_files(data.mixture), 1)}
-    named = {
+    paths = {
         "[model] architecture": model.architecture,
         "[model] init_from": model.init_from,
         "[data] path": data.path,
@@ -129,7 +131,7 @@ def named_files(config: TrainConfig) -> dict[str, str]:
         "[plan] costs": config.plan.costs,
         "[deepspeed] config": config.deepspeed.config,
     }
-    return {setting: path for setting, path in named.items() if path}
+    return {setting: path for setting, path in paths.items() if path}
 
 
 def missing_file(config: TrainConfig) -> str:
@@ -205,11 +207,12 @@ class RunData:
 
 
 def run_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> RunData:
-    """What a run of these settings reads: a folder that `dynapipe preprocess` wrote, or the user's files, or the
-    generator's examples, tokenized once and kept beside the runs; and the parts of it by `[eval]`.
+    """The data of a run with these settings, in the parts that `[eval]` makes. They are a folder that `dynapipe
+    preprocess` wrote, or the user's files or generated examples, which are tokenized once into a folder beside the
+    runs.
 
-    Of several runs that want the same tokens at once, one makes them; `progress` gets its samples done. Held-out text
-    is tokenized with the training data's tokenizer. The tasks file is read once, here.
+    If several runs need the same tokens at once, one of them makes these; `progress` gets the number of samples done.
+    Held-out text is tokenized with the training data's tokenizer. The tasks file is read once, here.
 
     Errors: ConfigError and DataError for data that cannot be trained on, or evaluated on beside these, or have ids that
     the run's model has not.
@@ -244,8 +247,7 @@ def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], 
             refuse_other_fields(config.data, dataset)
         return dataset
     source = _source(config, tasks)
-    lock = source.folder.with_name(f".{source.folder.name}.lock")
-    with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S), writing_in(source.folder):
+    with _writing_alone(source.folder):
         if not isinstance(source.tokenizer, str):
             return _preprocessed(config, tasks, _paths(config), source.folder, source.tokenizer, source.form, progress)
         return prepare(
@@ -260,6 +262,14 @@ def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], 
             unread=source.form.unread,
             progress=progress,
         )
+
+
+@contextmanager
+def _writing_alone(folder: Path) -> Iterator[None]:
+    """Within: no other run writes tokens in this folder."""
+    lock = folder.with_name(f".{folder.name}.lock")
+    with FileLock(lock, f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S), writing_in(folder):
+        yield
 
 
 def _refuse_unknown_ids(config: TrainConfig, data: TokenDataset) -> None:
@@ -292,8 +302,7 @@ def _parts(
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
         return train, TokenDataset.open(folder)
-    lock = folder.with_name(f".{folder.name}.lock")
-    with FileLock(lock, f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S), writing_in(folder):
+    with _writing_alone(folder):
         return train, _preprocessed(config, tasks, [settings.path], folder, encoder, form, None)
 
 
@@ -337,8 +346,8 @@ def data_lines(data: RunData) -> list[str]:
     """What a run trains and is evaluated on, for its log."""
     whole = data.whole
     truncated = f", {whole.num_truncated:,} truncated" if whole.num_truncated else ""
-    read = pair_lengths(whole.lengths) if isinstance(data.train, PairDataset) else whole.lengths
-    tokens = counted(int(read[:, :2].sum()), "token")
+    lengths = pair_lengths(whole.lengths) if isinstance(data.train, PairDataset) else whole.lengths
+    tokens = counted(int(lengths[:, :2].sum()), "token")
     lines = [f"data: {counted(len(whole), 'sample')}, {tokens}{truncated}"]
     if shares := data.shares:
         drawn_of_each = shares.counts(data.train.indices)
@@ -353,8 +362,8 @@ def data_lines(data: RunData) -> list[str]:
 
 
 def check_data(data: RunData, check: Callable[..., None]) -> None:
-    """`check(lengths, forwards_alone=…)` of both parts, of which the one held out is evaluated by forwards alone; an
-    error about held-out samples says that it is."""
+    """Call `check(lengths, forwards_alone=…)` for the training data and for the held-out data, which run forwards
+    alone. An error about held-out samples names them so."""
     check(data.train.lengths, forwards_alone=False)
     if data.held_out is None:
         return

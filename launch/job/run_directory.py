@@ -1,4 +1,4 @@
-"""One directory a run: claimed at its start, filled once it trains, gone again where it never did.
+"""The directory of a run: claimed at its start, filled once it trains, removed if it never trains.
 
 runs/2026-11-22T01-30-00/   config.toml costs.json data events.jsonl report.json index.html …
 runs/latest                 a link to the newest that has begun
@@ -152,8 +152,8 @@ def run_to_resume(named: str) -> Path:
 
 
 def place_of_resumed(configured: str, path: Path) -> str:
-    """What `run_dir` says of a run that goes on in `path`: what its settings `said`, or after a move where it is now,
-    so that what lies beside runs is looked for there, and written there."""
+    """The `run_dir` of a run that goes on in `path`: the `configured` one, or `path` where the folder was moved. Files
+    beside runs are read and written next to it."""
     before = Path(configured) if configured else _RUNS / path.name
     return configured if before.resolve() == path.resolve() else str(path)
 

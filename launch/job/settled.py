@@ -1,4 +1,4 @@
-"""A job settled once: all who train or plan start from what these functions return, so that none differs.
+"""A job settled once: every process that trains or plans starts from what these functions return.
 
 requested.requested_job ─► JobRequest         settings, first weights, store, loggers, places: refused before all else
 run.outcome.claimed ─► JobRequest             its run directory and its store are there
@@ -6,10 +6,11 @@ settled_job ─► SettledJob                     data read, costs read or measu
 SettledPlanning ─► Planner                    what plans follow from, with or without a run
 
 `dynapipe train` goes through all of these and forks ranks, which inherit the value. Under torchrun each rank makes the
-request, the first one settles it, and the others take theirs from what it tells (`peers_job`). `dynapipe plan` and
-`check-plan` have no run: they make a SettledPlanning of a file of settings, costs and flags (`commands.plan_inputs`).
-`replay` reads the planner that a SettledPlanning has made. `profile` measures the model of the same settings, before
-there are costs. `estimate` plans for cluster and costs of its own, by rules that it writes as settings of a run.
+request; the first rank settles it, and the others make their jobs from the values that it sends (`peers_job`).
+`dynapipe plan` and `check-plan` have no run: they make a SettledPlanning of a file of settings, costs and flags
+(`commands.plan_inputs`). `replay` reads the planner that a SettledPlanning has made. `profile` measures the model of
+the same settings, before there are costs. `estimate` plans for cluster and costs of its own, by rules that it writes as
+settings of a run.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def placed_planning(
     """
     config = planning.config
     if "auto" not in (config.placement, config.topology.vocabulary):
-        named = replace(config, topology=replace(config.topology, placement=config.placement))
-        return replace(planning, config=named), ()
+        named_config = replace(config, topology=replace(config.topology, placement=config.placement))
+        return replace(planning, config=named_config), ()
     comparable = replace(planning, costs=without(planning.costs, FittedTimes))
     trials = placement_trials(
         planning.topology,
@@ -243,7 +244,7 @@ class SettledJob:
         return (self.run_dir / CHECKPOINTS).resolve()
 
     def to_json(self) -> dict[str, Any]:
-        """What ranks on other machines cannot settle for themselves; without secrets (`JobKeys.told`)."""
+        """What ranks on other machines cannot settle for themselves; without secrets (`JobKeys.for_peers`)."""
         return {
             "topology": self.config.to_json()["topology"],
             "steps": self.config.run.steps,
@@ -284,8 +285,8 @@ def peers_job(request: JobRequest, raw: Mapping[str, Any], keys: JobKeys, data: 
 
 
 def settled_job(request: JobRequest, machine: Machine, console: Console) -> SettledJob:
-    """All that ranks start from, of a request whose directory and store are there: data are read, costs taken from a
-    file or measured, layers placed; what cannot be trained is refused. `console` says what this has come to.
+    """The job that ranks start from, of a request whose directory and store exist. It reads the data, reads or measures
+    the costs, places the layers, and refuses what cannot be trained. `console` prints the results.
 
     Errors: ConfigError, DataError and PlanError.
     """
@@ -371,11 +372,11 @@ def ranks_line(topology: Topology) -> str:
 def data_progress(config: TrainConfig) -> tuple[WorkProgress, Callable[[int], None]]:
     """A progress display for `run_data` and the function that feeds it with samples done so far."""
     total = None if config.data.path or config.data.mixture else config.data.num_samples
-    progress, done = WorkProgress("tokenizing", total), 0
+    progress, num_done = WorkProgress("tokenizing", total), 0
 
     def advance(samples: int) -> None:
-        nonlocal done
-        progress.advance(samples - done)
-        done = samples
+        nonlocal num_done
+        progress.advance(samples - num_done)
+        num_done = samples
 
     return progress, advance

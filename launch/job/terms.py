@@ -72,10 +72,10 @@ def terms_of(config: TrainConfig, *, compare: bool, reads_files: bool = True) ->
     }
     weights = {"weights of [data] mixture": str([str(file.weight) for file in weighted_files(config.data.mixture)])}
     files: dict[str, str] = {}
-    seen: set[str] = set()
+    names_read: set[str] = set()
     for setting, name in named_files(config).items() if reads_files else ():
-        if name not in seen:
-            seen.add(name)
+        if name not in names_read:
+            names_read.add(name)
             files |= {f"the file {inside}of {setting}": content for inside, content in _content(Path(name))} or {
                 setting: json.dumps(name)
             }
@@ -91,16 +91,16 @@ def terms_of_data(data: RunData) -> Terms:
     }
 
 
-def difference(mine: Terms, others: Terms, who: tuple[str, str], *, is_part: bool = False) -> str:
-    """What is said of the first name whose values differ, `who` being the two that have them; empty where none does.
-    `is_part`: names that the others lack are not compared."""
+def difference(own_terms: Terms, other_terms: Terms, who: tuple[str, str], *, is_part: bool = False) -> str:
+    """A message about the first name whose values differ; empty if none differs. `who` names the two ranks. `is_part`:
+    names that the other rank lacks are not compared."""
     if is_part:
-        mine = {name: value for name, value in mine.items() if name in others}
-    names = [name for name in {**mine, **others} if mine.get(name) != others.get(name)]
+        own_terms = {name: value for name, value in own_terms.items() if name in other_terms}
+    names = [name for name in {**own_terms, **other_terms} if own_terms.get(name) != other_terms.get(name)]
     if not names:
         return ""
     if names[0] == SECRET:
-        without = [one for terms, one in zip((mine, others), who, strict=True) if not terms.get(SECRET)]
+        without = [one for terms, one in zip((own_terms, other_terms), who, strict=True) if not terms.get(SECRET)]
         fault = f"the secret files of {who[0]} and {who[1]} differ"
         if without:
             fault = f"{without[0]} has no secret of the job, and {who[without[0] == who[0]]} has one"
@@ -108,7 +108,7 @@ def difference(mine: Terms, others: Terms, who: tuple[str, str], *, is_part: boo
     first, more = names[0], f" ({len(names) - 1} more differ)" if names[1:] else ""
     values = " and ".join(
         f"{textwrap.shorten(terms.get(first, _NOTHING), _MOST_SHOWN, placeholder=' ...')} for {one}"
-        for terms, one in zip((mine, others), who, strict=True)
+        for terms, one in zip((own_terms, other_terms), who, strict=True)
     )
     return f"{first} is {values}{more}: {_next_move(first)}"
 

@@ -30,8 +30,8 @@ except OSError:
 
 
 def hosts_away(shell: Sequence[str], hosts: Sequence[Host], meeting_host: str, port: int) -> frozenset[Host]:
-    """Those of `hosts` that the shell does not reach within some seconds, or that cannot reach the first one, by
-    `meeting_host`; where none of several others can, it is the first that is away."""
+    """The hosts that the shell does not reach within some seconds, and those that cannot connect to the first host
+    (`meeting_host`). If none of several others can connect to it, the first host counts as away instead."""
     line = f"exec {shlex.join([sys.executable, '-c', _ASK, meeting_host, str(port)])} || exit {_CANNOT_ASK[0]}\n"
     checks: list[Supervised] = []
     nowhere = os.open(os.devnull, os.O_WRONLY)

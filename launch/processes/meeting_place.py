@@ -25,8 +25,8 @@ _LEAVE_S = 20.0  # and then to leave its id there
 
 @contextmanager
 def refusing_other_job(place: NodePlace) -> Iterator[Callable[[], Order]]:
-    """Inside, the function has no orders for the node; it raises a JobError, which has been said, once another job is
-    known to meet at the place."""
+    """Inside, the function returns no orders for the node. Once another job is known to meet at the place, it raises a
+    JobError, whose message is already printed."""
     host, _, port = place.rdzv_endpoint.rpartition(":")
     words = [host.strip("[]"), port, place.rdzv_id, str(os.getpid()), str(place.node_rank or 0)]
     with Supervised.spawn("visitor", [sys.executable, "-m", __name__, *words]) as visitor:

@@ -36,9 +36,9 @@ def refuse_unknown_host(host: str) -> None:
 def interface_towards(hosts: Iterable[str], named: str = "") -> tuple[str, str]:
     """An interface and this machine's address on it. Nothing is sent.
 
-    The first of these counts: the interface `named`, if it has an address; the interface of the route to one of `hosts`
-    that does not lead to loopback; that of the default route; the only one besides loopback. A machine's own name often
-    resolves to loopback (Debian: 127.0.1.1), where no other machine reaches it.
+    It is the first of these: the interface `named`, if it has an address; that of the route to one of `hosts`, unless
+    it is loopback; that of the default route; the only one besides loopback. A machine's own name often resolves to
+    loopback (Debian: 127.0.1.1), where no other machine reaches it.
 
     Errors: ConfigError where several interfaces are possible, or none is.
     """

@@ -114,8 +114,8 @@ class Nodes(Protocol):
         ...
 
     def errors(self) -> Sequence[NodeError]:
-        """What nodes have said of their failures and nobody has printed, and the ends of those that were lost without a
-        word; the first in time first, and all also after `close`."""
+        """Errors of nodes that nobody has printed yet, and the ends of nodes that were lost without an error; the
+        earliest first, all of them also after `close`."""
         ...
 
     def order(self, order: WrittenOrder) -> None: ...
@@ -136,7 +136,7 @@ class ShellNodes:
         self._shell, self._hosts = tuple(shell), tuple(hosts)
         self._nodes: list[Supervised] = []
         self._inputs: list[int] = []
-        self._words: list[_NodeWords] = []
+        self._outputs: list[_NodeOutput] = []
         self._errors: list[NodeError] = []
         self._ended: dict[str, int] = {}
 
@@ -146,34 +146,34 @@ class ShellNodes:
 
     def start(self, lines: Sequence[str]) -> None:
         for host, line in zip(self._hosts, lines, strict=True):
-            theirs, ours = os.pipe()
-            self._inputs.append(ours)
-            heard, says = os.pipe()
-            self._words.append(_NodeWords(host.name, heard, self._errors))
+            read_end, write_end = os.pipe()
+            self._inputs.append(write_end)
+            output_end, stderr_end = os.pipe()
+            self._outputs.append(_NodeOutput(host.name, output_end, self._errors))
             try:
                 command = [*self._shell, host.name, "sh", "-s"]
-                self._nodes.append(Supervised.spawn(host.name, command, stdin=theirs, stderr=says))
+                self._nodes.append(Supervised.spawn(host.name, command, stdin=read_end, stderr=stderr_end))
             finally:
-                os.close(theirs)
-                os.close(says)
-            self._tell(ours, f"{line}\n".encode())
+                os.close(read_end)
+                os.close(stderr_end)
+            self._write(write_end, f"{line}\n".encode())
 
     def ended(self, wait_s: float) -> Mapping[str, int]:
         waiting = select.poll()
         for descriptor in [node.pidfd for node in self._nodes if node.poll() is None]:
             waiting.register(descriptor, select.POLLIN)
-        for words in self._words:
-            if not words.have_ended:
-                waiting.register(words.descriptor, select.POLLIN)
+        for output in self._outputs:
+            if not output.have_ended:
+                waiting.register(output.descriptor, select.POLLIN)
         waiting.poll(wait_s * 1000)
-        for node, words in zip(self._nodes, self._words, strict=False):  # the last may not have started
+        for node, output in zip(self._nodes, self._outputs, strict=False):  # the last may not have started
             if node.name not in self._ended and (code := node.poll()) is not None:
-                words.pass_on()
+                output.pass_on()
                 self._ended[node.name] = status = exit_status(code)
                 if self._inputs and status not in _IN_ORDER and not any(one.node == node.name for one in self._errors):
                     self._errors.append(NodeError(node.name, f"{node.name} ended with exit status {status}"))
-        for words in self._words:
-            words.pass_on()
+        for output in self._outputs:
+            output.pass_on()
         return dict(self._ended)
 
     def errors(self) -> Sequence[NodeError]:
@@ -181,7 +181,7 @@ class ShellNodes:
 
     def order(self, order: WrittenOrder) -> None:
         for descriptor in self._inputs:
-            self._tell(descriptor, f"{order}\n".encode())
+            self._write(descriptor, f"{order}\n".encode())
 
     def close(self) -> None:
         while self._inputs:
@@ -191,41 +191,41 @@ class ShellNodes:
             pass
         end_all(self._nodes, 0.0)
         self._nodes.clear()
-        for words in self._words:
-            words.close()
-        self._words.clear()
+        for output in self._outputs:
+            output.close()
+        self._outputs.clear()
 
     @staticmethod
-    def _tell(descriptor: int, words: bytes) -> None:
+    def _write(descriptor: int, words: bytes) -> None:
         with suppress(BrokenPipeError):  # it has ended: whoever watches it reports that
             os.write(descriptor, words)
 
 
-class _NodeWords:
-    """What a node says on standard error, read from `descriptor`: passed on line by line, but for its errors, which
-    join `errors`, as all nodes may say the same, and some what another one explains."""
+class _NodeOutput:
+    """A node's standard error, read from `descriptor`. Lines are passed on as they come. Errors are added to `errors`
+    instead: all nodes may report the same one, and one node's error may explain another's."""
 
     def __init__(self, name: str, descriptor: int, errors: list[NodeError]) -> None:
         self.name, self.descriptor, self._errors = name, descriptor, errors
         self.have_ended = False
-        self._unsaid = b""
+        self._open_line = b""
         os.set_blocking(descriptor, False)
 
     def pass_on(self) -> None:
-        """All that has come by now."""
+        """Pass on all lines that have come by now."""
         while not self.have_ended:
             try:
                 words = os.read(self.descriptor, _MOST_LINE_BYTES)
             except BlockingIOError:
                 return
             self.have_ended = not words
-            *lines, self._unsaid = (self._unsaid + words).split(b"\n")
-            if self._unsaid and (self.have_ended or len(self._unsaid) >= _MOST_LINE_BYTES):
-                lines, self._unsaid = [*lines, self._unsaid], b""
+            *lines, self._open_line = (self._open_line + words).split(b"\n")
+            if self._open_line and (self.have_ended or len(self._open_line) >= _MOST_LINE_BYTES):
+                lines, self._open_line = [*lines, self._open_line], b""
             for line in lines:
-                self._say(line.decode(errors="replace"))
+                self._take_line(line.decode(errors="replace"))
 
-    def _say(self, line: str) -> None:
+    def _take_line(self, line: str) -> None:
         if line.startswith(_ERROR):
             self._errors.append(NodeError(self.name, line.removeprefix(_ERROR)))
         else:
@@ -234,8 +234,8 @@ class _NodeWords:
     def close(self) -> None:
         """With what it has said by now, also of a line that has not ended."""
         self.pass_on()
-        if self._unsaid:
-            self._say(self._unsaid.decode(errors="replace"))
+        if self._open_line:
+            self._take_line(self._open_line.decode(errors="replace"))
         os.close(self.descriptor)
 
 
@@ -284,7 +284,7 @@ def _of_nodes(ended: Mapping[str, int], errors: Sequence[NodeError]) -> NodeEnd:
     if not failed:
         return NodeEnd(0, _cause((), errors))
     for status in (*_MISTAKES_IN_ORDER, TAKEN_STATUS):
-        if names := [name for name, has in failed.items() if has == status]:
+        if names := [name for name, node_status in failed.items() if node_status == status]:
             causes = [error for error in errors if error.node in names]
             if status in (_NOT_FOUND_STATUS, _NOT_EXECUTABLE_STATUS):
                 where, status = f"{names[0]}: folder or Python of this job", USER_ERROR_STATUS
@@ -300,11 +300,11 @@ def _of_nodes(ended: Mapping[str, int], errors: Sequence[NodeError]) -> NodeEnd:
 
 def _cause(causes: Sequence[NodeError], errors: Sequence[NodeError]) -> str:
     """In one line, what several nodes may say alike; the other `errors` are printed."""
-    named = list(dict.fromkeys(error.text for error in causes))[:_MOST_ERRORS]
-    others = {error.text: error.node for error in reversed(errors) if error.text not in named}
+    texts = list(dict.fromkeys(error.text for error in causes))[:_MOST_ERRORS]
+    others = {error.text: error.node for error in reversed(errors) if error.text not in texts}
     for text, node in reversed(others.items()):
         say_at_once(f"dynapipe launch: {node}: {text}")
-    return "; ".join(named)
+    return "; ".join(texts)
 
 
 def exit_status(code: int) -> int:

@@ -22,8 +22,8 @@ class ScratchDirectory:
     """A directory (mode 0700) under `base`, removed by `close`.
 
     Its owner holds a lock on it, which lasts as long as both: no file of it can be lost, and systemd-tmpfiles leaves
-    locked directories alone. A killed owner cannot clean up, but its lock is gone: the next ScratchDirectory under the
-    same base removes the directory, and what the owner's children wrote later, at its own end.
+    locked directories alone. A killed owner cannot clean up, but its lock is released. The next ScratchDirectory under
+    the same base removes the directory at its own end, with files that children of the killed owner wrote later.
     """
 
     def __init__(self, base: Path | None = None) -> None:

@@ -59,8 +59,8 @@ def ending_signals_raise() -> Iterator[None]:
 
 
 def end_undisturbed() -> None:
-    """From now on, until `ending_signals_raise` is left, these signals raise nothing: this process has failed and ends
-    in a moment, and what it says and records of that must be whole."""
+    """From now on, until `ending_signals_raise` is left, these signals raise nothing: this process has failed, ends in
+    a moment, and must first write its error and its records whole."""
     global _ends_anyway
     _ends_anyway = True
 
@@ -173,8 +173,9 @@ os.register_at_fork(after_in_child=_forget)  # signals to the parent do not conc
 
 
 def complete_streams() -> None:
-    """Open what this process lacks of its three standard descriptors: the next files would get their numbers, and what
-    is meant for a stream would be written into them. Call before anything is opened."""
+    """Open those of the three standard descriptors that are closed, on /dev/null. Else the next opened files would get
+    their numbers, and output for a standard stream would be written into these files. Call this before anything is
+    opened."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -1,8 +1,8 @@
 """torchrun's agent as `dynapipe launch` starts it: `python -m dynapipe_ext.launch.processes.torchrun`, with its words.
 
-Of ranks that fail it says nothing: the first of them has said why, or the launcher does. What stops the agent itself is
-one line, which a launcher is left to say: it may come of what another node has said. SIGUSR2 is ignored, also by its
-ranks until they listen.
+The agent prints nothing about ranks that fail: the first failed rank has printed its error, or the launcher will. An
+error of the agent itself is one line, left to the launcher to print, since another node's error may be its cause.
+SIGUSR2 is ignored, also by its ranks until they listen.
 """
 
 from __future__ import annotations

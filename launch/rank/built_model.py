@@ -14,7 +14,7 @@ from dynapipe_ext.executor.protocols import Stage
 
 
 class TrainedStage(Stage, Protocol):
-    """A stage that names what went wrong."""
+    """A stage that also reports its losses, so that messages can name the micro-batch at fault."""
 
     def losses(self) -> Mapping[int, float]:
         """Of the micro-batches of the last step, by index, where this rank computes them."""
@@ -27,11 +27,11 @@ class TrainedStage(Stage, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
-    """`stage` runs plans, `optimizer` updates its weights; `modules` are switched
-    between training and evaluation. `saver(folder)` saves checkpoints below a folder, of the model that `description`
-    tells by, where the second argument is how many bytes each takes; `restore(folder)` takes one on and says where its
-    run stood. `num_trained` parameters are this rank's alone, but for its replicas. `held_bytes()`: of weights,
-    gradients and optimizer states."""
+    """`stage` runs plans, `optimizer` updates its weights; `modules` are switched between training and evaluation.
+    `saver(folder, num_bytes)` makes a saver of checkpoints below a folder, each of about `num_bytes`; they record
+    `description`, by which a model is compared with its checkpoint. `restore(folder)` loads a checkpoint and returns
+    the state of its run. `num_trained`: parameters that train on this rank and, of other ranks, on its replicas alone.
+    `held_bytes()`: of weights, gradients and optimizer states."""
 
     stage: TrainedStage
     optimizer: Any

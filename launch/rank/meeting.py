@@ -1,10 +1,11 @@
-"""Where the ranks of a job meet before, and while, each prepares what takes it as long as it takes.
+"""Where the ranks of a job meet, while each of them prepares (imports, data, measurements), however long that takes.
 
 rank ─► shows in torch's store what it was started with, which is compared ─► arrives there once it is ready, waits for
         the others ─► all connect at once, within a short limit
 
-Whoever is connected answers soon, so a connection that is broken shows; who prepares does not, and is waited for in the
-store alone. Of ranks on several machines each gives signs there meanwhile, for the one before it to look at.
+A connected rank answers soon, so a broken connection is noticed. A rank that prepares answers nobody, so the others
+wait for it in the store alone. Where a job has several machines, each rank writes a sign into the store every few
+seconds, and the rank before it reads these signs.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _T = TypeVar("_T")
 
 
 class Meeting:
-    """A rank's way into the store that all ranks of its job share, until `close`. What is longer than `limit_s` before
-    all have arrived is an error, be it that nobody keeps the store yet; so is a store that does not answer for
-    `silent_s`, or on several machines a rank that gave signs and then none for so long."""
+    """A rank's access to the store that all ranks of its job share, until `close`. It is an error if not all ranks have
+    arrived after `limit_s`, also if nobody has opened the store by then; if the store does not answer for `silent_s`;
+    and, on several machines, if a rank that gave signs gives none for `silent_s`."""
 
     def __init__(self, env: RankEnv, *, limit_s: float, silent_s: float) -> None:
         self._rank, self._world_size = env.rank, env.world_size
@@ -55,16 +56,17 @@ class Meeting:
     def arrive(self, what: str) -> None:
         """Return once all ranks have called this with the same `what`, which no rank may give twice.
 
-        Errors: ExecutionError naming the ranks that have not come within the limit or are lost, or that the store is.
+        Errors: ExecutionError that names the ranks that did not arrive within the limit, or the rank that is lost, or
+        says that the store is lost.
         """
         deadline_s, place = time.monotonic() + self._limit_s, f"dynapipe/{what}"
         try:
             self._answered(what, partial(self._come, place))
             while not self._answered(what, partial(self._has_come, place, deadline_s)):
-                if lost := self._answered(what, self._lost):
+                if lost_rank := self._answered(what, self._lost_rank):
                     raise ExecutionError(
-                        f"{what}: rank {lost} has given no sign for {self._silent_s:g} s: its machine is lost, or it"
-                        " stands still; look there, then start again"
+                        f"{what}: rank {lost_rank} has given no sign for {self._silent_s:g} s: its machine is lost, or"
+                        " it stands still; look there, then start again"
                     )
                 if time.monotonic() >= deadline_s:
                     missing = self._answered(what, partial(self._missing, place))
@@ -81,15 +83,15 @@ class Meeting:
     def agree(
         self, what: str, terms: Terms, least: Mapping[str, float] | None = None, *, is_part: bool = False
     ) -> dict[str, float]:
-        """Return the least of each value under `least` over all ranks, once all have called this with the same `what`
-        and equal `terms`. `is_part`: of a rank that leaves out what another one of its machine shows.
+        """Return the minimum over all ranks of each value in `least`, once all ranks have called this with the same
+        `what` and equal `terms`. `is_part`: this rank leaves out terms that another rank of its machine shows.
 
         Errors: UnlikeRanksError on all ranks, in the same words, for the first name whose values differ; as `arrive`.
         """
         place, text = f"dynapipe/{what}", json.dumps(terms)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        mine = {"terms": digest, "is_part": is_part, "host": socket.gethostname(), "least": least or {}}
-        self._answered(what, partial(self._show, place, {digest: text, f"of/{self._rank}": json.dumps(mine)}))
+        own_entry = {"terms": digest, "is_part": is_part, "host": socket.gethostname(), "least": least or {}}
+        self._answered(what, partial(self._show, place, {digest: text, f"of/{self._rank}": json.dumps(own_entry)}))
         self.arrive(what)
         if self._rank == 0:
             self._answered(what, partial(self._compare, place, terms))
@@ -117,7 +119,7 @@ class Meeting:
         self._closed.set()
 
     def _answered(self, what: str, ask: Callable[[], _T]) -> _T:
-        """What the store says to a question, asked in a thread of its own: torch would wait for ever for a store that
+        """The store's answer to `ask`, which runs in a thread of its own: torch would wait for ever for a store that
         stands still. Errors: ExecutionError."""
         answer: Future[_T] = Future()
 
@@ -140,19 +142,20 @@ class Meeting:
         self._store.add(f"dynapipe/signs/{self._rank}", 1)
 
     def _give_signs(self) -> None:
-        """Until `close`; and have all told if the next rank, once it has begun, gives none."""
+        """Give signs until `close`. If the next rank has begun and then gives none, write that into the store for all
+        ranks."""
         watched = (self._rank + 1) % self._world_size
-        seen, seen_s = 0, time.monotonic()
+        last_number, changed_s = 0, time.monotonic()
         with suppress(RuntimeError):  # the store is gone, which whoever waits for others notices
             while not self._closed.wait(_SIGN_S):
                 self._sign()
                 number = self._store.add(f"dynapipe/signs/{watched}", 0)
-                if number != seen or not number:
-                    seen, seen_s = number, time.monotonic()
-                elif time.monotonic() - seen_s > self._silent_s:
+                if number != last_number or not number:
+                    last_number, changed_s = number, time.monotonic()
+                elif time.monotonic() - changed_s > self._silent_s:
                     self._store.set(_LOST, str(watched))
 
-    def _lost(self) -> str:
+    def _lost_rank(self) -> str:
         return self._store.get(_LOST).decode() if self._store.check([_LOST]) else ""
 
     def _come(self, place: str) -> None:
@@ -165,14 +168,14 @@ class Meeting:
             self._store.set(f"{place}/{name}", text)
 
     def _compare(self, place: str, terms: Terms) -> None:
-        """As rank 0: tell all how the terms of the first other rank differ that has not the same."""
+        """On rank 0: write into the store how the terms of the first rank with other terms differ from its own."""
         ranks = [json.loads(self._store.get(f"{place}/of/{rank}")) for rank in range(self._world_size)]
         who = [f"rank {rank} ({one['host']})" for rank, one in enumerate(ranks)]
         least = {name: min(one["least"].get(name, value) for one in ranks) for name, value in ranks[0]["least"].items()}
-        fault, seen = "", {ranks[0]["terms"]}
+        fault, digests_seen = "", {ranks[0]["terms"]}
         for rank, one in enumerate(ranks):
-            if not fault and one["terms"] not in seen:
-                seen.add(one["terms"])
+            if not fault and one["terms"] not in digests_seen:
+                digests_seen.add(one["terms"])
                 others = json.loads(self._store.get(f"{place}/{one['terms']}"))
                 fault = difference(terms, others, (who[0], who[rank]), is_part=one["is_part"])
         self._store.set(f"{place}/verdict", json.dumps({"fault": fault, "least": least}))

@@ -231,13 +231,13 @@ def _job_of_rank(
     settled = b""
     if env.rank == 0:
         assert isinstance(job, SettledJob)
-        keys = stack.enter_context(job.keys.told(on_one_machine=env.local_world_size == env.world_size))
+        keys = stack.enter_context(job.keys.for_peers(on_one_machine=env.local_world_size == env.world_size))
         settled = json.dumps(job.to_json() | {"keys": keys}).encode()
     shared = json.loads(broadcast_bytes(settled, "what rank 0 has settled", device))
     data = _data(env, meeting, job)
     if isinstance(job, SettledJob):
         return job
-    return peers_job(job, shared, JobKeys.heard(shared["keys"], job.secret), data)
+    return peers_job(job, shared, JobKeys.from_rank_0(shared["keys"], job.secret), data)
 
 
 def _process_groups(env: RankEnv, job: SettledJob, device: Any) -> tuple[Groups, dict[int, JoinedRanks]]:
@@ -262,8 +262,9 @@ def _process_groups(env: RankEnv, job: SettledJob, device: Any) -> tuple[Groups,
 
 
 def _data(env: RankEnv, meeting: Meeting, job: SettledJob | JobRequest) -> RunData:
-    """What was settled before ranks met; else rank 0 has prepared it by now, then the first rank of every other node
-    does (a shared file system finds it done), and the others open that. All ranks must then have the same samples."""
+    """The data of this rank. A settled job has them already. Else rank 0 has prepared them by now; then the first rank
+    of every other node prepares them (on a shared file system they exist already), and the other ranks open these. All
+    ranks must have the same samples."""
     meeting.arrive("preparation of the data by rank 0")
     data = job.data if isinstance(job, SettledJob) else None
     if data is None and env.local_rank == 0:
@@ -276,10 +277,10 @@ def _data(env: RankEnv, meeting: Meeting, job: SettledJob | JobRequest) -> RunDa
 
 
 def _run(context: RankContext) -> list[Spans]:
-    """Runs the variants; what rank 0 gets back are the spans of all ranks in the first one."""
+    """Run the variants. Returns on rank 0 the spans of all ranks in the first variant, elsewhere none."""
     import torch.distributed as dist
 
-    from dynapipe_ext.launch.rank.variant_run import gather_bytes
+    from dynapipe_ext.launch.rank.variant_run import bytes_on_first
 
     job = context.job
     chosen = variants(job.config, compare=job.compare)
@@ -296,7 +297,7 @@ def _run(context: RankContext) -> list[Spans]:
                 pass
         with named_collectives("end of the steps"):
             dist.barrier()
-    gathered = gather_bytes(spans_to_bytes(outlasting.traced.spans), "traced actions of all ranks", context.device)
+    gathered = bytes_on_first(spans_to_bytes(outlasting.traced.spans), "traced actions of all ranks", context.device)
     return [spans_from_bytes(data) for data in gathered]
 
 

@@ -1,7 +1,7 @@
 """One rank's process under torchrun: `torchrun … -m dynapipe_ext.launch.rank`, with the flags of `dynapipe train`.
 
-Of all ranks that fail, the first says why, in one line, after its calls if it is a defect; those that fail because it
-did say nothing.
+Of all ranks that fail, the first prints its error in one line, after a traceback if it is a defect. Ranks that fail
+because of it print nothing.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def _settle_network(env: RankEnv, store: StoreAddress | None) -> str | None:
         return None
     store_host = urlsplit(store.url).hostname if store else None
     name, own = interface_towards((host for host in (env.master_addr, store_host) if host), named_interface())
-    if (taken := use_interface(name)) and env.local_rank == 0:
-        print(f"network of rank {env.rank}'s machine: {name} ({', '.join(taken)})", file=sys.stderr)
+    if (variables_set := use_interface(name)) and env.local_rank == 0:
+        print(f"network of rank {env.rank}'s machine: {name} ({', '.join(variables_set)})", file=sys.stderr)
     return own
 
 
@@ -201,34 +201,34 @@ def _telling(env: RankEnv) -> Iterator[None]:
         if isinstance(error, UnlikeRanksError):
             end_undisturbed()  # torchrun ends this rank, too, once the node that keeps its store has left
         status = USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
-        mine = f"rank {env.rank}: {in_one_line(error)}"
+        own_failure = f"rank {env.rank}: {in_one_line(error)}"
         may_pass = isinstance(error, LowMemoryError) and is_restart()
-        cause, is_final = _first_failure(env, (mine, isinstance(error, FINAL) and not may_pass))
-        if cause == mine:
+        cause, is_final = _first_failure(env, (own_failure, isinstance(error, FINAL) and not may_pass))
+        if cause == own_failure:
             if status == BUG_STATUS and launcher() is not None:  # else torchrun's summary has its calls
                 print("".join(traceback.format_tb(error.__traceback__)), end="", file=sys.stderr)
-            print(f"dynapipe: error: {mine}", file=sys.stderr, flush=True)
-            _tell_torchrun(error, mine)
+            print(f"dynapipe: error: {own_failure}", file=sys.stderr, flush=True)
+            _tell_torchrun(error, own_failure)
         if isinstance(error, UnlikeRanksError):
             error.leave_together()  # each has asked by now why the first rank failed
-        raise JobError(mine, status, cause, is_final=is_final) from error
+        raise JobError(own_failure, status, cause, is_final=is_final) from error
 
 
-def _first_failure(env: RankEnv, mine: tuple[str, bool]) -> tuple[str, bool]:
+def _first_failure(env: RankEnv, own_failure: tuple[str, bool]) -> tuple[str, bool]:
     """Why the first rank failed, and whether every start would end so, by the store of torchrun's agent; `mine` where
     this is the first, or nobody knows."""
     attempt = agent_attempt()
     if attempt is None:
-        return mine
+        return own_failure
     from torch._C._distributed_c10d import TCPStore
 
     try:
         limit = timedelta(seconds=_ASK_S)
         store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=limit, wait_for_workers=False)
         key = f"dynapipe/failure/{attempt}"
-        first: bytes = store.compare_set(key, "", json.dumps(mine))
+        first: bytes = store.compare_set(key, "", json.dumps(own_failure))
     except RuntimeError:  # the agent has gone
-        return mine
+        return own_failure
     cause, is_final = json.loads(first)
     return cause, is_final
 

@@ -57,7 +57,7 @@ class ReferencePass:
         Errors: NotFiniteError for a pair to which the model gives no finite log probability.
         """
         place = _folder(self.config) / f"{_key(self.config, self.architecture, data)}.npy"
-        references = self._kept(place, len(data))
+        references = self._stored_references(place, len(data))
         if references is None:
             if self.rank == 0:
                 say_at_once(f"references: log probabilities of {counted(len(data), 'pair')} by the first model")
@@ -66,10 +66,10 @@ class ReferencePass:
                 _write(place, references)
         return ReferencedPairs(data, references)
 
-    def _kept(self, place: Path, num_pairs: int) -> References | None:
-        """What an earlier run has left where rank 0 is, on every rank; None where nothing is."""
+    def _stored_references(self, place: Path, num_pairs: int) -> References | None:
+        """The references that an earlier run has stored on rank 0's machine, on every rank; None if there are none."""
         shape = (num_pairs, 2)
-        own_values = _read(place, shape) if self.rank == 0 else None
+        own_values = _read_array(place, shape) if self.rank == 0 else None
         has_values = torch.tensor([own_values is not None], dtype=torch.int64, device=self.device)
         with named_collectives(_NAME):
             dist.broadcast(has_values, src=0)
@@ -140,8 +140,8 @@ def files_of(place: Path) -> list[list[object]]:
     return [[str(path.resolve()), status.st_size, status.st_mtime_ns] for path, status in described]
 
 
-def _read(place: Path, shape: tuple[int, int]) -> References | None:
-    """The array in a file; None where there is none, or another thing."""
+def _read_array(place: Path, shape: tuple[int, int]) -> References | None:
+    """The array in a file; None if there is no such file, or no array of this shape in it."""
     try:
         array = np.load(place, allow_pickle=False)
     except NO_ARRAY:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import signal
-import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from dynapipe_ext.executor.loader import Dataset, DynaPipeDataLoader
 from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.protocols import Recorder, Store, Transport
+from dynapipe_ext.executor.stages.collectives import gather_bytes, gather_json, send_bytes
 from dynapipe_ext.executor.stages.joined_ranks import Joined
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.preference_loss import PreferenceLoss
@@ -140,7 +140,7 @@ def _never(_step: int) -> None:
 
 
 def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> Planner:
-    """A variant's, with the costs that hold now."""
+    """A variant's planner, with the current costs."""
     planning, topology = replace(job.planning, costs=costs), topology_of(config)
     if topology != planning.topology:
         planning = replace(planning, costs=planning.costs.over(topology)[0], topology=topology)
@@ -148,13 +148,14 @@ def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> P
 
 
 def _dumping(context: RankContext, config: TrainConfig, planner: Planner) -> Planner | DumpingPlanner:
-    """The planner, with a file of each plan where the settings ask for them: of ranks that plan in line, by one."""
+    """The planner; it also writes a file of each plan where the settings ask for it, on one rank alone where ranks plan
+    in line."""
     dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)
     return DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner
 
 
 def _loader_of(context: RankContext, config: TrainConfig) -> Callable[..., DynaPipeDataLoader]:
-    """What makes loaders of this rank, of one data set and planner each."""
+    """A function that makes a loader of this rank from a data set and a planner."""
     topology, architecture = topology_of(config), architecture_of(config, context.job.data.whole.vocab_size)
     me = topology.coordinates(context.rank)
     return partial(
@@ -214,7 +215,8 @@ def _executors(
 def _cost_watch(
     context: RankContext, config: TrainConfig, planner: Planner, loader: DynaPipeDataLoader, *, is_compared: bool
 ) -> CostWatch:
-    """Who compares measured times with the plan's, and has later steps planned with fitted costs where that is set."""
+    """The watch that compares measured times with the plan's and, where the settings adapt costs, has later steps
+    planned with fitted ones."""
 
     def adopt(step: int, adapted: CostModel) -> None:
         context.costs.adopt(step, adapted)
@@ -226,7 +228,7 @@ def _cost_watch(
         planner.costs,
         in_cpu_s=planner.shared_cores is not None,
         adapts=config.plan.adapt_costs and not is_compared,
-        gather=partial(gather_bytes, device=context.device),
+        gather=partial(bytes_on_first, device=context.device),
         share=partial(broadcast_bytes, device=context.device),
         adopt=adopt,
     )
@@ -239,8 +241,8 @@ def _loss_of(config: TrainConfig) -> PositionLoss:
 def _datasets(
     context: RankContext, config: TrainConfig, built: BuiltModel, loss: PositionLoss, executor: PipelineExecutor
 ) -> tuple[Dataset, Dataset | None]:
-    """What the run trains on and is evaluated on; pairs of answers with references where the loss compares with those.
-    The model is as it was built."""
+    """The data that the run trains on, and those that it is evaluated on; with references where the loss compares pairs
+    of answers with them. The model must still have its first weights."""
     data = context.job.data
     if not isinstance(loss, PreferenceLoss) or not loss.settings.needs_references:
         return data.train, data.held_out
@@ -303,7 +305,7 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
             validation_loss=done.evaluation.loss if done.evaluation else None,
         )
 
-    def noted(done: StepDone, took_s: float) -> None:
+    def note_save(done: StepDone, took_s: float) -> None:
         note(job.run_dir, "save", done.number, f"a checkpoint; training waited {seconds(took_s)} for it")
 
     num_moments, unasked = config.deepspeed.num_moments, None
@@ -321,7 +323,7 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
         progress=progress,
         least_validation_loss=least_loss,
         unasked=unasked,
-        saved=noted if context.rank == 0 else lambda done, took_s: None,
+        saved=note_save if context.rank == 0 else lambda done, took_s: None,
     )
 
 
@@ -335,15 +337,16 @@ def _num_trained(context: RankContext, built: BuiltModel) -> int:
 
 
 def _own_bytes(built: BuiltModel, device: torch.device, activation_bytes: int) -> int:
-    """What this rank held at most; on a CPU, where nobody measures it, the sum of what it is known to hold."""
+    """The most bytes that this rank held. On a CPU they are not measured: there it is the sum of weights, states and
+    activations."""
     if device.type == "cpu":
         return built.held_bytes() + activation_bytes
     return torch.cuda.max_memory_allocated(device)
 
 
-def _gather(mine: RankFigures, name: str, device: torch.device) -> list[RankFigures]:
+def _gather(figures: RankFigures, name: str, device: torch.device) -> list[RankFigures]:
     """Every rank's figures, in rank order."""
-    numbers = torch.tensor(mine.numbers(), dtype=torch.float64, device=device)
+    numbers = torch.tensor(figures.numbers(), dtype=torch.float64, device=device)
     everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
     with named_collectives(name):
         dist.all_gather(everyone, numbers)
@@ -353,23 +356,21 @@ def _gather(mine: RankFigures, name: str, device: torch.device) -> list[RankFigu
 @named_collectives("places of ranks on nodes")
 def node_of(rank: int, *, starts: bool, device: torch.device) -> NodeOfRank:
     """A rank's node, where ranks of a node follow one another and the first of each `starts` its planners."""
-    first = torch.tensor([starts], dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(first) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, first)
-    firsts = [bool(one) for one in everyone]
+    firsts = gather_json(starts, device)
     return NodeOfRank(sum(firsts[: rank + 1]) - 1, sum(firsts), starts)
 
 
 @named_collectives("comparison of clocks")
 def clock_offset_s(one_machine: bool, device: torch.device) -> float:
-    """What to take from this rank's clock to read rank 0's: nothing on one machine, else as of a common barrier."""
+    """Seconds to subtract from this rank's clock to get rank 0's: 0 on one machine, else the difference at a common
+    barrier."""
     if one_machine:
         return 0.0
     dist.barrier()
-    mine = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    return float(mine - first)
+    own_clock = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
+    clock_of_first = own_clock.clone()
+    dist.broadcast(clock_of_first, src=0)
+    return float(own_clock - clock_of_first)
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
@@ -410,26 +411,12 @@ def _transport(context: RankContext, variant: Variant) -> Transport:
 def broadcast_bytes(data: bytes, what: str, device: torch.device) -> bytes:
     """Rank 0's bytes on every rank, over the job's own process group: what the store must not hold. `what` names them
     in errors."""
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
     with named_collectives(what):
-        dist.broadcast(size, src=0)
-        length = int(size)
-        payload = torch.zeros(length, dtype=torch.uint8, device=device)
-        if dist.get_rank() == 0 and length:
-            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(payload, src=0)
-    return struct.pack(f"{length}B", *payload.tolist())
+        return send_bytes(data, device)
 
 
-def gather_bytes(data: bytes, what: str, device: torch.device) -> list[bytes]:
+def bytes_on_first(data: bytes, what: str, device: torch.device) -> list[bytes]:
     """Every rank's bytes on rank 0, in rank order, over the job's own process group; nothing on the others. `what`
     names them in errors."""
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     with named_collectives(what):
-        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
-        most = max(1, *(int(size) for size in sizes))
-        mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8).to(device)
-        is_first = dist.get_rank() == 0
-        everyone = [torch.empty_like(mine) for _ in sizes] if is_first else None
-        dist.gather(mine, everyone, dst=0)
-    return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(everyone or (), sizes, strict=is_first)]
+        return gather_bytes(data, device, to_first=True)

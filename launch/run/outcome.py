@@ -167,16 +167,16 @@ def write_outcome(job: SettledJob, costs: RunCosts, spans: Sequence[Spans]) -> N
 
 
 def write_unfinished(run_dir: Path, reason: str, command: str) -> None:
-    """Write report and page of what ran before a run ended early, and say what of it is saved. `command` goes
-    on with a run."""
+    """Write the report and the page of a run that ended early, and print which of its steps are saved. `command` is the
+    command line that resumes it."""
     events = read_events(run_dir / EVENTS_FILE)
     report = report_of(events, unfinished=reason)
     report.write(run_dir / "report.json")
     note(run_dir, "ended", report.result.first_step + report.steps, f"early: {reason}")
     write_page(run_dir, RunSoFar.of(events), unfinished=reason)
-    done = f"{report.steps} of {counted(events.num_steps, 'step')} ran: what is known of them is in {run_dir}"
+    ending_line = f"{report.steps} of {counted(events.num_steps, 'step')} ran: what is known of them is in {run_dir}"
     saved = _saved_line(run_dir, "" if report.compare else command)
-    Console(stderr=True, highlight=False).print(f"{done}\n{saved}", markup=False, soft_wrap=True)
+    Console(stderr=True, highlight=False).print(f"{ending_line}\n{saved}", markup=False, soft_wrap=True)
 
 
 def _saved_line(run_dir: Path, command: str) -> str:
@@ -298,8 +298,8 @@ def _simulated(
 def filled_trace(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
     """The step on ranks that fill their waits, from the order they are given; bytes as `simulate` has them."""
     order = with_room_to_fill(schedule, costs)
-    ran = simulate_filling(order, costs)
-    held = held_bytes(replace(order, ranks=tuple(tuple(action for action, _, _ in rank) for rank in ran)), costs)
+    filled = simulate_filling(order, costs)
+    held = held_bytes(replace(order, ranks=tuple(tuple(action for action, _, _ in rank) for rank in filled)), costs)
     spans = [
         Span(
             rank=rank,
@@ -309,7 +309,7 @@ def filled_trace(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
             cpu_s=(end - start) / 1e9,
             num_bytes=num_bytes,
         )
-        for rank, (actions, sizes) in enumerate(zip(ran, held, strict=True))
+        for rank, (actions, sizes) in enumerate(zip(filled, held, strict=True))
         for (action, start, end), num_bytes in zip(actions, sizes, strict=True)
     ]
     return Trace(tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s, span.rank))), schedule.name)

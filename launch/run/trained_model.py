@@ -19,8 +19,8 @@ _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that c
 
 
 def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) -> Iterator[str]:
-    """Write `[checkpoint] output` and `output_merged`, those that are named, from the run's last checkpoint, or the
-    best where that is kept; says of each what is there.
+    """Write `[checkpoint] output` and `output_merged`, where they are set, from the run's last checkpoint, or from the
+    best where `keep_best` is set. Yields a line for each written folder.
 
     A folder appears whole or not at all: it is written beside its place and renamed, over what is there where
     `overwrite` allows it. Errors: DataError; the run and its checkpoints stay.
@@ -59,8 +59,8 @@ def _put(output: str, write: Callable[[Path], int], *, overwrite: bool) -> int:
 
 
 def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
-    """Lay config.json, tokenizer and licence of a published model beside a run's checkpoints, where conversion looks
-    for them: a checkpoint alone cannot say them. One that transformers computes is a published folder itself.
+    """Copy config.json, tokenizer and licence of a published model beside a run's checkpoints, where conversion looks
+    for them: a checkpoint has none of them. Checkpoints of transformers models are published folders themselves.
 
     Errors: DataError where they cannot be written.
     """

@@ -28,7 +28,7 @@ from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.training_loop import LoopHooks, LoopSettings, SpanRecorder, StepExecutors, train_steps
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
 from dynapipe_ext.launch.processes.env import RankEnv
-from dynapipe_ext.launch.rank.variant_run import broadcast_bytes, gather_bytes
+from dynapipe_ext.launch.rank.variant_run import broadcast_bytes, bytes_on_first
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.schedules.judge.simulate import last_end_ns, simulate_ns
 from dynapipe_ext.schedules.planner import Planner
@@ -96,7 +96,7 @@ def run(costs: CostModel, address: Any, env: RankEnv) -> list[Any]:
     watch = CostWatch(
         costs,
         adapts=True,
-        gather=partial(gather_bytes, device=CPU),
+        gather=partial(bytes_on_first, device=CPU),
         share=partial(broadcast_bytes, device=CPU),
         adopt=lambda step, found: loader.plan_with(planner_with(found)),
     )

@@ -28,9 +28,9 @@ from dynapipe_ext.executor.proof import verify_step, with_collectives
 from dynapipe_ext.executor.stages import chunk_runner
 from dynapipe_ext.executor.stages.joined_ranks import join_ranks
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
+from dynapipe_ext.executor.stages.megatron.head import part_of
 from dynapipe_ext.executor.stages.megatron.model import held_weights
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of
 from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import make_pipeline_groups

@@ -70,7 +70,7 @@ CHECKPOINT = Wing(
         "dynapipe_ext.executor.checkpoints.folder",  # a run's own checkpoints say which model they are of
         "dynapipe_ext.executor.stages.megatron.gather",  # weights of a running model
         "dynapipe_ext.executor.stages.megatron.stage",
-        "dynapipe_ext.executor.stages.megatron.vocabulary_parts",  # which rows a rank has of a weight
+        "dynapipe_ext.executor.stages.megatron.head",  # which rows a rank has of a weight
         "dynapipe_ext.lazy",
         "dynapipe_ext.models.*",
         "dynapipe_ext.tools.*",

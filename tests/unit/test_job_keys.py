@@ -36,9 +36,9 @@ def test_all_ranks_make_the_same_keys_and_none_of_them_is_told(
     secret: str, on_one_machine: bool, words: set[str]
 ) -> None:
     mine = JobKeys.begun(secret)
-    with mine.told(on_one_machine=on_one_machine) as told:
+    with mine.for_peers(on_one_machine=on_one_machine) as told:
         assert set(told) == words
-        heard = JobKeys.heard(json.loads(json.dumps(told)), secret)
+        heard = JobKeys.from_rank_0(json.loads(json.dumps(told)), secret)
     keys = [mine.store_password, mine.plan_key.hex(), mine.namespace]
     assert keys == [heard.store_password, heard.plan_key.hex(), heard.namespace]
     assert len({*keys, mine.secret, mine.salt}) == 5
@@ -56,10 +56,10 @@ def test_all_ranks_make_the_same_keys_and_none_of_them_is_told(
 def test_a_secret_that_some_nodes_lack_is_refused(first: str, other: str) -> None:
     for on_one_machine in (True, False):
         with (
-            JobKeys.begun(first).told(on_one_machine=on_one_machine) as told,
+            JobKeys.begun(first).for_peers(on_one_machine=on_one_machine) as told,
             pytest.raises(ConfigError, match="give every node the same --secret-file") as caught,
         ):
-            JobKeys.heard(told, other)
+            JobKeys.from_rank_0(told, other)
         assert SECRET not in str(caught.value)
 
 

@@ -26,9 +26,9 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample, prepare
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.drop_in.arguments import Wishes, add_arguments
+from dynapipe_ext.executor.drop_in.arguments import ScriptSettings, add_arguments
 from dynapipe_ext.executor.drop_in.conversations import HostShare, kept_conversations
-from dynapipe_ext.executor.drop_in.corpora import DataWishes
+from dynapipe_ext.executor.drop_in.corpora import DataArguments
 from dynapipe_ext.executor.drop_in.datasets import PlannedDatasets, planned_iterators, real_flops
 from dynapipe_ext.executor.drop_in.drop_in import ForwardBackward, _say_planned
 from dynapipe_ext.executor.drop_in.given_micro_batches import GivenPlanner, GivenShapes
@@ -200,15 +200,17 @@ def test_what_a_loss_of_the_older_kind_weighs_is_said(
 @pytest.mark.parametrize(
     ("wishes", "argument", "told"),
     [
-        (Wishes(layout="packed"), None, "layout is 'packed', but no data are planned"),
-        (Wishes(pieces="auto", layout="packed"), None, "layout is 'packed' and pieces is 'auto', but"),
-        (Wishes(store="redis://:secret@there"), None, "store was given, but no data are planned"),
-        (Wishes(), "packed", "layout is 'packed'"),
-        (Wishes(layout="padded", pieces="off"), "packed", None),
-        (Wishes(), None, None),
+        (ScriptSettings(layout="packed"), None, "layout is 'packed', but no data are planned"),
+        (ScriptSettings(pieces="auto", layout="packed"), None, "layout is 'packed' and pieces is 'auto', but"),
+        (ScriptSettings(store="redis://:secret@there"), None, "store was given, but no data are planned"),
+        (ScriptSettings(), "packed", "layout is 'packed'"),
+        (ScriptSettings(layout="padded", pieces="off"), "packed", None),
+        (ScriptSettings(), None, None),
     ],
 )
-def test_wishes_for_planned_data_are_refused_without(wishes: Wishes, argument: str | None, told: str | None) -> None:
+def test_wishes_for_planned_data_are_refused_without(
+    wishes: ScriptSettings, argument: str | None, told: str | None
+) -> None:
     with pytest.raises(ConfigError, match=told) if told else nullcontext() as error:
         wishes.check_unplanned(Namespace(dynapipe_layout=argument))
     assert "secret" not in str(error)
@@ -217,7 +219,7 @@ def test_wishes_for_planned_data_are_refused_without(wishes: Wishes, argument: s
 def test_iterators_are_made_for_what_the_arguments_ask() -> None:
     provider = PlannedDatasets(lambda _: (Source(24), Source(6), None))
     args = arguments()
-    assert planned_iterators(lambda _: None, args, DataWishes(), None) is None
+    assert planned_iterators(lambda _: None, args, DataArguments(), None) is None
     sources = provider([1, 1, 1])
     steps = [steps for steps in (_iterators(provider, args)) if steps is not None]
     assert [one.forward_only for one in steps] == [False, True]
@@ -228,7 +230,7 @@ def test_iterators_are_made_for_what_the_arguments_ask() -> None:
     with pytest.raises(ConfigError, match="the training data set is a list without `lengths`"):
         _iterators(PlannedDatasets(lambda _: ([1], None, None)), arguments())  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match="--dynapipe-data was given, but the script has a datasets_provider"):
-        planned_iterators(provider, arguments(), DataWishes(data=("data",)), None)
+        planned_iterators(provider, arguments(), DataArguments(data=("data",)), None)
 
 
 def test_a_checkpoint_that_says_no_samples_goes_on_by_its_steps_and_evaluation_alone_begins_anew() -> None:
@@ -261,7 +263,7 @@ def test_prepared_data_of_another_vocabulary_are_refused(tmp_path: Path) -> None
         truncate=True,
     )
     args = arguments(padded_vocab_size=256, global_batch_size=2, split="1,0,0")
-    data = DataWishes(data=(str(tmp_path / "data"),))
+    data = DataArguments(data=(str(tmp_path / "data"),))
     with pytest.raises(DataError, match="tokens of a vocabulary of 258, but the model's has 256"):
         planned_iterators(lambda _: None, args, data, None)
     args.padded_vocab_size = 258
@@ -276,7 +278,7 @@ def test_data_planned_for_training_are_not_evaluated_on() -> None:
 
 def _iterators(provider: PlannedDatasets, args: Namespace) -> Any:
     training = Namespace(get_train_valid_test_num_samples=lambda: (20, 4, 4))
-    return planned_iterators(provider, args, DataWishes(), training)
+    return planned_iterators(provider, args, DataArguments(), training)
 
 
 def test_flops_are_those_of_samples_at_their_own_lengths() -> None:
@@ -419,22 +421,24 @@ def test_a_store_is_named_by_a_file_of_ones_own_or_by_the_environment(
     file.touch(0o600)
     file.write_text("rediss://:hidden@node0:6380/0\n")
     for store_of in (named_store, asked_store):
-        store = Wishes(store_of=store_of).settings(Namespace(dynapipe_store=str(file))).store
+        store = ScriptSettings(store_of=store_of).settings(Namespace(dynapipe_store=str(file))).store
         assert store is not None
         assert (store.url, store.password) == ("rediss://node0:6380/0", "hidden")
-        assert Wishes(store_of=store_of).settings(Namespace()).store is None
+        assert ScriptSettings(store_of=store_of).settings(Namespace()).store is None
     monkeypatch.setenv("DYNAPIPE_KV_HOST", "node1")
     monkeypatch.setenv("DYNAPIPE_STORE_PASSWORD", "secret")
-    store = Wishes(store_of=asked_store).settings(Namespace()).store
+    store = ScriptSettings(store_of=asked_store).settings(Namespace()).store
     assert store is not None
     assert store.password == "secret"
     assert "node1" in store.url
-    Wishes(store_of=asked_store).check_unplanned(Namespace())  # which other runs of a shell that has it may ignore
+    ScriptSettings(store_of=asked_store).check_unplanned(
+        Namespace()
+    )  # which other runs of a shell that has it may ignore
     with pytest.raises(ConfigError, match="store was given, but no data are planned"):
-        Wishes().check_unplanned(Namespace(dynapipe_store=str(file)))
+        ScriptSettings().check_unplanned(Namespace(dynapipe_store=str(file)))
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="can be read by others, who would see the password") as error:
-        Wishes().settings(Namespace(dynapipe_store=str(file)))
+        ScriptSettings().settings(Namespace(dynapipe_store=str(file)))
     assert "hidden" not in str(error.value)
 
 
@@ -466,8 +470,8 @@ def test_every_stage_takes_micro_batches_of_one_shape_in_the_order_of_the_data(
 
 def test_pieces_are_asked_for_by_the_command_line_or_by_the_script() -> None:
     args = add_arguments(ArgumentParser()).parse_args(["--dynapipe-layout", "packed", "--dynapipe-pieces", "64"])
-    asked, said = Wishes().settings(args), Wishes(pieces="auto").settings(args)
-    assert (asked.pieces, said.pieces, Wishes().settings(None).pieces) == (64, "auto", "off")
+    asked, said = ScriptSettings().settings(args), ScriptSettings(pieces="auto").settings(args)
+    assert (asked.pieces, said.pieces, ScriptSettings().settings(None).pieces) == (64, "auto", "off")
     planner = data_planner(pipeline(Topology()), asked, forward_only=False)
     assert planner.pieces == 64
     assert data_planner(pipeline(Topology()), asked, forward_only=True).pieces == "off"

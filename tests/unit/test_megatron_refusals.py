@@ -22,7 +22,7 @@ from dynapipe_ext.batch.topology import Coordinates, Topology
 from dynapipe_ext.data.dataset import prepare
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.drop_in.arguments import Wishes
+from dynapipe_ext.executor.drop_in.arguments import ScriptSettings
 from dynapipe_ext.executor.drop_in.gradient_sync import check_sync
 from dynapipe_ext.executor.drop_in.installed import _install_arguments
 from dynapipe_ext.executor.drop_in.megatron_lm import check_collects, sent_to_last_rank
@@ -285,7 +285,7 @@ def test_arguments_that_planned_data_cannot_go_with_are_refused_as_they_are_pars
 
     def refused(**changes: Any) -> str:
         with ExitStack() as patches:
-            _install_arguments(patches, Wishes(data=tmp_path / "data"))
+            _install_arguments(patches, ScriptSettings(data=tmp_path / "data"))
             vars(parsed).update(changes)
             try:
                 module.parse_args()  # type: ignore[attr-defined]

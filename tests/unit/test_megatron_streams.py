@@ -19,7 +19,7 @@ from dynapipe_ext.data.batches import GlobalBatches, GlobalBatchRule
 from dynapipe_ext.data.dataset import prepare
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.drop_in.corpora import DataWishes, Part, StepMaker, opened_parts, ramp_sizes
+from dynapipe_ext.executor.drop_in.corpora import DataArguments, Part, StepMaker, opened_parts, ramp_sizes
 from dynapipe_ext.executor.drop_in.datasets import PlannedDatasets, planned_iterators
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, steps_taken
@@ -166,10 +166,10 @@ def test_ramp_up_takes_the_samples_that_megatrons_own_count_says() -> None:
 
 def test_steps_of_tokens_hold_as_many_samples_as_fit_and_go_on_where_they_stopped() -> None:
     source = Source([1 + i * 7 % 60 for i in range(40)])
-    wishes = DataWishes(tokens_per_batch=100)
+    data_arguments = DataArguments(tokens_per_batch=100)
 
     def trained(consumed: int, num_steps: int) -> list[list[int]]:
-        maker = _maker(arguments(consumed_train_samples=consumed), wishes)
+        maker = _maker(arguments(consumed_train_samples=consumed), data_arguments)
         return _samples(maker.training(Part((source,), (None,))), num_steps)
 
     steps = trained(0, 9)
@@ -177,17 +177,17 @@ def test_steps_of_tokens_hold_as_many_samples_as_fit_and_go_on_where_they_stoppe
     assert all(60 < one <= 100 for one in sums)
     assert len({len(lengths) for lengths in steps}) > 2
     assert trained(5 * 8, 4) == steps[5:]  # the loop counts 8 a step
-    maker = _maker(arguments(), wishes).training(Part((source,), (None,)))
+    maker = _maker(arguments(), data_arguments).training(Part((source,), (None,)))
     next(_bound(maker))
     assert maker.last_count == 8
     one = Source([60, 60])
     with pytest.raises(ConfigError, match="1 samples for 2 replicas"):
-        _bound(_maker(arguments(), wishes).training(Part((one,), (None,))), Topology(dp=2))
+        _bound(_maker(arguments(), data_arguments).training(Part((one,), (None,))), Topology(dp=2))
 
 
 def test_small_validation_sets_repeat_each_sample_as_often() -> None:
     said: list[str] = []
-    maker = StepMaker(args=arguments(), wishes=DataWishes(), num_samples=lambda: (0, 0, 0), say=said.append)
+    maker = StepMaker(args=arguments(), data_arguments=DataArguments(), num_samples=lambda: (0, 0, 0), say=said.append)
     steps = maker.evaluation(Part((Source([1, 2, 3, 4, 5, 6]),), (None,)), "validation", 0)
     lengths = [length for step in _samples(steps, 6) for length in step]
     assert Counter(lengths) == dict.fromkeys(range(1, 7), 8)
@@ -198,7 +198,9 @@ def test_a_mixture_is_validated_in_its_shares_and_on_after_what_was_consumed() -
     part = Part((Source([3] * 20), Source([7] * 20)), (1.0, 3.0))
 
     def validated(consumed: int, num_steps: int) -> list[list[int]]:
-        maker = StepMaker(args=arguments(), wishes=DataWishes(), num_samples=lambda: (72, 40, 16), say=lambda _: None)
+        maker = StepMaker(
+            args=arguments(), data_arguments=DataArguments(), num_samples=lambda: (72, 40, 16), say=lambda _: None
+        )
         return _samples(maker.evaluation(part, "validation", consumed), num_steps)
 
     steps = validated(0, 5)
@@ -223,18 +225,18 @@ def test_several_validation_sets_and_full_validation_set_what_megatron_lm_reads(
     provider = PlannedDatasets(lambda _: (Source([5] * 30), sets, Source([6] * 4)))
     args = arguments(full_validation=True, multiple_validation_sets=True)
     said: list[str] = []
-    _, valid, test = planned_iterators(provider, args, DataWishes(), training, said.append)  # type: ignore[misc]
+    _, valid, test = planned_iterators(provider, args, DataArguments(), training, said.append)  # type: ignore[misc]
     assert isinstance(valid, list)
     assert args.eval_iters == [3, 1]
     assert (test, args.do_test) == (None, 0)
     assert "the test data are left out" in said[0]
     args = arguments(full_validation=True)
-    _, valid, test = planned_iterators(provider, args, DataWishes(), training, said.append)  # type: ignore[misc]
+    _, valid, test = planned_iterators(provider, args, DataArguments(), training, said.append)  # type: ignore[misc]
     assert isinstance(valid, PlannedSteps)
     assert (args.eval_iters, len(valid), args.full_validation) == (3, 3, False)
     assert test is not None
     with pytest.raises(ConfigError, match="multiple_validation_sets is True with full_validation False"):
-        planned_iterators(provider, arguments(multiple_validation_sets=True), DataWishes(), training)
+        planned_iterators(provider, arguments(multiple_validation_sets=True), DataArguments(), training)
 
 
 def test_corpora_are_named_as_megatron_lm_names_them(tmp_path: Path) -> None:
@@ -247,27 +249,29 @@ def test_corpora_are_named_as_megatron_lm_names_them(tmp_path: Path) -> None:
             truncate=True,
         )
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    train, valid, test = opened_parts(DataWishes(data=("0.25", a, "0.75", b)), arguments(split="80,20,0"), None)
+    train, valid, test = opened_parts(DataArguments(data=("0.25", a, "0.75", b)), arguments(split="80,20,0"), None)
     assert train is not None
     assert valid is not None
     assert (train.shares, [*map(len, train.sources)], [*map(len, valid.sources)]) == ([0.25, 0.75], [16, 32], [4, 8])
     assert test is None
-    by_size, _, _ = opened_parts(DataWishes(data=(a, b)), arguments(), None)
+    by_size, _, _ = opened_parts(DataArguments(data=(a, b)), arguments(), None)
     assert by_size is not None
     assert by_size.shares == [20, 40]
-    _, named, _ = opened_parts(DataWishes(data=(a,), valid_data=(b,)), arguments(), None)
+    _, named, _ = opened_parts(DataArguments(data=(a,), valid_data=(b,)), arguments(), None)
     assert named is not None
     assert len(named) == 40
     with pytest.raises(ConfigError, match="--split is 80,20,0 but --dynapipe-valid-data"):
-        DataWishes(data=(a,), valid_data=(b,)).check(arguments(split="80,20,0"))
+        DataArguments(data=(a,), valid_data=(b,)).check(arguments(split="80,20,0"))
     with pytest.raises(ConfigError, match="goes with --dynapipe-data"):
-        DataWishes(valid_data=(b,)).check(arguments())
+        DataArguments(valid_data=(b,)).check(arguments())
     with pytest.raises(ConfigError, match="with --rampup-batch-size, which counts"):
-        DataWishes(data=(a,), tokens_per_batch=9).check(arguments(rampup_batch_size=[1, 1, 1]))
+        DataArguments(data=(a,), tokens_per_batch=9).check(arguments(rampup_batch_size=[1, 1, 1]))
 
 
-def _maker(args: Namespace, wishes: DataWishes | None = None) -> StepMaker:
-    return StepMaker(args=args, wishes=wishes or DataWishes(), num_samples=lambda: (0, 0, 0), say=lambda _: None)
+def _maker(args: Namespace, data_arguments: DataArguments | None = None) -> StepMaker:
+    return StepMaker(
+        args=args, data_arguments=data_arguments or DataArguments(), num_samples=lambda: (0, 0, 0), say=lambda _: None
+    )
 
 
 def _bound(steps: PlannedSteps, topology: Topology | None = None) -> PlannedSteps:

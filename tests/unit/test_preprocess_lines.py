@@ -14,12 +14,11 @@ import pytest
 from rich.console import Console
 
 from dynapipe_ext.data.indexed_dataset import IndexedTokens
-from dynapipe_ext.data.preprocessing import sentences as module
+from dynapipe_ext.data.preprocessing import encoding as module
 from dynapipe_ext.data.preprocessing.encoder_loading import load_encoder
-from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
+from dynapipe_ext.data.preprocessing.encoding import EncodeSettings, sentence_splitter
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import Progress, preprocess
-from dynapipe_ext.data.preprocessing.sentences import sentence_splitter
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands.preprocess import _progress

@@ -39,21 +39,24 @@ def test_what_is_kept_of_a_sample_is_all_that_its_bounds_leave(
     sizes = {"num_beside": num_beside, "num_input": num_input, "num_target": num_target, "where": "x"}
     if 0 < most_input < num_beside:
         with pytest.raises(ConfigError, match="max_input_len is 1: raise it"):
-            bounds.kept("t", **sizes)
+            bounds.kept_lengths("t", **sizes)
         return
     by_input = min(num_input, most_input - num_beside) if most_input else num_input
     by_target = min(num_target, most_target) if most_target else num_target
     room = longest + 1 - num_beside
-    kept = bounds.kept("t", **sizes)
+    kept = bounds.kept_lengths("t", **sizes)
     assert kept[1] == max(0, min(by_target, room))  # a target is cut last
     assert kept[0] == max(0, min(by_input, room - kept[1]))
     refusing = LengthBounds(longest, False, bounds.tasks)
     if kept == (num_input, num_target):
-        assert refusing.kept("t", **sizes) == kept
+        assert refusing.kept_lengths("t", **sizes) == kept
     else:
         with pytest.raises(DataError, match=r"x has \d+ (input |target )?tokens but max_\w+_len is \d+: pass --trunc"):
-            refusing.kept("t", **sizes)
-    assert LengthBounds(truncate=True, tasks=bounds.tasks).kept("another task", **sizes) == (num_input, num_target)
+            refusing.kept_lengths("t", **sizes)
+    assert LengthBounds(truncate=True, tasks=bounds.tasks).kept_lengths("another task", **sizes) == (
+        num_input,
+        num_target,
+    )
 
 
 def test_a_bound_that_a_task_does_not_have_is_that_of_all_tasks_in_toml_and_json_alike(tmp_path: Path) -> None:

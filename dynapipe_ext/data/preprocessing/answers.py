@@ -147,9 +147,10 @@ class _Finder:
                 )
 
     def _start(self, number: int, answer: Mapping[str, Any], before: str) -> int:
-        """Where the header ends. Where the prompt for the answer is not how the text begins, as where the template
-        writes tools, a later system message or earlier answers otherwise when more messages follow, the header is that
-        of the chat that ends here, else what the prompt adds."""
+        """The place where the header ends. Usually the text begins with the prompt for the answer, which ends there.
+        Some templates write tools, a later system message or earlier answers in another way when more messages follow.
+        Then the header is that of the chat that ends with this answer, or else what the prompt adds to the chat before
+        it."""
         earlier = self.messages[:number]
         try:
             prompt = self.render(earlier, True)

@@ -93,9 +93,9 @@ def gpt2_encoder(vocab_file: str | Path, merge_file: str | Path, **choices: Any)
         raise DataError(f"{vocab_file} cannot be read as a vocabulary ({error}): give GPT-2's vocab.json") from None
     except Exception as error:  # noqa: BLE001  (the library raises Exception itself, whatever is wrong)
         raise DataError(f"{vocab_file} and {merge_file} make no BPE ({error}): give files of one BPE") from None
-    lost = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocabulary))
-    if lost:
-        raise DataError(f"{vocab_file} lacks {len(lost)} of 256 bytes ({lost[0]!r} is the first): they would vanish")
+    gaps = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocabulary))
+    if gaps:
+        raise DataError(f"{vocab_file} lacks {len(gaps)} of 256 bytes ({gaps[0]!r} is the first): they would vanish")
     library = LibraryTokenizer(model)
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     library.decoder = decoders.ByteLevel()

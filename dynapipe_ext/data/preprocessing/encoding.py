@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -30,7 +31,6 @@ from dynapipe_ext.data.preprocessing.record_forms import (
 )
 from dynapipe_ext.data.preprocessing.records import Record, all_records, records
 from dynapipe_ext.data.preprocessing.rendering import Renderer, first_target
-from dynapipe_ext.data.preprocessing.sentences import sentence_splitter
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.errors import ConfigError, DataError
 
@@ -40,6 +40,10 @@ IS_TARGET = "is_target"  # a byte for each token of a chat, or of a pair of answ
 NUM_FIRST = "num_first"  # tokens of the first document of each pair
 _VERSION = 5  # raise it with every change of the output, so that old work is done again
 _BATCH_CHARACTERS = 1 << 19
+_MOST_CHARACTERS = 1_000_000  # that are split at once, as there
+_NO_NLTK = "--split-sentences needs NLTK 3.9 or later: pip install 'nltk>=3.9'"
+# Where NLTK's expression for the end of a sentence takes blanks: before what comes next, or with what came before.
+_BLANKS_AFTER = (("(?=(?P<after_tok>", r"\s*(?=(?P<after_tok>"), (r"\s+(?P<next_tok>", "(?P<next_tok>"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,48 +172,36 @@ def texts_of(block: Block, settings: EncodeSettings) -> Iterator[str]:
         yield from (text for text in (example.input, example.target) if text)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A sample of a dataset folder. Of chats and pairs of answers `is_target` has a byte for each token; of pairs
+    `num_first` tokens are the first document's."""
+
+    tokens: npt.NDArray[Any]
+    first_target: int
+    task: str
+    is_truncated: bool
+    is_target: bytes = b""
+    num_first: int = 0
+
+
 def _encode_examples(
     block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
 ) -> EncodedBlock:
-    dtype = settings.dtype(encoder)
-    tokens: list[npt.NDArray[Any]] = []
-    sizes: list[int] = []
-    first_targets: list[int] = []
-    task_ids: list[int] = []
-    tasks: dict[str, int] = {}
-    num_truncated = num_skipped = 0
+    samples, num_skipped = list[_Sample](), 0
     examples = ((where, _example(where, record, settings)) for where, record in rows)
     for batch in _batches(examples, lambda example: len(example.input) + len(example.target)):
         wheres = [where for where, _ in batch]
         encoded = _encode(encoder, [e.input for _, e in batch] + [e.target for _, e in batch], wheres * 2)
         for place, (where, example) in enumerate(batch):
             prompt, target = encoded[place], encoded[len(batch) + place]
-            joined, first_target, truncated = _join(prompt, target, example.task, settings.bounds, encoder, where)
+            joined, first_target, is_truncated = _join(prompt, target, example.task, settings.bounds, encoder, where)
             if len(joined) < 2 or not (example.input or example.target):
                 num_skipped += _skipped(where, settings)
                 continue
-            tokens.append(np.array(joined, dtype))
-            sizes.append(len(joined))
-            first_targets.append(first_target)
-            task_ids.append(tasks.setdefault(example.task, len(tasks)))
-            num_truncated += truncated
-    streams = {
-        TOKENS: b"".join(ids.tobytes() for ids in tokens),
-        SIZES: np.array(sizes, "<i8").tobytes(),
-        FIRST_TARGET: np.array(first_targets, "<i4").tobytes(),
-        TASKS: np.array(task_ids, "<i4").tobytes(),
-    }
-    return EncodedBlock(
-        block.file,
-        block.upto_bytes,
-        block.digest(),
-        streams,
-        tuple(tasks),
-        len(sizes),
-        sum(sizes),
-        num_truncated,
-        num_skipped,
-    )
+            tokens = np.array(joined, settings.dtype(encoder))
+            samples.append(_Sample(tokens, first_target, example.task, is_truncated))
+    return _block_of_samples(block, samples, num_skipped, settings)
 
 
 def _encode_rendered(
@@ -217,30 +209,32 @@ def _encode_rendered(
 ) -> EncodedBlock:
     if settings.template is None or not isinstance(encoder, FolderEncoder):
         raise ConfigError(f"the template {settings.template} needs the tokenizer of a model's folder: name the folder")
-    renderer = Renderer.of(
-        settings.template,
-        settings.fields,
-        encoder,
-        settings.bounds,
-        settings.loss_on,
-    )
-    dtype, tasks = settings.dtype(encoder), dict[str, int]()
-    samples, task_ids, num_skipped = [], [], 0
+    renderer = Renderer.of(settings.template, settings.fields, encoder, settings.bounds, settings.loss_on)
+    samples, num_skipped = list[_Sample](), 0
     for where, record in rows:
         task = string_field(record, TASK, where=where) if TASK in record else "unnamed"
-        sample = renderer.render(record, where, task)
-        if sample is None:
+        rendered = renderer.render(record, where, task)
+        if rendered is None:
             num_skipped += _skipped(where, settings)
             continue
-        samples.append(sample)
-        task_ids.append(tasks.setdefault(task, len(tasks)))
+        tokens, targets = np.array(rendered.tokens, settings.dtype(encoder)), rendered.is_target
+        first = first_target(targets)
+        samples.append(_Sample(tokens, first, task, rendered.truncated, bytes(targets), rendered.num_first))
+    return _block_of_samples(block, samples, num_skipped, settings)
+
+
+def _block_of_samples(
+    block: Block, samples: Sequence[_Sample], num_skipped: int, settings: EncodeSettings
+) -> EncodedBlock:
+    tasks: dict[str, int] = {}
+    task_ids = [tasks.setdefault(sample.task, len(tasks)) for sample in samples]
     sizes = [len(sample.tokens) for sample in samples]
     streams = {
-        TOKENS: b"".join(np.array(sample.tokens, dtype).tobytes() for sample in samples),
+        TOKENS: b"".join(sample.tokens.tobytes() for sample in samples),
         SIZES: np.array(sizes, "<i8").tobytes(),
-        FIRST_TARGET: np.array([first_target(sample.is_target) for sample in samples], "<i4").tobytes(),
+        FIRST_TARGET: np.array([sample.first_target for sample in samples], "<i4").tobytes(),
         TASKS: np.array(task_ids, "<i4").tobytes(),
-        IS_TARGET: b"".join(bytes(sample.is_target) for sample in samples),
+        IS_TARGET: b"".join(sample.is_target for sample in samples),
         NUM_FIRST: np.array([sample.num_first for sample in samples], "<i4").tobytes(),
     }
     return EncodedBlock(
@@ -251,7 +245,7 @@ def _encode_rendered(
         tuple(tasks),
         len(samples),
         sum(sizes),
-        sum(sample.truncated for sample in samples),
+        sum(sample.is_truncated for sample in samples),
         num_skipped,
     )
 
@@ -318,6 +312,40 @@ def _texts(where: str, record: Record, settings: EncodeSettings) -> list[list[st
     return texts
 
 
+@lru_cache(maxsize=4)
+def sentence_splitter(language: str, *, keep_newlines: bool = False) -> Callable[[str], list[str]]:
+    """A function that splits a text into sentences by NLTK's Punkt of a language, as Megatron-LM's preprocess_data.py
+    does. With `keep_newlines` blanks after a sentence are a part of it. Errors: ConfigError without NLTK or its
+    data."""
+    try:
+        from nltk.tokenize import punkt
+    except ImportError:
+        raise ConfigError(_NO_NLTK) from None
+    if not hasattr(punkt, "PunktTokenizer"):
+        raise ConfigError(_NO_NLTK)
+    try:
+        tokenizer = punkt.PunktTokenizer(language)
+    except LookupError:
+        raise ConfigError(
+            f"--split-sentences: NLTK has no Punkt data of {language!r}: python -m nltk.downloader punkt_tab, or set"
+            " NLTK_DATA to where it lies"
+        ) from None
+    if keep_newlines:
+        expression = punkt.PunktLanguageVars._period_context_fmt
+        for blanks, moved in _BLANKS_AFTER:
+            if blanks not in expression:
+                raise ConfigError("--keep-newlines: this NLTK ends sentences by another expression: leave it out")
+            expression = expression.replace(blanks, moved)
+        variables = type("BlanksAfter", (punkt.PunktLanguageVars,), {"_period_context_fmt": expression})
+        tokenizer = punkt.PunktSentenceTokenizer(tokenizer._params, lang_vars=variables())
+
+    def split(text: str) -> list[str]:
+        parts = (text[start : start + _MOST_CHARACTERS] for start in range(0, len(text), _MOST_CHARACTERS))
+        return [sentence for part in parts for sentence in tokenizer.tokenize(part)]
+
+    return split
+
+
 def _refuse_lacking(where: str, record: Record, settings: EncodeSettings) -> None:
     if missing := [key for key in settings.keys if key not in record]:
         raise lacking(record, missing, where=where, fields="name the right ones with --json-keys")
@@ -331,7 +359,7 @@ def _join(
     """
     assert encoder.eos is not None
     border = [] if encoder.separator is None else [encoder.separator]
-    num_input, num_target = bounds.kept(
+    num_input, num_target = bounds.kept_lengths(
         task,
         num_beside=len(border),
         num_input=len(prompt),

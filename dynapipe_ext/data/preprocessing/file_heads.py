@@ -87,8 +87,8 @@ def refuse_members(members: Mapping[str, object]) -> str:
 
 
 def _members(head: str, start: int) -> Iterator[tuple[str, object, int | None]]:
-    """(name, first item of an array or else the value, end of the whole object or None) of the members of an object as
-    far as the head goes; an item that is not whole is an empty one of its kind."""
+    """For each member of an object within the head: (name, the first item of an array or else the value, the end of the
+    whole object or None). An incomplete item is given as an empty one of its kind."""
     place = start + 1
     while True:
         try:

@@ -99,22 +99,22 @@ class Block:
 def find_inputs(patterns: Iterable[str | Path], form: Form | None = None) -> tuple[InputFile, ...]:
     """The files that paths, folders and globs (also `**`) name, in their order; those of one glob are sorted by name.
 
-    The suffix before .gz, .xz, .zst or .bz2 tells the form, unless `form` does: .parquet and .pq are Parquet; .arrow,
-    .csv and .tsv their namesakes; .txt, .text and .md are text; all others are JSON: an array, an object that holds
-    one, or an object a line. Of a folder come the files of `files_of_folder`.
+    The form follows from the suffix before .gz, .xz, .zst or .bz2, unless `form` names it: .parquet and .pq are
+    Parquet; .arrow, .csv and .tsv their namesakes; .txt, .text and .md are text. All others are JSON: an array, an
+    object that holds one, or an object a line. Of a folder come the files of `files_of_folder`.
 
     Errors: DataError for a path that is missing, unreadable or named twice, and for a glob without a match.
     """
     if form is not None and form not in get_args(Form):
         raise ConfigError(f"the input format is {short(form)}: choose from {', '.join(get_args(Form))}")
     files: list[InputFile] = []
-    seen: set[Path] = set()
+    paths_seen: set[Path] = set()
     matches = (match for pattern in patterns for match in _matches(str(pattern)))
     for path in (path for match in matches for path in (files_of_folder(match) if match.is_dir() else [match])):
         check_readable(path)
-        if (real := path.resolve()) in seen:
+        if (real := path.resolve()) in paths_seen:
             raise DataError(f"{path} is given twice: name every file once")
-        seen.add(real)
+        paths_seen.add(real)
         files.append(_input_file(path, form))
     if not files:
         raise ConfigError("no input: name at least one file, for example data/*.jsonl.gz")

@@ -41,11 +41,11 @@ from dynapipe_ext.data.preprocessing.encoding import (
     EncodedBlock,
     EncodeSettings,
     look_at,
+    sentence_splitter,
     stream_names,
     texts_of,
 )
 from dynapipe_ext.data.preprocessing.inputs import Block, BlockStream, InputFile
-from dynapipe_ext.data.preprocessing.sentences import sentence_splitter
 from dynapipe_ext.data.preprocessing.workers import InlineWorkers, Workers
 from dynapipe_ext.data.tokenizer import BpeTokenizer, train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError, writing_move

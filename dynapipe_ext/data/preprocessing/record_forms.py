@@ -1,5 +1,5 @@
-"""The forms that records of training data have, each brought to one of three: a chat, a prompt with its answer, a text;
-or, where a run learns preferences, to a prompt with two answers (`preference_records.py`).
+"""The forms of records of training data. Each becomes a chat, a prompt with its answer, or a text; where a run learns
+preferences, a prompt with two answers (`preference_records.py`).
 
 {"messages": [{"role", "content"}], "system", "tools"}       a chat, under one of the names `CHATS`
 {"conversations": [{"from", "value"}], "system", "tools"}    a chat, as ShareGPT writes it
@@ -108,7 +108,7 @@ class Chat:
 
 
 def template_of(
-    record: Mapping[str, object], named: RecordFields, where: str, *, instructions_as_chats: bool = False
+    record: Mapping[str, object], named_fields: RecordFields, where: str, *, instructions_as_chats: bool = False
 ) -> tuple[Template, RecordFields]:
     """The template that fits a record by its fields, and these fields.
 
@@ -117,39 +117,41 @@ def template_of(
     Errors: DataError for a record that fits no template, and for an answer that is marked as good or bad, unless its
     fields are named.
     """
-    if named.pair is None:
-        if named.text in record:
-            return "text", named
-        raise lacking(record, [named.text], where=where, fields="name a field that it has, or leave out --text-key")
-    pairs = (named.pair,) if named.pair != PAIRS[0] else PAIRS
-    if named.pair == PAIRS[0] and "completion" in record and str(record.get(LABEL)).lower() in ("true", "false"):
+    if named_fields.pair is None:
+        if named_fields.text in record:
+            return "text", named_fields
+        raise lacking(
+            record, [named_fields.text], where=where, fields="name a field that it has, or leave out --text-key"
+        )
+    pairs = (named_fields.pair,) if named_fields.pair != PAIRS[0] else PAIRS
+    if named_fields.pair == PAIRS[0] and "completion" in record and str(record.get(LABEL)).lower() in ("true", "false"):
         raise DataError(
             f"{where}: unpaired preference data: {LABEL!r} says whether the completion is a good one, but loss would"
             " fall on bad ones, too: leave these out, and the field, or name --input-key prompt --target-key completion"
             " to train on all"
         )
     if is_chat(record):
-        return "chat", named
+        return "chat", named_fields
     for pair in pairs:
         if all(name in record for name in pair):
-            is_instruction = pair in INSTRUCTIONS and named.pair == PAIRS[0]  # a pair that is named is just that
-            fields = RecordFields(pair, named.text, is_instruction)
+            is_instruction = pair in INSTRUCTIONS and named_fields.pair == PAIRS[0]  # a pair that is named is just that
+            fields = RecordFields(pair, named_fields.text, is_instruction)
             _refuse_no_texts(record, pair, where)
-            if not is_instruction and named.pair == PAIRS[0]:
+            if not is_instruction and named_fields.pair == PAIRS[0]:
                 _refuse_parts_of_chats(record, pair, where)
             return ("chat" if is_instruction and instructions_as_chats else "prompt"), fields
-    if named.text in record:
-        return "text", named
+    if named_fields.text in record:
+        return "text", named_fields
     if is_message(record):
         raise DataError(
             f"{where}: the record is one message of a chat: put all messages of a chat into one record,"
             f' {{"{MESSAGES}": [messages]}}, or into a list of their own'
         )
-    usual = (*PAIRS[:4], (INSTRUCTION, "output"), ("question", "answer")) if named.pair == PAIRS[0] else pairs
-    kinds = [MESSAGES, *(" and ".join(pair) for pair in usual), named.text]
+    usual = (*PAIRS[:4], (INSTRUCTION, "output"), ("question", "answer")) if named_fields.pair == PAIRS[0] else pairs
+    kinds = [MESSAGES, *(" and ".join(pair) for pair in usual), named_fields.text]
     raise lacking(
         record,
-        [named.text],
+        [named_fields.text],
         where=where,
         fields=f"give one of {'; '.join(kinds)}, or name yours with --input-key and --target-key, or --text-key",
     )
@@ -199,8 +201,8 @@ def unread_fields(record: Mapping[str, object], template: Template, fields: Reco
         return (*prompt, *answer) if prompt and answer else ()
     if not fields.is_instruction:
         return ()
-    read = (*(fields.pair or ()), *CONTEXTS)
-    others = (name for name in (*ANSWER_FIELDS, fields.text) if name not in read)
+    names_read = (*(fields.pair or ()), *CONTEXTS)
+    others = (name for name in (*ANSWER_FIELDS, fields.text) if name not in names_read)
     return tuple(name for name in others if isinstance(record.get(name), str) and record[name])
 
 
@@ -353,8 +355,8 @@ def _message(message: object, number: int, where: str) -> Mapping[str, Any]:
     """The message without the switches of its loss, and with its parts of text joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{where}: message {number} must be an object with a "role", like "user"')
-    named = {name: value for name, value in message.items() if value is not None and name not in _LOSS_SWITCHES}
-    fields = {name: _without_nulls(value) for name, value in named.items()}
+    values = {name: value for name, value in message.items() if value is not None and name not in _LOSS_SWITCHES}
+    fields = {name: _without_nulls(value) for name, value in values.items()}
     if message.get("content") is None and (message.get("tool_calls") or message["role"] == "tool"):
         return fields | ({"content": None} if "content" in message else {})
     if "content" not in message:

@@ -136,7 +136,7 @@ class Renderer:
         assert self.tokenizer.eos is not None
         if not target or target[-1] != self.tokenizer.eos:
             target = [*target, self.tokenizer.eos]
-        num_input, num_target = self._kept(len(prompt), len(target), where, task, num_beside=len(self.start))
+        num_input, num_target = self._kept_lengths(len(prompt), len(target), where, task, num_beside=len(self.start))
         cut = (num_input, num_target) != (len(prompt), len(target))
         tokens = [*self.start, *prompt[len(prompt) - num_input :], *target[:num_target]]
         # The very first token follows nothing, so it cannot be a label.
@@ -159,7 +159,7 @@ class Renderer:
             if self.tokenizer.marks_generation:
                 tokens, is_target = self._marked(chat, where)
             else:
-                tokens, is_target = self._found(chat, whole)
+                tokens, is_target = self._targets_by_spans(chat, whole)
         except DataError as error:
             if str(error).startswith(where):
                 raise
@@ -168,7 +168,7 @@ class Renderer:
             raise DataError(
                 f"{where}: the chat template marks nothing of this chat as the assistant's: see its generation blocks"
             )
-        _, num_kept = self._kept(0, len(tokens), where)
+        _, num_kept = self._kept_lengths(0, len(tokens), where)
         return _with_targets(
             Rendered(tokens[:num_kept], [False, *is_target[1:num_kept]], num_kept < len(tokens)), where
         )
@@ -222,7 +222,7 @@ class Renderer:
         return tokens if tokens and tokens[-1] == self.tokenizer.eos else [*tokens, self.tokenizer.eos]
 
     def _kept_document(self, tokens: list[int], num_prompt: int, where: str) -> Rendered:
-        _, num_kept = self._kept(0, len(tokens), where)
+        _, num_kept = self._kept_lengths(0, len(tokens), where)
         is_target = [place >= num_prompt for place in range(num_kept)]
         return _with_targets(Rendered(tokens[:num_kept], is_target, num_kept < len(tokens)), where)
 
@@ -241,7 +241,7 @@ class Renderer:
         of_answer = np.cumsum([place in set(starts) for place in range(len(tokens))]) - 1
         return tokens, [target and answers[of_answer[place]] for place, target in enumerate(is_target)]
 
-    def _found(self, chat: Chat, whole: str) -> tuple[list[int], list[bool]]:
+    def _targets_by_spans(self, chat: Chat, whole: str) -> tuple[list[int], list[bool]]:
         """Tokens and targets of a chat whose template does not mark answers.
 
         A token belongs to the span of its last character. A last answer without a special token at its end gets END.
@@ -291,10 +291,10 @@ class Renderer:
                 pass
         return DataError(f"{where}: {error}: {_CHANGE}")
 
-    def _kept(
+    def _kept_lengths(
         self, num_input: int, num_target: int, where: str, task: str = "", *, num_beside: int = 0
     ) -> tuple[int, int]:
-        return self.bounds.kept(
+        return self.bounds.kept_lengths(
             task, num_beside=num_beside, num_input=num_input, num_target=num_target, where=f"{where}: the sample"
         )
 

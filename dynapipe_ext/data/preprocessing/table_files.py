@@ -166,8 +166,8 @@ def row_batches(file: Path, form: str, columns: Collection[str]) -> Iterator[tup
 
     try:
         names, batches = _opened(file, form)
-        read = {*columns, *(PREFERENCE if set(names) >= PREFERENCE else ())}  # what makes them a kind of their own
-        chosen = [name for name in names if name in read]
+        columns_read = {*columns, *(PREFERENCE if set(names) >= PREFERENCE else ())}  # a kind of their own
+        chosen = [name for name in names if name in columns_read]
         if not chosen:
             raise DataError(
                 f"{file} has the columns {', '.join(map(repr, names[:9]))} but none of "

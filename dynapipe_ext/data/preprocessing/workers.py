@@ -99,7 +99,7 @@ class ProcessWorkers:
         self._workers = []
 
     def run(self, blocks: BlockStream) -> Iterator[EncodedBlock]:
-        done: dict[int, Result] = {}
+        results: dict[int, Result] = {}
         num_taken = num_yielded = 0
         more = True
         while more or num_yielded < num_taken:
@@ -109,7 +109,7 @@ class ProcessWorkers:
                 try:
                     block = next(blocks, None)
                 except DynaPipeError as error:  # raised in its turn, after the results of earlier blocks
-                    done[num_taken] = error
+                    results[num_taken] = error
                     num_taken, more = num_taken + 1, False
                     break
                 if block is None:
@@ -117,15 +117,15 @@ class ProcessWorkers:
                     break
                 self._least_loaded().give(num_taken, block)
                 num_taken += 1
-            if num_yielded in done:
-                yield _result(done.pop(num_yielded))
+            if num_yielded in results:
+                yield _result(results.pop(num_yielded))
                 num_yielded += 1
                 continue
             busy = {worker.connection: worker for worker in self._workers if worker.on_hand}
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
                 index, result = busy[connection].take()
-                done[index] = result
+                results[index] = result
 
     def _load(self) -> int:
         """Blocks on hand of the worker that gets the next block."""
@@ -144,14 +144,15 @@ class ProcessWorkers:
 
 class _Worker:
     def __init__(self, environment: Mapping[str, str] | None) -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
+        own_end, worker_end = socket.socketpair()
+        with own_end, worker_end:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # the worker inherits it
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno())],  # -P: nothing of the working folder
+                    # -P: no modules of the working folder
+                    [sys.executable, "-P", "-m", _MODULE, str(worker_end.fileno())],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(worker_end.fileno(),),
                     env=None if environment is None else dict(environment),
                     process_group=0,  # Ctrl-C reaches this process alone
                 )
@@ -161,7 +162,7 @@ class _Worker:
                 ) from error
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            self.connection = Connection(ours.detach())
+            self.connection = Connection(own_end.detach())
         self.on_hand: deque[tuple[int, Block]] = deque()
 
     def give(self, number: int, block: Block) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows
+from dynapipe_ext.executor.stages.megatron.head import block_of_rows
 
 _RECEIVED = "dynapipe_received"  # attribute of a GPTModel: the sum over the parts before its own
 

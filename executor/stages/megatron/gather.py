@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.errors import named_collectives
 from dynapipe_ext.executor.stages.collectives import gather_json
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of
+from dynapipe_ext.executor.stages.megatron.head import part_of
 
 Receivers = Literal["all", "first"]  # every rank, or the first of tensor, pipeline and data parallel ranks alone
 

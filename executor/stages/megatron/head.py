@@ -1,20 +1,70 @@
-"""The head of Megatron's models: what is done to its logits, and its loss in slices of positions."""
+"""The head of Megatron's models: which rows of the vocabulary a rank has, rules for logits, the loss in slices of
+positions, and parts of the head on several pipeline ranks.
+
+Part k of n is on pipeline rank k of those that have one, and is cut once more over tensor parallel ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.transformer.module import MegatronModule
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.chunk_runner import HeadSlices
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows, part_of
 from dynapipe_ext.executor.stages.sliced_head import Head, losses_in_slices
 from dynapipe_ext.executor.stages.spread_head import Message, head_part
 
+_PART = "dynapipe_vocabulary_part"  # attribute of a weight
 _RULES = "dynapipe_rules"  # attribute of a head with hooks of ours: what they do to logits
+
+
+def mark_part(weight: torch.Tensor, part: int, num_parts: int) -> None:
+    setattr(weight, _PART, (part, num_parts))
+
+
+def part_of(weight: torch.Tensor) -> tuple[int, int] | None:
+    """Its number, and how many there are; None of a weight that one pipeline rank has whole."""
+    part: tuple[int, int] | None = getattr(weight, _PART, None)
+    return part
+
+
+def block_of_rows(weight: torch.Tensor, tp_rank: int, tp: int) -> tuple[int, int]:
+    """Which of how many equal blocks of a vocabulary's rows a rank has.
+
+    >>> weight = torch.zeros(4, 2)
+    >>> mark_part(weight, part=2, num_parts=4)
+    >>> block_of_rows(weight, tp_rank=1, tp=2), block_of_rows(torch.zeros(4, 2), tp_rank=1, tp=2)
+    ((5, 8), (1, 2))
+    """
+    part, num_parts = part_of(weight) or (0, 1)
+    return part * tp + tp_rank, num_parts * tp
+
+
+def save_by_rows(model: Any, key: str, weight: torch.Tensor, part: int, num_parts: int) -> None:
+    """Mark a weight of a stage as a part, and have it saved as rows of the whole: any cut takes what another saved.
+
+    `key` is the weight's among the stage's. Megatron knows tensor parallel ranks' rows alone.
+    """
+    mark_part(weight, part, num_parts)
+    model.__dict__["sharded_state_dict"] = partial(_state_of_part, model, key, model.sharded_state_dict)
+
+
+def _state_of_part(
+    model: Any, key: str, state_of: Callable[..., Any], prefix: str = "", *arguments: Any, **options: Any
+) -> Any:
+    state = state_of(prefix, *arguments, **options)
+    shard, weight = state[prefix + key], model.get_parameter(key)
+    tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    rows = (0, *block_of_rows(weight, tp_rank, tp))
+    state[prefix + key] = ShardedTensor.from_rank_offsets(shard.key, shard.data, rows, replica_id=shard.replica_id)
+    return state
 
 
 def cap_logits(model: Any, cap: float) -> None:
@@ -145,6 +195,35 @@ def part_message(
 
     slice_len = None if slices is None else slices.take()
     return head_part(x_SBH, before, labels_SB, head, slice_len=slice_len, logits=logits)
+
+
+class HeadPart(MegatronModule):  # type: ignore[misc] # megatron has no types
+    """`num_rows` rows of the head, over all tensor parallel ranks; with what else Megatron asks of a GPTModel."""
+
+    pre_process, post_process, share_embeddings_and_output_weights = False, True, False
+
+    def __init__(self, config: Any, num_rows: int, *, is_last: bool) -> None:
+        super().__init__(config=config)
+        self.is_last = is_last
+        self.output_layer = tensor_parallel.ColumnParallelLinear(
+            config.hidden_size,
+            num_rows,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            gather_output=False,
+        )
+
+    def forward(
+        self, labels_SB: torch.Tensor, slices: HeadSlices | None, x_SBH: torch.Tensor, *before: torch.Tensor
+    ) -> Message:
+        return part_message(self.output_layer, x_SBH, before, labels_SB, slices)
+
+    def sharded_state_dict(self, prefix: str = "", *arguments: Any, **options: Any) -> Any:
+        state = super().sharded_state_dict(prefix, *arguments, **options)
+        state.pop(f"{prefix}output_layer._extra_state", None)  # as of a GPTModel: it holds nothing
+        return state
 
 
 @contextmanager

@@ -17,10 +17,18 @@ from dynapipe_ext.batch.vocabulary import refuse_spread
 from dynapipe_ext.costs.states import refuse_undivided_vocabulary
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron.head import cap_logits, divide_logits, hide_padding
+from dynapipe_ext.executor.stages.megatron.embedding_part import EmbeddingPart, add_received, look_up_own_rows
+from dynapipe_ext.executor.stages.megatron.head import (
+    HeadPart,
+    block_of_rows,
+    cap_logits,
+    divide_logits,
+    hide_padding,
+    part_of,
+    save_by_rows,
+)
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, concentrate, gpt_layers, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, first_layers, is_tied_by_megatron, virtual_stage
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows, part_of, save_by_rows
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments, router_fault
 
@@ -457,9 +465,6 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
 
 def _vocabulary_part(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
     """A stage without layers."""
-    from dynapipe_ext.executor.stages.megatron.embedding_part import EmbeddingPart
-    from dynapipe_ext.executor.stages.megatron.head_part import HeadPart
-
     num_rows, model = a.padded_vocab_size() // topology.pp, torch.nn.Module()
     if stage in topology.embedding_stages:
         model = EmbeddingPart(config, num_rows)
@@ -472,8 +477,6 @@ def _vocabulary_part(a: Architecture, topology: Topology, stage: int, config: An
 
 def _finish_embedding(topology: Topology, stage: int, model: Any) -> None:
     """Make a stage's embedding a part, where there are several."""
-    from dynapipe_ext.executor.stages.megatron.embedding_part import add_received, look_up_own_rows
-
     if len(topology.embedding_stages) > 1:
         layer = model.embedding.word_embeddings
         save_by_rows(model, _EMBEDDING, layer.weight, topology.vocabulary_part(stage), topology.pp)

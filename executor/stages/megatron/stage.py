@@ -35,11 +35,9 @@ from dynapipe_ext.executor.stages.chunk_runner import (
 from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.megatron.core_attention import CarriedRow
 from dynapipe_ext.executor.stages.megatron.embedding_part import EmbeddingPart, receive
-from dynapipe_ext.executor.stages.megatron.head import head_in_slices, part_behind_layers
-from dynapipe_ext.executor.stages.megatron.head_part import HeadPart
+from dynapipe_ext.executor.stages.megatron.head import HeadPart, head_in_slices, part_behind_layers, part_of
 from dynapipe_ext.executor.stages.megatron.layers import rotate_without_waiting, with_lengths
 from dynapipe_ext.executor.stages.megatron.placed_rows import take_pieces, take_slices
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import part_of
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs, PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.spread_head import Message, spread_losses
 

@@ -8,8 +8,8 @@ import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages.megatron.gather import device_of, ranks_that_cut
+from dynapipe_ext.executor.stages.megatron.head import block_of_rows
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
-from dynapipe_ext.executor.stages.megatron.vocabulary_parts import block_of_rows
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.families import published_form
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
