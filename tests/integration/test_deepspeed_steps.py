@@ -89,7 +89,6 @@ PIPELINE, V = Topology(pp=2), Topology(pp=2, placement=(0, 1, 1, 0))
 GRID = Topology(pp=2, dp=2)
 SPLIT = {"split_backward": True}
 PIPELINES = {  # whose embedding and head are one weight, on the first and the last stage
-    "zero1-pp": Engine({"stage": 1}, topology=PIPELINE, schedule=SPLIT),
     "zero1-pp-head": Engine({"stage": 1}, topology=PIPELINE, schedule=SPLIT | {"recompute": "head"}),
     "zero0-v": Engine({"stage": 0}, topology=V),
     "zero1-v": Engine({"stage": 1}, topology=V, schedule=SPLIT),

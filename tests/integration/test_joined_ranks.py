@@ -46,7 +46,8 @@ from tests.support.megatron_ranks import (
 from tests.support.pieces import hand_made, pieced_replicas, random_legal_schedule
 from tests.support.rank_jobs import in_turn
 
-SAMPLES = samples_of(0)[:6]
+# Of each replica one that is cut, and one that is not.
+SAMPLES = [replace(samples_of(0)[number], index=index) for index, number in enumerate((1, 3, 2, 4))]
 ONE = Topology()
 DOUBLE = "float64"
 
@@ -86,14 +87,16 @@ class TwoHeads(Model):
         return replace(super().shape, num_heads=2, num_query_groups=1, head_dim=16)
 
 
+# Two layers where one stage has all: every layer exchanges with the joined ranks alike.
 MODELS = {
     "gqa": Model(),
+    "two layers": Model(num_layers=2),
     "learned": Model(tied=False, position="learned", modern=False),
-    "one key": Model(key_heads=1),
-    "two heads": TwoHeads(),
-    "latent": Latent(tied=False),
+    "one key": Model(key_heads=1, num_layers=2),
+    "two heads": TwoHeads(num_layers=2),
+    "latent": Latent(tied=False, num_layers=2),
     "windows and experts": Windowed(tied=False),
-    "experts": Mixtral(tied=False),
+    "experts": Mixtral(tied=False, num_layers=2),
     "untied": Model(tied=False),
 }
 WORST = {"float32": 1e-5, DOUBLE: 1e-6}
@@ -138,12 +141,11 @@ class Job:
 
 V = Topology(pp=2, dp=4, placement=(0, 1, 1, 0))
 JOBS = {
-    "v, fp64": Job(replace(V, dp=2), dtype=DOUBLE, widths=(2,)),
-    "v of four, fp64": Job(V, dtype=DOUBLE, kinds=(PIECES[1], ROWS[0]), widths=(4,)),
-    "v, learned positions": Job(replace(V, dp=2), "learned", kinds=(PIECES[2], ROWS[0]), widths=(2,)),
-    "tp": Job(Topology(tp=2, dp=4), sequence_parallel=True, kinds=PIECES[:1], widths=(4,)),  # of 2 heads
+    "v, fp64": Job(replace(V, dp=2), dtype=DOUBLE, kinds=PIECES[1:] + ROWS, widths=(2,)),
+    "v of four, learned positions": Job(V, "learned", kinds=(PIECES[2], ROWS[0]), widths=(4,)),
+    "tp": Job(Topology(tp=2, dp=4), "two layers", sequence_parallel=True, kinds=PIECES[:1], widths=(4,)),  # of 2 heads
     "two heads": Job(Topology(dp=4), "two heads", kinds=(PIECES[2], ROWS[0]), widths=(4,)),
-    "tp, fp64": Job(Topology(tp=2, dp=2), dtype=DOUBLE, kinds=(PIECES[1], ROWS[0]), widths=(2,)),
+    "tp, fp64": Job(Topology(tp=2, dp=2), "two layers", dtype=DOUBLE, kinds=(PIECES[1], ROWS[0]), widths=(2,)),
     "tp and v": Job(
         Topology(tp=2, pp=2, dp=2, placement=(0, 1, 1, 0)),
         sequence_parallel=True,

@@ -21,7 +21,7 @@ from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 # By Adam's own epsilon the biases of keys, whose gradients are hardly more than rounding, would go where rounding does.
-MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5", "--adam-eps", "1e-6"]
+MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "3", "--adam-eps", "1e-6"]
 _BY_ITERATIONS = ("train-iters", "lr-warmup-iters", "lr-decay-iters")
 _RAMPED = "--rampup-batch-size 8 8 24 --train-samples 56 --lr-warmup-samples 8 --lr-decay-samples 56"  # 3 x 8, 2 x 16
 RAMPED = [*without(MOCK, *_BY_ITERATIONS), *_RAMPED.split()]
@@ -43,7 +43,7 @@ _RESUME = "--train-iters 20 --exit-interval 10 --ckpt-step 9 --eval-iters 0 --no
 STOCK = {"mock": "mock, stock", "packed": "uneven, stock", "v": "uneven, stock"}
 
 LATER = {"dataloader_save", "dataloader_inter_document_masking"}  # of multimodal scripts alone, and of 0.19
-NUM_STEPS = {"mock": 5, "packed": 10, "v": 10}  # the epoch of 8 steps ends within
+NUM_STEPS = {"mock": 3, "packed": 10, "v": 10}  # the epoch of 8 steps ends within
 WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}
 
 

@@ -27,6 +27,7 @@ from tests.support.megatron_ranks import Case, build, join, samples_of, step_pla
 from tests.support.rank_jobs import in_turn
 
 ALL = Topology(tp=2, pp=2, dp=2)
+FEW = (2, 1, 1, 1)  # samples of each micro-batch
 CULPRIT = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
@@ -47,7 +48,7 @@ class Rank:
     def step(self, step: int, spoil=None):
         """The update's outcome, or its error as text; `spoil(plan, batches)` gives the plan to run."""
         form = ActivationFormat(self.case.model.shape.hidden_size)
-        plan = lower(step_plan_of(self.case, step), form)[self.me.dp_rank][self.me.pp_rank]
+        plan = lower(step_plan_of(self.case, step, FEW), form)[self.me.dp_rank][self.me.pp_rank]
         batches = [tensors_of(m, samples_of(step), "tokens") for m in plan.micro_batches]
         if spoil is not None:
             plan = spoil(plan, batches)
@@ -144,7 +145,7 @@ JOBS = {"plain": spoiled(distributed=False), "zero1": spoiled(distributed=True),
 
 @pytest.mark.parametrize("job", ["plain", "zero1"])
 def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(job, ran):
-    plan = lower(step_plan_of(Case(ALL), 1), ActivationFormat(32))[1][0]
+    plan = lower(step_plan_of(Case(ALL), 1, FEW), ActivationFormat(32))[1][0]
     samples = ", ".join(str(sample.index) for sample in plan.micro_batches[1].samples)
     found = ran[job]
     assert len({tuple(messages) for messages, _ in found}) == 1

@@ -1,7 +1,8 @@
 """Gradients and losses on every topology equal those of one process that runs one sample at a time.
 
-Real megatron-core ranks over gloo, with the strict transport (NCCL's ordering rules). Two optimizer steps: the second
-shows that nothing is left over from the first, and that clipping and updates agree.
+Real megatron-core ranks over gloo, with the strict transport (NCCL's ordering rules). A second optimizer step shows that
+nothing is left over from the first, and that clipping and updates agree; four ranks do it where they divide the
+optimizer, for the rest of what they are is in cases of two, or in the one of eight.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ SPREAD += [  # and embeddings
 ]
 CHUNKS += SPREAD
 CASES = [*ONE_CHUNK, *CHUNKS]
+NUM_STEPS = {case: 1 if case.topology.world_size == 4 and not case.distributed_optimizer else 2 for case in CASES}
 DROPPED = Case(TP2PP2, "packed", GPT2, dropout=0.2)
 ALIKE = [  # whose dropout is the same
     replace(DROPPED, schedule="adaptive", recompute="selective"),
@@ -243,7 +245,7 @@ def planned(case: Case, expected: list[Step]):
         with executor_of(case, env, MegatronStage(ddps, dropout=case.dropout > 0), spans) as executor:
             for step in range(len(expected) or 1):
                 plan, batches = plan_of(case, env, step)
-                forwards = executor.execute(forwards_of(plan), batches) if case in CHUNKS else None
+                forwards = executor.execute(forwards_of(plan), batches) if case in CHUNKS and step == 0 else None
                 spans.clear()
                 loss = executor.execute(plan, batches)
                 gradients = copied({f"{i}.{n}": g for i, ddp in enumerate(ddps) for n, g in gradients_of(ddp)})
@@ -334,12 +336,17 @@ def alone() -> dict[tuple[Any, ...], list[Step]]:
     return {key: steps for key, (steps,) in in_turn(jobs).items()}
 
 
+def expected_of(case: Case, alone: dict[tuple[Any, ...], list[Step]]) -> list[Step]:
+    """Of as many steps as the case does."""
+    return alone[case.model, case.loss_norm][: NUM_STEPS[case]]
+
+
 @pytest.fixture(scope="module")
 def ran(alone) -> dict[Any, list[Any]]:
     """What every rank found, by case, by topology of PLANNED, and of the user's call."""
     of_tied, jobs = alone[TIED, "tokens"][0], {}
     for case in CASES:
-        jobs[case] = case.topology.world_size, planned(case, alone[case.model, case.loss_norm])
+        jobs[case] = case.topology.world_size, planned(case, expected_of(case, alone))
     for case in (DROPPED, *ALIKE):
         jobs[case] = case.topology.world_size, planned(case, [])
     for topology in PLANNED:
@@ -351,13 +358,13 @@ def ran(alone) -> dict[Any, list[Any]]:
 def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, ran, alone):
     """Those of several chunks a rank run their forwards alone first: they find the loss and change nothing."""
     for rank, steps in enumerate(ran[case]):
-        for step, (found, expected) in enumerate(zip(steps, alone[case.model, case.loss_norm], strict=True)):
+        for step, (found, expected) in enumerate(zip(steps, expected_of(case, alone), strict=True)):
             # After an update, entries whose gradient is rounding noise have moved by Adam's full step: allow more.
             limit = 1e-5 if step == 0 else 1e-3
             assert found.loss == pytest.approx(expected.loss, rel=limit), f"rank {rank} step {step}"
             assert found.norm == pytest.approx(expected.norm, rel=limit), f"rank {rank} step {step}"
             assert found.error <= limit, f"rank {rank} step {step}"
-            if case in CHUNKS:
+            if case in CHUNKS and step == 0:
                 assert found.forwards_loss == pytest.approx(expected.loss, rel=limit), f"rank {rank} step {step}"
 
 
@@ -395,7 +402,7 @@ def test_cuts_between_attention_and_mlp_train_to_the_bits_of_whole_layers(case, 
 
 def test_zb_h1_puts_weight_gradients_off(ran):
     """Rank r runs its first W behind its I number r, on real ranks as in the table."""
-    for rank, (step, _) in enumerate(ran[ZB_H1]):
+    for rank, (step,) in enumerate(ran[ZB_H1]):
         before = step.labels[: step.labels.index(f"{rank}W0")]
         assert sum("I" in label for label in before) == rank + 1
 

@@ -7,6 +7,7 @@ import lzma
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -300,13 +301,13 @@ def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(
 
 
 def test_torchrun_trains_as_the_launcher_does(
-    train: Train, four_layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preloaded: Preloaded, train: Train, four_layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks take the placement that the first has settled. With the embedded server; the losses are bit for bit
     those of `dynapipe train` through the user's own server over TCP."""
     text = four_layers.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "embedded"}"')
     (tmp_path / "auto.toml").write_text(text.replace("[topology]", '[topology]\nplacement = "auto"'))
-    done = torchrun(2, tmp_path / "auto.toml")
+    done = torchrun(shlex.split(preloaded.interpreter), 2, tmp_path / "auto.toml")
     said = f"ranks: 2 (TP1 x PP2 x DP1), plans by the {active_core()} core"
     assert [line for line in done.stderr.splitlines() if "core" in line and "ranks" in line] == [said]  # rank 0's alone
     tried = [line.split()[0] for line in done.stderr.splitlines() if re.match(r"\W*(v|linear|interleaved)\b", line)]
@@ -325,6 +326,14 @@ def test_torchrun_trains_as_the_launcher_does(
     assert report["losses"] == launched["losses"]
 
 
-def torchrun(num_ranks: int, config: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+def test_a_rank_that_torchrun_executes_imports_what_it_trains_with(four_layers: str, tmp_path: Path) -> None:
+    """One that is no fork of a process in which all is imported."""
+    text = four_layers.replace("steps = 2", f'steps = 1\nrun_dir = "{tmp_path / "run"}"').replace("pp = 2", "pp = 1")
+    (tmp_path / "one.toml").write_text(text)
+    torchrun([sys.executable], 1, tmp_path / "one.toml")
+    assert [math.isfinite(loss) for loss in report_of(tmp_path / "run")["losses"]] == [True]
+
+
+def torchrun(python: list[str], num_ranks: int, config: Path) -> subprocess.CompletedProcess[str]:
+    words = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return run([*words, "-m", "dynapipe_ext.launch.rank", "--config", str(config)])

@@ -16,7 +16,7 @@ from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
-STEPS = 16
+STEPS = 12
 SETTINGS = f"""
 [run]
 steps = {STEPS}
@@ -35,7 +35,7 @@ truncate = true
 tokens_per_batch = 1024
 num_workers = 0
 [eval]
-every = 8
+every = 6
 fraction = 0.25
 [plan]
 layout = "packed"

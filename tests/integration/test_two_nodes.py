@@ -26,7 +26,7 @@ from tests.support.wire import SECRETS_VARIABLE, captured, refuse_secrets
 
 CONFIG = f"""
 [run]
-steps = 12
+steps = 8
 [topology]
 tp = 2
 pp = 2
@@ -40,7 +40,7 @@ tokenizer = "bytes"
 truncate = true
 tokens_per_batch = 2048
 [checkpoint]
-save_every = 4
+save_every = 3
 [job]
 timeout_s = 480
 strict = true
@@ -121,7 +121,7 @@ def test_jobs_that_start_at_once_on_the_same_hosts_end_as_if_alone_and_one_of_un
     hosts: list[Host], preloaded: Preloaded, tmp_path: Path
 ) -> None:
     """They share no port and no id. The second host of the third job has another file of settings by the same name."""
-    text = CONFIG.replace("steps = 12", "steps = 3").replace("tp = 2", "tp = 1")
+    text = CONFIG.replace("steps = 8", "steps = 3").replace("tp = 2", "tp = 1")
     (tmp_path / "job.toml").write_text(text)
     write_costs(TrainConfig.read(tmp_path / "job.toml"), 258, tmp_path / "costs.json")
     (tmp_path / "unlike").mkdir()
@@ -184,7 +184,7 @@ def test_a_spare_replaces_a_lost_host_with_the_weights_of_a_clean_run(
                 said.append(line)
                 if line.startswith("step 2 ") and "---" not in "".join(said):
                     launcher.send_signal(signal.SIGUSR2)
-                if line.startswith("step 6 ") and "; restart" not in "".join(said):
+                if line.startswith("step 4 ") and "; restart" not in "".join(said):
                     ranks = [rank_process(rank, 4, tmp_path) for rank in range(4)]
                     assert [planners_of(rank) for rank in ranks] == [1, 0, 1, 0]
                     lose(hosts[1], tmp_path)
@@ -193,7 +193,7 @@ def test_a_spare_replaces_a_lost_host_with_the_weights_of_a_clean_run(
     log = "".join(said)
     assert launcher.returncode == 0, log[-5000:]
     lost, spare = hosts[1][0], hosts[2][0]
-    assert re.search(r"dynapipe launch: .*; restart 1 of 1 in 1 s, from lost/checkpoints/iter_000000[48]\n", log), log
+    assert re.search(r"dynapipe launch: .*; restart 1 of 1 in 1 s, from lost/checkpoints/iter_000000[36]\n", log), log
     assert f"{spare} takes the place of {lost}, which stays away\n" in log
     stacks = re.findall(r"^--- rank (\d) \(pid \d+ on (\S+)\):\n(?:Thread|Current thread)", log, re.M)
     assert sorted(stacks) == [(str(rank), hosts[rank // 2][0]) for rank in range(4)]
@@ -206,7 +206,7 @@ def test_a_spare_replaces_a_lost_host_with_the_weights_of_a_clean_run(
     assert sorted(networks) == sorted([("0", devices[0])] * 2 + [("2", devices[1]), ("2", devices[2])])
     preloaded.train("--config", str(config), "--run-dir", "clean", "--costs", "costs.json", cwd=tmp_path)
     lost_run, clean = (RunReport.read(tmp_path / run / "report.json").result.losses for run in ("lost", "clean"))
-    assert (len(lost_run), lost_run) == (12, clean)
+    assert (len(lost_run), lost_run) == (8, clean)
     weights = [
         {file.name: file.read_bytes() for file in latest(tmp_path / run / "checkpoints").glob("*.distcp")}
         for run in ("lost", "clean")

@@ -68,12 +68,13 @@ class Model:
     position: str = "rope"
     modern: bool = True  # RMSNorm, gated MLP, grouped queries, no biases; else GPT-2's
     key_heads: int = 2  # of a modern one; with 1 queries and keys are normalised, too
+    num_layers: int = NUM_LAYERS
 
     @property
     def shape(self) -> Architecture:
         if self.modern:
             return Architecture.gpt(
-                num_layers=NUM_LAYERS,
+                num_layers=self.num_layers,
                 hidden_size=32,
                 num_heads=4,
                 num_query_groups=self.key_heads,
@@ -88,7 +89,7 @@ class Model:
                 bias=False,
             )
         return Architecture.gpt(
-            num_layers=NUM_LAYERS,
+            num_layers=self.num_layers,
             hidden_size=32,
             num_heads=4,
             num_query_groups=4,
