@@ -58,8 +58,8 @@ from dynapipe_ext.schedules.step_plan import (
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.schedules.trials import StepTrial, soonest, times_of_whole_ns, whole_or_pieces
 from dynapipe_ext.settings.plan_rules import PlanRules, check_placed, check_rules
+from dynapipe_ext.splits.bottleneck import bottleneck
 from dynapipe_ext.splits.halving import finer_splits
-from dynapipe_ext.splits.padded import bottleneck
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.splits.rules import check_enough
 

@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
 #include <stdexcept>
 #include <tuple>
 
@@ -126,6 +127,8 @@ using Doubles = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device:
 using Bools = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Integers = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+enum Price { kForwardMs, kBackwardMs, kWeightMs, kStoredMb, kPeakMb, kPrices };  // a grid's columns, and the rows of values
+
 using GridParts = std::tuple<std::vector<std::vector<double>>, Doubles, Bools>;
 
 dynapipe::Grid grid_of(const GridParts& parts) {
@@ -135,21 +138,22 @@ dynapipe::Grid grid_of(const GridParts& parts) {
     if (axis.empty()) throw std::invalid_argument("a grid axis has no points");
     points *= axis.size();
   }
-  if (axes.size() > dynapipe::Grid::kMost || values.shape(0) != points || known.shape(0) != points || values.shape(1) > 4) {
+  if (axes.size() > dynapipe::Grid::kMost || values.shape(0) != points || known.shape(0) != points || values.shape(1) != kPrices) {
     throw std::invalid_argument("a grid's axes, values and known points have sizes that do not match");
   }
   return {axes, static_cast<int>(values.shape(1)), values.data(), known.data()};
 }
 
-// Forward, backward (ms), stored and running (MB) of every stage for every place, into `total` (4, stages, places), and
-// whether all grids know the place. `parts[kind]`: the grids (at most one) of encoder, decoder and head; `axes[kind]`:
-// which of a place's (rows, encoder, decoder) each reads; `layout`: (encoder, decoder) layers of each stage.
+using StageValues = nb::ndarray<double, nb::ndim<3>, nb::c_contig, nb::device::cpu>;  // (kPrices, stages, places)
+
+// Values of every stage for every place, into `total`, and whether all grids know the place. `parts[kind]`: the grids (at
+// most one) of encoder, decoder and head; `axes[kind]`: which of a place's (rows, encoder, decoder) each reads; `layout`:
+// (encoder, decoder) layers of each stage.
 void stage_costs(const std::vector<std::vector<GridParts>>& parts, const std::vector<std::vector<int>>& axes,
                  const std::vector<std::pair<int, int>>& layout, bool head_on_every, const Doubles& places,
-                 nb::ndarray<double, nb::ndim<3>, nb::c_contig, nb::device::cpu> total,
-                 nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu> known) {
+                 StageValues total, nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu> known) {
   const std::size_t count = places.shape(1), stages = layout.size();
-  if (parts.size() != 3 || axes.size() != 3 || places.shape(0) != 3 || total.shape(0) != 4 || total.shape(1) != stages ||
+  if (parts.size() != 3 || axes.size() != 3 || places.shape(0) != 3 || total.shape(0) != kPrices || total.shape(1) != stages ||
       total.shape(2) != count || known.shape(0) != count) {
     throw std::invalid_argument("the grids, the places and the results have sizes that do not match");
   }
@@ -165,7 +169,7 @@ void stage_costs(const std::vector<std::vector<GridParts>>& parts, const std::ve
   bool* ok = known.data();
   nb::gil_scoped_release unlocked;
   for (std::size_t k = 0; k < count; ++k) {
-    double layer[3][4] = {};
+    double layer[3][kPrices] = {};
     ok[k] = true;
     for (int kind = 0; kind < 3; ++kind) {
       for (const auto& grid : grids[kind]) {
@@ -177,15 +181,95 @@ void stage_costs(const std::vector<std::vector<GridParts>>& parts, const std::ve
     const auto& [e, d, head] = layer;
     for (std::size_t s = 0; s < stages; ++s) {
       const double encoders = layout[s].first, decoders = layout[s].second;
-      double value[4] = {0.0, 0.0, 0.0, 0.0};
-      for (int c = 0; c < 3; ++c) {
+      double value[kPrices] = {};
+      for (int c = 0; c < kPeakMb; ++c) {
         value[c] = encoders * e[c] + decoders * d[c];
         if (s + 1 == stages || head_on_every) value[c] += head[c];
       }
-      if (encoders > 0) value[3] = (encoders - 1) * e[2] + e[3];
-      if (decoders > 0) value[3] = std::max(value[3], encoders * e[2] + (decoders - 1) * d[2] + d[3]);
-      for (int c = 0; c < 4; ++c) out[(c * stages + s) * count + k] = value[c];
+      double& peak = value[kPeakMb];
+      if (encoders > 0) peak = (encoders - 1) * e[kStoredMb] + e[kPeakMb];
+      if (decoders > 0) peak = std::max(peak, encoders * e[kStoredMb] + (decoders - 1) * d[kStoredMb] + d[kPeakMb]);
+      for (int c = 0; c < kPrices; ++c) out[(c * stages + s) * count + k] = value[c];
     }
+  }
+}
+
+// Adds attentions and MLPs alone to the values of every stage. `parts`: the grids of both, with the (a, b, c, d) of
+// `share_of_bytes`; `counts[part][stage]`.
+void add_halves(StageValues total, const std::vector<GridParts>& parts, const std::vector<std::vector<double>>& shares,
+                const std::vector<std::vector<double>>& counts, const Doubles& places) {
+  const std::size_t count = places.shape(1), stages = total.shape(1);
+  if (parts.size() != 2 || shares.size() != 2 || counts.size() != 2 || counts[0].size() != stages || counts[1].size() != stages ||
+      shares[0].size() != 4 || shares[1].size() != 4 || places.shape(0) != 3 || total.shape(0) != kPrices || total.shape(2) != count) {
+    throw std::invalid_argument("the halves, the places and the values have sizes that do not match");
+  }
+  const std::vector<dynapipe::Grid> grids{grid_of(parts[0]), grid_of(parts[1])};
+  if (grids[0].axes.size() != 2 || grids[1].axes.size() != 2) throw std::invalid_argument("a half has rows and a length");
+  const double* place = places.data();
+  double* values = total.data();
+  nb::gil_scoped_release unlocked;
+  for (std::size_t k = 0; k < count; ++k) {
+    double half[2][kPrices] = {};
+    for (int part = 0; part < 2; ++part) {
+      const double at[2] = {place[k], place[count + k]};
+      grids[part].at(at, half[part]);
+      const auto& share = shares[part];
+      const double of_bytes = (share[0] + share[1] * at[1]) / (share[2] + share[3] * at[1]);
+      half[part][kStoredMb] *= of_bytes;
+      half[part][kPeakMb] *= of_bytes;
+    }
+    for (std::size_t s = 0; s < stages; ++s) {
+      const auto value = [&](int c) -> double& { return values[(c * stages + s) * count + k]; };
+      double working = value(kPeakMb) - value(kStoredMb);
+      for (int part = 0; part < 2; ++part) {
+        for (int c = 0; c < kPeakMb; ++c) value(c) += counts[part][s] * half[part][c];
+        working = std::max(working, counts[part][s] * (half[part][kPeakMb] - half[part][kStoredMb]));
+      }
+      value(kPeakMb) = value(kStoredMb) + working;
+    }
+  }
+}
+
+// Twin: `padded.bottleneck`. Tables (stages, micro-batches); `held[rank]`: of each
+// micro-batch. Times and bytes go into `result` (2, micro-batches); what cannot run has kInfeasible of both.
+void rank_needs(const Integers& forward, const Integers& backward, const Integers& stored, const Integers& working,
+                const std::vector<i64>& fixed, const std::vector<int>& stage_ranks, const std::vector<i64>& held,
+                nb::ndarray<i64, nb::ndim<2>, nb::c_contig, nb::device::cpu> result) {
+  const std::size_t stages = stage_ranks.size(), count = result.shape(1), ranks = held.size();
+  for (const Integers* one : {&forward, &backward, &stored, &working}) {
+    if (one->shape(0) != stages || one->shape(1) != count) throw std::invalid_argument("tables have sizes that do not match");
+  }
+  if (fixed.size() != stages || result.shape(0) != 2) throw std::invalid_argument("tables have sizes that do not match");
+  for (int rank : stage_ranks) {
+    if (rank < 0 || rank >= static_cast<int>(ranks)) throw std::invalid_argument("a stage is on no rank");
+  }
+  i64* const out = result.data();
+  nb::gil_scoped_release unlocked;
+  // Sums of stages that cannot run stay within 64 bits.
+  const i64 most = ranks == stages ? std::numeric_limits<i64>::max() : dynapipe::kInfeasible / static_cast<i64>(stages);
+  std::vector<i64> statics(ranks, 0), time(ranks), bytes(ranks), extra(ranks);
+  for (std::size_t s = 0; s < stages; ++s) statics[stage_ranks[s]] += std::min(fixed[s], most);
+  for (std::size_t m = 0; m < count; ++m) {
+    std::fill(time.begin(), time.end(), 0);
+    std::fill(bytes.begin(), bytes.end(), 0);
+    std::fill(extra.begin(), extra.end(), std::numeric_limits<i64>::min());
+    bool never = false, bad = false;
+    for (std::size_t s = 0; s < stages; ++s) {
+      const std::size_t at = s * count + m, r = stage_ranks[s];
+      const i64 both = static_cast<i64>(static_cast<std::uint64_t>(forward.data()[at]) + static_cast<std::uint64_t>(backward.data()[at]));
+      never |= both >= dynapipe::kInfeasible;
+      bad |= stored.data()[at] >= dynapipe::kInfeasible;
+      time[r] += std::min(both, most);
+      bytes[r] += std::min(stored.data()[at], most);
+      extra[r] = std::max(extra[r], working.data()[at]);
+    }
+    i64 slowest = std::numeric_limits<i64>::min(), needed = slowest;
+    for (std::size_t r = 0; !bad && r < ranks; ++r) {
+      slowest = std::max(slowest, time[r]);
+      needed = std::max(needed, statics[r] + held[r] * bytes[r] + extra[r]);
+    }
+    out[m] = bad || never ? dynapipe::kInfeasible : std::min(slowest, dynapipe::kInfeasible);
+    out[count + m] = bad ? dynapipe::kInfeasible : needed;
   }
 }
 
@@ -289,6 +373,8 @@ NB_MODULE(_core, module) {
   module.def("balanced", &balanced);
   module.def("regrouped", &regrouped);
   module.def("stage_costs", &stage_costs);
+  module.def("add_halves", &add_halves);
+  module.def("rank_needs", &rank_needs);
   module.def("cheapest_cuts", &cheapest_cuts);
   module.def("least_bound", &least_bound);
   dynapipe::programs::bind_programs(module);

@@ -4,6 +4,7 @@
 // Twin: schedules/search/joint.py.
 #pragma once
 
+#include <memory>
 #include <utility>
 
 #include "disturbed.hpp"
@@ -36,9 +37,7 @@ class Search {
   Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts, SharedCores cores, i64 spread, i64 most)
       : costs_(costs), cores_(cores), stride_(static_cast<std::size_t>(kFields) * machine.stages), rules_(std::move(rules)),
         equal_counts_(equal_counts), dispatcher_(std::move(machine), spread > 0), disturbances_(dispatcher_.machine(), spread), most_(most) {
-    const std::size_t count = static_cast<std::size_t>(costs_.kinds) * costs_.shapes, ranks = dispatcher_.machine().ranks;
-    ways_.resize(count * ranks);
-    for (std::size_t k = 0; k < count; ++k) dispatcher_.measure(costs_.records + k * stride_, &ways_[k * ranks]);
+    ways_.resize(static_cast<std::size_t>(costs_.kinds) * costs_.shapes);
   }
 
   // Makespan of one replica of a state, see Dispatcher::run; where times are disturbed, their mean unless it gives up.
@@ -187,8 +186,7 @@ class Search {
   }
 
   // What a pass over one replica of a state is given; false where one of its cuts may not be a micro-batch.
-  bool prepare(const State& state, int d, Track& track) const {
-    const std::size_t ranks = dispatcher_.machine().ranks;
+  bool prepare(const State& state, int d, Track& track) {
     track.records.clear();
     track.ways.clear();
     track.sample_of.clear();
@@ -197,7 +195,7 @@ class Search {
       const i64* record = record_of(state.cuts[m]);
       if (!record) return false;
       track.records.push_back(record);
-      track.ways.push_back(&ways_[(record - costs_.records) / stride_ * ranks]);
+      track.ways.push_back(ways_of(record));
       track.sample_of.push_back(sample_of(m));
     }
     return true;
@@ -226,16 +224,26 @@ class Search {
   }
 
   // What a state's step takes at least where ranks share cores.
-  i64 floor_of(const State& state) const {
+  i64 floor_of(const State& state) {
     if (!cores_.tp) return 0;
     const std::size_t ranks = dispatcher_.machine().ranks;
     i64 work = 0;
     for (const Cut& cut : state.cuts) {
       if (cut.first < 0) continue;
-      const Way* ways = &ways_[(record_of(cut) - costs_.records) / stride_ * ranks];
+      const Way* ways = ways_of(record_of(cut));
       for (std::size_t r = 0; r < ranks; ++r) work += ways[r].work;
     }
     return work * cores_.tp / cores_.cores;
+  }
+
+  // [rank] of a record. They are measured when they are first asked for: most records never are.
+  const Way* ways_of(const i64* record) {
+    auto& ways = ways_[(record - costs_.records) / stride_];
+    if (!ways) {
+      ways = std::make_unique<Way[]>(dispatcher_.machine().ranks);
+      dispatcher_.measure(record, ways.get());
+    }
+    return ways.get();
   }
 
   // The costs of a cut, or none where it may not be a micro-batch.
@@ -403,7 +411,7 @@ class Search {
   SharedCores cores_;
   std::size_t stride_;
   std::vector<Rule> rules_;
-  std::vector<Way> ways_;  // [kind][shape][rank]
+  std::vector<std::unique_ptr<Way[]>> ways_;  // [kind][shape]: [rank], see ways_of
   bool equal_counts_;
   Dispatcher dispatcher_;
   Disturbances disturbances_;

@@ -20,6 +20,7 @@ GridPoint = tuple[int, ...]
 INFEASIBLE = (
     1 << 50
 )  # ns or bytes of a shape that cannot run: above any real cost, and 8,000 of them still sum in int64
+WHOLE_SHARE = (1.0, 0.0, 1.0, 0.0)  # `share_of_bytes` of all that was measured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +88,7 @@ class Grid:
 
     def part_of_bytes(self, length: FloatArray) -> FloatArray:
         """The part that columns in MB have of what was measured, of rows of such lengths."""
-        a, b, c, d = self.share_of_bytes or (1.0, 0.0, 1.0, 0.0)
+        a, b, c, d = self.share_of_bytes or WHOLE_SHARE
         return (a + b * length) / (c + d * length)
 
     def to_json(self) -> dict[str, Any]:

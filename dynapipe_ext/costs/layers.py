@@ -18,7 +18,7 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
 from dynapipe_ext.core import native
-from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
+from dynapipe_ext.costs.grid import WHOLE_SHARE, BoolArray, FloatArray, Grid
 from dynapipe_ext.models.architecture import Architecture
 
 LayerKind = Literal["encoder", "decoder", "postprocess", "attention", "mlp"]
@@ -28,6 +28,7 @@ HALVES: tuple[LayerKind, ...] = ("attention", "mlp")  # of an encoder layer
 LayerPart = Literal["layer", "attention", "mlp"]
 COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 bytes; peak is while the layer runs
 WEIGHT = "weight_ms"  # a column that not every measurement has
+_PRICES = ("forward_ms", "backward_ms", WEIGHT, "stored_mb", "peak_mb")  # the rows of what stages cost
 HEAD_PEAK = "peak_mb"  # a column that not every measurement of a head has
 # Of a position, between parts of a head, beside hidden states: the log of the sum so far, and the target's logit.
 HEAD_MESSAGE_BYTES = 2 * 4
@@ -57,49 +58,52 @@ def stage_values(
     head_on_every: bool = False,
     use_native: bool = True,
 ) -> tuple[FloatArray, BoolArray]:
-    """Forward and backward ms, MB stored and MB while the last layer runs: (4, stages, M); and what is known.
+    """Forward, backward and W in ms, MB stored and MB while the last layer runs: (5, stages, M); and what is known.
 
     `grids`: one of each of KINDS, if there is one; `layout`: (encoder, decoder) layers of every stage; `shapes` (3, M).
     """
     count = shapes.shape[1]
     axes = {"encoder": [0, 1], "decoder": [0, 1, 2], "postprocess": [0, 2] if has_decoder else [0, 1]}
-    total, in_table = np.zeros((len(COLUMNS), len(layout), count)), np.ones(count, bool)
+    total, in_table = np.zeros((len(_PRICES), len(layout), count)), np.ones(count, bool)
     if not grids[0] or (has_decoder and not grids[1]):
         return total, np.zeros(count, bool)
     if native is not None and use_native:
-        parts = [
-            [(list(map(np.ndarray.tolist, grid.axes)), _by_point(grid), grid.known)] if grid else [] for grid in grids
-        ]
+        parts = [[_for_core(grid)] if grid else [] for grid in grids]
         places = np.ascontiguousarray(shapes)
         native.stage_costs(parts, [axes[kind] for kind in KINDS], list(layout), head_on_every, places, total, in_table)
         return total, in_table
-    layers = np.zeros((len(KINDS), len(COLUMNS), count))
+    layers = np.zeros((len(KINDS), len(_PRICES), count))
     for layer, kind, grid in zip(layers, KINDS, grids, strict=True):
         if grid:
             values, measured = grid.at(list(shapes[axes[kind]]))
             in_table &= measured
-            layer[: len(values)] = values[_columns(grid)]
+            for place, column in _columns(grid):
+                layer[place] = values[column]
     e, d, head = layers
     for stage, (num_encoder, num_decoder) in enumerate(layout):
-        total[:3, stage] = num_encoder * e[:3] + num_decoder * d[:3]
+        total[:4, stage] = num_encoder * e[:4] + num_decoder * d[:4]
         if stage == len(layout) - 1 or head_on_every:
-            total[:3, stage] += head[:3]
+            total[:4, stage] += head[:4]
         if num_encoder:
-            total[3, stage] = (num_encoder - 1) * e[2] + e[3]
+            total[4, stage] = (num_encoder - 1) * e[3] + e[4]
         if num_decoder:
-            last = num_encoder * e[2] + (num_decoder - 1) * d[2] + d[3]
-            total[3, stage] = np.maximum(total[3, stage], last)
+            last = num_encoder * e[3] + (num_decoder - 1) * d[3] + d[4]
+            total[4, stage] = np.maximum(total[4, stage], last)
     return total, in_table
 
 
-def _columns(grid: Grid) -> list[int]:
-    """Places of the grid's columns in the order of COLUMNS; the head has the first two only."""
-    return [grid.columns.index(name) for name in COLUMNS if name in grid.columns]
+def _columns(grid: Grid) -> list[tuple[int, int]]:
+    """The place among the rows of values, and in the grid, of each column that the grid has."""
+    return [(place, grid.columns.index(name)) for place, name in enumerate(_PRICES) if name in grid.columns]
 
 
-def _by_point(grid: Grid) -> FloatArray:
-    """Values (points, columns)."""
-    return np.ascontiguousarray(grid.values[_columns(grid)].T)
+@lru_cache(64)
+def _for_core(grid: Grid) -> tuple[list[list[float]], FloatArray, BoolArray]:
+    """A grid as the native core takes it: axes, values (points, 5) with zeros where it has no column, known points."""
+    values = np.zeros((len(grid.known), len(_PRICES)))
+    for place, column in _columns(grid):
+        values[:, place] = grid.values[column]
+    return [axis.tolist() for axis in grid.axes], values, grid.known
 
 
 def parts_of_stages(stages: Sequence[StageLayers]) -> Iterator[tuple[LayerPart, list[range]]]:
@@ -146,24 +150,28 @@ def encoder_end_stage(layers: Sequence[tuple[int, int]]) -> int:
     return max(stage for stage, (num_encoder, _) in enumerate(layers) if num_encoder)
 
 
-@lru_cache(32)
-def weight_as_backward(grid: Grid) -> Grid:
-    """The grid's W where `stage_values` looks for the backward; zero where it has none."""
-    row = grid.values[grid.columns.index(WEIGHT)] if WEIGHT in grid.columns else np.zeros(len(grid.known))
-    return Grid(("forward_ms", "backward_ms"), grid.axes, np.stack([row, row]), grid.known)
-
-
 def values_with_halves(
-    total: FloatArray, grids: Sequence[Grid | None], halves: Sequence[tuple[int, int]], shapes: FloatArray
+    total: FloatArray,
+    grids: Sequence[Grid | None],
+    halves: Sequence[tuple[int, int]],
+    shapes: FloatArray,
+    *,
+    use_native: bool = True,
 ) -> FloatArray:
     """Forward, backward and W in ms, MB stored and MB while something runs, (5, stages, M): `total` of whole layers and
     the head, and on top attentions and MLPs alone, `halves` of every stage, by their `grids`.
 
-    A half that runs needs its own working memory beside all that the stage stores.
+    A half that runs needs its own working memory beside all that the stage stores. `total` may be written over.
     """
-    counts = np.array(halves, np.float64).T[:, :, None]
+    counts = np.array(halves, np.float64).T
+    if native is not None and use_native and all(grids):
+        own = [grid for grid in grids if grid]
+        shares = [list(grid.share_of_bytes or WHOLE_SHARE) for grid in own]
+        places = np.ascontiguousarray(shapes)
+        native.add_halves(total, [_for_core(grid) for grid in own], shares, counts.tolist(), places)
+        return total
     times, stored, working = total[:3].copy(), total[3].copy(), total[4] - total[3]
-    for count, grid in zip(counts, grids, strict=True):
+    for count, grid in zip(counts[:, :, None], grids, strict=True):
         if grid is not None:
             forward, backward, weight, held, peak = _one_layer(grid, shapes)
             times += count * np.stack([forward, backward, weight])[:, None]
@@ -174,16 +182,11 @@ def values_with_halves(
 
 def _one_layer(grid: Grid, shapes: FloatArray) -> FloatArray:
     """Forward, backward and W in ms, MB stored and MB at the peak: (5, M)."""
-
-    def of(values: Grid) -> FloatArray:
-        return stage_values([values, None, None], [(1, 0)], shapes, has_decoder=False)[0][:, 0]
-
-    forward, backward, held, peak = of(grid)
-    weight = of(weight_as_backward(grid))[1] if WEIGHT in grid.columns else np.zeros_like(forward)
-    if grid.share_of_bytes:
-        part = grid.part_of_bytes(shapes[1])
-        held, peak = held * part, peak * part
-    return np.stack([forward, backward, weight, held, peak])
+    values, _ = grid.at(list(shapes[:2]))
+    layer = np.zeros((len(_PRICES), shapes.shape[1]))
+    for place, column in _columns(grid):
+        layer[place] = values[column]
+    return layer
 
 
 def values_with_spread_head(

@@ -38,7 +38,6 @@ from dynapipe_ext.costs.layers import (
     stage_values,
     values_with_halves,
     values_with_spread_head,
-    weight_as_backward,
     with_halves,
 )
 from dynapipe_ext.costs.links import Link, Links
@@ -72,6 +71,7 @@ FORMAT = "dynapipe-costs/1"
 # What was not known to tables from the start is left out where it says nothing: these read as they always did.
 STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
 VALUE_BYTES = 2
+_Values = tuple[FloatArray, BoolArray]  # those of `stage_values`, and what the grids know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -326,14 +326,14 @@ class CostTable:
         return equivalent_shape(m, self.grids.get((m.layer_recompute, "decoder" if m.decoder_len else "encoder")))
 
     def _of_rank(
-        self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray
-    ) -> tuple[FloatArray, BoolArray]:
+        self, recompute: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray | None
+    ) -> _Values:
         """`_stages` of one rank of a block, for rows of so many tokens (M,)."""
         whole, in_table = self._stages(recompute, shapes, sizes)
-        block = self._block
-        if (width := self.topology.width) == 1 or block is None:
+        if (width := self.topology.width) == 1 or (block := self._block) is None:
             return whole, in_table
-        share, _ = self._stages(recompute, shapes / [[1], [width], [1]], sizes_of_slice(sizes, width))
+        of_slice = None if sizes is None else sizes_of_slice(sizes, width)
+        share, _ = self._stages(recompute, shapes / [[1], [width], [1]], of_slice)
         if measured := self.blocks.get(width):
             time = block.measured_time(measured, self.value_bytes)
         else:
@@ -352,25 +352,18 @@ class CostTable:
     def _link(self) -> Link:
         return Link(round(self.comm_latency_us * 1e3), self.comm_gbps * 1e9 / 8)
 
-    def _stages(self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray) -> tuple[FloatArray, BoolArray]:
+    def _stages(self, recompute: Recompute, shapes: FloatArray, sizes: FloatArray | None) -> _Values:
         """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
         grids = grids_of(self.grids, recompute)
         on_every, head, heads = self.lm_head == "every", grids[-1], self.topology.head_stages
         if len(heads) > 1:
             grids[-1] = None  # parts of it come below
-        layout, options = self.stage_layers(), {"has_decoder": self.has_decoder, "head_on_every": on_every}
-        (forward, backward, stored, running), in_table = stage_values(grids, layout, shapes, **options)
-        if sizes.any():
-            more = self._more_of_packed(recompute, shapes, sizes)
-            stored, running = (a + b for a, b in zip((stored, running), added_to_stages(layout, more), strict=True))
-        weight = np.zeros_like(backward)
-        if self.has_weights:
-            as_backward = [grid and weight_as_backward(grid) for grid in grids]
-            weight = stage_values(as_backward, layout, shapes, **options)[0][1]
-        total = np.stack([forward, backward, weight, stored, running])
+        layout = self.stage_layers()
+        total, in_table = stage_values(grids, layout, shapes, has_decoder=self.has_decoder, head_on_every=on_every)
+        if sizes is not None and sizes.any():
+            total[3:] += added_to_stages(layout, self._more_of_packed(recompute, shapes, sizes))
         if self.topology.has_half_layers:
-            halves = grids_of(self.grids, recompute, HALVES)
-            total = values_with_halves(total, halves, self.stage_halves(), shapes)
+            total = values_with_halves(total, grids_of(self.grids, recompute, HALVES), self.stage_halves(), shapes)
         if head and len(heads) > 1:
             total, known = values_with_spread_head(total, head, heads, shapes, self.value_bytes * self.hidden_size)
             in_table &= known
@@ -407,17 +400,16 @@ class CostTable:
     ) -> tuple[MicroBatchCosts, BoolArray]:
         """Costs of shapes (3, M), times a factor, with (encoder, decoder) tokens (2, M), those of packed rows of these
         `sizes`; and which the grid knows."""
-        sizes = np.zeros((6, shapes.shape[1])) if sizes is None else sizes / factor
-        layout = self.stage_layers()
-        count = shapes.shape[1]
-        ms_and_mb, in_table = np.zeros((5, len(layout), count)), np.zeros(count, bool)
-        again = np.zeros(count, bool)
-        for kind in dict.fromkeys([recompute] if isinstance(recompute, str) else recompute.tolist()):
-            chosen = slice(None) if isinstance(recompute, str) else recompute == kind
-            again[chosen] = (within := without_stage(kind)) != kind
-            if within in self.kinds:
-                priced = self._of_rank(within, shapes[:, chosen], tokens[0][chosen], sizes[:, chosen])
-                ms_and_mb[:, :, chosen], in_table[chosen] = priced
+        sizes, layout = None if sizes is None else sizes / factor, self.stage_layers()
+        if isinstance(recompute, str):
+            ms_and_mb, in_table, again = self._of_kind(recompute, shapes, tokens[0], sizes)
+        else:
+            ms_and_mb = np.zeros((5, len(layout), len(recompute)))
+            in_table, again = np.zeros((2, len(recompute)), bool)
+            for kind in dict.fromkeys(recompute.tolist()):
+                own = recompute == kind
+                of_kind = self._of_kind(kind, shapes[:, own], tokens[0][own], None if sizes is None else sizes[:, own])
+                ms_and_mb[:, :, own], in_table[own], again[own] = of_kind
         if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
             in_table = in_table & ~again
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
@@ -431,7 +423,9 @@ class CostTable:
         def integers(values: FloatArray) -> IntArray:
             return np.rint(values).astype(np.int64)
 
-        forward, backward, weight, stored, running = integers(ms_and_mb * factor * 1e6)
+        ms_and_mb *= factor
+        ms_and_mb *= 1e6
+        forward, backward, weight, stored, running = np.rint(ms_and_mb, out=ms_and_mb).astype(np.int64)
         weight = np.minimum(weight, backward) if self.has_weights else integers(self.split_w * backward)
         working = np.maximum(running - stored, 0)
         sent = integers(bytes_sent)
@@ -451,6 +445,17 @@ class CostTable:
             working_in=self.working_in,
         )
         return costs.keeping_inputs(again & in_table), in_table
+
+    def _of_kind(
+        self, kind: Recompute, shapes: FloatArray, tokens: FloatArray, sizes: FloatArray | None
+    ) -> tuple[FloatArray, BoolArray, BoolArray]:
+        """`_of_rank` of shapes under one kind, and which of them are recomputed stage by stage: all or none."""
+        within, count = without_stage(kind), shapes.shape[1]
+        if within in self.kinds:
+            ms_and_mb, in_table = self._of_rank(within, shapes, tokens, sizes)
+        else:
+            ms_and_mb, in_table = np.zeros((5, len(self.stage_layers()), count)), np.zeros(count, bool)
+        return ms_and_mb, in_table, np.full(count, within != kind)
 
     def static_bytes(self) -> IntArray:
         """Weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes x

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import pairwise
 from typing import Literal, NamedTuple, assert_never
 
@@ -17,6 +16,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits.balance import MOST_SAMPLES, best_partition, cut_again, good_partitions
+from dynapipe_ext.splits.bottleneck import bottleneck
 from dynapipe_ext.splits.pair_rows import PairRows
 
 ShapeIndex = npt.NDArray[np.int32]
@@ -290,50 +290,6 @@ SortOrder = Literal["sorted", "classes"]
 _CLASSES = tuple(3**k for k in range(1, 20))
 
 _ROWS_AT_ONCE = 64
-
-
-def bottleneck(
-    costs: MicroBatchCosts, min_in_flight: int = 1, stage_ranks: Sequence[int] | None = None
-) -> tuple[IntArray, IntArray]:
-    """The busiest rank's F + B of each micro-batch, and the bytes that the fullest rank needs for it.
-
-    `stage_ranks` says which rank each stage is on (default: a rank each). Bytes: states, and the working memory beside
-    as many stored micro-batches of this shape as 1F1B holds on the rank (num_ranks - rank), but no more than
-    `min_in_flight`; on every rank as many as that if it is above num_ranks.
-    """
-    times, stored, working, static = _on_ranks(costs, stage_ranks)
-    num_ranks = len(times)
-    slowest = _largest(times)
-    held: IntArray = np.minimum(np.arange(num_ranks, 0, -1, dtype=np.int64), min_in_flight)[:, None]
-    if min_in_flight > num_ranks:
-        held = np.full_like(held, min_in_flight)
-    bad = _largest(costs.stored_bytes) >= INFEASIBLE
-    needed = _largest(static[:, None] + held * stored + working)
-    return np.where(bad, INFEASIBLE, np.minimum(slowest, INFEASIBLE)), np.where(bad, INFEASIBLE, needed)
-
-
-def _on_ranks(
-    costs: MicroBatchCosts, stage_ranks: Sequence[int] | None
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """F + B, stored and working bytes of each rank and micro-batch, and the ranks' static bytes."""
-    times = costs.forward_ns + costs.backward_ns
-    if stage_ranks is None or len(set(stage_ranks)) == costs.num_stages:
-        return times, costs.stored_bytes, costs.working_bytes, costs.static_bytes
-    ranks = np.array(stage_ranks)
-    most = INFEASIBLE // costs.num_stages  # sums of stages that cannot run stay within 64 bits
-
-    def summed(table: IntArray) -> IntArray:
-        return np.stack([np.minimum(table[ranks == rank], most).sum(axis=0) for rank in range(max(stage_ranks) + 1)])
-
-    working = np.stack([_largest(costs.working_bytes[ranks == rank]) for rank in range(max(stage_ranks) + 1)])
-    never = _largest(times) >= INFEASIBLE
-    return np.where(never, INFEASIBLE, summed(times)), summed(costs.stored_bytes), working, summed(costs.static_bytes)
-
-
-def _largest(table: IntArray) -> IntArray:
-    """The largest of each column; row by row, which is faster than `max(axis=0)` of a few long rows."""
-    largest: IntArray = reduce(np.maximum, table)
-    return largest
 
 
 def shape_evaluate(costs: PricesShapes, *, recompute: Recompute = "none", min_in_flight: int = 1) -> ShapeEvaluate:

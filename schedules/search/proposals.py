@@ -21,6 +21,7 @@ from dynapipe_ext.schedules.search.optimizer import TRIAL, Start, has_long_repli
 from dynapipe_ext.schedules.search.regrouping import exchanged
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
+from dynapipe_ext.splits.bottleneck import bottleneck
 from dynapipe_ext.splits.packing import (
     GRADES,
     MOST_TRIES,
@@ -35,7 +36,6 @@ from dynapipe_ext.splits.padded import (
     PricedCuts,
     ShapeEvaluate,
     SortOrder,
-    bottleneck,
     fastest,
     members_of,
     ordered,

@@ -12,7 +12,8 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.reproducible import non_negative_least_squares, splitmix64
-from dynapipe_ext.splits.padded import Cut, PricedCuts, bottleneck
+from dynapipe_ext.splits.bottleneck import bottleneck
+from dynapipe_ext.splits.padded import Cut, PricedCuts
 
 ShapeLaw = tuple[float, float, float, float, float, float]  # see `fitted_law`
 

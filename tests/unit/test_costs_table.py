@@ -18,7 +18,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.layers import KINDS, stage_values
+from dynapipe_ext.costs.layers import KINDS, stage_values, values_with_halves
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -203,6 +203,28 @@ def test_the_native_core_prices_shapes_to_the_bit_as_its_twin_does(tmp_path: Pat
             assert (found[0][1] == found[1][1]).all()
             assert 0 < found[0][1].sum() < 4000
             assert (found[0][0] == found[1][0]).all()
+
+
+@pytest.mark.skipif(native is None, reason="a pure build was asked for")
+@pytest.mark.parametrize("share", [None, (10.0, 0.5, 30.0, 2.0)])
+def test_the_native_core_adds_halves_to_the_bit_as_its_twin_does(
+    tmp_path: Path, share: tuple[float, float, float, float] | None
+) -> None:
+    rng = np.random.default_rng(3)
+    shapes = np.stack([rng.uniform(0, 10, 2000), rng.uniform(0, 300, 2000), np.zeros(2000)])
+    shapes[:, :500] = np.round(shapes[:, :500] / 8) * 8
+    grid = gpt(tmp_path).grids["none", "encoder"]
+    weighed = replace(grid, columns=(*grid.columns, "weight_ms"), values=np.vstack([grid.values, 0.3 * grid.values[1]]))
+    halves = [replace(weighed, values=0.4 * weighed.values, share_of_bytes=share), replace(grid, share_of_bytes=share)]
+    total = rng.uniform(0, 100, (5, 3, 2000))
+    total[4] += total[3]
+    found = [
+        values_with_halves(total.copy(), halves, [(1, 0), (0, 0), (0, 1)], shapes, use_native=use_native)
+        for use_native in (True, False)
+    ]
+    assert (found[0] == found[1]).all()
+    assert (found[0][:, 1] == total[:, 1]).mean() > 0.5  # peaks may change in the last bit
+    assert (found[0][:4, [0, 2]] != total[:4, [0, 2]]).any(axis=(1, 2)).all()
 
 
 def test_states_are_8_bytes_of_parameters_sharded_by_zero_1_with_two_embeddings_in_an_encoder_decoder(

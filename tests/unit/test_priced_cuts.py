@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits.padded import Caps, Cut, PricedCuts, bottleneck, ordered, price_cuts
+from dynapipe_ext.splits.bottleneck import bottleneck
+from dynapipe_ext.splits.padded import Caps, Cut, PricedCuts, ordered, price_cuts
 
 COSTS = TokenCosts(2, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
 
@@ -89,3 +92,22 @@ def test_what_does_not_fit_is_refused_by_sample() -> None:
     with pytest.raises(PlanError, match="sample 5 does not fit 2 times into 4000 B"):
         cuts.first_cuts(pp=2, dp=1, min_in_flight=2)
     assert max(cuts.times(cuts.first_cuts(pp=2, dp=1, min_in_flight=1))) < INFEASIBLE
+
+
+@pytest.mark.skipif(native is None, reason="a pure build was asked for")
+@pytest.mark.parametrize("stage_ranks", [None, (0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 1, 0), (0, 1, 0, 1)])
+@pytest.mark.parametrize("min_in_flight", [1, 2, 9])
+def test_the_native_core_finds_the_bottleneck_that_its_twin_finds(
+    stage_ranks: tuple[int, ...] | None, min_in_flight: int
+) -> None:
+    rng = np.random.default_rng(min_in_flight)
+    made = TokenCosts(4, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
+    costs = made.evaluate_shapes(rng.integers(1, 9, 200), rng.integers(1, 900, 200))
+    tables = ("forward_ns", "backward_ns", "stored_bytes", "working_bytes")
+    uneven = {name: getattr(costs, name) * rng.integers(0, 5, (4, 200)) for name in tables}
+    uneven["static_bytes"] = rng.integers(0, 10**6, 4)
+    costs = replace(costs, **uneven)
+    never = np.arange(200) % 7 == 0
+    for one in (costs, costs.refusing(never), replace(costs, forward_ns=np.where(never, INFEASIBLE, costs.forward_ns))):
+        found = [bottleneck(one, min_in_flight, stage_ranks, use_native=use_native) for use_native in (True, False)]
+        assert [values.tolist() for values in found[0]] == [values.tolist() for values in found[1]]
