@@ -139,7 +139,8 @@ def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_it
         free.append(max(int(stored[inside].sum() + working[inside].max()) for inside in spanning))
     pipe = Pipeline(
         stage_ranks=stage_ranks, free_bytes=tuple(free), split=split,
-        working_in_backward=costs.working_in != "F", sample_pieces=sample_pieces, short_stages=short_stages, **_tables(costs, split=split),
+        working_in_backward=costs.working_in != "F", sample_pieces=sample_pieces, short_stages=short_stages,
+        **_tables(costs, split=split),
     )  # fmt: skip
     problem = Problem(
         stage_ranks=stage_ranks, free_bytes=tuple(free), split=split, working_in_backward=pipe.working_in_backward,
