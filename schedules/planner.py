@@ -516,6 +516,7 @@ class Planner(PlanRules):
             effort=self.effort // _LESS if self.forward_only else self.effort,
             seed=self.seed,
             stage_ranks=self.topology.stage_ranks,
+            short_stages=self.topology.head_stages[1:],
             equal_counts=self._rules.equal_counts,
             cores=self.shared_cores,
             noise=self.noise,

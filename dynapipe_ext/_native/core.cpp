@@ -32,7 +32,7 @@ using Cuts = std::vector<std::tuple<int, int, int>>;
 using Result = std::tuple<Cuts, Groups, std::vector<int>, std::vector<i64>, std::vector<std::vector<std::vector<i64>>>>;
 
 Result search(const Records& records, const Shapes& shapes, const std::vector<int>& stage_rank,
-              const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
+              const std::vector<i64>& free_bytes, const std::vector<int>& short_stages, bool split, bool working_in_backward,
               const std::vector<std::tuple<int, int, int, int>>& rules, const Cuts& cuts,
               const std::vector<Groups>& starts, const std::tuple<std::uint64_t, i64, i64, i64>& walk, bool equal_counts,
               const std::pair<i64, i64>& shared, const Groups& sample_pieces, const std::pair<i64, i64>& noise, bool with_actions) {
@@ -63,6 +63,8 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   machine.free_bytes = free_bytes;
   machine.rank_stages.resize(machine.ranks);
   for (int s = 0; s < machine.stages; ++s) machine.rank_stages.at(stage_rank.at(s)).push_back(s);
+  if (!short_stages.empty()) machine.is_short.assign(machine.stages, 0);
+  for (int s : short_stages) machine.is_short.at(s) = 1;
   std::vector<dynapipe::Rule> chosen_rules;
   for (auto [extra, rhythm, patience, most_pending] : rules) {
     chosen_rules.push_back({extra, rhythm, patience, most_pending});

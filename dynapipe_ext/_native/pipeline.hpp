@@ -18,7 +18,7 @@ class Dispatcher : public Admission {
   // With `keeps_sequence` passes leave what started after what.
   Dispatcher(Machine machine, bool keeps_sequence)
       : Admission(std::move(machine)), keeps_sequence_(keeps_sequence), work_(machine_.ranks), tail_(machine_.ranks), pieces_later_(machine_.ranks) {
-    linear_ = machine_.ranks == machine_.stages;
+    linear_ = machine_.ranks == machine_.stages && machine_.is_short.empty();
     for (int s = 0; s < machine_.stages; ++s) linear_ &= machine_.stage_rank[s] == s;
   }
 
@@ -209,6 +209,7 @@ class Dispatcher : public Admission {
         gradient_back = stage.gradients_started;
       }
     }
+    if (!kLinear && !machine_.is_short.empty() && choose_short<kPieces>(r, time, chosen)) return true;
     const bool has_gradient = gradient_stage >= 0;
     if (has_gradient) {
       *chosen = {gradient_stage, nth_gradient<kPieces>(gradient_back), kGradient};
@@ -250,6 +251,27 @@ class Dispatcher : public Admission {
     return false;
   }
 
+  // What is ready on a short stage of the rank, gradients first: it is waited for elsewhere, and delays little here.
+  template <bool kPieces>
+  bool choose_short(int r, i64 time, Chosen* chosen) {
+    const std::vector<int>& mine = machine_.rank_stages[r];
+    for (std::size_t k = mine.size(); k-- > 0;) {
+      const StageState& stage = stage_[mine[k]];
+      if (!machine_.is_short[mine[k]] || stage.gradient_at > time) continue;
+      *chosen = {mine[k], nth_gradient<kPieces>(stage.gradients_started), kGradient};
+      return true;
+    }
+    for (std::size_t k = mine.size(); k-- > 0;) {
+      const int s = mine[k], m = stage_[s].forwards_started;
+      bool blocked = false;
+      if (!machine_.is_short[s] || m == count_ || stage_[s].forward_at > time) continue;
+      if (!admits<false, kPieces>(r, s, m, &blocked)) continue;
+      *chosen = {s, m, kForward};
+      return true;
+    }
+    return false;
+  }
+
   bool take_weight(Track& track, int r, Chosen* chosen) {
     *chosen = track.weights[r][rank_[r].weights_done++];
     return true;
@@ -259,6 +281,7 @@ class Dispatcher : public Admission {
   i64 start(Track& track, const Rule& rule, int r, i64 time, const Chosen& c) {
     const int s = c.stage, m = c.position, stages = machine_.stages;
     const i64 end = time + cost(c.kind, s, m), stored = cost(kStored, s, m);
+    const bool is_short = !kLinear && is_on_short(s);
     RankState& mine = rank_[r];
     if (c.kind == kForward) {
       mine.held += taken<kPieces>(s, m);
@@ -273,7 +296,7 @@ class Dispatcher : public Admission {
         if (stage_[s + 1].forwards_started == m) stage_[s + 1].forward_at = at;
         wake(s + 1, at);
       }
-      mine.wants_forward = false;
+      if (!is_short) mine.wants_forward = false;
     } else if (c.kind == kGradient) {
       StageState& stage = stage_[s];
       stage.gradient_at = ++stage.gradients_started < count_ ? track.gradient_at[nth_gradient<kPieces>(stage.gradients_started) * stages + s] : kNever;
@@ -289,13 +312,15 @@ class Dispatcher : public Admission {
         gradient_arrives<kPieces>(track, s - 1, m, at);
         wake(s - 1, at);
       }
-      mine.wants_forward = rule.rhythm > 0;
+      if (!is_short) mine.wants_forward = rule.rhythm > 0;
     } else {
       mine.held -= stored;
       mine.pending_bytes -= stored;
     }
     return end;
   }
+
+  bool is_on_short(int s) const { return !machine_.is_short.empty() && machine_.is_short[s]; }
 
   template <bool kLinear>
   i64 hop(int low, int m) const {

@@ -18,6 +18,7 @@ struct Machine {
   bool working_in_backward = true;            // working bytes are needed in B and I, too
   std::vector<int> stage_rank;                // [stage]
   std::vector<std::vector<int>> rank_stages;  // [rank], ascending
+  std::vector<char> is_short;                 // [stage]: what is ready there goes first; empty: no stage is
   std::vector<i64> free_bytes;                // [rank]: limit - static
 };
 

@@ -64,6 +64,7 @@ class Pipeline:
     working: Table
     transfer: Table  # [boundary][position]
     sample_pieces: tuple[SamplePieces, ...] = ()  # as positions
+    short_stages: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
@@ -137,6 +138,8 @@ class _Dispatch:
         rule, pending = self.rule, self.pending[rank]
         if rule.most_pending is not None and len(pending) > rule.most_pending:
             return Chosen(CostField.WEIGHT, *pending.pop(0)), NEVER
+        if (short := self._ready_on_short(rank, now)) is not None:
+            return short, NEVER
         gradient, next_gradient = self._ready_gradient(rank, now)
         forward = self._ready_forward(rank, now)
         following = min(next_gradient, forward.next_arrival)
@@ -152,6 +155,21 @@ class _Dispatch:
             if forward.fits_after_weights or following >= NEVER or late * 4 <= duration * rule.patience:
                 return Chosen(CostField.WEIGHT, *pending.pop(0)), NEVER
         return None, following
+
+    def _ready_on_short(self, rank: int, now: int) -> Chosen | None:
+        """What is ready on a short stage of the rank, gradients first: it is waited for elsewhere, and delays little
+        here."""
+        own = [s for s in reversed(self.own_stages[rank]) if s in self.pipe.short_stages]
+        for s in own:
+            if self._has_gradient(s):
+                m = self.gradients.order[self.gradients_started[s]]
+                if self.gradient_arrival[s][m] <= now:
+                    return Chosen(CostField.GRADIENT, s, m)
+        for s in own:
+            m = self.forwards_started[s]
+            if m < self.count and self.forward_arrival[s][m] <= now and self._admits(rank, s, m)[0]:
+                return Chosen(CostField.FORWARD, s, m)
+        return None
 
     def _ready_gradient(self, rank: int, now: int) -> tuple[Chosen | None, int]:
         """The gradient that comes first in the gradient order of those that the rank may start; when the next one
@@ -281,7 +299,7 @@ class _Dispatch:
                 self.gradient_arrival[s][m] = end
             else:
                 self._arrive(s + 1, m, end + self._transfer(s, m), self.forward_arrival)
-            self.wants_forward[rank] = False
+            self.wants_forward[rank] &= s in pipe.short_stages
         elif action is CostField.GRADIENT:
             end = now + pipe.gradient[s][m]
             self.gradients_started[s] += 1
@@ -292,7 +310,8 @@ class _Dispatch:
                 self.held[rank] -= pipe.stored[s][m]
             if s:
                 self._arrive(s - 1, m, end + self._transfer(s - 1, m), self.gradient_arrival)
-            self.wants_forward[rank] = self.rule.rhythm > 0
+            if s not in pipe.short_stages:
+                self.wants_forward[rank] = self.rule.rhythm > 0
         else:
             end = now + pipe.weight[s][m]
             self.held[rank] -= pipe.stored[s][m]

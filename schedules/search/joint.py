@@ -98,6 +98,7 @@ def _makespan_of(
         return 0
     tables = np.stack(records).transpose(2, 1, 0).tolist()
     pipe = Pipeline(
+        short_stages=problem.short_stages,
         stage_ranks=problem.stage_ranks,
         free_bytes=problem.free_bytes,
         split=problem.split,

@@ -61,6 +61,7 @@ class Settings:
     effort: int
     seed: int = 0
     stage_ranks: Sequence[int] | None = None  # default: stage s on rank s
+    short_stages: Sequence[int] = ()  # what is ready there goes first (`DispatchRule`)
     equal_counts: bool = False
     use_native: bool = True
     cores: SharedCores | None = None  # None: every rank has its own
@@ -336,6 +337,7 @@ def search(
         np.ascontiguousarray(problem.shapes, np.int32),
         list(problem.stage_ranks),
         list(problem.free_bytes),
+        list(problem.short_stages),
         problem.split,
         problem.working_in_backward,
         [_rule_for_core(rule) for rule in problem.rules],
@@ -384,6 +386,7 @@ def _problem(start: Start, settings: Settings, records: IntArray) -> Problem:
     return Problem(
         stage_ranks=ranks,
         free_bytes=tuple(free),
+        short_stages=tuple(settings.short_stages),
         split=settings.split,
         working_in_backward=first.working_in != "F",
         records=records,

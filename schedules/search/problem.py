@@ -52,6 +52,9 @@ class DispatchRule:
     even waits for them (with `extra` 0 that is the order of 1F1B).
     patience: a W may delay the next known arrival by up to `patience` quarters of its own time.
     most_pending: with more W's pending than this a W goes first. None: never for that reason.
+
+    Short stages, such as hold a part of a head alone, are not in these: what is ready there goes first, and takes no
+    turn of a forward or a gradient.
     """
 
     extra: int | None
@@ -103,6 +106,7 @@ class Problem:
     cores: SharedCores | None = None
     sample_pieces: tuple[SamplePieces, ...] = ()
     noise: Noise | None = None
+    short_stages: tuple[int, ...] = ()
 
     def floor_ns(self, cuts: Sequence[Cut | None]) -> int:
         """What a step of these cuts takes at least where ranks share cores; 0 where they do not."""

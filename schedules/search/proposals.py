@@ -118,8 +118,9 @@ class Proposals:
         """Starts from ordered samples, which the search may cut anywhere."""
         proposed = []
         topology = self.topology
-        more = () if topology.vocabulary == "whole" else (topology.num_stages,)  # whose short stages hold few
-        in_flight = self._in_flight(*more, topology.pp, (topology.pp + 1) // 2)
+        is_whole, pp = topology.vocabulary == "whole", topology.pp
+        more = () if is_whole else (topology.num_stages, pp * 3 // 2)  # hops to parts of the vocabulary hold some
+        in_flight = self._in_flight(*more, pp, (pp + 1) // 2)
         priced, firsts = self._first_cuts(samples, in_flight)
         for cuts in firsts:
             start = Start(

@@ -114,8 +114,8 @@ def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_s
 
 
 @settings(max_examples=60)
-@given(case=pieced(), split=st.booleans())
-def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_its_pieces(case, split) -> None:
+@given(case=pieced(), split=st.booleans(), short=st.sets(st.integers(0, 5)))
+def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_its_pieces(case, split, short) -> None:
     """Any interleaving of pieces and whole micro-batches, under every rule, with the bytes that the argument needs and
     not one more; in both cores."""
     stage_ranks, start, _, rng = case
@@ -129,6 +129,7 @@ def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_it
     costs = start.kind_costs[0].take(order)
     free = []
     gradients, positions = GradientOrder.of(len(order), sample_pieces), range(len(order))
+    short_stages = tuple(stage for stage in range(len(stage_ranks)) if stage in short)
     for rank in range(max(stage_ranks) + 1):
         own = [s for s, r in enumerate(stage_ranks) if r == rank]
         stored, working = costs.stored_bytes[own].sum(axis=0), costs.working_bytes[own].max(axis=0)
@@ -138,12 +139,13 @@ def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_it
         free.append(max(int(stored[inside].sum() + working[inside].max()) for inside in spanning))
     pipe = Pipeline(
         stage_ranks=stage_ranks, free_bytes=tuple(free), split=split,
-        working_in_backward=costs.working_in != "F", sample_pieces=sample_pieces, **_tables(costs, split=split),
+        working_in_backward=costs.working_in != "F", sample_pieces=sample_pieces, short_stages=short_stages,
+        **_tables(costs, split=split),
     )  # fmt: skip
     problem = Problem(
         stage_ranks=stage_ranks, free_bytes=tuple(free), split=split, working_in_backward=pipe.working_in_backward,
         records=records_of([costs], split=split), shapes=np.arange(len(order), dtype=np.int32).reshape(-1, 1),
-        rules=(), sample_pieces=sample_pieces,
+        rules=(), sample_pieces=sample_pieces, short_stages=short_stages,
     )  # fmt: skip
     for rule in rules(split=split):
         if rule.rhythm < 2:  # which waits for forwards that memory may keep back

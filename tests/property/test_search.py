@@ -100,8 +100,9 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
     seed=st.integers(0, 2**64 - 1),
     equal=st.booleans(),
     cores=st.none() | st.builds(SharedCores, st.integers(1, 4), st.integers(1, 2)),
+    short=st.sets(st.integers(0, 5)),
 )
-def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, equal, cores) -> None:
+def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, equal, cores, short) -> None:
     stage_ranks, start, limit = case
     asked = Settings(
         memory_limit_bytes=limit,
@@ -109,6 +110,7 @@ def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, eq
         effort=effort,
         seed=seed,
         stage_ranks=stage_ranks,
+        short_stages=[stage for stage in range(len(stage_ranks)) if stage in short],
         equal_counts=equal,
         cores=cores,
     )
@@ -204,10 +206,16 @@ def test_more_effort_never_ends_worse_and_goes_the_same_way_at_first(case, split
 
 
 @settings(max_examples=50)
-@given(case=cases(), split=st.booleans(), effort=st.integers(0, 60), equal=st.booleans())
-def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, split, effort, equal) -> None:
+@given(
+    case=cases(), split=st.booleans(), effort=st.integers(0, 60), equal=st.booleans(), short=st.sets(st.integers(0, 5))
+)
+def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, split, effort, equal, short) -> None:
     stage_ranks, start, limit = case
-    asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks, equal_counts=equal)
+    short_stages = [stage for stage in range(len(stage_ranks)) if stage in short]
+    asked = Settings(
+        memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks, short_stages=short_stages,
+        equal_counts=equal,
+    )  # fmt: skip
     _, found = optimize_best([start], asked)
     items = sorted((first, end) for replica in found.replicas for first, end, _ in replica)
     assert [item for first, end in items for item in range(first, end)] == list(range(len(start.shapes)))
