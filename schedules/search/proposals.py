@@ -117,9 +117,7 @@ class Proposals:
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Starts from ordered samples, which the search may cut anywhere."""
         proposed = []
-        topology = self.topology
-        more = () if topology.vocabulary == "whole" else (topology.num_stages,)  # whose short stages hold few
-        in_flight = self._in_flight(*more, topology.pp, (topology.pp + 1) // 2)
+        in_flight = self._in_flight(*self._held(pairs=any(s.decoder for s in samples)))
         priced, firsts = self._first_cuts(samples, in_flight)
         for cuts in firsts:
             start = Start(
@@ -221,6 +219,16 @@ class Proposals:
     def depth(self) -> int:
         """Ranks whose fill and drain a cut is judged by."""
         return 1 if self.cores_are_shared else self.topology.pp
+
+    def _held(self, *, pairs: bool) -> tuple[int, ...]:
+        """Numbers of micro-batches in flight for which cuts are made: as many as ranks, and half of that. Of pairs also
+        twice as many, since attention across the sides fills memory: longer micro-batches with more recomputation often
+        take less. Under a spread vocabulary as many as stages, as short ones hold few."""
+        topology = self.topology
+        usual = topology.pp, (topology.pp + 1) // 2
+        if pairs:
+            return 2 * topology.pp, *usual
+        return usual if topology.vocabulary == "whole" else (topology.num_stages, *usual)
 
     def _in_flight(self, *counts: int) -> list[int]:
         """Numbers of micro-batches in flight to split for; forwards alone hold nothing, which makes all the same."""
