@@ -117,10 +117,7 @@ class Proposals:
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Starts from ordered samples, which the search may cut anywhere."""
         proposed = []
-        topology = self.topology
-        is_whole, pp = topology.vocabulary == "whole", topology.pp
-        more = () if is_whole else (topology.num_stages, pp * 3 // 2)  # hops to parts of the vocabulary hold some
-        in_flight = self._in_flight(*more, pp, (pp + 1) // 2)
+        in_flight = self._in_flight(*self._held(pairs=any(s.decoder for s in samples)))
         priced, firsts = self._first_cuts(samples, in_flight)
         for cuts in firsts:
             start = Start(
@@ -222,6 +219,17 @@ class Proposals:
     def depth(self) -> int:
         """Ranks whose fill and drain a cut is judged by."""
         return 1 if self.cores_are_shared else self.topology.pp
+
+    def _held(self, *, pairs: bool) -> tuple[int, ...]:
+        """Numbers of micro-batches in flight for which cuts are made: as many as ranks, and half of that. Of pairs also
+        twice as many, since attention across the sides fills memory: longer micro-batches with more recomputation often
+        take less. Under a spread vocabulary as many as stages, as short ones hold few, and half as many again as ranks,
+        as hops to parts of the vocabulary hold some."""
+        pp = self.topology.pp
+        usual = pp, (pp + 1) // 2
+        if pairs:
+            return 2 * pp, *usual
+        return usual if self.topology.vocabulary == "whole" else (self.topology.num_stages, pp * 3 // 2, *usual)
 
     def _in_flight(self, *counts: int) -> list[int]:
         """Numbers of micro-batches in flight to split for; forwards alone hold nothing, which makes all the same."""
