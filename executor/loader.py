@@ -296,8 +296,8 @@ class DynaPipeDataLoader:
         return self._epoch_cache[1:]
 
     def _check_resumed_order(self, order: SampleOrder | None) -> None:
-        wanted, self._resumed_order = self._resumed_order, None
-        if wanted is not None and self._place.step and (order is None or array_digest(order) != wanted):
+        resumed_order, self._resumed_order = self._resumed_order, None
+        if resumed_order is not None and self._place.step and (order is None or array_digest(order) != resumed_order):
             raise DataError(
                 f"the sampler gives another order for epoch {self._place.epoch} than when the state was saved: seed it"
                 " by the epoch"

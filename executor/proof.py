@@ -333,10 +333,10 @@ def verify(
     forwards of a sample's pieces must run from the first to the last, and their input gradients from the last to the
     first. The native core proves programs of its own in a tenth of the time.
     """
-    asked: Any = (programs, stage_ranks, num_micro_batches)
-    peaks = peaks_by_core(*asked, forward_only=forward_only, sample_pieces=sample_pieces)
+    arguments: Any = (programs, stage_ranks, num_micro_batches)
+    peaks = peaks_by_core(*arguments, forward_only=forward_only, sample_pieces=sample_pieces)
     if peaks is None:  # something is wrong, and is named here
-        return verified_in_python(*asked, forward_only=forward_only, sample_pieces=sample_pieces)
+        return verified_in_python(*arguments, forward_only=forward_only, sample_pieces=sample_pieces)
     return peaks
 
 

@@ -207,8 +207,8 @@ def _caesar(draw: Draw) -> tuple[str, str]:
 
 def _count(draw: Draw) -> tuple[str, str]:
     letters = draw.some("abcd", draw.between(8, 40))
-    wanted = draw.pick("abcd")
-    return f"count {wanted} in {' '.join(letters)}", str(letters.count(wanted))
+    answer_letter = draw.pick("abcd")
+    return f"count {answer_letter} in {' '.join(letters)}", str(letters.count(answer_letter))
 
 
 def _repeat(draw: Draw) -> tuple[str, str]:
@@ -220,9 +220,9 @@ def _lookup(draw: Draw) -> tuple[str, str]:
     keys = [f"{colour} {noun}" for colour in _COLOURS for noun in _NOUNS]
     chosen = draw.distinct(keys, draw.skewed(2, 60))
     values = draw.digits(len(chosen))
-    wanted = draw.between(0, len(chosen) - 1)
+    index = draw.between(0, len(chosen) - 1)
     table = "\n".join(f"{key} is {value}" for key, value in zip(chosen, values, strict=True))
-    return f"look up {chosen[wanted]}\n{table}", values[wanted]
+    return f"look up {chosen[index]}\n{table}", values[index]
 
 
 def _needle(draw: Draw) -> tuple[str, str]:

@@ -44,8 +44,8 @@ from dynapipe_ext.executor.checkpoints.folder import (
     refuse_other_model,
 )
 from dynapipe_ext.executor.checkpoints.saving import NO_FAULT, SavingRanks, WriteFault
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.protocols import OptimizerPlace
-from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.executor.stages.megatron.optimizer import SHARDING, MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
 

@@ -31,9 +31,9 @@ from dynapipe_ext.executor.checkpoints.folder import (
     needed_and_free,
     unwritable_number,
 )
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.protocols import OptimizerPlace
-from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.settings.tables import CheckpointSettings
 
 _T = TypeVar("_T")

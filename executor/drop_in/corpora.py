@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dynapipe_ext.batch.micro_batches import as_length_array
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.drop_in.conversations import HostShare, kept_conversations
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps, steps_taken
 from dynapipe_ext.executor.drop_in.sample_streams import (
@@ -27,7 +28,6 @@ from dynapipe_ext.executor.drop_in.sample_streams import (
     parse_mixture,
 )
 from dynapipe_ext.executor.drop_in.samples import SampleSource, open_samples, split_source
-from dynapipe_ext.executor.stages.collectives import gather_json
 
 USES = ("training", "validation", "test")
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dynapipe_ext.batch.micro_batches import Layout, MicroBatch
 from dynapipe_ext.batch.topology import widths_of
 from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.executor.device import check_same_plans
 from dynapipe_ext.executor.drop_in.entry_shapes import (
     EntryShape,
     in_any_order,
@@ -60,7 +61,6 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
-from dynapipe_ext.executor.stages.collectives import check_same_plans
 from dynapipe_ext.executor.stages.joined_ranks import Joined, JoinedRanks, join_ranks
 from dynapipe_ext.executor.stages.megatron.stage import RecomputeSwitch, split_megatron_linears
 

@@ -16,10 +16,10 @@ import torch
 
 from dynapipe_ext.batch.topology import TensorSpec
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import send_json
 from dynapipe_ext.executor.drop_in.forward_step import LoopStep
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan, Forward, Instruction, Recv, Send
-from dynapipe_ext.executor.stages.collectives import send_json
 from dynapipe_ext.executor.stages.megatron.stage import replay_megatron, unwrapped
 
 EntryShape = tuple[int, int]  # rows and positions of what the model is given

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 

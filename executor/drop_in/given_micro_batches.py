@@ -12,10 +12,10 @@ from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, To
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import check_same_plans
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.collectives import check_same_plans
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule

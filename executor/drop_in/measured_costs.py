@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.micro_batches import count_positions
 from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.timeline import Span
 
 STEPS_BEFORE = 1  # whose times say how long it takes to begin: what is loaded and allocated comes then

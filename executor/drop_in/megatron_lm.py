@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import Coordinates, Topology
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.stages.collectives import send_json
+from dynapipe_ext.executor.device import send_json
 
 
 def training_loop() -> Any:

@@ -16,11 +16,10 @@ from dynapipe_ext.costs.model import CostModel, as_cost_model
 from dynapipe_ext.costs.states import replica_and_expert_parameters
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.device import device_bytes
+from dynapipe_ext.executor.device import device_bytes, gather_json
 from dynapipe_ext.executor.drop_in.refusals import dense_layers
 from dynapipe_ext.executor.free_memory import usable_bytes
 from dynapipe_ext.executor.protocols import Transport
-from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.executor.stages.megatron.stage import unwrapped
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
 from dynapipe_ext.models.architecture import Architecture, LatentAttention

@@ -17,13 +17,13 @@ from dynapipe_ext.batch.topology import widths_of
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatchRule, array_digest
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPipeline
 from dynapipe_ext.executor.drop_in.samples import SampleSource, megatron_arrays
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
 from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.protocols import Batch
-from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.plan_rules import ScheduleName
 

@@ -55,14 +55,14 @@ def planned_schedules(*, costs: Any = None, **rules: Any) -> Iterator[None]:
         rollout_indices: Sequence[int],
     ) -> Schedule:
         if not args.use_dynamic_batch_size:
-            found: Schedule = own(
+            own_schedule: Schedule = own(
                 args,
                 train_parallel_config,
                 total_lengths,
                 global_batch_size=global_batch_size,
                 rollout_indices=rollout_indices,
             )
-            return found
+            return own_schedule
         if (cp_size := train_parallel_config["cp_size"]) != 1:
             raise ConfigError(f"cp_size is {cp_size}: micro-batches are planned for context parallelism of 1")
         model = costs or json.loads((Path(args.hf_checkpoint) / "config.json").read_text())

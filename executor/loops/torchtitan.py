@@ -101,10 +101,10 @@ class PlannedSchedule:
 
         Errors: ConfigError for micro-batches that do not tell their shape on this rank.
         """
-        given = [*_entries(arg_mbs, kwarg_mbs, target_mbs)]
-        shapes = tuple(_shape(one) for one in given)
+        entries = [*_entries(arg_mbs, kwarg_mbs, target_mbs)]
+        shapes = tuple(_shape(one) for one in entries)
         plan = plan_of_shapes(shapes, self._topology, self._format, self._parallel.coordinates, split=self._split)
-        batches = [{**one, "loss_kwargs": loss_kwargs or {}, "divisor": plan.loss_divisor} for one in given]
+        batches = [{**one, "loss_kwargs": loss_kwargs or {}, "divisor": plan.loss_divisor} for one in entries]
         before = [(p, p.grad) for part in self._parts for p in part.parameters() if p.grad is not None]
         self._executor.execute(plan, batches)
         for parameter, gradient in before:
@@ -126,8 +126,8 @@ def _entries(args: Any, keywords: Any, targets: Any) -> Iterator[dict[str, Any]]
     """What a schedule's `step` is given, by micro-batch."""
     for i in range(len(args or keywords or targets or ())):
         own = args[i] if args else ()
-        found = {"keywords": keywords[i] if keywords else {}, "target": targets[i] if targets else None}
-        yield {**found, "tokens": own[0]} if own else found
+        entry = {"keywords": keywords[i] if keywords else {}, "target": targets[i] if targets else None}
+        yield {**entry, "tokens": own[0]} if own else entry
 
 
 def _shape(entry: dict[str, Any]) -> RowsPositions:

@@ -51,13 +51,13 @@ def planned_loop(*, mini_batch: int = 0, **settings: Any) -> Iterator[None]:
         finally:
             running.pop()
 
-    def prepare_micro_batches(data: Any, **asked: Any) -> Any:
-        said = {name: tensors.get_non_tensor_data(data, name, default) for name, default in _SAID.items()}
-        if not said["use_dynamic_bsz"]:
-            return own_cut(data=data, **asked)
-        if said["force_group_size"] != 1:
-            raise ConfigError(f"force_group_size is {said['force_group_size']}: give 1, groups are not planned")
-        groups = running[-1].groups(data, said["sp_size"], asked["num_batches_divided_by"] or 1)
+    def prepare_micro_batches(data: Any, **loop_options: Any) -> Any:
+        options = {name: tensors.get_non_tensor_data(data, name, default) for name, default in _OPTIONS.items()}
+        if not options["use_dynamic_bsz"]:
+            return own_cut(data=data, **loop_options)
+        if options["force_group_size"] != 1:
+            raise ConfigError(f"force_group_size is {options['force_group_size']}: give 1, groups are not planned")
+        groups = running[-1].groups(data, options["sp_size"], loop_options["num_batches_divided_by"] or 1)
         return [tensors.index_select_tensor_dict(data, group) for group in groups], groups
 
     with ExitStack() as patches:
@@ -67,7 +67,7 @@ def planned_loop(*, mini_batch: int = 0, **settings: Any) -> Iterator[None]:
         yield
 
 
-_SAID = {"use_dynamic_bsz": True, "force_group_size": 1, "sp_size": 1}  # of a batch, with verl's defaults
+_OPTIONS = {"use_dynamic_bsz": True, "force_group_size": 1, "sp_size": 1}  # of a batch, with verl's defaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class _Step:
             raise ConfigError(f"mini_batch is {size}, which does not divide the {len(lengths)} rollouts of a replica")
         cap = (self.forward_only and self.engine.engine_config.max_token_len_per_gpu) or data["max_token_len_per_gpu"]
         model = RunningModel.of(self.engine.module)
-        found: MicroBatchSamples = []
+        micro_batches: MicroBatchSamples = []
         for first in range(0, len(lengths), size):
             groups = model.cut(
                 lengths[first : first + size], cap * sp_size, forward_only=self.forward_only, multiple=multiple
             )
-            found += [[first + i for i in group] for group in groups]
-        return found
+            micro_batches += [[first + i for i in group] for group in groups]
+        return micro_batches

@@ -89,14 +89,14 @@ class BlockProfiler:
     ) -> dict[int, float]:
         """Seconds by bytes that a rank receives from the others."""
         seconds: dict[int, float] = {}
-        for wanted in accumulate(repeat(_RATIO), mul, initial=_LEAST_BYTES):
+        for num_bytes in accumulate(repeat(_RATIO), mul, initial=_LEAST_BYTES):
             row_bytes = _ROW_VALUES * self._dtype.itemsize
-            num_rows = max(1, wanted // row_bytes // (joined.width - 1))  # from each rank
+            num_rows = max(1, num_bytes // row_bytes // (joined.width - 1))  # from each rank
             own = torch.randn((num_rows * (1 if is_gathered else joined.width), _ROW_VALUES), device=self._device)
             own = own.to(self._dtype)
             times = [self._seconds(joined, own, num_rows, is_gathered) for _ in range(1 + _REPEATS)]
             seconds[(joined.width - 1) * num_rows * row_bytes] = statistics.median(times[1:])
-            enough = len(seconds) >= _LEAST_SIZES and (wanted >= most_bytes or times[-1] > _SECONDS_EACH)
+            enough = len(seconds) >= _LEAST_SIZES and (num_bytes >= most_bytes or times[-1] > _SECONDS_EACH)
             if not self._layers.agree(not enough and (len(seconds) < _LEAST_SIZES or go_on())):
                 return seconds
         raise AssertionError("sizes have no end")

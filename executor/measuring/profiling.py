@@ -354,8 +354,8 @@ class LayerProfiler:
         spent_s = 0.0
         while True:
             done, room_s = len(runs) - 1, _SECONDS_EACH - spent_s
-            wanted = done < 1 or (done < _LEAST_REPEATS and room_s > -3 * _SECONDS_EACH)
-            if not self.agree(wanted or (done < _MOST_REPEATS and room_s > 0)):
+            goes_on = done < 1 or (done < _LEAST_REPEATS and room_s > -3 * _SECONDS_EACH)
+            if not self.agree(goes_on or (done < _MOST_REPEATS and room_s > 0)):
                 break
             runs.append(run())
             spent_s += sum(runs[-1])

@@ -20,6 +20,7 @@ from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.errors import named_collectives
 from dynapipe_ext.executor.checkpoints.folder import RunState, bytes_of_checkpoint, lacks_room, least_validation_loss
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, UnaskedSaves
+from dynapipe_ext.executor.device import gather_bytes, gather_json, send_bytes
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import EvalDone, Listener, RankFigures, StepDone
@@ -27,7 +28,6 @@ from dynapipe_ext.executor.loader import Dataset, DynaPipeDataLoader
 from dynapipe_ext.executor.plans.channel import PlanDelivery
 from dynapipe_ext.executor.plans.dump import DumpingPlanner
 from dynapipe_ext.executor.protocols import Recorder, Store, Transport
-from dynapipe_ext.executor.stages.collectives import gather_bytes, gather_json, send_bytes
 from dynapipe_ext.executor.stages.joined_ranks import Joined
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
 from dynapipe_ext.executor.stages.preference_loss import PreferenceLoss

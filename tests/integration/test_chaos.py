@@ -45,7 +45,7 @@ def jobs(preloaded: Preloaded) -> Iterator[ChaosJobs]:
             [
                 Cell("anywhere", "fill", "memory for a while"),
                 Cell("anywhere", "corrupt", "plan"),
-                Cell("collectives.gather_bytes: gather", "kill", "launcher"),  # all steps are done and saved
+                Cell("device.gather_bytes: gather", "kill", "launcher"),  # all steps are done and saved
             ],
             id="plans, the store's memory, the launcher",
         ),

@@ -29,7 +29,6 @@ RIM = {
         "dynapipe_ext/models/module_tree.py",  # models without memory, on its meta device
         "dynapipe_ext/peak_memory.py",
         "executor/stages/accumulator.py",
-        "executor/stages/collectives.py",
         "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
         "executor/checkpoints/saving.py",
         "executor/checkpoints/deepspeed*.py",

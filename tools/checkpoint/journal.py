@@ -110,10 +110,10 @@ class ConversionJournal:
     def _refuse_another(self, begun: Mapping[str, Any], conversion: Mapping[str, Any]) -> None:
         if begun.get("format") != _FORMAT:
             raise DataError(f"{self.directory} is of another version: remove it and convert again")
-        for name, wanted in conversion.items():
-            if (was := begun.get(name)) != wanted:
+        for name, expected in conversion.items():
+            if (was := begun.get(name)) != expected:
                 word = _WORDS.get(name, name)
-                change = "changed since" if name == "fingerprint" else f"was {short(was)}, now it is {short(wanted)}"
+                change = "changed since" if name == "fingerprint" else f"was {short(was)}, now it is {short(expected)}"
                 raise DataError(
                     f"{self.directory} holds an unfinished conversion: {word} {change}. Give the same command to go on"
                     " with it, or remove the folder to begin anew"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import named_collectives
-from dynapipe_ext.executor.stages.collectives import gather_json
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.stages.megatron.head import part_of
 
 Receivers = Literal["all", "first"]  # every rank, or the first of tensor, pipeline and data parallel ranks alone

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError, NotFiniteError, named_collectives
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import OptimizerPlace
-from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.executor.stages.megatron.exact import ExactNorm
 from dynapipe_ext.executor.stages.megatron.model import global_names, take_unrounded
 from dynapipe_ext.executor.stages.megatron.stage import Chunks

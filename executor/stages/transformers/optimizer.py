@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError, named_collectives
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
 from dynapipe_ext.executor.stages.chunk_runner import gradient_of
-from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy

@@ -44,13 +44,14 @@ class SplitTensor:
             raise DataError(
                 f"{self.runs[0].path}: a tensor of shape {self.shape} is not stored row by row: save a copy"
             )
-        wanted = math.prod(shape)
-        if start < 0 or start + wanted > self.size:
+        num_values = math.prod(shape)
+        if start < 0 or start + num_values > self.size:
+            where = self.runs[0].path if self.runs else "a tensor"
             raise DataError(
-                f"{self.runs[0].path if self.runs else 'a tensor'}: values {start} to {start + wanted} of {self.size}"
+                f"{where}: values {start} to {start + num_values} of {self.size}"
                 " are asked for: the checkpoint is cut short; save it again"
             )
-        runs, end, position = [], start + wanted, 0
+        runs, end, position = [], start + num_values, 0
         for run in self.runs:
             first, last = max(start, position), min(end, position + run.size)
             if first < last:

@@ -114,7 +114,7 @@ class ModulePlaces:
         self.contents = contents
         self._found: dict[str, ModulePlace] = {}
         used: set[str] = set()
-        self._shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # misshapen: wanted, found
+        self._shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # misshapen: expected, actual
         self._missing: list[tuple[str, tuple[int, ...]]] = []
         for group in tensor_groups(architecture):
             for info in group.tensors:
@@ -173,5 +173,5 @@ class ModulePlaces:
                 faults.append(f"{name} {list(stored.shape)} is extra")
             elif not same_bytes(stored, own):
                 faults.append(f"{name} differs from {embedding}, which config.json ties to it")
-        faults += [f"{name} is {list(found)}, not {list(whole)}" for name, (whole, found) in self._shapes.items()]
+        faults += [f"{name} is {list(actual)}, not {list(whole)}" for name, (whole, actual) in self._shapes.items()]
         refuse_faults(where, faults, _ADVICE)

@@ -122,12 +122,12 @@ def _names(tag: Path, architecture: Architecture, layers: list[_Layer]) -> dict[
 
 def _prefix(architecture: Architecture, layer: _Layer) -> str | None:
     """What stands before the names of a block's tensors in a layer's file; None where it has not all of one block."""
-    for wanted in (_in_module(architecture), _on_hub(architecture)):
-        anchor = wanted[0]
+    for names in (_in_module(architecture), _on_hub(architecture)):
+        anchor = names[0]
         for local in layer.tensors:
             prefix = local.removesuffix(anchor)
             is_prefix = local.endswith(anchor) and (not prefix or prefix.endswith("."))
-            if is_prefix and all(prefix + name in layer.tensors for name in wanted):
+            if is_prefix and all(prefix + name in layer.tensors for name in names):
                 return prefix
     return None
 
@@ -168,11 +168,11 @@ def _name_outside(
         taken = set(names.values())
         free = [t for t in matches if t.name not in taken]
         if len(free) != 1:
-            wanted = "; ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in candidates)
+            candidate_names = "; ".join(f"{tensor.name} {list(tensor.shape)}" for tensor in candidates)
             side = "before" if is_before else "after"
             raise DataError(
                 f"{layer.path}: what {local} {list(stored.shape)} is cannot be told: {side} its blocks"
-                f" {architecture.family} has {wanted}"
+                f" {architecture.family} has {candidate_names}"
             )
         names[layer.number, local] = free[0].name
 

@@ -88,9 +88,9 @@ class DeepSpeedReader(CheckpointReader):
                 for info in group.tensors:
                     place = self._places[info.name]
                     weight, stored = self._contents.weights, self._state(kind, place.name)
-                    wanted = self._weight(weight, place.name).shape
-                    if stored is not None and stored.shape != wanted:
-                        faults.append(f"{kind} of {place.name} is {list(stored.shape)}, not {list(wanted)}")
+                    expected = self._weight(weight, place.name).shape
+                    if stored is not None and stored.shape != expected:
+                        faults.append(f"{kind} of {place.name} is {list(stored.shape)}, not {list(expected)}")
         refuse_faults(self.path, faults, "Save the checkpoint again, or give files of one checkpoint")
 
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:

@@ -76,15 +76,15 @@ def read_universal(tag: Path, model: Mapping[Any, Any], where: Path) -> ZeroStat
     return result
 
 
-def _read(path: Path, wanted: tuple[int, ...] | None) -> SplitTensor:
+def _read(path: Path, expected: tuple[int, ...] | None) -> SplitTensor:
     tree = read_deepspeed_tree(path)
     if isinstance(tree, Mapping):
         if tree.get("ep_is_expert_param"):
             raise DataError(f"{path} is sharded by experts: expert parallelism is not supported")
         tree = tree.get("param")
     stored = tensor(tree, "its tensor", path)
-    if wanted is not None and len(stored.shape) == 1 and stored.shape != wanted:
-        return stored.part(0, wanted) if stored.size == SplitTensor(wanted, stored.dtype, ()).size else stored
+    if expected is not None and len(stored.shape) == 1 and stored.shape != expected:
+        return stored.part(0, expected) if stored.size == SplitTensor(expected, stored.dtype, ()).size else stored
     return stored
 
 

@@ -75,11 +75,11 @@ def _by_parameter(
     if any(value is None for value in values):
         return None
     stored = [tensor(value, "an optimizer's state", where) for value in values]
-    wanted = list(shapes.values())
-    if [part.shape for part in stored] == wanted:
+    expected = list(shapes.values())
+    if [part.shape for part in stored] == expected:
         return stored
-    sizes = [math.prod(shape) for shape in wanted]
+    sizes = [math.prod(shape) for shape in expected]
     if len(stored) != 1 or stored[0].size != sum(sizes):
         return None
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [stored[0].part(start, shape) for start, shape in zip(starts, wanted, strict=True)]
+    return [stored[0].part(start, shape) for start, shape in zip(starts, expected, strict=True)]

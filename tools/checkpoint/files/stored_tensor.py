@@ -135,13 +135,13 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def shape_faults(wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> list[str]:
+def shape_faults(expected: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> list[str]:
     """What is missing, extra and misshapen, each named with its shapes."""
-    missing = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in present]
-    extra = [f"{name} {list(shape)} is extra" for name, shape in present.items() if name not in wanted]
+    missing = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in present]
+    extra = [f"{name} {list(shape)} is extra" for name, shape in present.items() if name not in expected]
     misshapen = [
         f"{name} is {list(present[name])}, not {list(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if name in present and tuple(present[name]) != tuple(shape)
     ]
     return missing + extra + misshapen

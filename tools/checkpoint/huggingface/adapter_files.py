@@ -61,11 +61,11 @@ class BesideWeight:
         """As it stands beside a weight of that shape, or why it cannot."""
         if self.a is None:
             return self if shape == self.b.shape else f"{name} is {list(shape)} beside a bias of {list(self.b.shape)}"
-        wanted = (self.b.shape[0], self.a.shape[1])
+        expected = (self.b.shape[0], self.a.shape[1])
         module = name.removesuffix(".weight").rpartition(".")[2]
         transposed = self.is_embedding or module in _TRANSPOSED.get(model_type, ())
-        if shape != (wanted[::-1] if transposed else wanted):
-            return f"{name} is {list(shape)} beside adapters of {wanted[1]} inputs and {wanted[0]} outputs"
+        if shape != (expected[::-1] if transposed else expected):
+            return f"{name} is {list(shape)} beside adapters of {expected[1]} inputs and {expected[0]} outputs"
         return replace(self, transposed=transposed)
 
     def add_to(self, weight: torch.Tensor) -> None:

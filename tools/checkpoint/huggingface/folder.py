@@ -124,8 +124,8 @@ class HuggingFaceReader(CheckpointReader):
                 " leaves them out"
             )
         groups = tensor_groups(self.architecture)
-        wanted = {info.name: info.shape for group in groups for info in group.tensors}
-        faults = shape_faults(wanted, {name: tensor.shape for name, tensor in self._stored.items()})
+        expected = {info.name: info.shape for group in groups for info in group.tensors}
+        faults = shape_faults(expected, {name: tensor.shape for name, tensor in self._stored.items()})
         advice = f"Correct {CONFIG}, or give the files that belong to the model"
         for group in groups:
             dtypes = {self._stored[info.name].dtype for info in group.tensors if info.name in self._stored}
@@ -290,8 +290,8 @@ def _without_index(path: Path) -> tuple[list[str], dict[str, StoredTensor], tupl
     if len(totals) > 1:
         raise DataError(f"{path} has shards of several models and no index: {_some(shards)}; take the others out")
     if absent := sorted({*range(1, max(totals) + 1)} - {int(number) for number, _ in numbers}):
-        wanted = ", ".join(f"{number:05d}" for number in absent)
-        raise DataError(f"{path} has no index and lacks shards {wanted} of {max(totals)}: copy them too")
+        absent_numbers = ", ".join(f"{number:05d}" for number in absent)
+        raise DataError(f"{path} has no index and lacks shards {absent_numbers} of {max(totals)}: copy them too")
     stored, faults = {}, []
     for shard in shards:
         tensors = _read_weights(path / shard)

@@ -124,22 +124,22 @@ def _planned(
         sources.setdefault(_HEADS[0], stored[_embedding(stored)])
     planned = {name: _Merged(tensor, tensor.dtype) for name, tensor in sources.items()}
     faults = []
-    for wanted, tensor in adapters.replacing.items():
-        name = _name_in(sources, wanted)
+    for tensor_name, tensor in adapters.replacing.items():
+        name = _name_in(sources, tensor_name)
         if name is None:
-            faults.append(f"{wanted} is no tensor of it")
+            faults.append(f"{tensor_name} is no tensor of it")
         elif tensor.shape != sources[name].shape:
-            faults.append(f"{wanted} is {list(tensor.shape)}, where the base has {list(sources[name].shape)}")
+            faults.append(f"{tensor_name} is {list(tensor.shape)}, where the base has {list(sources[name].shape)}")
         else:
             planned[name] = _Merged(tensor, sources[name].dtype)
-    for wanted, beside in adapters.beside.items():
-        name = _name_in(sources, wanted)
+    for tensor_name, beside in adapters.beside.items():
+        name = _name_in(sources, tensor_name)
         if name is None:
-            faults.append(f"{wanted} is no tensor of it")
+            faults.append(f"{tensor_name} is no tensor of it")
             continue
-        placed = beside.placed(wanted, sources[name].shape, str(raw.get("model_type")))
+        placed = beside.placed(tensor_name, sources[name].shape, str(raw.get("model_type")))
         if sources[name].dtype not in _FLOATS:
-            faults.append(f"{wanted} is stored as {sources[name].dtype}, which nothing can be added to")
+            faults.append(f"{tensor_name} is stored as {sources[name].dtype}, which nothing can be added to")
         elif isinstance(placed, str):
             faults.append(placed)
         else:
@@ -152,9 +152,9 @@ def _planned(
     return planned
 
 
-def _name_in(stored: Mapping[str, ReadableTensor], wanted: str) -> str | None:
+def _name_in(stored: Mapping[str, ReadableTensor], tensor_name: str) -> str | None:
     """The name of a tensor in the base's files; some of these lack the first part ("transformer.") of all names."""
-    return next((name for name in (wanted, wanted.partition(".")[2]) if name in stored), None)
+    return next((name for name in (tensor_name, tensor_name.partition(".")[2]) if name in stored), None)
 
 
 def _embedding(stored: Mapping[str, ReadableTensor]) -> str:

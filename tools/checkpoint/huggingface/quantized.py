@@ -72,8 +72,8 @@ class ScaledTensor:
         if len(self.shape) < 2:
             return f"{list(self.shape)} with scales {list(self.scales.shape)}: blocks need rows and columns"
         blocks = tuple(-(-length // side) for length, side in zip(self.shape[-2:], self.block, strict=True))
-        wanted = (*self.shape[:-2], *blocks)
-        return "" if self.scales.shape == wanted else f"has scales {list(self.scales.shape)}, not {list(wanted)}"
+        expected = (*self.shape[:-2], *blocks)
+        return "" if self.scales.shape == expected else f"has scales {list(self.scales.shape)}, not {list(expected)}"
 
     def read(self) -> torch.Tensor:
         """Errors: DataError where the file is shorter or cannot be read."""

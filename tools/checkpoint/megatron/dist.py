@@ -124,8 +124,8 @@ class MegatronDistReader(CheckpointReader):
         return self._stored[place.keys[0].name].dtype
 
     def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
-        wanted = megatron_tensors(self.architecture, group)
-        return from_megatron(self.architecture, group, {tensor.name: self._read(tensor, kind) for tensor in wanted})
+        expected = megatron_tensors(self.architecture, group)
+        return from_megatron(self.architecture, group, {tensor.name: self._read(tensor, kind) for tensor in expected})
 
     def _read(self, tensor: MegatronTensor, kind: StateKind) -> torch.Tensor:
         place = self._places[kind].get(tensor.name)
@@ -200,12 +200,12 @@ class MegatronDistReader(CheckpointReader):
     def _misshapen(self, tensor: MegatronTensor, keys: Sequence[StoredKey]) -> list[str]:
         faults = []
         for key in keys:
-            shape, wanted = self._stored[key.name].shape, (*key.counts, *key.shape)
-            if tensor.vocabulary and len(shape) == len(wanted) and shape[0] >= wanted[0]:
-                wanted = (shape[0], *wanted[1:])
-            flat = len(shape) == len(wanted) + 1 and math.prod(shape) == math.prod(wanted)
-            if shape != wanted and not flat:
-                faults.append(f"{key.name} is {list(shape)}, not {list(wanted)}")
+            shape, expected = self._stored[key.name].shape, (*key.counts, *key.shape)
+            if tensor.vocabulary and len(shape) == len(expected) and shape[0] >= expected[0]:
+                expected = (shape[0], *expected[1:])
+            flat = len(shape) == len(expected) + 1 and math.prod(shape) == math.prod(expected)
+            if shape != expected and not flat:
+                faults.append(f"{key.name} is {list(shape)}, not {list(expected)}")
         return faults
 
 

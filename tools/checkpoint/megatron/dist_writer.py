@@ -1,6 +1,6 @@
 """Writes Megatron's torch_dist format: chunks streamed into .distcp files, then the metadata that says where they lie.
 
-The format belongs to no topology: any ranks read any chunks. Chunks are cut where tensor parallel ranks of the wanted
+The format belongs to no topology: any ranks read any chunks. Chunks are cut where tensor parallel ranks of the expected
 layout are, so that each of them reads what it needs and no more.
 """
 
@@ -221,10 +221,10 @@ def _refuse_mixed(reader: CheckpointReader) -> None:
         dtype = reader.dtype(group, "weight")
         for tensor in megatron_tensors(reader.architecture, group):
             for key in written_keys(reader.architecture, tensor):
-                other, wanted = first.setdefault(key.name, (group.name, dtype))
-                if dtype != wanted:
+                other, expected = first.setdefault(key.name, (group.name, dtype))
+                if dtype != expected:
                     raise DataError(
-                        f"{group.name} is {dtype} but {other} is {wanted}: this format stacks the layers' {key.name}"
+                        f"{group.name} is {dtype} but {other} is {expected}: this format stacks the layers' {key.name}"
                         " into one tensor of one type; use --to megatron-legacy, or convert the source to one type"
                     )
 

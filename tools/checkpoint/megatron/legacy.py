@@ -147,8 +147,8 @@ class MegatronLegacyReader(CheckpointReader):
         return next(iter(by_rank.values())).dtype
 
     def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
-        wanted = megatron_tensors(self.architecture, group)
-        return from_megatron(self.architecture, group, {tensor.name: self._read(tensor, kind) for tensor in wanted})
+        expected = megatron_tensors(self.architecture, group)
+        return from_megatron(self.architecture, group, {tensor.name: self._read(tensor, kind) for tensor in expected})
 
     def _read(self, tensor: MegatronTensor, kind: StateKind) -> torch.Tensor:
         by_rank = self._places[kind].get(tensor.name)
@@ -237,11 +237,11 @@ class MegatronLegacyReader(CheckpointReader):
         return bool(by_rank) and all(stored.dtype == torch.float32 for stored in by_rank.values())
 
     def _misshapen(self, tensor: MegatronTensor, by_rank: Mapping[int, StoredTensor]) -> list[str]:
-        wanted = self._layout.local_shape(tensor)
+        expected = self._layout.local_shape(tensor)
         return [
-            f"{tensor.name} of {stored.path.parent.name} is {list(stored.shape)}, not {list(wanted)}"
+            f"{tensor.name} of {stored.path.parent.name} is {list(stored.shape)}, not {list(expected)}"
             for stored in by_rank.values()
-            if stored.shape != wanted
+            if stored.shape != expected
         ]
 
 

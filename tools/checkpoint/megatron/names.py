@@ -199,16 +199,16 @@ def to_megatron(architecture: Architecture, group: TensorGroup, tensors: GroupTe
     What needs no re-layout is returned as it came. Errors: DataError naming what is missing, extra or misshapen.
     """
     _check("Hugging Face", group, {t.name: t.shape for t in group.tensors}, tensors.keys())
-    wanted = megatron_tensors(architecture, group)
+    expected = megatron_tensors(architecture, group)
     if _is_norm(group):
         parts = [_taken(tensors, tensor.name, tensor.shape) for tensor in group.tensors]
-        return dict(zip((t.name for t in wanted), _with_added(wanted, parts), strict=True))
+        return dict(zip((t.name for t in expected), _with_added(expected, parts), strict=True))
     if _is_joined(group):
         joined = _taken(tensors, group.tensors[0].name, group.tensors[0].shape)
         cut = _is_in_turns(architecture, group)
         by_expert = (_in_turns(values.t(), 2) if cut else values.t() for values in joined)
-        return {own.name: values.contiguous() for own, values in zip(wanted, by_expert, strict=True)}
-    (tensor,) = wanted
+        return {own.name: values.contiguous() for own, values in zip(expected, by_expert, strict=True)}
+    (tensor,) = expected
     repeats, rows = _rows(architecture, group)
     if len(group.tensors) == 1 and repeats == 1:
         only = _taken(tensors, group.tensors[0].name, group.tensors[0].shape)
@@ -247,11 +247,11 @@ def from_megatron(architecture: Architecture, group: TensorGroup, tensors: Group
 
     Errors: DataError naming what is missing, extra or misshapen, and an added tensor that is not zero.
     """
-    wanted = megatron_tensors(architecture, group)
-    _check("Megatron", group, {t.name: t.shape for t in wanted}, tensors.keys())
-    values = [_taken(tensors, tensor.name, tensor.shape) for tensor in wanted]
+    expected = megatron_tensors(architecture, group)
+    _check("Megatron", group, {t.name: t.shape for t in expected}, tensors.keys())
+    values = [_taken(tensors, tensor.name, tensor.shape) for tensor in expected]
     if _is_norm(group):
-        for tensor, value in zip(wanted, values, strict=True):
+        for tensor, value in zip(expected, values, strict=True):
             if tensor.is_added and bool(value.any()):
                 raise DataError(
                     f"{tensor.name} is not zero: a published {architecture.family} model has no such weight, so this"
@@ -263,8 +263,8 @@ def from_megatron(architecture: Architecture, group: TensorGroup, tensors: Group
             values = [_in_turns(value, value.shape[0] // 2) for value in values]
         return {group.tensors[0].name: torch.stack([value.t() for value in values])}
     repeats, rows = _rows(architecture, group)
-    whole = values[0].reshape(repeats, sum(rows), *wanted[0].shape[1:])
-    pieces = [piece.reshape(-1, *wanted[0].shape[1:]) for piece in torch.split(whole, list(rows), dim=1)]
+    whole = values[0].reshape(repeats, sum(rows), *expected[0].shape[1:])
+    pieces = [piece.reshape(-1, *expected[0].shape[1:]) for piece in torch.split(whole, list(rows), dim=1)]
     if len(group.tensors) == 1 and len(pieces) > 1:
         pieces = [torch.cat(pieces)]
     if _is_transposed(architecture, group):
@@ -304,8 +304,8 @@ def _in_turns(rows: torch.Tensor, count: int) -> torch.Tensor:
     return rows.reshape(-1, count, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
-def _with_added(wanted: tuple[MegatronTensor, ...], parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    added = [parts[0].new_zeros(tensor.shape) for tensor in wanted if tensor.is_added]
+def _with_added(expected: tuple[MegatronTensor, ...], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    added = [parts[0].new_zeros(tensor.shape) for tensor in expected if tensor.is_added]
     return [part.contiguous() for part in parts] + added
 
 
@@ -319,9 +319,9 @@ def _taken(tensors: GroupTensors, name: str, shape: tuple[int, ...]) -> torch.Te
     return tensor
 
 
-def _check(whose: str, group: TensorGroup, wanted: Mapping[str, tuple[int, ...]], given_names: Iterable[str]) -> None:
+def _check(whose: str, group: TensorGroup, expected: Mapping[str, tuple[int, ...]], given_names: Iterable[str]) -> None:
     names = set(given_names)
-    missing, extra = sorted(wanted.keys() - names), sorted(names - wanted.keys())
+    missing, extra = sorted(expected.keys() - names), sorted(names - expected.keys())
     if missing or extra:
         faults = [f"missing {name}" for name in missing] + [f"unknown {name}" for name in extra]
         raise DataError(f"{group.name}: {whose}'s tensors do not fit: {', '.join(faults)}")

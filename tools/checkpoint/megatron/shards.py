@@ -157,13 +157,16 @@ class TensorPart:
 
 def parts_of(architecture: Architecture, group: TensorGroup, tensors: GroupTensors) -> list[TensorPart]:
     """A group as Megatron's tensors. Halves of [gate; up] stay two parts, so that no second copy is made."""
-    wanted = megatron_tensors(architecture, group)
-    if len(wanted) == 1 and wanted[0].tp_parts == 2 and len(group.tensors) == 2:
+    expected = megatron_tensors(architecture, group)
+    if len(expected) == 1 and expected[0].tp_parts == 2 and len(group.tensors) == 2:
         halves = [tensors[info.name] for info in group.tensors]
         if all(tuple(half.shape) == info.shape for half, info in zip(halves, group.tensors, strict=True)):
-            return [TensorPart(wanted[0], 0, halves[0]), TensorPart(wanted[0], group.tensors[0].shape[0], halves[1])]
+            return [
+                TensorPart(expected[0], 0, halves[0]),
+                TensorPart(expected[0], group.tensors[0].shape[0], halves[1]),
+            ]
     whole = to_megatron(architecture, group, tensors)
-    return [TensorPart(tensor, 0, whole[tensor.name]) for tensor in wanted]
+    return [TensorPart(tensor, 0, whole[tensor.name]) for tensor in expected]
 
 
 def blocks(

@@ -102,16 +102,16 @@ class MetaReader(CheckpointReader):
     def check(self) -> None:
         """Errors: DataError with every missing, extra and misshapen tensor of every rank."""
         faults = []
-        wanted: dict[str, tuple[tuple[int, ...], ShardCut]] = {}
+        expected: dict[str, tuple[tuple[int, ...], ShardCut]] = {}
         for group in tensor_groups(self.architecture):
             for info in group.tensors:
                 name, cut = self._meta_name(info.name)
-                wanted[name] = (self._part_shape(info, cut), cut)
+                expected[name] = (self._part_shape(info, cut), cut)
         if self.architecture.tied_embeddings and "output.weight" in self._shards[0]:
-            wanted["output.weight"] = wanted["tok_embeddings.weight"]
+            expected["output.weight"] = expected["tok_embeddings.weight"]
         for rank, shard in enumerate(self._shards):
             where = self._files[rank].name
-            for name, (shape, cut) in wanted.items():
+            for name, (shape, cut) in expected.items():
                 if name not in shard:
                     faults.append(f"{where}: {name} {list(shape)} is missing")
                 elif shard[name].shape != shape:
@@ -122,7 +122,7 @@ class MetaReader(CheckpointReader):
                     faults.append(
                         f"{where}: {name} is {shard[name].dtype}, others {self._shards[0]['norm.weight'].dtype}"
                     )
-            faults += [f"{where}: {name} {list(shard[name].shape)} is extra" for name in shard if name not in wanted]
+            faults += [f"{where}: {name} {list(shard[name].shape)} is extra" for name in shard if name not in expected]
         refuse_faults(self.path, faults, f"Give the files that belong to {META_PARAMS}")
 
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
