@@ -50,10 +50,11 @@ RunRanks = Callable[..., list[Any]]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of real ranks come first, the dearest before them: the many short ones then leave no worker idle. Ray takes
-    its time to start, and little of a core."""
-    dear = ["test_quickstart.py", "test_ray.py", "test_megatron_script.py", "test_two_nodes.py"]
-    dear += ["test_joined_ranks.py", "test_train_command.py", "test_oracle.py", "test_profile_command.py"]
-    dear += ["test_family_logits.py", "test_preferences_command.py", "test_checkpoints.py"]
+    its time to start, and little of a core, as do tests of what waits."""
+    dear = ["test_quickstart.py", "test_ray.py", "test_profile_command.py", "test_oracle.py", "test_family_logits.py"]
+    dear += ["test_preferences_command.py", "test_megatron_script.py", "test_joined_ranks.py", "test_two_nodes.py"]
+    dear += ["test_transport.py", "test_train_command.py", "test_collect_memory.py", "test_checkpoints.py"]
+    dear += ["test_inference.py", "test_meeting.py", "test_deepspeed_checkpoints.py", "test_foreign_loops.py"]
     order = {name: place for place, name in enumerate(dear)}
 
     def place(item: pytest.Item) -> tuple[bool, int]:

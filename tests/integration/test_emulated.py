@@ -86,7 +86,7 @@ def make_planner(schedule: Any) -> Planner:
 
 @pytest.mark.parametrize(
     ("schedule", "transport"),
-    [("adaptive", "strict"), ("1f1b", "torch"), ("zb-v", "torch"), ("split", "strict"), ("zb-h1", "torch")],
+    [("adaptive", "strict"), ("zb-v", "torch"), ("split", "strict"), ("zb-h1", "torch")],
 )
 def test_ranks_run_the_proven_plans_in_order_and_no_sooner_than_predicted(
     emulation: Any, redis_server: RedisServer, schedule: Any, transport: Any

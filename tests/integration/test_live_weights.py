@@ -46,10 +46,10 @@ SPREAD: dict[Layout, tuple[str, ...]] = {
     Layout(Topology(2, 2, 1), ep=2, etp=1): ("olmoe", "glm4-moe"),
     Layout(Topology(2, 2, 1), etp=1): ("mixtral",),
     Layout(Topology(2, 2, 1)): ("llama-tied", "gpt2", "deepseek-v2-lite", "t5"),
-    Layout(Topology(2, 2, 1, placement=(0, 1, 1, 0))): ("llama-tied", "qwen3-moe"),
+    Layout(Topology(2, 2, 1, placement=(0, 1, 1, 0))): ("qwen3-moe",),
     Layout(Topology(1, 2, 2, placement=(0, 1, 0, 1)), ep=2): ("qwen3-moe",),
-    Layout(spread_vocabulary(Topology(2, 2, 1), "head")): ("deepseek-v2-lite", "qwen3-moe"),
-    Layout(spread_vocabulary(Topology(2, 2, 1), "both")): ("llama-tied", "qwen3-moe"),
+    Layout(spread_vocabulary(Topology(2, 2, 1), "head")): ("qwen3-moe",),
+    Layout(spread_vocabulary(Topology(2, 2, 1), "both")): ("llama-tied",),
 }
 CASES = [(layout, name) for layout, names in SPREAD.items() for name in names]
 

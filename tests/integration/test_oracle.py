@@ -1,8 +1,8 @@
 """Gradients and losses on every topology equal those of one process that runs one sample at a time.
 
-Real megatron-core ranks over gloo, with the strict transport (NCCL's ordering rules). A second optimizer step shows that
-nothing is left over from the first, and that clipping and updates agree; four ranks do it where they divide the
-optimizer, for the rest of what they are is in cases of two, or in the one of eight.
+Real megatron-core ranks over gloo, with the strict transport (NCCL's ordering rules). A second optimizer step shows
+that nothing is left over from the first, and that clipping and updates agree. Four ranks take it only where they divide
+the optimizer: all else that they have is also in a case of two, or in the one of eight.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ from tests.support.rank_jobs import in_turn
 from tests.support.tiny_sizes import TINY_SIZES
 
 NUM_STEPS, SAVED = 2, 1
+FEW = (2, 1, 1, 2, 1)  # samples of each micro-batch
 GPT2, MODERN = Model(modern=False, position="learned"), Model()
 V, INTERLEAVED = Topology(pp=2, placement=(0, 1, 1, 0)), Topology(pp=2, placement=(0, 1, 0, 1))
 REVERSED, SHUFFLED = ((4, 3, 2, 1, 0),), ((2, 0, 4, 1, 3),)
@@ -136,7 +137,7 @@ def train(run: Run, root: Path, env: RankEnv) -> Trained:
         if run.resumes:
             losses += load_checkpoint(latest(root), chunks, optimizer, model={}).run.recent_losses
         for step in range(len(losses), NUM_STEPS):
-            plans = lower(step_plan_of(case, step), form)
+            plans = lower(step_plan_of(case, step, FEW), form)
             programs = [[plan.instructions for plan in replica] for replica in plans]
             first, width = plans[0][0], topology.width
             events = with_collectives(programs, ReplicaCollectives(), width=width)
