@@ -148,6 +148,17 @@ dynapipe::Grid grid_of(const GridParts& parts) {
 
 using StageValues = nb::ndarray<double, nb::ndim<3>, nb::c_contig, nb::device::cpu>;  // (kPrices, stages, places)
 
+// A grid's prices at places whose coordinates are rows of `count`, into `prices` [price][place].
+void prices_at(const dynapipe::Grid& grid, const double* places, const std::vector<int>& axes, std::size_t count, double* prices, bool* known) {
+  for (std::size_t k = 0; k < count; ++k) {
+    double at[dynapipe::Grid::kMost], values[kPrices];
+    for (std::size_t a = 0; a < axes.size(); ++a) at[a] = places[axes[a] * count + k];
+    const bool ok = grid.at(at, values);
+    if (known) known[k] &= ok;
+    for (std::size_t c = 0; c < kPrices; ++c) prices[c * count + k] = values[c];
+  }
+}
+
 // Values of every stage for every place, into `total`, and whether all grids know the place. `parts[kind]`: the grids (at
 // most one) of encoder, decoder and head; `axes[kind]`: which of a place's (rows, encoder, decoder) each reads; `layout`:
 // (encoder, decoder) layers of each stage.
@@ -170,28 +181,25 @@ void stage_costs(const std::vector<std::vector<GridParts>>& parts, const std::ve
   double* out = total.data();
   bool* ok = known.data();
   nb::gil_scoped_release unlocked;
-  for (std::size_t k = 0; k < count; ++k) {
-    double layer[3][kPrices] = {};
-    ok[k] = true;
-    for (int kind = 0; kind < 3; ++kind) {
-      for (const auto& grid : grids[kind]) {
-        double at[dynapipe::Grid::kMost];
-        for (std::size_t a = 0; a < axes[kind].size(); ++a) at[a] = place[axes[kind][a] * count + k];
-        ok[k] &= grid.at(at, layer[kind]);
-      }
+  std::vector<double> layers(3 * kPrices * count, 0.0);  // [kind][price][place]: long rows, which compilers vectorize
+  for (std::size_t k = 0; k < count; ++k) ok[k] = true;
+  for (int kind = 0; kind < 3; ++kind) {
+    for (const auto& grid : grids[kind]) prices_at(grid, place, axes[kind], count, &layers[kind * kPrices * count], ok);
+  }
+  const double *e = layers.data(), *d = e + kPrices * count, *head = d + kPrices * count;
+  for (std::size_t s = 0; s < stages; ++s) {
+    const double encoders = layout[s].first, decoders = layout[s].second;
+    for (std::size_t c = 0; c < kPeakMb; ++c) {
+      double* const row = out + (c * stages + s) * count;
+      for (std::size_t k = 0; k < count; ++k) row[k] = encoders * e[c * count + k] + decoders * d[c * count + k];
+      if (s + 1 < stages && !head_on_every) continue;
+      for (std::size_t k = 0; k < count; ++k) row[k] += head[c * count + k];
     }
-    const auto& [e, d, head] = layer;
-    for (std::size_t s = 0; s < stages; ++s) {
-      const double encoders = layout[s].first, decoders = layout[s].second;
-      double value[kPrices] = {};
-      for (int c = 0; c < kPeakMb; ++c) {
-        value[c] = encoders * e[c] + decoders * d[c];
-        if (s + 1 == stages || head_on_every) value[c] += head[c];
-      }
-      double& peak = value[kPeakMb];
-      if (encoders > 0) peak = (encoders - 1) * e[kStoredMb] + e[kPeakMb];
-      if (decoders > 0) peak = std::max(peak, encoders * e[kStoredMb] + (decoders - 1) * d[kStoredMb] + d[kPeakMb]);
-      for (int c = 0; c < kPrices; ++c) out[(c * stages + s) * count + k] = value[c];
+    double* const peak = out + (kPeakMb * stages + s) * count;
+    for (std::size_t k = 0; k < count; ++k) {
+      const std::size_t stored = kStoredMb * count + k, running = kPeakMb * count + k;
+      peak[k] = encoders > 0 ? (encoders - 1) * e[stored] + e[running] : 0.0;
+      if (decoders > 0) peak[k] = std::max(peak[k], encoders * e[stored] + (decoders - 1) * d[stored] + d[running]);
     }
   }
 }
@@ -210,29 +218,36 @@ void add_halves(StageValues total, const std::vector<GridParts>& parts, const st
   const double* place = places.data();
   double* values = total.data();
   nb::gil_scoped_release unlocked;
-  for (std::size_t k = 0; k < count; ++k) {
-    double half[2][kPrices] = {};
+  std::vector<double> halves(2 * kPrices * count), working(count);  // [part][price][place]
+  for (int part = 0; part < 2; ++part) {
+    double* const half = &halves[part * kPrices * count];
+    prices_at(grids[part], place, {0, 1}, count, half, nullptr);
+    const auto& share = shares[part];
+    for (std::size_t k = 0; k < count; ++k) {
+      const double of_bytes = (share[0] + share[1] * place[count + k]) / (share[2] + share[3] * place[count + k]);
+      half[kStoredMb * count + k] *= of_bytes;
+      half[kPeakMb * count + k] *= of_bytes;
+    }
+  }
+  for (std::size_t s = 0; s < stages; ++s) {
+    double *const stored = values + (kStoredMb * stages + s) * count, *const peak = values + (kPeakMb * stages + s) * count;
+    for (std::size_t k = 0; k < count; ++k) working[k] = peak[k] - stored[k];
     for (int part = 0; part < 2; ++part) {
-      const double at[2] = {place[k], place[count + k]};
-      grids[part].at(at, half[part]);
-      const auto& share = shares[part];
-      const double of_bytes = (share[0] + share[1] * at[1]) / (share[2] + share[3] * at[1]);
-      half[part][kStoredMb] *= of_bytes;
-      half[part][kPeakMb] *= of_bytes;
-    }
-    for (std::size_t s = 0; s < stages; ++s) {
-      const auto value = [&](int c) -> double& { return values[(c * stages + s) * count + k]; };
-      double working = value(kPeakMb) - value(kStoredMb);
-      for (int part = 0; part < 2; ++part) {
-        for (int c = 0; c < kPeakMb; ++c) value(c) += counts[part][s] * half[part][c];
-        working = std::max(working, counts[part][s] * (half[part][kPeakMb] - half[part][kStoredMb]));
+      const double* const half = &halves[part * kPrices * count];
+      const double num = counts[part][s];
+      for (std::size_t c = 0; c < kPeakMb; ++c) {
+        double* const row = values + (c * stages + s) * count;
+        for (std::size_t k = 0; k < count; ++k) row[k] += num * half[c * count + k];
       }
-      value(kPeakMb) = value(kStoredMb) + working;
+      for (std::size_t k = 0; k < count; ++k) {
+        working[k] = std::max(working[k], num * (half[kPeakMb * count + k] - half[kStoredMb * count + k]));
+      }
     }
+    for (std::size_t k = 0; k < count; ++k) peak[k] = stored[k] + working[k];
   }
 }
 
-// Twin: `padded.bottleneck`. Tables (stages, micro-batches); `held[rank]`: of each
+// Twin: `splits.bottleneck`. Tables (stages, micro-batches); `held[rank]`: of each
 // micro-batch. Times and bytes go into `result` (2, micro-batches); what cannot run has kInfeasible of both.
 void rank_needs(const Integers& forward, const Integers& backward, const Integers& stored, const Integers& working,
                 const std::vector<i64>& fixed, const std::vector<int>& stage_ranks, const std::vector<i64>& held,
@@ -249,29 +264,50 @@ void rank_needs(const Integers& forward, const Integers& backward, const Integer
   nb::gil_scoped_release unlocked;
   // Sums of stages that cannot run stay within 64 bits.
   const i64 most = ranks == stages ? std::numeric_limits<i64>::max() : dynapipe::kInfeasible / static_cast<i64>(stages);
-  std::vector<i64> statics(ranks, 0), time(ranks), bytes(ranks), extra(ranks);
-  for (std::size_t s = 0; s < stages; ++s) statics[stage_ranks[s]] += std::min(fixed[s], most);
+  std::vector<i64> statics(ranks, 0), time(ranks * count, 0), bytes(ranks * count, 0);
+  std::vector<i64> extra(ranks * count, std::numeric_limits<i64>::min());
+  std::vector<char> never(count, false), bad(count, false);
+  for (std::size_t s = 0; s < stages; ++s) {
+    const std::size_t at = s * count, own = stage_ranks[s] * count;
+    statics[stage_ranks[s]] += std::min(fixed[s], most);
+    for (std::size_t m = 0; m < count; ++m) {
+      const i64 both = static_cast<i64>(static_cast<std::uint64_t>(forward.data()[at + m]) + static_cast<std::uint64_t>(backward.data()[at + m]));
+      never[m] |= both >= dynapipe::kInfeasible;
+      bad[m] |= stored.data()[at + m] >= dynapipe::kInfeasible;
+      time[own + m] += std::min(both, most);
+      bytes[own + m] += std::min(stored.data()[at + m], most);
+      extra[own + m] = std::max(extra[own + m], working.data()[at + m]);
+    }
+  }
   for (std::size_t m = 0; m < count; ++m) {
-    std::fill(time.begin(), time.end(), 0);
-    std::fill(bytes.begin(), bytes.end(), 0);
-    std::fill(extra.begin(), extra.end(), std::numeric_limits<i64>::min());
-    bool never = false, bad = false;
-    for (std::size_t s = 0; s < stages; ++s) {
-      const std::size_t at = s * count + m, r = stage_ranks[s];
-      const i64 both = static_cast<i64>(static_cast<std::uint64_t>(forward.data()[at]) + static_cast<std::uint64_t>(backward.data()[at]));
-      never |= both >= dynapipe::kInfeasible;
-      bad |= stored.data()[at] >= dynapipe::kInfeasible;
-      time[r] += std::min(both, most);
-      bytes[r] += std::min(stored.data()[at], most);
-      extra[r] = std::max(extra[r], working.data()[at]);
-    }
     i64 slowest = std::numeric_limits<i64>::min(), needed = slowest;
-    for (std::size_t r = 0; !bad && r < ranks; ++r) {
-      slowest = std::max(slowest, time[r]);
-      needed = std::max(needed, statics[r] + held[r] * bytes[r] + extra[r]);
+    for (std::size_t r = 0; !bad[m] && r < ranks; ++r) {
+      slowest = std::max(slowest, time[r * count + m]);
+      needed = std::max(needed, statics[r] + held[r] * bytes[r * count + m] + extra[r * count + m]);
     }
-    out[m] = bad || never ? dynapipe::kInfeasible : std::min(slowest, dynapipe::kInfeasible);
-    out[count + m] = bad ? dynapipe::kInfeasible : needed;
+    out[m] = bad[m] || never[m] ? dynapipe::kInfeasible : std::min(slowest, dynapipe::kInfeasible);
+    out[count + m] = bad[m] ? dynapipe::kInfeasible : needed;
+  }
+}
+
+// One kind's records of all shapes, (shapes, stages, fields), from a table (stages, shapes) of each field. Twin:
+// `problem.records_of`.
+void fill_records(const std::vector<Integers>& tables, nb::ndarray<i64, nb::ndim<3>, nb::c_contig, nb::device::cpu> records) {
+  const std::size_t shapes = records.shape(0), stages = records.shape(1), block = 8;  // a cache line of every table
+  if (tables.size() != dynapipe::kFields || records.shape(2) != dynapipe::kFields) throw std::invalid_argument("a record has another number of fields");
+  for (const auto& table : tables) {
+    if (table.shape(0) > stages || table.shape(1) != shapes) throw std::invalid_argument("tables have sizes that do not match");
+  }
+  i64* const out = records.data();
+  nb::gil_scoped_release unlocked;
+  for (std::size_t first = 0; first < shapes; first += block) {
+    const std::size_t end = std::min(first + block, shapes);
+    for (std::size_t field = 0; field < tables.size(); ++field) {
+      for (std::size_t s = 0; s < tables[field].shape(0); ++s) {
+        const i64* const row = tables[field].data() + s * shapes;
+        for (std::size_t k = first; k < end; ++k) out[(k * stages + s) * dynapipe::kFields + field] = row[k];
+      }
+    }
   }
 }
 
@@ -377,6 +413,7 @@ NB_MODULE(_core, module) {
   module.def("stage_costs", &stage_costs);
   module.def("add_halves", &add_halves);
   module.def("rank_needs", &rank_needs);
+  module.def("fill_records", &fill_records);
   module.def("cheapest_cuts", &cheapest_cuts);
   module.def("least_bound", &least_bound);
   dynapipe::programs::bind_programs(module);

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import SamplePieces
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
@@ -129,17 +130,25 @@ class Problem:
         return None if record[0, CostField.FORWARD] >= INFEASIBLE else record
 
 
-def records_of(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntArray:
+def records_of(kind_costs: Sequence[MicroBatchCosts], *, split: bool, use_native: bool = True) -> IntArray:
     """`Problem.records` of shapes priced under every kind of recomputation."""
     first = kind_costs[0]
-    records = np.zeros((len(kind_costs), first.num_micro_batches, first.num_stages, len(CostField)), np.int64)
+    records = np.empty((len(kind_costs), first.num_micro_batches, first.num_stages, len(CostField)), np.int64)
+    records[:, :, -1, CostField.TRANSFER] = 0  # the last stage sends nothing on
     for record, costs in zip(records, kind_costs, strict=True):
-        record[:, :, CostField.FORWARD] = costs.forward_ns.T
-        record[:, :, CostField.GRADIENT] = (costs.input_ns if split else costs.backward_ns).T
-        record[:, :, CostField.WEIGHT] = costs.weight_ns.T
-        record[:, :, CostField.STORED] = costs.stored_bytes.T
-        record[:, :, CostField.WORKING] = costs.working_bytes.T
-        record[:, :-1, CostField.TRANSFER] = costs.transfer_ns.T
+        tables = {
+            CostField.FORWARD: costs.forward_ns,
+            CostField.GRADIENT: costs.input_ns if split else costs.backward_ns,
+            CostField.WEIGHT: costs.weight_ns,
+            CostField.STORED: costs.stored_bytes,
+            CostField.WORKING: costs.working_bytes,
+            CostField.TRANSFER: costs.transfer_ns,
+        }
+        if native is not None and use_native:
+            native.fill_records([np.ascontiguousarray(tables[field]) for field in CostField], record)
+        else:
+            for field, table in tables.items():
+                record[:, : len(table), field] = table.T
         record[costs.forward_ns.max(axis=0) >= INFEASIBLE, :, CostField.FORWARD] = INFEASIBLE
     return records
 
