@@ -26,6 +26,7 @@ _SAMPLED = 3  # batches
 _TRIED = 6  # neighbours planned in a round of moves of layers, those with the least work on the busiest rank
 _ROUNDS = 20  # at most: they end where none of those shortens the steps
 _TRIAL_EFFORT = 4  # a trial has one part in so many of the planner's effort
+_FINALS = 3  # trials with the shortest steps, planned again with all of the effort
 _MORE_STAGES = 4  # a rank, tried where ranks are idle for a larger share of the step than this:
 _IDLE = 1 / 8
 
@@ -92,8 +93,7 @@ class PlacementSearch:
     def _best_of(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> PlacementTrial:
         """The placement with even layers or its best. Errors: ConfigError where the model cannot fill it."""
         even = self._shaped(name, stages_per_rank, vocabulary)
-        best = self._with_best_layers(even)
-        finals = {even.layers_per_stage: even, best.layers_per_stage: best}.values()
+        finals = {one.layers_per_stage: one for one in (even, *self._promising(even))}.values()
         return min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s)
 
     def _shaped(self, name: PlacementName, stages_per_rank: int | None, vocabulary: Vocabulary) -> Topology:
@@ -105,20 +105,23 @@ class PlacementSearch:
         layers = replace(base, placement=placement, layers_per_stage=(), vocabulary="whole")
         return spread_vocabulary(layers.with_layers(self.num_layers), vocabulary)
 
-    def _with_best_layers(self, even: Topology) -> Topology:
+    def _promising(self, even: Topology) -> list[Topology]:
+        """The topologies with the shortest steps of all that were tried on the way from even layers to the best. Trials
+        of little effort differ by chance as much as layers of which one moves."""
         best = self._trial(even, _TRIAL_EFFORT)
-        seen = {even.layers_per_stage}
+        trials, seen = [best], {even.layers_per_stage}
         for _ in range(_ROUNDS):
             near = _neighbours(best.topology, halves=self.halves)
             fresh = [one for one in near if one.layers_per_stage not in seen]
             seen.update(one.layers_per_stage for one in fresh)
             fresh.sort(key=self._busiest_ns)
             tried = [self._trial(one, _TRIAL_EFFORT) for one in fresh[:_TRIED]]
+            trials += tried
             better = min(tried, key=lambda one: one.makespan_s, default=best)
             if better.makespan_s >= best.makespan_s:
                 break
             best = better
-        return best.topology
+        return [one.topology for one in sorted(trials, key=lambda one: one.makespan_s)[:_FINALS]]
 
     def _trial(self, topology: Topology, part: int) -> PlacementTrial:
         """All batches planned with one part in so many of the effort."""

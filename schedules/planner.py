@@ -27,7 +27,7 @@ from dynapipe_ext.batch.micro_batches import (
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel, as_cost_model
+from dynapipe_ext.costs.model import CostModel, as_cost_model, bottleneck
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
@@ -58,7 +58,6 @@ from dynapipe_ext.schedules.step_plan import (
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.schedules.trials import StepTrial, soonest, times_of_whole_ns, whole_or_pieces
 from dynapipe_ext.settings.plan_rules import PlanRules, check_placed, check_rules
-from dynapipe_ext.splits.bottleneck import bottleneck
 from dynapipe_ext.splits.halving import finer_splits
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_sizes
 from dynapipe_ext.splits.rules import check_enough

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from dynapipe_ext.batch.micro_batches import Attention, MicroBatch, Recompute, SampleLength
-from dynapipe_ext.costs.model import CostModel, IntArray
+from dynapipe_ext.costs.model import CostModel, IntArray, bottleneck
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits.bottleneck import bottleneck
 
 # Micro-batches -> (bottleneck ns, bytes) of each. Raises PlanError for one that cannot run.
 MicroBatchEvaluate = Callable[[Sequence[MicroBatch]], tuple[IntArray, IntArray]]

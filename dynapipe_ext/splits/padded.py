@@ -13,10 +13,9 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, rows_a_sample
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, PricesShapes
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, PricesShapes, bottleneck
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits.balance import MOST_SAMPLES, best_partition, cut_again, good_partitions
-from dynapipe_ext.splits.bottleneck import bottleneck
 from dynapipe_ext.splits.pair_rows import PairRows
 
 ShapeIndex = npt.NDArray[np.int32]

@@ -14,14 +14,13 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength, round_up, sample_pieces
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes
+from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes, bottleneck
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.search.levelling import RankTimes, levelled
 from dynapipe_ext.schedules.search.optimizer import TRIAL, Start, has_long_replicas
 from dynapipe_ext.schedules.search.regrouping import exchanged
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.balance import MOST_SAMPLES, assign_replicas, good_partitions
-from dynapipe_ext.splits.bottleneck import bottleneck
 from dynapipe_ext.splits.packing import (
     GRADES,
     MOST_TRIES,

@@ -9,10 +9,9 @@ import numpy as np
 from dynapipe_ext.batch.micro_batches import MicroBatch, round_up
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.costs.model import IntArray, bottleneck
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.reproducible import non_negative_least_squares, splitmix64
-from dynapipe_ext.splits.bottleneck import bottleneck
 from dynapipe_ext.splits.padded import Cut, PricedCuts
 
 ShapeLaw = tuple[float, float, float, float, float, float]  # see `fitted_law`

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.model import bottleneck
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.splits.bottleneck import bottleneck
+from dynapipe_ext.schedules.search.proposals import Proposals
+from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.padded import Caps, Cut, PricedCuts, ordered, price_cuts
 
 COSTS = TokenCosts(2, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
@@ -111,3 +114,17 @@ def test_the_native_core_finds_the_bottleneck_that_its_twin_finds(
     for one in (costs, costs.refusing(never), replace(costs, forward_ns=np.where(never, INFEASIBLE, costs.forward_ns))):
         found = [bottleneck(one, min_in_flight, stage_ranks, use_native=use_native) for use_native in (True, False)]
         assert [values.tolist() for values in found[0]] == [values.tolist() for values in found[1]]
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_pairs_are_cut_for_twice_as_many_in_flight_as_ranks_as_well(decoder: bool) -> None:
+    samples, limit = batch(60, decoder=decoder), 12_000
+    proposed = Proposals(
+        topology=Topology(pp=2), costs=COSTS, limit_bytes=limit, rules=PlanRules(pad_multiple=1), kinds=("none", "full")
+    ).cuts(samples, 0)
+    order = ordered(samples, "classes" if decoder else "sorted")
+    cuts = price_cuts(order, COSTS, ("none", "full"), Caps(max_bytes=limit), weight=1)
+    made = [tuple(cuts.first_cuts(pp=2, dp=1, min_in_flight=count)) for count in (4, 2, 1)]
+    assert made[0] != made[1]
+    starts = [proposal.start.cuts for proposal in proposed]
+    assert [one in starts for one in made] == [decoder, True, True]
