@@ -8,8 +8,8 @@ limit is 30 GB above the states of even layers. `over_even`: makespan over all w
 head's costs, for all ways); `busiest`: the busiest rank's work over the mean.
 
 With `--tables`, GPT batches with reference plans on published A100 layer costs: of the room between the reference and
-the bound of even layers, one stage a rank, the share that plans with a head over all ranks close, on the placement that
-is best for the batches (plans.py has the others). The judge reads no spread head, so these makespans are simulated.
+the bound of even layers, one stage a rank, the share that plans with embedding and head over all ranks close, on the
+placement that is best for the batches (plans.py has the others). These plans are judged, in the judge's form.
 Writes results/spread.json, of which it keeps the rows of models and ranks that are not named.
 """
 
@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -40,7 +42,7 @@ from dynapipe_ext.data.shipped_lengths import SOURCE, shipped_lengths
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import preset
-from dynapipe_ext.schedules.judge.bounds import batch_floor_ns
+from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 
@@ -146,9 +148,10 @@ def counted_ways(
         }
 
 
-def table_rows(shared: Path) -> Iterator[dict[str, Any]]:
-    """Shares of the room, means over the batches of a file, of heads over all ranks: layers are even beside them."""
-    bench = Bench(shared, shared, 1)
+def table_rows(shared: Path, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Shares of the room, means over the batches of a file, of a vocabulary over all ranks: layers are even beside it.
+    Of each file's best placement the plans are judged."""
+    bench = Bench(shared, scratch, 1)
     for case in CASES:
         if case.closed is None:  # pairs, whose stages keep the head whole
             continue
@@ -156,33 +159,74 @@ def table_rows(shared: Path) -> Iterator[dict[str, Any]]:
             planner = Planner(
                 case.topology, bench.costs(case), MEMORY_GB * 10**9, pad_multiple=1, split_backward=split
             )  # fmt: skip
-            rows = [table_row(case, planner, bench.batches(case), name) for name in get_args(PlacementName)]
-            yield max(rows, key=lambda row: row["room_closed"])
+            batches = [samples_of(case, batch) for batch in bench.batches(case)]
+            spread = [spread_planner(case, planner, name) for name in get_args(PlacementName)]
+            plans = [[one.plan(samples) for samples in batches] for one in spread]
+            least = min(range(len(spread)), key=lambda k: sum(plan.makespan_ns for plan in plans[k]))
+            bounds_s = [judged(bench, case, i, plan_json(planner.plan(samples), planner.topology))["batch_bound_s"]
+                        for i, samples in enumerate(batches)]  # fmt: skip
+            yield table_row(bench, case, spread[least].topology, split, plans[least], bounds_s)
 
 
-def table_row(case: Case, planner: Planner, batches: Sequence[dict[str, Any]], name: PlacementName) -> dict[str, Any]:
+def spread_planner(case: Case, planner: Planner, name: PlacementName) -> Planner:
     placement = () if name == "linear" else placement_of(name, case.topology.pp)
-    topology = spread_vocabulary(replace(case.topology, placement=placement).with_layers(case.layers), "head")
-    spread = replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
-    shares, distances = [], []
-    for batch in batches:
-        samples, reference_s = samples_of(case, batch), max(batch["makespan_ms"]) / 1e3
-        plan = spread.plan(samples)
-        bound_ns = batch_floor_ns(
-            planner.costs, samples, planner.topology.stage_ranks, dp=case.topology.dp, split=planner.split_backward,
-            packed=False, memory_limit_bytes=int(planner.memory_limit_bytes),
-        )  # fmt: skip
-        assert bound_ns is not None
-        shares.append((reference_s - plan.makespan_s) / (reference_s - bound_ns / 1e9))
-        ranks = case.topology.pp * case.topology.dp
-        distances.append(plan.makespan_ns * ranks / work_ns(plan))
+    topology = spread_vocabulary(replace(case.topology, placement=placement).with_layers(case.layers), "both")
+    return replace(planner, topology=topology, costs=planner.costs.over(topology)[0])
+
+
+def table_row(
+    bench: Bench, case: Case, topology: Topology, split: bool, plans: Sequence[StepPlan], bounds_s: Sequence[float]
+) -> dict[str, Any]:
+    shares, distances, simulated = [], [], []
+    for index, (batch, plan, bound_s) in enumerate(zip(bench.batches(case), plans, bounds_s, strict=True)):
+        verdict = judged(bench, case, index, judged_form(plan_json(plan, topology), topology))
+        reference_s = max(batch["makespan_ms"]) / 1e3
+        assert verdict["valid"], verdict["errors"]
+        shares.append((reference_s - verdict["makespan_s"]) / (reference_s - bound_s))
+        distances.append(plan.makespan_ns * topology.pp * topology.dp / work_ns(plan))
+        simulated.append(plan.makespan_s / verdict["makespan_s"])
     return {
         "case": case.name,
-        "split": planner.split_backward,
+        "split": split,
         "placement": topology.placement_name,
         "room_closed": statistics.fmean(shares),
         "over_own_work": statistics.fmean(distances),
+        "simulated_over_judged": max(simulated),
     }
+
+
+def judged(bench: Bench, case: Case, index: int, plan: dict[str, Any]) -> dict[str, Any]:
+    path = bench.scratch / "plan.json"
+    path.write_text(json.dumps(plan))
+    return bench.judge(case, index, path)
+
+
+def judged_form(plan: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """A plan with the vocabulary over its ranks as the judge numbers its stages: those of layers, and behind them a
+    part of the head on each rank, at once and not in a chain. Parts of an embedding take no time there."""
+    held = slice(topology.layer_stages.start, topology.layer_stages.stop)
+    ranks, last = topology.stage_ranks[held.start :], held.stop - held.start - 1
+
+    def actions(name: str) -> list[str]:
+        stage_text, kind, m = re.fullmatch(r"(\d+)([FBIW])(\d+)", name).groups()  # type: ignore[union-attr]
+        stage = int(stage_text) - held.start
+        if stage < last:
+            return [f"{stage}{kind}{m}"] if stage >= 0 else []
+        part = f"{last + 1 + ranks[stage]}{kind}{m}"
+        own = [f"{stage}{kind}{m}"] if stage == last else []
+        return [*own, part] if kind == "F" else [part, *own]
+
+    layers = plan["topology"]["layers_per_stage"][held]
+    shape = {name: value for name, value in plan["topology"].items() if name != "vocabulary"}
+    replicas = []
+    for replica in plan["replicas"]:
+        schedule = {
+            **replica["schedule"],
+            "stages": [[one for name in rank for one in actions(name)] for rank in replica["schedule"]["stages"]],
+            "placement": list(topology.stage_ranks[held]),
+        }
+        replicas.append({**replica, "schedule": schedule})
+    return {**plan, "topology": {**shape, "layers_per_stage": layers, "head": "spread"}, "replicas": replicas}
 
 
 def main() -> int:
@@ -202,7 +246,8 @@ def main() -> int:
         result["counted"].append(shown(row))
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     if args.tables:
-        result["tables"] = list(map(shown, table_rows(args.tables)))
+        with tempfile.TemporaryDirectory() as scratch:
+            result["tables"] = list(map(shown, table_rows(args.tables, Path(scratch))))
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
