@@ -6,10 +6,8 @@ interleaved pipeline faster.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.disturbances import mean_makespan_ns, spread_of
 from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -42,7 +40,7 @@ def _sooner(schedule: PipelineSchedule, costs: MicroBatchCosts, limit_bytes: int
     order = [a.micro_batch for a in schedule.ranks[0] if a.stage == 0 and a.kind is Kind.FORWARD]
     num_ranks = len(schedule.ranks)
     table = interleaved_1f1b(num_ranks, len(order), schedule.num_stages // num_ranks)
-    ranks = tuple(tuple(replace(a, micro_batch=order[a.micro_batch]) for a in rank) for rank in table.ranks)
+    ranks = tuple(tuple(Action(a.stage, a.kind, order[a.micro_batch]) for a in rank) for rank in table.ranks)
     rounds = PipelineSchedule(schedule.name, ranks, schedule.stage_ranks)
     if max(peak_bytes(rounds, costs)) > limit_bytes:
         return schedule

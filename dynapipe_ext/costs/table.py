@@ -414,8 +414,9 @@ class CostTable:
             in_table = in_table & ~again
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
         bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (self.value_bytes * self.hidden_size)
-        sends_sums = np.arange(len(layout) - 1)[:, None] >= self.topology.head_stages.start
-        bytes_sent = (bytes_sent + sends_sums * HEAD_MESSAGE_BYTES * tokens[0]) / self.topology.width
+        if (sends_sums := np.arange(len(layout) - 1)[:, None] >= self.topology.head_stages.start).any():
+            bytes_sent = bytes_sent + sends_sums * HEAD_MESSAGE_BYTES * tokens[0]
+        bytes_sent = bytes_sent / self.topology.width
         pairs = itertools.pairwise(self.topology.stage_ranks)
         apart = np.array([a != b for a, b in pairs], np.float64)[:, None]
         sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
@@ -451,11 +452,10 @@ class CostTable:
     ) -> tuple[FloatArray, BoolArray, BoolArray]:
         """`_of_rank` of shapes under one kind, and which of them are recomputed stage by stage: all or none."""
         within, count = without_stage(kind), shapes.shape[1]
+        recomputed = np.full(count, within != kind)
         if within in self.kinds:
-            ms_and_mb, in_table = self._of_rank(within, shapes, tokens, sizes)
-        else:
-            ms_and_mb, in_table = np.zeros((5, len(self.stage_layers()), count)), np.zeros(count, bool)
-        return ms_and_mb, in_table, np.full(count, within != kind)
+            return *self._of_rank(within, shapes, tokens, sizes), recomputed
+        return np.zeros((5, len(self.stage_layers()), count)), np.zeros(count, bool), recomputed
 
     def static_bytes(self) -> IntArray:
         """Weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes x

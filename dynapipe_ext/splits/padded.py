@@ -217,7 +217,9 @@ class _Table:
                     self.cells.append(np.full(len(self.last), -1, np.int32))
                 classes = alive[(self.last[alive] >= rows - 1) & (self.cells[rows - 1][alive] < 0)]
                 ends = self.last[classes] - rows + 1
-                sizes.append(np.stack([np.full(len(classes), rows), *longest[:, ends]]))
+                shapes = np.empty((3, len(classes)), np.int64)
+                shapes[0], shapes[1:] = rows, longest[:, ends]
+                sizes.append(shapes)
                 places.append((rows - 1, classes))
             self._price(np.concatenate(sizes, axis=1), places)
             at_end = self.cells[high - 1][alive]

@@ -15,6 +15,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import bottleneck
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.schedules.search.problem import records_of
 from dynapipe_ext.schedules.search.proposals import Proposals
 from dynapipe_ext.settings.plan_rules import PlanRules
 from dynapipe_ext.splits.padded import Caps, Cut, PricedCuts, ordered, price_cuts
@@ -128,3 +129,16 @@ def test_pairs_are_cut_for_twice_as_many_in_flight_as_ranks_as_well(decoder: boo
     assert made[0] != made[1]
     starts = [proposal.start.cuts for proposal in proposed]
     assert [one in starts for one in made] == [decoder, True, True]
+
+
+@pytest.mark.skipif(native is None, reason="a pure build was asked for")
+@pytest.mark.parametrize("split", [False, True])
+def test_the_native_core_lays_records_out_as_its_twin_does(split: bool) -> None:
+    rng = np.random.default_rng(0)
+    made = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
+    costs = made.evaluate_shapes(rng.integers(1, 9, 21), rng.integers(1, 900, 21))
+    never = np.arange(21) % 5 == 0
+    kinds = [costs, replace(costs.refusing(never), weight_ns=rng.integers(0, 99, (3, 21)))]
+    by_core, by_twin = (records_of(kinds, split=split, use_native=use_native) for use_native in (True, False))
+    assert by_core.tolist() == by_twin.tolist()
+    assert len({*by_core[0, 1, 0].tolist()}) > 3
