@@ -97,7 +97,7 @@ def test_who_keeps_a_vocabulary_whole_says_so(
 ) -> None:
     if "num_decoder_layers" in tables.get("model", {}):
         tables["model"] |= {"position": "relative", "norm": "rmsnorm", "bias": False}
-    with pytest.raises(ConfigError, match="") as refused:
+    with pytest.raises(ConfigError) as refused:
         topology_of(configured(topology, **tables))
     assert refusal in str(refused.value)
 
