@@ -82,7 +82,7 @@ class _PlannedModel:
 class ForwardBackward:
     """A forward-backward function with Megatron's keywords and return value; all ranks call it alike.
 
-    It keeps, for each model it has observers, its process groups and plans.
+    It keeps, for each model it has seen, its process groups and plans.
     """
 
     def __init__(self, settings: DropInSettings | None = None, gains: GainLog | None = None) -> None:
