@@ -118,9 +118,10 @@ class _Sites:
                     self._hit("fill")
                     _fill_memory(self.store._client, for_a_while=fault.actor == "memory for a while")
             case _:
-                if self.store is not None and (keys := _entries(self.store, fault.actor, fault.deed)):
-                    self._hit(fault.deed)
-                    _tamper(self.store._client, keys, fault.deed)
+                with suppress(*_silent_store()):  # of a fault before this: without its answer no entry changes
+                    if self.store is not None and (keys := _entries(self.store, fault.actor, fault.deed)):
+                        self._hit(fault.deed)
+                        _tamper(self.store._client, keys, fault.deed)
 
     def _hit(self, what: str) -> None:
         (self._folder / f"hit-{self._next}").write_text(what)
@@ -233,6 +234,13 @@ def _caller() -> str:
             return f"{Path(path).stem}.{frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"
+
+
+def _silent_store() -> tuple[type[Exception], ...]:
+    """What a client raises where the store is gone or stopped."""
+    import redis
+
+    return redis.exceptions.ConnectionError, redis.exceptions.TimeoutError
 
 
 def _entries(store: Any, kind: str, deed: str) -> list[bytes]:
