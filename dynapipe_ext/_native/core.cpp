@@ -247,8 +247,9 @@ void add_halves(StageValues total, const std::vector<GridParts>& parts, const st
   }
 }
 
-// Twin: `splits.bottleneck`. Tables (stages, micro-batches); `held[rank]`: of each
-// micro-batch. Times and bytes go into `result` (2, micro-batches); what cannot run has kInfeasible of both.
+// The busiest rank's time and the fullest rank's bytes, into `result` (2, micro-batches), of tables (stages,
+// micro-batches); `held[rank]`: how many of a micro-batch a rank holds. What cannot run has kInfeasible of both. Twin:
+// `model.bottleneck`.
 void rank_needs(const Integers& forward, const Integers& backward, const Integers& stored, const Integers& working,
                 const std::vector<i64>& fixed, const std::vector<int>& stage_ranks, const std::vector<i64>& held,
                 nb::ndarray<i64, nb::ndim<2>, nb::c_contig, nb::device::cpu> result) {
