@@ -4,8 +4,8 @@
 
 Two Llamas of bfloat16 made of random numbers: one of many layers, several times larger than what may be resident, and
 one of four layers, whose groups are so large that a second copy of one would show. "allowed" is 1.3 x the largest group
-of tensors (gate and up projections, or query, key and value) + 300 MB above a Python with torch; the peak is VmHWM
-after a reset of it once torch is imported. The time leaves that import out.
+of tensors (gate and up projections, or query, key and value) + 300 MB above a Python that did the same to a small
+model; the peak is VmHWM after a reset of it. The time leaves imports out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # for tests.support
 
+import torch  # noqa: E402
 from contenders import provenance  # noqa: E402
 
 from dynapipe_ext.models.architecture import Architecture  # noqa: E402
-from tests.support.conversion_peak import large_model, largest_group_bytes, measured, total_bytes  # noqa: E402
+from tests.support.conversion_peak import largest_group_bytes, make_models, measured, total_bytes  # noqa: E402
 
 MB = 1_000_000
 # Each takes the folder that the row named before it made.
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--machine", default="", help="what to call this machine")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # a fork waits for ever for the threads that computed in its parent
     results = {}
     for name in args.models:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -78,17 +80,18 @@ def bench(name: str, architecture: Architecture, folder: Path) -> dict[str, Any]
         f" allowed {allowed_bytes / MB:,.0f} MB"
     )
     print(f"{'from':18} {'to':18} {'peak MB':>8} {'seconds':>8} {'MB/s':>6}")
-    large_model(folder / "hf", architecture)
+    folders = make_models(folder, "hf", architecture)
     uses = [source for source, _, _ in CASES]
     rows: list[dict[str, Any]] = []
     for done, (source, target, flags) in enumerate(CASES, start=1):
-        peak = measured(folder / source, folder / "made", *flags, timeout_s=3600)
-        if target in uses[done:]:
-            (folder / "made").rename(folder / target)
-        else:
-            shutil.rmtree(folder / "made")
-        if source not in uses[done:]:
-            shutil.rmtree(folder / source)
+        peak = measured(folders, source, "made", *flags, timeout_s=3600)
+        for made in folders:
+            if target in uses[done:]:
+                (made / "made").rename(made / target)
+            else:
+                shutil.rmtree(made / "made")
+            if source not in uses[done:]:
+                shutil.rmtree(made / source)
         mb_s = model_bytes / MB / peak.seconds
         print(f"{source:18} {target:18} {peak.own_bytes / MB:8.0f} {peak.seconds:8.1f} {mb_s:6.0f}", flush=True)
         rows.append(

@@ -9,12 +9,12 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import torch.distributed.checkpoint  # what conversions load late counts in no peak
 
 from dynapipe_ext.launch.commands import convert as convert_command
 from dynapipe_ext.models.architecture import Architecture
@@ -24,9 +24,16 @@ from dynapipe_ext.tools.checkpoint.files.safetensors_file import SafetensorsSpec
 from tests.support.stopped_child import in_child
 
 
+class Folders(NamedTuple):
+    """Where models of two sizes go through the same conversions."""
+
+    small: Path
+    large: Path
+
+
 @dataclass(frozen=True)
 class Peak:
-    """Resident bytes: before the conversion, with all imported, and the most during it."""
+    """Resident bytes: before the conversion, with all of its libraries in use, and the most during it."""
 
     before_bytes: int
     peak_bytes: int
@@ -37,25 +44,28 @@ class Peak:
         return self.peak_bytes - self.before_bytes
 
 
-def measured(*arguments: object, timeout_s: int = 120) -> Peak:
-    """The peak of `dynapipe convert ARGUMENTS` in a fork of this process, which has imported what that does."""
-    with tempfile.NamedTemporaryFile(mode="r") as said:
-        status = in_child(partial(_converted, list(map(str, arguments))), Path(said.name), timeout_s)
-        text = said.read()
+def measured(folders: Folders, origin: str, target: str, *flags: str, timeout_s: int = 120) -> Peak:
+    """The peak of `dynapipe convert ORIGIN TARGET FLAGS` on the large model, in a fork of this process that did the
+    same to the small one before: so the pages of libraries, which a fork maps anew, do not count."""
+    commands = [[str(folder / origin), str(folder / target), *flags] for folder in folders]
+    with tempfile.NamedTemporaryFile(mode="r") as output:
+        status = in_child(partial(_converted, *commands), Path(output.name), timeout_s)
+        text = output.read()
     assert status == 0, text
     return Peak(**json.loads(text.splitlines()[-1]))
 
 
-def _converted(arguments: list[str]) -> int:
-    """Converts, then prints a `Peak`. Free memory goes back first, and the resident peak is reset: what is left above
-    is the conversion's own."""
+def _converted(first: list[str], second: list[str]) -> int:
+    """Converts twice, then prints the `Peak` of the second. Before it free memory goes back, and the resident peak is
+    reset: what is left above is the conversion's own."""
+    parser = argparse.ArgumentParser()
+    convert_command.add_arguments(parser)
+    status = convert_command.run(parser.parse_args(first))
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS:")
-    parser = argparse.ArgumentParser()
-    convert_command.add_arguments(parser)
     started_s = time.perf_counter()
-    status = convert_command.run(parser.parse_args(arguments))
+    status |= convert_command.run(parser.parse_args(second))
     print(json.dumps(asdict(Peak(before, _status_bytes("VmHWM:"), time.perf_counter() - started_s))))
     return status
 
@@ -65,7 +75,22 @@ def _status_bytes(field: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def large_model(folder: Path, architecture: Architecture, *, layers_per_shard: int = 2) -> Path:
+def make_models(folder: Path, name: str, architecture: Architecture, *, layers_per_shard: int = 2) -> Folders:
+    """Folders `small` and `large`, each with a Hugging Face folder `name`: a model of `architecture`, and one of the
+    same layers and groups whose tensors are small."""
+    folders = Folders(folder / "small", folder / "large")
+    head_dim, per_group = 8, 64 * architecture.num_query_groups
+    small = replace(
+        architecture, hidden_size=head_dim * architecture.num_heads, head_dim=head_dim, ffn_hidden_size=per_group,
+        vocab_size=per_group,
+    )  # fmt: skip
+    for made, size in zip(folders, (small, architecture), strict=True):
+        made.mkdir()
+        _make_model(made / name, size, layers_per_shard)
+    return folders
+
+
+def _make_model(folder: Path, architecture: Architecture, layers_per_shard: int) -> None:
     """A Hugging Face folder of `architecture`. Its tensors are pieces of one random row, each from another place."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(write_config(architecture)))
@@ -82,7 +107,6 @@ def large_model(folder: Path, architecture: Architecture, *, layers_per_shard: i
         write_safetensors(folder / name, specs, _values(specs, base, len(index)))
         index |= {spec.name: name for spec in specs}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return folder
 
 
 def largest_group_bytes(architecture: Architecture) -> int:

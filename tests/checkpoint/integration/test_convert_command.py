@@ -25,7 +25,7 @@ from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognition import TARGETS
 from tests.support.checkpoints import saved, tensors_in, tiny
 from tests.support.conversion_command import SHARD_BYTES, run, to_hf
-from tests.support.conversion_peak import large_model, largest_group_bytes, measured, total_bytes
+from tests.support.conversion_peak import largest_group_bytes, make_models, measured, total_bytes
 from tests.support.limits import LIMIT_S
 
 MB = 1_000_000
@@ -199,9 +199,8 @@ def test_memory_holds_one_group_of_tensors_and_not_the_model_in_any_direction(tm
         family="llama", num_layers=6, hidden_size=1024, num_heads=8, num_query_groups=4, head_dim=128,
         ffn_hidden_size=4096, vocab_size=4000, max_seq_len=128, tied_embeddings=False, dtype="bfloat16",
     )  # fmt: skip
-    large_model(tmp_path / "model", architecture)
-    # Far less than 200 MB, so that a model of this size shows whether more than a group is held; pages of libraries
-    # count, too, in the process that first touches them.
+    folders = make_models(tmp_path, "model", architecture)
+    # Far less than 200 MB, so that a model of this size shows whether more than a group is held.
     allowed = 1.3 * largest_group_bytes(architecture) + 105 * MB
     assert total_bytes(architecture) > 1.6 * allowed
     steps = [
@@ -210,7 +209,7 @@ def test_memory_holds_one_group_of_tensors_and_not_the_model_in_any_direction(tm
         ("megatron-legacy", "hf", ("--verify",)),
     ]
     for origin, to, flags in steps:
-        peak = measured(tmp_path / origin, tmp_path / to, "--to", to, *flags)
+        peak = measured(folders, origin, to, "--to", to, *flags)
         assert peak.own_bytes <= allowed, f"{origin} to {to}: {peak.own_bytes / MB:.0f} MB"
 
 
