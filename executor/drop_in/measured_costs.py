@@ -26,6 +26,7 @@ from dynapipe_ext.timeline import Span
 STEPS_BEFORE = 1  # whose times say how long it takes to begin: what is loaded and allocated comes then
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _BYTES_OF_STATES = 18  # a parameter, by Adam in mixed precision, where no device says what is held
+_ROUNDING = 1e-9  # of a fit, on one processor or another: it is no byte more
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def costs_of_rows(rows: Sequence[StageRow], num_stages: int, *, longest: int, st
         ns_per_token_squared=1e9 * square_s,
         overhead_ns=max(1, round(1e9 * overhead_s)),
         backward_ratio=math.fsum(row.backward_s for row in slowest) / forward_s if forward_s else 2.0,
-        bytes_per_token=math.ceil(a_position),
+        bytes_per_token=math.ceil(a_position * (1 - _ROUNDING)),
         static_bytes=static_bytes,
         stage_scale=tuple(mean / max(means) for mean in means),
     )
@@ -155,7 +156,7 @@ def _least_squares(table: npt.NDArray[np.float64], values: npt.NDArray[np.float6
         for columns in itertools.combinations(range(count), size):
             factors, *_ = np.linalg.lstsq(table[:, columns], values, rcond=None)
             error = float(((table[:, columns] @ factors - values) ** 2).sum())
-            if (factors >= 0).all() and error < least * (1 - 1e-9):
+            if (factors >= 0).all() and error < least * (1 - _ROUNDING):
                 least = error
                 best = [0.0] * count
                 for column, one in zip(columns, factors.tolist(), strict=True):
