@@ -71,8 +71,10 @@ class RowRule:
 @dataclass(frozen=True, slots=True)
 class _Value:
     """What rows take about, times dp: sum(t) + dp (pp - 1) x the least or the largest t, t being a row's bottleneck
-    time. A pipeline is filled and drained by short rows if it has enough of them, by its longest if all are alike."""
+    time. A pipeline is filled and drained by short rows if it has enough of them, by its longest if all are alike.
+    Of split backwards, W fills the waits: the sum may be all."""
 
+    whole_ns: int
     least_ns: int
     most_ns: int
 
@@ -80,6 +82,11 @@ class _Value:
 def _least(values: Mapping[int, _Value]) -> int:
     """The number of rows that may take least where short rows fill and drain the pipeline."""
     return min(values, key=lambda count: (values[count].least_ns, count))
+
+
+def _whole(values: Mapping[int, _Value]) -> int:
+    """The number of rows that take least together."""
+    return min(values, key=lambda count: (values[count].whole_ns, count))
 
 
 def _most(values: Mapping[int, _Value]) -> int:
@@ -96,7 +103,7 @@ class RowPackings:
     weights: list[int]
     dearest_first: list[int]
     _made: dict[int, tuple[MicroBatch, ...] | None] = field(default_factory=dict)
-    _graded: dict[tuple[float, int], tuple[MicroBatch, ...] | None] = field(default_factory=dict)
+    _graded: dict[tuple[float, int, int], tuple[MicroBatch, ...] | None] = field(default_factory=dict)
     _alone: dict[int, MicroBatch] = field(default_factory=dict)  # rows of one sample, by its identity
 
     @classmethod
@@ -119,15 +126,23 @@ class RowPackings:
             self._made[count] = None if rows is None else tuple(map(self._row, rows))
         return self._made[count]
 
-    def graded(self, step: float, dp: int) -> tuple[MicroBatch, ...] | None:
-        """Rows of `graded_sizes`, the same object each time; None where documents do not go into such rows."""
-        if (step, dp) not in self._graded:
-            self._graded[step, dp] = self._in_graded_rows(step, dp)
-        return self._graded[step, dp]
+    def graded(self, step: float, dp: int, room: int) -> tuple[MicroBatch, ...] | None:
+        """Rows of `graded_sizes`, the largest of about `room` positions, the same object each time; None where
+        documents do not go into such rows."""
+        if (step, dp, room) not in self._graded:
+            self._graded[step, dp, room] = self._in_graded_rows(step, dp, room)
+        return self._graded[step, dp, room]
 
-    def _in_graded_rows(self, step: float, dp: int) -> tuple[MicroBatch, ...] | None:
+    def graded_rooms(self) -> Iterator[int]:
+        """Positions of the largest of graded rows: all of the room, and halves of it that hold the longest sample."""
+        longest, room = max(max(s.encoder, s.decoder) for s in self.samples), self.rule.room
+        while room >= longest:
+            yield room
+            room //= 2
+
+    def _in_graded_rows(self, step: float, dp: int, room: int) -> tuple[MicroBatch, ...] | None:
         tokens, whole = sum(s.tokens for s in self.samples), sum(self.weights)
-        sizes = graded_sizes(whole, max(1, int(_FULL * whole * self.rule.room / tokens)), step, dp)
+        sizes = graded_sizes(whole, max(1, int(_FULL * whole * room / tokens)), step, dp)
         rows: list[list[SampleLength]] = [[] for _ in sizes]
         filled = [[0, 0] for _ in sizes]
         loads = [sizes[0] - size for size in sizes]  # what a smaller row has less counts as if it were there already
@@ -158,6 +173,7 @@ class RowPackings:
         dp: int,
         max_bytes: int | None,
         equal_counts: bool,
+        split_backward: bool = False,
         tries: int = MOST_TRIES,
     ) -> list[tuple[MicroBatch, ...]]:
         """Packings of the few numbers of rows, up to one row a sample, that may take least time; see `_Value`.
@@ -196,7 +212,8 @@ class RowPackings:
         ends = _least(values), _most(values)
         close = sorted({*ends, *(count for count in coarse if count in values and min(ends) < count < max(ends))})
         chosen = [*close[:: -(-len(close) // tries)], close[-1]]
-        packings = map(self.numbering, dict.fromkeys([_most(values), *chosen]))
+        of_split = [_whole(values)] if split_backward else []
+        packings = map(self.numbering, dict.fromkeys([_most(values), *chosen, *of_split]))
         return [rows for rows in packings if rows is not None]
 
     def _value(self, count: int, evaluate: MicroBatchEvaluate, *, weight: int, max_bytes: int | None) -> _Value | None:
@@ -210,7 +227,7 @@ class RowPackings:
         if max_bytes is not None and int(num_bytes.max()) > max_bytes:
             return None
         whole = int(time_ns.sum())
-        return _Value(whole + weight * int(time_ns.min()), whole + weight * int(time_ns.max()))
+        return _Value(whole, whole + weight * int(time_ns.min()), whole + weight * int(time_ns.max()))
 
     def _refusal(self, count: int, evaluate: MicroBatchEvaluate, max_bytes: int | None) -> PlanError | None:
         """Why so many rows cannot run; None where they are too tight."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -371,6 +371,7 @@ class Proposals:
                 dp=dp,
                 max_bytes=self.limit_bytes,
                 equal_counts=self.rules.equal_counts,
+                split_backward=self.rules.split_backward,
                 tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
             )
             time_ns, _ = evaluate(finalists[0])
@@ -398,26 +399,29 @@ class Proposals:
     def _and_graded(
         self, finalists: list[tuple[MicroBatch, ...]], rows: RowPackings, evaluate: MicroBatchEvaluate, dp: int
     ) -> list[tuple[MicroBatch, ...]]:
-        """The finalists and graded rows; of an effort that trials would take, the first of both, and more while all are
-        few."""
-        if self.rules.effort > TRIAL:
-            graded = [rows.graded(step, dp) for step in GRADES]
-            return [*finalists, *(one for one in graded if one and self._may_be(one, evaluate, dp))]
+        """The finalists and graded rows: the longest that fit, and half as long; of an effort that trials would take,
+        the first of both, and more while all are few."""
 
-        def in_turn() -> Iterator[tuple[MicroBatch, ...] | None]:
+        def fitting(step: float) -> Iterator[tuple[MicroBatch, ...]]:
+            graded = (rows.graded(step, dp, room) for room in rows.graded_rooms())
+            return (packing for packing in graded if packing and self._may_be(packing, evaluate, dp))
+
+        if self.rules.effort > TRIAL:
+            return [*finalists, *(packing for step in GRADES for packing in islice(fitting(step), 2))]
+
+        def in_turn() -> Iterator[tuple[MicroBatch, ...]]:
             first, second = GRADES
-            yield rows.graded(first, dp)
+            yield from islice(fitting(first), 1)
             yield finalists[0]
-            yield rows.graded(second, dp)
+            yield from islice(fitting(second), 1)
             yield from finalists[1:]
 
-        wanted: list[tuple[MicroBatch, ...]] = []
+        starts: list[tuple[MicroBatch, ...]] = []
         for packing in in_turn():
-            if packing and self._may_be(packing, evaluate, dp):
-                wanted.append(packing)
-            if len(wanted) > 1 and sum(map(len, wanted)) > _MOST_ROWS * dp:
+            starts.append(packing)
+            if len(starts) > 1 and sum(map(len, starts)) > _MOST_ROWS * dp:
                 break
-        return wanted or finalists
+        return starts
 
     def _may_be(self, rows: tuple[MicroBatch, ...], evaluate: MicroBatchEvaluate, dp: int) -> bool:
         """Whether rows are enough, keep to equal counts and fit."""

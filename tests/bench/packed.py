@@ -1,12 +1,14 @@
-"""Packed plans beside simple packings under 1F1B, over kinds of lengths and shapes of pipelines: one table.
+"""Plans beside simple packings under published schedules: lengths x pipelines x layouts x placements, one table.
 
     python tests/bench/packed.py [--shared DIR] [--out tests/bench/results/packed.json]
 
 Each batch has 64k tokens. A simple packing takes samples in their order or longest first, each into the first row with
-room, or balances a number of rows by cost; rows have at most 512 to 8,192 positions, or those of the longest sample.
-Rows go to replicas evenly by cost, and each replica runs them under 1F1B in their order, shortest first or longest
-first. All stay within the same memory limit. Costs are those of Llama 2 7B, counted. A figure is the time of the
-default packed plan over that of the best simple packing: 1.003 or less is the aim.
+room, or balances a number of rows by cost; rows have at most 512 to 8,192 positions, or those of the longest sample. A
+simple padding takes samples in their order or shortest first, so many a micro-batch or up to so many positions. They go
+to replicas evenly by cost, and each replica runs them in their order, shortest first or longest first: under 1F1B, on
+two stages a rank under interleaved 1F1B, and in a V, with split backwards, under ZB-V. All stay within the same memory
+limit. Costs are those of Llama 2 7B, counted. A figure is the time of the default plan over that of the best simple
+one: 1.003 or less is the aim.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,21 +29,24 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from contenders import provenance
 
-from dynapipe_ext.batch.micro_batches import SampleLength, sample_lengths
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength, sample_lengths
+from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.judge.simulate import last_end_ns, peak_bytes, simulate_ns
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
+from dynapipe_ext.settings.plan_rules import ScheduleName
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.splits.packing import RowRule, document_costs, micro_batch_evaluate, pack
 
 TOKENS = 65_536
 LIMIT_BYTES = 72_000_000_000
 ROOMS = (512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
-SHAPES = ((2, 1), (2, 8), (4, 2), (8, 1), (16, 1))  # pipeline ranks, replicas
+SHAPES = tuple(itertools.product((2, 4, 8, 16), (1, 2, 8)))  # pipeline ranks, replicas
+FEWER_SHAPES = ((2, 1), (2, 8), (4, 2), (8, 1), (8, 8))
+SCHEDULES: dict[PlacementName, ScheduleName] = {"linear": "1f1b", "interleaved": "interleaved-1f1b", "v": "zb-v"}
 PUBLIC = ("alpaca", "gsm8k", "multitask", "openchat_v1")
 Rows = list[list[SampleLength]]
 
@@ -96,21 +101,45 @@ def simple_packings(samples: Sequence[SampleLength], costs: AnalyticCosts, dp: i
                 yield f"balanced {room} x {count}", rows
 
 
-def simple_s(rows: Rows, costs: AnalyticCosts, topology: Topology) -> float | None:
-    """Seconds of a step under 1F1B; None where it does not fit."""
-    rule = RowRule(max_tokens=1 << 30, pad_multiple=8)
-    micro_batches = [rule.row(row) for row in rows]
+def simple_paddings(samples: Sequence[SampleLength]) -> Iterator[tuple[str, Rows]]:
+    longest = max(s.encoder for s in samples)
+    for name, ordered in (("in order", list(samples)), ("ascending", sorted(samples, key=lambda s: s.encoder))):
+        for count in (1, 2, 4, 8, 16):
+            yield f"{name}, {count} each", [ordered[i : i + count] for i in range(0, len(ordered), count)]
+        for most in (longest, *(room for room in (1024, 2048, 4096, 8192, 16_384) if room > longest)):
+            yield f"{name}, up to {most}", up_to(ordered, most)
+
+
+def up_to(samples: Sequence[SampleLength], most: int) -> Rows:
+    """Samples in their order, as many together as have that many positions, padded."""
+    groups: Rows = [[]]
+    longest = 0
+    for sample in samples:
+        longest = max(longest, sample.encoder)
+        if groups[-1] and longest * (len(groups[-1]) + 1) > most:
+            groups.append([])
+            longest = sample.encoder
+        groups[-1].append(sample)
+    return groups
+
+
+def simple_s(
+    micro_batches: Sequence[MicroBatch], costs: AnalyticCosts, topology: Topology, schedule_name: ScheduleName
+) -> float | None:
+    """Seconds of a step; None where it does not fit, or has other counts than the schedule."""
     if len(micro_batches) < topology.dp:
         return None
     times = micro_batch_evaluate(costs)(micro_batches)[0].tolist()
     ends = []
     for group in assign_replicas(times, topology.dp):
+        if schedule_name == "interleaved-1f1b" and len(group) % topology.pp:
+            return None
         ascending = sorted(group, key=times.__getitem__)
         fitting = []
         for order in (group, ascending, ascending[::-1]):
             priced = costs.evaluate([micro_batches[i] for i in order])
             try:
-                schedule = schedule_of_costs("1f1b", topology.stage_ranks, LIMIT_BYTES, priced)
+                schedule = schedule_of_costs(schedule_name, topology.stage_ranks, LIMIT_BYTES, priced)
             except PlanError:
                 continue
             if max(peak_bytes(schedule, priced)) <= LIMIT_BYTES:
@@ -121,22 +150,31 @@ def simple_s(rows: Rows, costs: AnalyticCosts, topology: Topology) -> float | No
     return max(ends) / 1e9
 
 
-def measured(pp: int, dp: int, lengths: list[int]) -> dict[str, Any] | None:
-    topology = Topology(pp=pp, dp=dp).with_layers(32)
+def measured(
+    pp: int, dp: int, lengths: list[int], layout: Layout = "packed", placement: PlacementName = "linear"
+) -> dict[str, Any] | None:
+    topology = Topology(pp=pp, dp=dp, placement=() if placement == "linear" else placement_of(placement, pp))
+    topology = topology.with_layers(32)
     costs = AnalyticCosts(preset("llama-2-7b"), topology)
     samples = sample_lengths(lengths)
-    simple = {name: simple_s(rows, costs, topology) for name, rows in simple_packings(samples, costs, dp)}
+    choices = simple_packings(samples, costs, dp) if layout == "packed" else simple_paddings(samples)
+    simple = {
+        name: simple_s(
+            [MicroBatch(tuple(row), layout, pad_multiple=8) for row in rows], costs, topology, SCHEDULES[placement]
+        )
+        for name, rows in choices
+    }
     fitting = {name: seconds for name, seconds in simple.items() if seconds is not None}
     if not fitting:
         return None
     best = min(fitting, key=lambda name: fitting[name])
     begin = time.process_time()
-    plan = Planner(topology, costs, LIMIT_BYTES, layout="packed").plan(lengths)
+    plan = Planner(topology, costs, LIMIT_BYTES, layout=layout, split_backward=placement == "v").plan(lengths)
     cpu_s = time.process_time() - begin
     return {
         "samples": len(lengths),
         "ours_s": round(plan.makespan_s, 4),
-        "rows": sum(len(replica.micro_batches) for replica in plan.batch.replicas),
+        "micro_batches": sum(len(replica.micro_batches) for replica in plan.batch.replicas),
         "planning_cpu_s": round(cpu_s, 3),
         "simple": best,
         "simple_s": round(fitting[best], 4),
@@ -152,12 +190,14 @@ def main() -> int:
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     for name, lengths in batches(args.shared):
-        for pp, dp in SHAPES:
-            row = measured(pp, dp, lengths)
-            print(f"{name:32} PP{pp:<3} DP{dp}  {row['ratio'] if row else 'no simple packing fits'}", flush=True)
-            if row:
-                rows[f"{name}, PP{pp} DP{dp}"] = row
-                print(f"    {row['ours_s']} s in {row['rows']} rows; {row['simple']}: {row['simple_s']} s", flush=True)
+        for layout, placement in itertools.product(get_args(Layout), SCHEDULES):
+            for pp, dp in SHAPES if (layout, placement) == ("packed", "linear") else FEWER_SHAPES:
+                key = f"{name}, PP{pp} DP{dp}, {layout}, {placement}"
+                row = measured(pp, dp, lengths, layout, placement)
+                print(f"{key:64}  {row['ratio'] if row else 'no simple one fits'}", flush=True)
+                if row:
+                    rows[key] = row
+                    print(f"    {row['ours_s']} s in {row['micro_batches']}; {row['simple']}: {row['simple_s']} s")
     ratios = [row["ratio"] for row in rows.values()]
     print(f"worst {max(ratios)}, median {float(np.median(ratios)):.4f}, of {len(ratios)}")
     if args.out:

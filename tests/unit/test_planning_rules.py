@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from dynapipe_ext.batch.micro_batches import (
     check_cover,
     sample_lengths,
 )
-from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.topology import PlacementName, Topology, placement_of
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.splits import packing
 from dynapipe_ext.splits.balance import assign_replicas
@@ -356,3 +359,14 @@ def test_graded_rows_take_the_place_of_no_other_start(seed: int, monkeypatch: py
     with_graded = planner.plan(lengths).makespan_ns
     monkeypatch.setattr(RowPackings, "graded", lambda *_: None)
     assert with_graded <= planner.plan(lengths).makespan_ns
+
+
+@pytest.mark.parametrize(("placement", "dp"), [("linear", 1), ("v", 8)])
+def test_a_cap_on_rows_makes_no_plan_much_shorter(placement: PlacementName, dp: int) -> None:
+    """Of a model that leaves little memory graded rows are short ones; where W fills the waits, few rows are best."""
+    lengths = np.random.default_rng(0).normal(150, 45, 420).clip(40, 400).astype(int).tolist()
+    topology = Topology(pp=2, dp=dp, placement=placement_of(placement, 2)).with_layers(32)
+    costs = AnalyticCosts(preset("llama-2-7b"), topology)
+    planner = Planner(topology, costs, 72e9, layout="packed", split_backward=placement == "v")
+    capped = [replace(planner, max_tokens=most).plan(lengths).makespan_ns for most in (512, 1024, 1536, 2048)]
+    assert planner.plan(lengths).makespan_ns <= 1.003 * min(capped)
