@@ -6,8 +6,8 @@ from __future__ import annotations
 import difflib
 import errno
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ContextDecorator
 from numbers import Integral, Real
 
 MOST_NAME_BYTES = 255  # of a file
@@ -178,18 +178,22 @@ class NotFiniteError(ExecutionError):
 _SIGNS = ("timed out", "timeout", "connection closed", "connection reset", "gloo", "nccl", "broken pipe", "socket")
 
 
-@contextmanager
-def named_collectives(what: str) -> Iterator[None]:
+class named_collectives(ContextDecorator):  # noqa: N801 (read as a function, as contextlib's own are)
     """Within, or over a function: a backend's error becomes an ExecutionError that says what this rank was doing.
 
     Collectives inside a stage (tensor and data parallel) have no instruction that could name them when they fail.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(sign in str(error).lower() for sign in _SIGNS):
-            raise
-        raise ExecutionError(
-            f"{what}: another rank that takes part in it is late or gone ({str(error).splitlines()[0]}):"
-            " look at the first message of the other ranks"
-        ) from error
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS):
+            raise ExecutionError(
+                f"{self._what}: another rank that takes part in it is late or gone ({str(error).splitlines()[0]}):"
+                " look at the first message of the other ranks"
+            ) from error

@@ -5,10 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -82,8 +81,7 @@ def _has_spec(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     return tensor.shape == spec.shape and _dtype_name(tensor.dtype) == spec.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
+class _Transfer(NamedTuple):
     """What a rank waits for, and how long at most; words are made where it fails alone."""
 
     me: Coordinates

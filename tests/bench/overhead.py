@@ -6,8 +6,9 @@ instructions: PP4 in one process over the inline transport, with a stage that do
 store: 8 ranks (TP2 x PP2 x DP2) take the plans of steps of 65,000 tokens: signing, putting, getting, checking, decoding
 and the server's own CPU time, as a share of the ranks' time in a step of one second.
 actions: 64 micro-batches of one shape through a linear layer a stage, by `TorchStage` and the executor and by
-torch.distributed.pipelining's own schedules, a step of each in turn in the same gloo processes; microseconds that the
-thread of a rank computes for each F or B (and its process, with gloo's threads), mean of ranks, median of 15 steps.
+torch.distributed.pipelining's own schedules, with the same loss, a step of each in turn in the same gloo processes;
+microseconds that the thread of a rank computes for each F or B (and its process, with gloo's threads), mean of ranks,
+median of 15 steps.
 growth: a tiny model trains on 8 ranks (TP2 x PP2 x DP2) with batches of many shapes; memory of ranks and planner, and
 what the store uses, after 200 steps and on. What a rank has to itself also grows as it writes to pages that it shared
 with the process it was forked from; what is resident does not grow by these.
@@ -187,7 +188,12 @@ def turns(env: RankEnv, topology: Topology, plan: Any) -> dict[str, list[tuple[f
         PipelineStage(module, stage, topology.num_stages, context.device)
         for module, stage in zip(theirs, context.stages, strict=True)
     ]
-    options: Any = {"loss_fn": lambda output, _: output.square().mean(-1).sum(), "scale_grads": False}
+    weights = torch.ones(MICRO_BATCHES, POSITIONS)
+
+    def mean_loss(output: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return loss_sum(output, {"loss_weights": weights}) / (MICRO_BATCHES * POSITIONS)
+
+    options: Any = {"loss_fn": mean_loss, "scale_grads": False}
     schedule: Any = (
         Schedule1F1B(stages[0], MICRO_BATCHES, **options)
         if len(stages) == 1
@@ -199,7 +205,7 @@ def turns(env: RankEnv, topology: Topology, plan: Any) -> dict[str, list[tuple[f
         for module in theirs:
             module.zero_grad()
         inputs = (rows,) if env.rank == 0 else ()
-        schedule.step(*inputs, **({"target": rows, "losses": []} if has_last else {}), return_outputs=False)
+        schedule.step(*inputs, **({"target": weights, "losses": []} if has_last else {}), return_outputs=False)
 
     steps: dict[str, Callable[[], object]] = {"ours": lambda: executor.execute(plan, batches), "torch": torch_step}
     timed: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
