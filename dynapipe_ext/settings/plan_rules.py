@@ -68,6 +68,11 @@ class PlanRules:
     def equal_counts(self) -> bool:
         return self.replica_counts == "equal"
 
+    @property
+    def is_split(self) -> bool:
+        """Whether backwards run as I and W."""
+        return self.split_backward or self.schedule in SPLIT_SCHEDULES
+
     def as_keywords(self) -> dict[str, Any]:
         """The rules alone, to hold them whole in another class: `Planner(topology, costs, limit, **...)`."""
         return {f.name: getattr(self, f.name) for f in fields(PlanRules)}

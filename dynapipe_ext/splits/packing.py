@@ -135,7 +135,8 @@ class RowPackings:
 
     def graded_rooms(self) -> Iterator[int]:
         """Positions of the largest of graded rows: all of the room, and halves of it that hold the longest sample."""
-        longest, room = max(max(s.encoder, s.decoder) for s in self.samples), self.rule.room
+        longest = max(max(s.encoder, s.decoder) for s in self.samples)
+        room = min(self.rule.room, sum(s.tokens for s in self.samples))
         while room >= longest:
             yield room
             room //= 2
@@ -173,7 +174,7 @@ class RowPackings:
         dp: int,
         max_bytes: int | None,
         equal_counts: bool,
-        split_backward: bool = False,
+        is_split: bool = False,
         tries: int = MOST_TRIES,
     ) -> list[tuple[MicroBatch, ...]]:
         """Packings of the few numbers of rows, up to one row a sample, that may take least time; see `_Value`.
@@ -212,7 +213,7 @@ class RowPackings:
         ends = _least(values), _most(values)
         close = sorted({*ends, *(count for count in coarse if count in values and min(ends) < count < max(ends))})
         chosen = [*close[:: -(-len(close) // tries)], close[-1]]
-        of_split = [_whole(values)] if split_backward else []
+        of_split = [_whole(values)] if is_split else []
         packings = map(self.numbering, dict.fromkeys([_most(values), *chosen, *of_split]))
         return [rows for rows in packings if rows is not None]
 

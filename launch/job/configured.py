@@ -45,7 +45,7 @@ from dynapipe_ext.models.named_models import dropout_rates, is_float32_folder
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.settings.plan_rules import SPLIT_SCHEDULES, ScheduleName, own_placement
+from dynapipe_ext.settings.plan_rules import ScheduleName, own_placement
 from dynapipe_ext.settings.tables import ModelSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import percent, seconds
@@ -241,7 +241,7 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
         "sequence_parallel": config.topology.sequence_parallel and config.topology.tp > 1,
         "dropout": config.model.dropout > 0 or (m.uses_transformers and bool(dropout_rates(m.architecture))),
         "distributed_optimizer": config.optimizer.distributed,
-        "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
+        "split_backward": plan.is_split,
         "head_slice": HEAD_SLICE if can_slice_head(config) else 0,
     }
     if not costs.facts.has_decoder:

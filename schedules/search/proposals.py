@@ -371,7 +371,7 @@ class Proposals:
                 dp=dp,
                 max_bytes=self.limit_bytes,
                 equal_counts=self.rules.equal_counts,
-                split_backward=self.rules.split_backward,
+                is_split=self.rules.is_split,
                 tries=max(1, min(MOST_TRIES, self.rules.effort // _MOVES_A_TRY)),
             )
             time_ns, _ = evaluate(finalists[0])
