@@ -128,6 +128,11 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.data and not args.write:
+        raise ConfigError(
+            f"--data {' '.join(args.data)} is what --write names as training data, and nothing is read from it: add"
+            " --write FILE, or give --lengths (a prepared folder has lengths.npy)"
+        )
     if (unknown := counted_model(args.model)) is not None:
         return _counted(args, *unknown)
     question, search, prices = question_of(args), search_of(args), prices_of(args)

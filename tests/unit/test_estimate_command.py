@@ -166,6 +166,7 @@ def test_lengths_of_a_file_are_planned(small, tmp_path, capsys):
         (["--tokens-per-batch", "100"], "a sample has 1,024 tokens but a global batch has at most 100"),
         (["--precision", "fp32", "--states", "mixed"], "--states mixed is about 16-bit weights"),
         (["--truncate", "9"], "--truncate cuts at 9, but nothing is given to cut: give --lengths"),
+        (["--data", "a.jsonl"], "--data a.jsonl is what --write names as training data, and nothing is read from it"),
         (["--seed", "-1"], "--seed is -1 but must be at least 0"),
         (["--pieces", "auto", "--model", "t5-small"], "--pieces is auto but t5 is an encoder-decoder"),
         (["--pieces", "4096", "--layout", "padded"], "--pieces is 4096 but pieces share packed rows: add packed to"),
