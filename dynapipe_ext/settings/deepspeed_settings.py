@@ -232,6 +232,8 @@ _REASONS = {
 
 def _overridden(raw: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     before, after = dict(_leaves(raw)), dict(_leaves(config))
+    if own := [name for name in before if name.startswith("scheduler.params.") and before[name] != "auto"]:
+        yield f"{', '.join(own)}: the file's, whatever --lr, --min-lr, --lr-schedule and --warmup say"
     for name, reason in _REASONS.items():
         in_file, used = before.get(name), after.get(name)
         by_us = name == "optimizer.params.torch_adam" and "optimizer" in raw

@@ -255,6 +255,11 @@ def check_preferences(
                 f"{where}: [data] template is 'preference' but [preferences] loss says of no loss to learn them by: set"
                 " it, to dpo for example"
             )
+        if preferences != PreferenceSettings():
+            raise ConfigError(
+                f"{where}: [preferences] describes a loss but loss is '', which learns from texts: set it, to dpo for"
+                " example, or leave the others out"
+            )
         return
     at = f"{where}: [preferences] loss is {preferences.loss!r}"
     if model.num_decoder_layers:
@@ -267,6 +272,8 @@ def check_preferences(
         raise ConfigError(
             f"{at} but label_smoothing is {preferences.label_smoothing:g}, which dpo alone has: leave it out"
         )
+    if preferences.gamma != PreferenceSettings().gamma and preferences.loss != "simpo":
+        raise ConfigError(f"{at} but gamma is {preferences.gamma:g}, which simpo alone has: leave it out")
 
 
 def check_evaluation(settings: EvalSettings, where: str) -> None:

@@ -262,6 +262,7 @@ class CheckpointSaver:
         self.most = self._ranks.most
         if dist.get_rank() == 0:
             folders.tidy(root)
+            folders.retain(root, last=keep_last, best=keep_best)  # a save may have failed before it
 
     def save(self, run: RunState) -> None:
         """Every rank calls it between two steps; one that is under way in the background is ended first."""

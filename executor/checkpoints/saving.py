@@ -324,6 +324,7 @@ class SavingTogether:
         self.most = self._ranks.most
         if dist.get_rank() == 0:
             folders.tidy(root)
+            folders.retain(root, last=settings.keep_last, best=settings.keep_best)  # a save may have failed before it
 
     def save(self, run: RunState) -> None:
         part = folders.part_folder(self._root, run.step)

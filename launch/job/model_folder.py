@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from dynapipe_ext.models.named_models import (
     raw_config,
     refuse_adapters,
 )
+from dynapipe_ext.settings.tables import OptimizerSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import percent
 
@@ -49,6 +50,11 @@ def refuse_unsupported(config: TrainConfig) -> None:
         _refuse_beside_engine(config)
         return
     if not config.model.uses_transformers:
+        if config.model.backend == "transformers":
+            raise ConfigError(
+                "--backend transformers computes a model of --model or --architecture, and none is named: name one, or"
+                " leave it out"
+            )
         return
     if unsupported := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
         raise ConfigError(
@@ -255,16 +261,23 @@ def settings_of_model(path: str, *, tokenizer: str | None) -> Tables:
     return tables
 
 
-def usual_settings(tables: Tables, *, num_ranks: int, adapts: bool = False) -> Tables:
+def usual_settings(num_ranks: int) -> Tables:
     """Defaults of `--model` without a file of settings: one pass over the data, one rank, and this machine's memory
-    divided by the `num_ranks` on it. Where the model has weights, also the learning rates of fine-tuning, higher ones
-    for adapters."""
-    usual: Tables = {
+    divided by the `num_ranks` on it."""
+    return {
         "run": {"epochs": 1.0},
         "topology": {"tp": 1, "pp": 1, "dp": 1},
         "plan": {"memory_limit_gb": memory_of_a_rank_gb(num_ranks)},
     }
-    return usual | ((_ADAPTING if adapts else _FINE_TUNING) if tables["model"]["init_from"] else {})
+
+
+def usual_rates(named: Collection[str], *, adapts: bool) -> Tables:
+    """Learning rates and warm-up of a model that goes on with its weights, higher ones for adapters, where a file of
+    settings has not `named` its own under [optimizer]."""
+    usual = (_ADAPTING if adapts else _FINE_TUNING)["optimizer"]
+    groups = (("lr", "min_lr"), ("warmup_fraction", "warmup_steps"))
+    free = {name for group in groups if not {*group} & {*named} for name in group}
+    return {"optimizer": {name: value for name, value in usual.items() if name in free}}
 
 
 def dropout_line(config: TrainConfig) -> str:
@@ -276,6 +289,14 @@ def dropout_line(config: TrainConfig) -> str:
         return ""
     file, rates_text = config_file(model.architecture), ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     return f"dropout: none, though {file} has {rates_text}: [model] dropout of a --config sets one rate for all"
+
+
+def warmup_line(config: TrainConfig) -> str:
+    """What is said of a warm-up, other than the usual short one, that is longer than the run; else nothing."""
+    optimizer, steps = config.optimizer, config.run.steps
+    if optimizer.warmup_fraction or optimizer.warmup_steps <= max(steps, OptimizerSettings().warmup_steps):
+        return ""
+    return f"note: the warm-up takes {optimizer.warmup_steps} steps of {steps}: lr {optimizer.lr:g} is never reached"
 
 
 def prediction_line(architecture: str) -> str:
@@ -310,11 +331,14 @@ def configured_cut(config: TrainConfig) -> ProvenCut:
     return proven_cut_of_folder(config.model.architecture, named_pattern(config))
 
 
+def named_settings(file: str | None) -> Tables:
+    """What a file of settings, which has been read before, names itself, by table."""
+    return tomllib.loads(Path(file).read_text(encoding="utf-8-sig")) if file else {}
+
+
 def names_layout(file: str | None) -> bool:
     """Whether a file of settings, which has been read before, says how rows are laid out."""
-    if not file:
-        return False
-    return "layout" in tomllib.loads(Path(file).read_text(encoding="utf-8-sig")).get("plan", {})
+    return "layout" in named_settings(file).get("plan", {})
 
 
 def settled_cut(

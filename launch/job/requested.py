@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dynapipe_ext.data.dataset import is_prepared
 from dynapipe_ext.data.sample_selection import data_settings
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import latest, read_manifest
@@ -21,7 +23,14 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending, refuse_below
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, refuse_guessable
-from dynapipe_ext.launch.job.model_folder import names_layout, refuse_unsupported, settings_of_model, usual_settings
+from dynapipe_ext.launch.job.model_folder import (
+    named_settings,
+    names_layout,
+    refuse_unsupported,
+    settings_of_model,
+    usual_rates,
+    usual_settings,
+)
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_data import named_files
 from dynapipe_ext.launch.job.run_directory import (
@@ -34,6 +43,8 @@ from dynapipe_ext.launch.job.run_directory import (
 from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_ranks_here, store_password
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.store import asked_store
+from dynapipe_ext.settings.deepspeed_settings import read_deepspeed_config, settings_in
+from dynapipe_ext.settings.tables import CheckpointSettings
 from dynapipe_ext.settings.train_config import TrainConfig, add_setting_flags, settings_of_flags
 from dynapipe_ext.tools.console import counted, say_loading
 from dynapipe_ext.tools.step_listeners import require_tensorboard, require_wandb
@@ -110,7 +121,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         tables["model"] = {"max_seq_len": cut_at(args.truncate, None)} | tables.get("model", {})
         if tables["model"]["max_seq_len"] != args.truncate:
             raise ConfigError(f"--truncate is {args.truncate} and --max-seq-len {args.max_seq_len}: give one of them")
-    return config.with_values(**tables)
+    return config.with_values(**_beside_file(tables, named_settings(args.config)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +158,8 @@ def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str 
     refuse_settings(config, compare=args.compare)
     if place is not None:
         refuse_no_room(config, place)
+        if not args.resume:
+            refuse_other_ids(config)
         _open_weights(config)
     address, secret = store_and_secret(args, secret)
     require_loggers(config)
@@ -163,6 +176,16 @@ def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str 
         num_shown=args.show_samples,
         layout_is_named=args.layout is not None or bool(args.resume) or names_layout(args.config),
     )
+
+
+def refuse_other_ids(config: TrainConfig) -> None:
+    """Errors: ConfigError for first weights beside a tokenizer that is made of this run's texts."""
+    weights, data = config.model.init_from, config.data
+    if weights and data.tokenizer == "bpe" and (data.mixture or (data.path and not is_prepared(data.path))):
+        raise ConfigError(
+            f"the weights of {weights} know the ids of their own tokenizer, but tokenizer is 'bpe', which is made of"
+            " this run's texts: name theirs by --tokenizer, or give prepared data"
+        )
 
 
 def _open_weights(config: TrainConfig) -> None:
@@ -199,6 +222,8 @@ def _resumed_run(args: argparse.Namespace, config: TrainConfig) -> tuple[str, Pa
         return config.run.run_dir, None
     if args.run_dir is not None:
         raise ConfigError(f"--resume {args.resume} goes on in its own directory: leave out --run-dir {args.run_dir}")
+    if args.init_from is not None:
+        raise ConfigError(f"--resume {args.resume} has weights of its own: leave out --init-from {args.init_from}")
     run_dir = run_to_resume(args.resume)
     return str(run_dir), to_go_on_from(run_dir, config, compare=args.compare, overwrite=args.overwrite)
 
@@ -225,6 +250,8 @@ def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None
     if merged:
         _refuse_place("--output-merged", merged, config, run_dir, overwrite=overwrite)
     if not output:
+        if config.checkpoint.save_format != CheckpointSettings().save_format:
+            raise ConfigError(f"--save-format {config.checkpoint.save_format} is of --output: give that, too")
         return
     if model.described is None:
         raise ConfigError(
@@ -286,12 +313,41 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     other_flags = {"--resume": args.resume, "--architecture": args.architecture, "--init-from": args.init_from}
     if also := [flag for flag, value in other_flags.items() if value]:
         raise ConfigError(f"--model {args.model} says what {', '.join(also)} would: leave one of them out")
+    named = named_settings(args.config)
+    of_file = {name: named.get("model", {}).get(name) for name in ("architecture", "init_from")}
+    if also := [
+        f"{name} {at}" for name, at in of_file.items() if at and os.path.abspath(at) != os.path.abspath(args.model)
+    ]:
+        raise ConfigError(
+            f"--model {args.model} says what [model] {', '.join(also)} of {args.config} would: leave one of them out"
+        )
     tables = settings_of_model(args.model, tokenizer=args.tokenizer)
     if not args.config:
         num_ranks = (args.tp or 1) * (args.pp or 1) * (args.dp or 1)
-        num_here = min(num_ranks, num_ranks_here() or num_ranks)
-        tables = usual_settings(tables, num_ranks=num_here, adapts=bool(args.lora)) | tables
-    return config.with_values(**tables)
+        tables = usual_settings(min(num_ranks, num_ranks_here() or num_ranks)) | tables
+    if tables["model"]["init_from"]:
+        adapts = config.lora.enabled if args.lora is None else args.lora
+        engine = settings_in(config.deepspeed.described)["optimizer"] if config.deepspeed.described else {}
+        tables |= usual_rates({*named.get("optimizer", {}), *engine}, adapts=adapts)
+    return config.with_values(**_beside_file(tables, named))
+
+
+def _beside_file(
+    tables: dict[str, dict[str, Any]], named: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Settings of flags, with those of a file that what these name would replace: a model its rows' length, a DeepSpeed
+    configuration what it decides."""
+    kept = {"model": ("max_seq_len",)} if "architecture" in tables.get("model", {}) else {}
+    if path := tables.get("deepspeed", {}).get("config"):
+        kept |= {
+            name: (*kept.get(name, ()), *values) for name, values in settings_in(read_deepspeed_config(path)).items()
+        }
+    of_file = {
+        table: {name: named[table][name] for name in names if name in named[table]}
+        for table, names in kept.items()
+        if table in named
+    }
+    return tables | {table: values | tables.get(table, {}) for table, values in of_file.items() if values}
 
 
 def _warmup(text: str) -> dict[str, Any]:

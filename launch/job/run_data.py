@@ -357,7 +357,10 @@ def data_lines(data: RunData) -> list[str]:
     lines += loss_notes(whole)
     if data.held_out is not None:
         tokens = counted(int(data.held_out.lengths[:, :2].sum()), "token")
-        lines.append(f"held out for evaluation: {counted(len(data.held_out), 'sample')}, {tokens}")
+        own = None if data.held_out.whole is whole else data.held_out.whole  # data of their own
+        truncated = f", {own.num_truncated:,} truncated" if own and own.num_truncated else ""
+        lines.append(f"held out for evaluation: {counted(len(data.held_out), 'sample')}, {tokens}{truncated}")
+        lines += [f"held out: {note}" for note in loss_notes(own)] if own else []
     return lines
 
 

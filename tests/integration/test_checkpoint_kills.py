@@ -58,9 +58,9 @@ def run_at(step: int) -> RunState:
     )
 
 
-def save(root: Path, step: int, value: int) -> None:
+def save(root: Path, step: int, value: int, keep_last: int = 2) -> None:
     trained: Any = Trained(value)
-    with CheckpointSaver(root, [trained], trained, {}, keep_last=2) as saver:
+    with CheckpointSaver(root, [trained], trained, {}, keep_last=keep_last) as saver:
         saver.save(run_at(step))
 
 
@@ -100,6 +100,20 @@ def killed_before(operation: int, root: Path) -> None:
 
     sys.addaudithook(audit)
     os.fsync = fsync
+
+
+def test_what_a_save_that_failed_late_left_too_many_goes_as_the_run_goes_on(tmp_path):
+    root = tmp_path / "checkpoints"
+
+    def work() -> None:
+        for step in (1, 2, 3):
+            save(root, step, step, keep_last=0)
+        trained: Any = Trained(3)
+        with CheckpointSaver(root, [trained], trained, {}, keep_last=2):
+            pass
+
+    assert in_a_child(tmp_path, work) == 0
+    assert [read_manifest(one).run.step for one in folders.checkpoints(root)] == [2, 3]
 
 
 @pytest.mark.parametrize(("step", "before"), [(3, 2), (2, 2)], ids=["a new step", "a step saved before"])

@@ -71,6 +71,15 @@ def test_every_auto_is_filled_in_and_nothing_counts_as_overridden() -> None:
     assert found.config["train_batch_size"] == 4
 
 
+def test_rates_that_a_scheduler_names_itself_are_said_to_be_its_own() -> None:
+    parameters = {"warmup_max_lr": 1e-3, "warmup_num_steps": "auto"}
+    engine = made({"scheduler": {"type": "WarmupLR", "params": parameters}})
+    assert engine.config["scheduler"]["params"] == {"warmup_max_lr": 1e-3, "warmup_num_steps": 7}
+    assert engine.overridden == (
+        "scheduler.params.warmup_max_lr: the file's, whatever --lr, --min-lr, --lr-schedule and --warmup say",
+    )
+
+
 def test_what_plans_and_settings_say_else_is_named_with_the_reason() -> None:
     raw = {
         "train_batch_size": 64,

@@ -26,7 +26,7 @@ from dynapipe_ext.launch.job.configured import (
     settled_steps,
     topology_of,
 )
-from dynapipe_ext.launch.job.model_folder import dropout_line, prediction_line
+from dynapipe_ext.launch.job.model_folder import dropout_line, prediction_line, warmup_line
 from dynapipe_ext.launch.job.requested import refuse_output
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.step_listeners import WandbRun, require_wandb
@@ -111,9 +111,63 @@ def test_a_file_of_settings_is_not_overridden_by_what_is_usual(folder: Path, tmp
     assert (config.optimizer.lr, config.model.init_from) == (1e-4, str(folder))
 
 
+def test_a_file_that_names_no_rates_leaves_those_of_fine_tuning(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[run]\nseed = 1\n")
+    o = settings(["--config", file, "--model", folder]).optimizer
+    assert (o.lr, o.min_lr, o.warmup_fraction) == (2e-5, 2e-6, 0.03)
+    assert settings(["--config", file, "--model", folder, "--lora"]).optimizer.lr == 2e-4
+    file.write_text("[optimizer]\nwarmup_steps = 9\n")
+    o = settings(["--config", file, "--model", folder]).optimizer
+    assert (o.lr, o.warmup_steps, o.warmup_fraction) == (2e-5, 9, TrainConfig().optimizer.warmup_fraction)
+
+
+def test_a_file_keeps_the_length_of_rows_that_it_names(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\nmax_seq_len = 32\n")
+    for flag in ("--model", "--architecture"):
+        assert settings(["--config", file, flag, folder]).model.max_seq_len == 32
+    assert settings(["--config", file, "--model", folder, "--truncate", "16"]).model.max_seq_len == 16
+
+
+def test_a_deepspeed_configuration_replaces_nothing_that_a_file_names(folder: Path, tmp_path: Path) -> None:
+    file, engine = tmp_path / "run.toml", tmp_path / "ds.json"
+    file.write_text('[optimizer]\nclip_grad = 0.5\nlr = 5e-5\nmin_lr = 0.0\n[model]\ndtype = "bfloat16"\n')
+    engine.write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}')
+    config = settings(["--config", file, "--model", folder, "--deepspeed", engine])
+    assert (config.optimizer.clip_grad, config.optimizer.lr, config.model.dtype) == (0.5, 5e-5, "bfloat16")
+    config = settings(["--model", folder, "--deepspeed", engine])
+    assert (config.optimizer.clip_grad, config.optimizer.lr, config.model.dtype) == (0.0, 1e-4, "float32")
+
+
+def test_weights_beside_a_tokenizer_of_the_runs_own_texts_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    config = settings(["--architecture", folder, "--init-from", folder, "--data", tmp_path / "texts.jsonl"])
+    with pytest.raises(ConfigError, match="know the ids of their own tokenizer, but tokenizer is 'bpe'"):
+        requested.refuse_other_ids(config)
+    requested.refuse_other_ids(config.with_values(data={"tokenizer": str(folder)}))
+
+
+def test_what_has_nothing_to_act_on_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--save-format megatron is of --output: give that, too"):
+        refuse_output(settings(["--model", folder, "--save-format", "megatron"]), "", overwrite=False)
+    with pytest.raises(ConfigError, match="--backend transformers computes a model of --model or --architecture"):
+        requested.refuse_settings(settings(["--backend", "transformers"]), compare=False)
+
+
+def test_a_warm_up_that_the_run_does_not_outlast_is_said() -> None:
+    assert warmup_line(settings(["--steps", "2", "--warmup", "100"])).startswith(
+        "note: the warm-up takes 100 steps of 2"
+    )
+    assert warmup_line(settings(["--steps", "9"])) == warmup_line(settings(["--steps", "9", "--warmup", "0.5"])) == ""
+
+
 def test_what_model_cannot_mean_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--model .* says what --init-from would: leave one of them out"):
         settings(["--model", folder, "--init-from", folder])
+    (folder / "run.toml").write_text('[model]\ninit_from = "other"\n')
+    with pytest.raises(ConfigError, match=r"says what \[model\] init_from other of .*run\.toml would"):
+        settings(["--model", folder, "--config", folder / "run.toml"])
     with pytest.raises(ConfigError, match=r"nowhere has no config\.json: give a model's folder"):
         settings(["--model", "nowhere"])
     (folder / "tokenizer.json").unlink()

@@ -184,6 +184,8 @@ def test_records_without_two_answers_to_a_prompt_are_refused_by_name(record, say
         ({"plan": {"rule": "fixed-rows"}}, "rule 'fixed-rows' knows no pairs"),
         ({"model": {"num_decoder_layers": 2, "position": "relative"}}, "is an encoder-decoder"),
         ({"preferences": {"loss": "orpo", "label_smoothing": 0.1}}, "label_smoothing is 0.1, which dpo alone has"),
+        ({"preferences": {"loss": "dpo", "gamma": 5.0}}, "gamma is 5, which simpo alone has: leave it out"),
+        ({"preferences": {"beta": 0.5}}, "describes a loss but loss is '', which learns from texts: set it"),
         ({"preferences": {"loss": "kto"}}, "loss is 'kto': choose from"),
         ({"data": {"tokenizer": "bytes"}}, "read by a decoder-only model's own tokenizer"),
         ({"data": {"max_input_len": 5}}, "pairs of answers, which have no input and target sides"),
