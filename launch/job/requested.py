@@ -102,6 +102,8 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
             raise ConfigError(f"--resume {args.resume} holds no run, as it has no config.toml: name a run's directory")
         config = TrainConfig.read(settings)
     if args.resume:
+        if args.init_from is not None:
+            raise ConfigError(f"--resume {args.resume} has weights of its own: leave out --init-from {args.init_from}")
         place = place_of_resumed(config.run.run_dir, run_to_resume(args.resume))
         config = config.with_values(run={"run_dir": place})
     if args.model:
@@ -222,8 +224,6 @@ def _resumed_run(args: argparse.Namespace, config: TrainConfig) -> tuple[str, Pa
         return config.run.run_dir, None
     if args.run_dir is not None:
         raise ConfigError(f"--resume {args.resume} goes on in its own directory: leave out --run-dir {args.run_dir}")
-    if args.init_from is not None:
-        raise ConfigError(f"--resume {args.resume} has weights of its own: leave out --init-from {args.init_from}")
     run_dir = run_to_resume(args.resume)
     return str(run_dir), to_go_on_from(run_dir, config, compare=args.compare, overwrite=args.overwrite)
 

@@ -57,6 +57,22 @@ def test_a_prepared_folder_is_trained_on_as_it_is(tmp_path: Path) -> None:
         run_data(short)
 
 
+def test_what_is_held_out_for_evaluation_is_told_as_training_data_are(tmp_path: Path) -> None:
+    for name, length in ("train", 9), ("held_out", 90):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{"a" * length}"}}\n' for _ in range(8)))
+    config = TrainConfig.from_json(
+        {
+            "data": {"path": str(tmp_path / "train.jsonl"), "tokenizer": "bytes", "truncate": True},
+            "eval": {"path": str(tmp_path / "held_out.jsonl"), "every": 1},
+            "model": {"max_seq_len": 40},
+            "run": {"run_dir": str(tmp_path)},
+        }
+    )
+    first, second = data_lines(run_data(config))
+    assert "truncated" not in first
+    assert second == "held out for evaluation: 8 samples, 320 tokens, 8 truncated"
+
+
 def test_runs_beside_each_other_share_what_was_tokenized_from_the_same_text_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
