@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import flag_of
-from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.models.counted import CountedModel
 from dynapipe_ext.models.named_models import config_file, raw_config, read_model
-from dynapipe_ext.tools.account.flops import Account, flops_account
 from dynapipe_ext.tools.console import say_loading
 
 
@@ -37,35 +32,6 @@ def counted_model(model: str) -> tuple[CountedModel, str] | None:
         except ConfigError as unbuilt:
             raise ConfigError(f"{error}; nor can it be counted: {unbuilt}") from error
     return None
-
-
-def counted_account(counted: CountedModel, args: argparse.Namespace, peak: float) -> Account:
-    """FLOPs of the step that the flags describe. Errors: ConfigError for flags that need a known family."""
-    if counted.uncounted and any("encoder" in what or "decoder" in what for what in counted.uncounted):
-        raise ConfigError(f"{args.model} has an encoder and a decoder: FLOPs of these are counted for t5 alone")
-    for name in ("log", "decoder_len", "padded_tokens", "recompute"):
-        if getattr(args, name):
-            raise ConfigError(
-                f"{flag_of(name)} is for families that are known here, not {counted.model_type}: leave it out"
-            )
-    if (args.lengths is None) == (args.seq_len is None):
-        raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
-    if (args.seconds_per_step is None) != (args.gpus is None):
-        raise ConfigError("--gpus and --seconds-per-step go together: give both, or leave both out")
-    if args.lengths is not None:
-        lengths: Sequence[int] = read_lengths(args.lengths)[:, 0].tolist()
-    else:
-        lengths = [args.seq_len] * (args.batch_size or 0)
-    if not lengths:
-        raise ConfigError("a step needs samples: give --batch-size with --seq-len, or --lengths that are not empty")
-    return flops_account(
-        Path(args.model).name,
-        counted.step_flops(lengths, causal=args.causal),
-        sum(lengths),
-        seconds=args.seconds_per_step,
-        gpus=args.gpus or 1,
-        peak_flops_per_s=peak,
-    )
 
 
 def counted_notes(counted: CountedModel, why: str) -> list[str]:

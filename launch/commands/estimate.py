@@ -15,7 +15,7 @@ from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending, refuse_below
+from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending, flag_of, refuse_below
 from dynapipe_ext.launch.commands.counted_models import counted_json, counted_model, counted_notes, counted_table
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job.configured import topology_of
@@ -41,6 +41,7 @@ from dynapipe_ext.tools.progress import WorkProgress
 
 _PIPE_COLUMNS = 190  # no terminal to fit into
 _MOST_TOKENS_PER_BATCH = 4 << 20  # what large models were trained with
+_MOST_SAMPLES = 1024  # of a global batch
 _STATES: tuple[StateRecipe, ...] = tuple(recipe for recipe in RECIPES if recipe != "fp32")
 _NOTHING_FITS = 1
 
@@ -100,7 +101,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add_truncate(data, "what the model was made for")
     data.add_argument("--tokens", type=float, metavar="N", help="real tokens of the whole run, for days and cost")
     data.add_argument("--tokens-per-batch", metavar="N|LOW:HIGH", help="real tokens of a step; searched within a range")
-    data.add_argument("--max-samples", type=int, default=1024, metavar="N", help="of a global batch")
+    data.add_argument("--max-samples", type=int, metavar="N", help=f"of a global batch (default: {_MOST_SAMPLES})")
     add_flag(data, "data.path", "training data that --write names", default=())
 
 
@@ -153,6 +154,7 @@ def _counted(args: argparse.Namespace, counted: CountedModel, why: str) -> int:
     """Print the parameters and the bytes of states of a model of an unknown family; no ways to train it."""
     if args.write:
         raise ConfigError(f"--write {args.write} names a way to train, but none is known for {args.model}: {why}")
+    _refuse_flags_of_ways(args)
     training_bytes = counted.parameters * sum(BYTES_PER_PARAMETER[args.states])
     notes = [
         f"Weights, gradients and optimizer take {training_bytes / 1e9:,.1f} GB ({args.states}), without activations.",
@@ -161,6 +163,15 @@ def _counted(args: argparse.Namespace, counted: CountedModel, why: str) -> int:
     report = {**counted_json(counted, notes), "training_bytes": training_bytes}
     deliver(args.json, report, counted_table(counted), *notes)
     return 0
+
+
+def _refuse_flags_of_ways(args: argparse.Namespace) -> None:
+    """Errors: ConfigError for a flag that counts do not heed."""
+    usual = argparse.ArgumentParser()
+    add_arguments(usual)
+    for name, default in vars(usual.parse_args(["--model", "gpt2"])).items():
+        if name not in ("model", "states", "json") and getattr(args, name) != default:
+            raise ConfigError(f"{flag_of(name)} plans ways to train, and none is known for {args.model}: leave it out")
 
 
 def question_of(args: argparse.Namespace) -> Question:
@@ -227,10 +238,17 @@ def _data(args: argparse.Namespace, architecture: Architecture) -> LengthData:
 def search_of(args: argparse.Namespace) -> Search:
     refuse_below(args, 1, "plans", "top", "max_samples")
     refuse_below(args, 0, "effort")
-    bounds = (1, _MOST_TOKENS_PER_BATCH)
-    samples = args.max_samples
-    if args.tokens_per_batch:
-        least, colon, most = args.tokens_per_batch.partition(":")
+    bounds, size = (1, _MOST_TOKENS_PER_BATCH), args.tokens_per_batch
+    samples = _MOST_SAMPLES if args.max_samples is None else args.max_samples
+    if size:
+        least, colon, most = size.partition(":")
+        if "," in size:
+            raise ConfigError(f"--tokens-per-batch is {short(size)} but must be one number, or two as LOW:HIGH")
+        if args.max_samples is not None and not colon:
+            raise ConfigError(
+                f"--max-samples is {args.max_samples} but --tokens-per-batch {short(size)} alone says how large a batch"
+                " is: leave it out, or give a range LOW:HIGH"
+            )
         numbers = _numbers(f"{least},{most}" if colon else least, "--tokens-per-batch", most=1 << 32)
         bounds = (numbers[0], numbers[-1])
         samples = samples if colon else 1 << 20  # a size that is asked for is kept
@@ -280,6 +298,10 @@ def _numbers(text: str | None, flag: str, *, least: int = 1, most: int = 1 << 20
 def _stages_per_rank(args: argparse.Namespace) -> tuple[int, ...]:
     """Errors: ConfigError for numbers that no pipeline has under the placement."""
     numbers = _numbers(args.stages_per_rank, "--stages-per-rank")
+    if numbers and set(_numbers(args.pp, "--pp")) == {1}:
+        raise ConfigError(
+            f"--stages-per-rank is {args.stages_per_rank} but --pp 1 has no pipeline: leave it out, or raise --pp"
+        )
     for number in numbers:  # "auto" takes those that interleaved has, and of them what v has too
         placement_of("interleaved" if (args.placement or "auto") == "auto" else args.placement, 2, number)
     return numbers

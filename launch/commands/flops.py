@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from dynapipe_ext.batch.micro_batches import RECOMPUTES
@@ -11,7 +11,6 @@ from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.command_parser import add_json, ending, flag_of
 from dynapipe_ext.launch.commands.counted_models import (
-    counted_account,
     counted_json,
     counted_model,
     counted_notes,
@@ -19,10 +18,18 @@ from dynapipe_ext.launch.commands.counted_models import (
 )
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.flops import Positions, Sight, Work
+from dynapipe_ext.models.counted import CountedModel
+from dynapipe_ext.models.flops import Positions, Sight, StepFlops, Work
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.settings.train_config import add_flag
-from dynapipe_ext.tools.account.flops import Account, account, accounts_of_report, flops_table, read_log
+from dynapipe_ext.tools.account.flops import (
+    Account,
+    account,
+    accounts_of_report,
+    flops_account,
+    flops_table,
+    read_log,
+)
 from dynapipe_ext.tools.console import deliver
 
 _EPILOG = """examples:
@@ -77,17 +84,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     peak = parser.add_mutually_exclusive_group()
     peak.add_argument("--device", choices=tuple(DEVICES), help="whose published peak counts")
     peak.add_argument("--peak-tflops", type=float, metavar="T", help="of one device in the run's precision")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
+    parser.add_argument("--precision", choices=PRECISIONS, help="of the matrix products (default: bf16)")
     parser.add_argument("--causal", action="store_true", help="count half of the attention that a causal mask hides")
     add_json(parser, "the account")
 
 
 def run(args: argparse.Namespace) -> int:
     peak = _peak(args)
+    if not args.report:
+        _refuse_out_of_bounds(args)
     unknown = None if args.report or not args.model else counted_model(args.model)
     if unknown is not None:
         counted, why = unknown
-        one, notes = counted_account(counted, args, peak), counted_notes(counted, why)
+        one, notes = _of_counted(args, peak, counted), counted_notes(counted, why)
         report = {"accounts": [one.to_json()], **counted_json(counted, notes)}
         deliver(args.json, report, flops_table([one]), counted_table(counted), *notes)
         return 0
@@ -102,7 +111,11 @@ def run(args: argparse.Namespace) -> int:
 def _peak(args: argparse.Namespace) -> float:
     """Peak FLOP/s of one device; 0 where no flag names it."""
     if args.device:
-        return DEVICES[args.device].peak_flops_per_s[args.precision]
+        return DEVICES[args.device].peak_flops_per_s[args.precision or "bf16"]
+    if args.precision:
+        raise ConfigError(
+            f"--precision {args.precision} is of a device's published peak: give --device too, or leave it out"
+        )
     if args.peak_tflops is None:
         return 0.0
     if not 0 < args.peak_tflops <= _MOST_TFLOPS:
@@ -119,10 +132,47 @@ def _of_report(args: argparse.Namespace, peak: float) -> list[Account]:
     return accounts_of_report(path, peak_flops_per_s=peak, causal=args.causal)
 
 
-def _of_step(args: argparse.Namespace, peak: float) -> Account:
+def _refuse_out_of_bounds(args: argparse.Namespace) -> None:
     for name, (least, most) in _BOUNDS.items():
         if (value := getattr(args, name)) is not None and not least <= value <= most:
             raise ConfigError(f"{flag_of(name)} is {short(value)} but must lie in {least:,} to {most:,}")
+
+
+def _refuse_no_rate(args: argparse.Namespace, seconds: float | None, gpus: int | None, peak: float) -> None:
+    """Errors: ConfigError for some of what a rate needs."""
+    if seconds is None and gpus:
+        raise ConfigError("--gpus are for FLOPs a second: give --seconds-per-step too, or leave --gpus out")
+    if seconds is not None and not gpus:
+        raise ConfigError(f"--gpus must be given{' (the log does not say)' if args.log else ''}")
+    if seconds is None and peak:
+        raise ConfigError("a device's peak is for MFU and HFU: give --seconds-per-step and --gpus too")
+
+
+def _of_counted(args: argparse.Namespace, peak: float, counted: CountedModel) -> Account:
+    """FLOPs of the step that the flags describe. Errors: ConfigError for flags that need a known family."""
+    if counted.uncounted and any("encoder" in what or "decoder" in what for what in counted.uncounted):
+        raise ConfigError(f"{args.model} has an encoder and a decoder: FLOPs of these are counted for t5 alone")
+    for name in ("log", "decoder_len", "padded_tokens", "recompute"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"{flag_of(name)} is for families that are known here, not {counted.model_type}: leave it out"
+            )
+    _refuse_no_rate(args, args.seconds_per_step, args.gpus, peak)
+    shape = _Shape(args.batch_size, args.seq_len, args.decoder_len)
+    pairs, rows = _samples(args, counted.model_type, shape, t5=False)
+    lengths = [length for length, _ in pairs]
+    flops = StepFlops(*(rows * part for part in astuple(counted.step_flops(lengths, causal=args.causal))))
+    return flops_account(
+        Path(args.model).name,
+        flops,
+        rows * sum(lengths),
+        seconds=args.seconds_per_step,
+        gpus=args.gpus or 1,
+        peak_flops_per_s=peak,
+    )
+
+
+def _of_step(args: argparse.Namespace, peak: float) -> Account:
     if not args.model:
         raise ConfigError("give a run's report, or --model with the step's samples, --seconds-per-step and --gpus")
     architecture, _ = read_model(args.model)
@@ -139,12 +189,7 @@ def _of_step(args: argparse.Namespace, peak: float) -> Account:
                 shape.seq_len or logged.seq_len,
                 shape.decoder_len or decoder_len,
             )
-    if seconds is None and gpus:
-        raise ConfigError("--gpus are for FLOPs a second: give --seconds-per-step too, or leave --gpus out")
-    if seconds is not None and not gpus:
-        raise ConfigError(f"--gpus must be given{' (the log does not say)' if args.log else ''}")
-    if seconds is None and peak:
-        raise ConfigError("a device's peak is for MFU and HFU: give --seconds-per-step and --gpus too")
+    _refuse_no_rate(args, seconds, gpus, peak)
     real, longest = _positions(args, architecture, shape)
     executed = real
     if args.padded_tokens is not None:
@@ -177,25 +222,33 @@ class _Shape:
 
 def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Shape) -> tuple[Positions, int]:
     """(positions of the step's samples, length of the longest one)."""
+    sight = Sight.of(architecture)
+    pairs, rows = _samples(args, architecture.family, shape, t5=bool(architecture.num_decoder_layers))
+    if args.lengths is not None:
+        return Positions.of_samples(pairs, sight=sight), max(e for e, _ in pairs)
+    ((seq_len, decoder_len),) = pairs
+    return Positions.of_rows(seq_len, decoder_len, rows, sight=sight), seq_len
+
+
+def _samples(args: argparse.Namespace, family: str, shape: _Shape, *, t5: bool) -> tuple[list[tuple[int, int]], int]:
+    """((encoder, decoder) lengths of the step's samples, how many of each there are)."""
     if (args.lengths is None) == (shape.seq_len is None):
         raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
-    t5 = bool(architecture.num_decoder_layers)
-    sight = Sight.of(architecture)
     if args.lengths is not None:
         if shape.batch_size is not None or shape.decoder_len is not None:
             raise ConfigError("--lengths has all samples: leave --batch-size and --decoder-len out")
-        pairs = read_lengths(args.lengths)[:, :2].tolist()
+        pairs = [(e, d) for e, d in read_lengths(args.lengths)[:, :2].tolist()]
         if not pairs:
             raise ConfigError(f"--lengths {args.lengths} has no samples: give those of one step")
         if any(bool(decoder) != t5 for _, decoder in pairs):
             raise ConfigError(
-                f"--lengths {args.lengths}: samples of a {architecture.family} model have"
+                f"--lengths {args.lengths}: samples of a {family} model have"
                 f" {'a decoder length' if t5 else 'one length'} each"
             )
-        return Positions.of_samples(((e, d) for e, d in pairs), sight=sight), max(e for e, _ in pairs)
+        return pairs, 1
     batch_size, seq_len, decoder_len = shape.batch_size or 0, shape.seq_len or 0, shape.decoder_len or 0
     if min(batch_size, seq_len) < 1 or decoder_len < 0:
         raise ConfigError(f"--seq-len {seq_len} and --batch-size {batch_size}: give both, at least 1")
     if t5 != bool(decoder_len):
         raise ConfigError(f"--decoder-len is {decoder_len}: above 0 for t5 models, and for them alone")
-    return Positions.of_rows(seq_len, decoder_len, batch_size, sight=sight), seq_len
+    return [(seq_len, decoder_len)], batch_size

@@ -51,26 +51,8 @@ from dynapipe_ext.settings.tables import DataSettings
 from dynapipe_ext.settings.train_config import add_flag, add_flags, check_data_settings
 from dynapipe_ext.tools.console import deliver
 
-_OF_TEXT = (  # flags for text, which an .idx no longer has
-    "input_format",
-    "json_keys",
-    "pair_keys",
-    "template",
-    "loss_on",
-    "input_key",
-    "target_key",
-    "text_key",
-    "append_eod",
-    "separator",
-    "split_sentences",
-    "special_tokens",
-    "add_special_tokens",
-    "max_seq_len",
-    "max_input_len",
-    "max_target_len",
-    "tasks",
-    "truncate",
-)
+_OF_INDEX = ("input", "output", "output_prefix", "lengths_only", "skip_empty", "overwrite", "json")  # heeded of an .idx
+_OF_IDS = ("tokenizer", "tokenizer_model", "vocab_size")  # heeded of one that is copied
 _ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # one core a worker
 
 _EPILOG = """examples:
@@ -181,9 +163,9 @@ def _add_output(writing: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
-    _take_other_names(args, console)
     if args.lengths_only or any(map(is_indexed, args.input)):
         return _from_index(args, console)
+    _take_other_names(args, console)
     output = args.output_prefix if args.output is None else args.output
     parts = _parts(args, output)
     files = tuple(file for inputs, _ in parts for file in inputs)
@@ -292,8 +274,7 @@ def _from_index(args: argparse.Namespace, console: Console) -> int:
             "an .idx must be the only input, and --lengths-only needs one: name one data set of Megatron's format"
         )
     prefix = args.input[0]
-    if flags := [flag_of(name) for name in _OF_TEXT if getattr(args, name)]:
-        raise ConfigError(f"{prefix} is tokenized already, and {flags[0]} is for text: leave it out")
+    _refuse_of_index(args, prefix)
     if args.output_prefix is not None:
         raise ConfigError(f"{prefix} is in Megatron's format already: use --output DIR or --lengths-only")
     if args.lengths_only:
@@ -303,10 +284,7 @@ def _from_index(args: argparse.Namespace, console: Console) -> int:
         left_out = write_lengths(lengths_path(prefix), index.lengths)
         rows, tokens, outputs = len(index.lengths) - left_out, int(index.lengths.sum()), lengths_path(prefix)
     else:
-        encoder = named_encoder(args, args.tokenizer) if args.tokenizer else None
-        vocab_size = args.vocab_size or (encoder.vocab_size if encoder else None)
-        if vocab_size is None:
-            raise ConfigError("an .idx does not say how many ids there are: give --vocab-size, or --tokenizer")
+        encoder, vocab_size = _ids_of_index(args)
         with _progress(console) as show:
             dataset = import_indexed(
                 prefix,
@@ -321,6 +299,39 @@ def _from_index(args: argparse.Namespace, console: Console) -> int:
         left_out = int(str(dataset.meta["num_skipped"]))
     _report(args, {"outputs": [str(outputs)], "samples": rows, "tokens": tokens, "skipped": left_out})
     return 0
+
+
+def _refuse_of_index(args: argparse.Namespace, prefix: str) -> None:
+    """Errors: ConfigError for a flag that has nothing to do with an .idx."""
+    usual = argparse.ArgumentParser()
+    add_arguments(usual)
+    heeded = (*_OF_INDEX, *_OF_IDS, *(("eod_token",) if args.tokenizer or args.tokenizer_model else ()))
+    for name, default in vars(usual.parse_args(["--input", "a.idx", "--lengths-only"])).items():
+        if getattr(args, name) == default:
+            continue
+        if args.lengths_only and name in _OF_IDS:
+            raise ConfigError(
+                f"--lengths-only counts tokens, whatever their ids, without {flag_of(name)}: leave it out"
+            )
+        if name not in heeded:
+            raise ConfigError(f"{prefix} is tokenized already, and {flag_of(name)} is for text: leave it out")
+
+
+def _ids_of_index(args: argparse.Namespace) -> tuple[Encoder | None, int]:
+    """The tokenizer that the flags name, and how many ids there are. Errors: ConfigError where neither says that, or
+    both say other."""
+    refuse_below(args, 1, "vocab_size")
+    which = _which_tokenizer(args) if args.tokenizer or args.tokenizer_model else None
+    encoder = named_encoder(args, which) if which else None
+    if encoder is None and args.vocab_size is None:
+        raise ConfigError("an .idx does not say how many ids there are: give --vocab-size, or --tokenizer")
+    if encoder is None:
+        return None, args.vocab_size
+    if args.vocab_size not in (None, encoder.vocab_size):
+        raise ConfigError(
+            f"--vocab-size is {args.vocab_size} but {which} has {encoder.vocab_size} ids: leave one of them out"
+        )
+    return encoder, encoder.vocab_size
 
 
 @contextmanager

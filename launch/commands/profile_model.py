@@ -406,6 +406,11 @@ def _job(args: argparse.Namespace, start_s: float) -> _Job:
             " one kind of layer: train without it, counted costs at a measured rate tell them apart"
         )
     within = _range(args, model, tp if config.topology.sequence_parallel else 1)
+    if args.max_shapes < (fewest := len(within.first())):
+        print(
+            f"--max-shapes is {args.max_shapes} but a table needs {fewest} at least: as many are measured",
+            file=sys.stderr,
+        )
     return _Job(args, config, model, within, _widths_to_measure(args, config, model), start_s)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 
@@ -88,6 +89,43 @@ def test_flops_and_estimate_count_a_family_that_no_plan_knows(
     assert "--recompute is for families that are known here, not cohere" in " ".join(capsys.readouterr().err.split())
     assert cli.main(["estimate", "--model", folder, "--write", str(tmp_path / "best.toml")]) == 2
     assert "names a way to train, but none is known" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["estimate", "--nodes", "-4"], "--nodes plans ways to train, and none is known for"),
+        (["estimate", "--lengths", "nope.npy"], "--lengths plans ways to train"),
+        (["estimate", "--tp", "banana"], "--tp plans ways to train"),
+        (["estimate", "--states", "mixed", "--top", "3"], "--top plans ways to train"),
+        (["flops", "--seq-len", "-100", "--batch-size", "1"], "--seq-len is -100 but must lie in 1 to"),
+        (["flops", "--lengths", "PAIRS", "--batch-size", "2"], "--lengths has all samples"),
+        (["flops", "--lengths", "PAIRS"], "samples of a cohere model have one length each"),
+        (["flops", "--seq-len", "8"], "--seq-len 8 and --batch-size 0: give both"),
+        (["flops", "--seq-len", "8", "--batch-size", "1", "--device", "h100"], "peak is for MFU and HFU"),
+        (["flops", "--seq-len", "8", "--batch-size", "1", "--gpus", "1"], "give --seconds-per-step too"),
+    ],
+)
+def test_flags_that_counts_do_not_heed_are_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = tmp_path / "pairs.npy"
+    np.save(pairs, np.array([[5, 3], [6, 2]]))
+    words = [str(pairs) if word == "PAIRS" else word for word in words]
+    assert cli.main([*words, "--model", written(tmp_path, model_type="cohere", **_SMALL)]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_as_many_samples_of_one_length_as_a_step_may_have_are_counted_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = written(tmp_path, model_type="cohere", **_SMALL)
+    step = ["flops", "--model", model, "--seq-len", "32", "--causal", "--json"]
+    counts = []
+    for batch_size in (1, 10**12):
+        assert cli.main([*step, "--batch-size", str(batch_size)]) == 0
+        counts.append(json.loads(capsys.readouterr().out)["accounts"][0]["model_flops"])
+    assert counts[1] == 10**12 * counts[0]
 
 
 @pytest.mark.parametrize(

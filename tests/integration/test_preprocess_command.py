@@ -177,6 +177,11 @@ def test_several_files_of_every_form_make_one_dataset_in_the_order_given(tmp_pat
 
 
 BASE = ("--tokenizer", "bytes", "--output", "out")
+OF_TEXT = (
+    "--tokenizer-type HuggingFaceTokenizer", "--vocab-file v", "--merge-file m", "--split-sentences", "--keep-newlines",
+    "--lang german", "--log-interval 5", "--workers 2", "--partitions 2", "--ray", "--ray-address auto",
+    "--dataset-impl mmap", "--text-unit document", "--json-key a", "--max-seq-len 0",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -213,6 +218,20 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
             ("--input", "d.idx", *BASE, "--truncate", "9"),
             "d.idx is tokenized already, and --truncate is for",
         ),
+        *(
+            (("--input", "d.idx", *BASE, *flags), f"d.idx is tokenized already, and {flags[0]} is for text: leave")
+            for flags in map(str.split, OF_TEXT)
+        ),
+        (("--input", "d.idx", "--vocab-size", "9", "--output", "o", "--eod-token", "x"), "--eod-token is for text"),
+        (("--input", "d.idx", *BASE, "--vocab-size", "9"), "--vocab-size is 9 but bytes has 258 ids: leave one"),
+        (("--input", "d.idx", "--vocab-size", "0", "--output", "out"), "--vocab-size is 0 but must be at least 1"),
+        (("--input", "d.idx", *BASE, "--tokenizer-model", "b"), "--tokenizer and --tokenizer-model mean the same"),
+        (("--input", "d.idx", "--tokenizer-model", "bytes", "--output", "out"), "give the path of a Megatron data set"),
+        (
+            ("--input", "d.idx", "--lengths-only", "--tokenizer", "bytes"),
+            "--lengths-only counts tokens, whatever their ids, without --tokenizer: leave it out",
+        ),
+        (("--input", "d.idx", "--lengths-only", "--vocab-size", "9"), "without --vocab-size: leave it out"),
         (("--input", "d.idx", "--output", "out"), "give --vocab-size, or --tokenizer"),
         (("--input", "d.idx", "--output-prefix", "x", "--tokenizer", "bytes"), "is in Megatron's format already"),
         (

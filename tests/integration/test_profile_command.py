@@ -213,7 +213,7 @@ def test_widths_are_measured_by_real_ranks_and_priced_by_what_these_took(
 
 
 @pytest.mark.usefixtures("one_repeat")
-def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path) -> None:
+def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Qwen3 has norms of queries and keys and heads of their own size, which the settings of a run cannot say."""
     config, out = tmp_path / "config.json", tmp_path / "costs.json"
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -222,6 +222,7 @@ def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path) -> None:
     few = ["--min-len", "32", "--max-len", "32", "--max-tokens", "64", "--recompute", "full", "--held-out", "1"]
     few += ["--max-shapes", "1"]
     assert main(["profile", "--model", str(config), "--out", str(out), *few]) == 0
+    assert "--max-shapes is 1 but a table needs 3 at least: as many are measured\n" in capsys.readouterr().err
     table = CostTable.read(out)
     attention = 32 * (64 + 2 * 32) + 64 * 32 + 2 * 32
     assert table.parameter_bytes["encoder"] == 4 * (attention + 3 * 32 * 48 + 2 * 32)

@@ -278,6 +278,7 @@ def test_a_step_has_flops_without_a_time(capsys: pytest.CaptureFixture[str]) -> 
         (["--model", "no-such-file.json", "--seconds-per-step", "1", "--gpus", "1"], "no-such-file.json"),
         (["--peak-tflops", "0"], "--peak-tflops is 0.0"),
         (["--peak-tflops", "1e99"], "--peak-tflops is 1e+99"),
+        (["--model", "MODEL", "--precision", "fp16"], "--precision fp16 is of a device's published peak"),
         (["--model", "MODEL", "--seq-len", "9" * 20, "--batch-size", "1"], "--seq-len is 9999"),
         (["runs/x", "--recompute", "full"], "a report says what was run"),
         (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--lengths", "PAIRS"], "one length each"),

@@ -109,8 +109,7 @@ def prepare_conversion(
     written_as = format_of(target)
     say_loading("torch")  # not before: what is refused above needs none
     reader = read_as.open(source)
-    if drop_mtp:
-        reader.drop_prediction_layers()
+    changed = drop_mtp and reader.drop_prediction_layers()
     reader.check()
     if carry is not None:
         reader.files = tuple(carry)
@@ -118,6 +117,8 @@ def prepare_conversion(
     pieces = tuple(writer.pieces())
     _refuse_lost(reader, pieces)
     notices = [f"{source} could also be read as {', '.join(also)}: --from chooses"] if also else []
+    if drop_mtp and not changed:
+        notices.append(f"{source} has no layers of multi-token prediction: --drop-mtp changed nothing")
     notices += [*reader.notices, *writer.notices, *_left_out(reader, pieces, target)]
     identity = {
         "version": importlib.metadata.version("dynapipe-ext"),

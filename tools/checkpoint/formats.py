@@ -90,9 +90,9 @@ class CheckpointReader(Protocol):
     config_fields: Mapping[str, Any] = MappingProxyType({})  # for a config.json, where none is carried
     megatron: MegatronValues = MegatronValues()
 
-    def drop_prediction_layers(self) -> None:
-        """Leave out the layers of multi-token prediction, which `check` refuses."""
-        return
+    def drop_prediction_layers(self) -> bool:
+        """Leave out the layers of multi-token prediction, which `check` refuses; whether there are any."""
+        return False
 
     def check(self) -> None:
         """Refuse missing, extra and misshapen tensors, all of them named, before anything is written."""

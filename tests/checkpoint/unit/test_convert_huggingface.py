@@ -191,6 +191,9 @@ def test_layers_of_multi_token_prediction_are_left_out_where_that_is_asked(tmp_p
     assert differences(wanted, tensors_in(tmp_path / "target")) == []
     assert any("of multi-token prediction are left out" in notice for notice in outcome.notices)
     assert json.loads((tmp_path / "target" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    again = prepare_conversion(tmp_path / "target", tmp_path / "again", "hf", WriterOptions(), drop_mtp=True)
+    nothing = f"{tmp_path / 'target'} has no layers of multi-token prediction: --drop-mtp changed nothing"
+    assert [notice for notice in again.notices if "multi-token" in notice] == [nothing]
 
 
 def test_code_that_a_folder_brings_is_said_not_to_be_followed(tmp_path: Path) -> None:

@@ -106,14 +106,13 @@ class HuggingFaceReader(CheckpointReader):
         if first is not None and first.dtype in _FLOATS:
             self.architecture = replace(self.architecture, dtype=str(first.dtype).removeprefix("torch."))
 
-    def drop_prediction_layers(self) -> None:
+    def drop_prediction_layers(self) -> bool:
         for name in self._prediction:
             del self._stored[name]
-        if self._prediction:
-            self.notices += (
-                f"{len(self._prediction)} tensors of multi-token prediction are left out: {_some(self._prediction)}",
-            )
-        self._prediction = []
+        dropped, self._prediction = self._prediction, []
+        if dropped:
+            self.notices += (f"{len(dropped)} tensors of multi-token prediction are left out: {_some(dropped)}",)
+        return bool(dropped)
 
     def check(self) -> None:
         """Errors: DataError with every missing, extra and misshapen tensor."""
