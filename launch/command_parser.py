@@ -116,6 +116,11 @@ def json_place(words: Sequence[str]) -> str | None:
     return None
 
 
+def given_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """The long flags of a parsed command line, in their order."""
+    return tuple(dict.fromkeys(word.partition("=")[0] for word in args.words if word.startswith("--")))
+
+
 def flag_of(name: str) -> str:
     """
     >>> flag_of("log_interval")

@@ -15,7 +15,7 @@ from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
-from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending, flag_of, refuse_below
+from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending, given_flags, refuse_below
 from dynapipe_ext.launch.commands.counted_models import counted_json, counted_model, counted_notes, counted_table
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job.configured import topology_of
@@ -167,11 +167,9 @@ def _counted(args: argparse.Namespace, counted: CountedModel, why: str) -> int:
 
 def _refuse_flags_of_ways(args: argparse.Namespace) -> None:
     """Errors: ConfigError for a flag that counts do not heed."""
-    usual = argparse.ArgumentParser()
-    add_arguments(usual)
-    for name, default in vars(usual.parse_args(["--model", "gpt2"])).items():
-        if name not in ("model", "states", "json") and getattr(args, name) != default:
-            raise ConfigError(f"{flag_of(name)} plans ways to train, and none is known for {args.model}: leave it out")
+    for flag in given_flags(args):
+        if flag not in ("--model", "--states", "--json"):
+            raise ConfigError(f"{flag} plans ways to train, and none is known for {args.model}: leave it out")
 
 
 def question_of(args: argparse.Namespace) -> Question:

@@ -37,7 +37,15 @@ from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, RayWorkers, Workers, usable_cores
 from dynapipe_ext.data.sample_selection import Tasks, read_tasks, unknown_tasks
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending, flag_of, refuse_below
+from dynapipe_ext.launch.command_parser import (
+    add_json,
+    add_truncate,
+    cut_at,
+    ending,
+    flag_of,
+    given_flags,
+    refuse_below,
+)
 from dynapipe_ext.launch.job.data_form import (
     DataForm,
     form_of,
@@ -51,8 +59,7 @@ from dynapipe_ext.settings.tables import DataSettings
 from dynapipe_ext.settings.train_config import add_flag, add_flags, check_data_settings
 from dynapipe_ext.tools.console import deliver
 
-_OF_INDEX = ("input", "output", "output_prefix", "lengths_only", "skip_empty", "overwrite", "json")  # heeded of an .idx
-_OF_IDS = ("tokenizer", "tokenizer_model", "vocab_size")  # heeded of one that is copied
+_OF_INDEX = {"--input", "--output", "--output-prefix", "--lengths-only", "--skip-empty", "--overwrite", "--json"}
 _ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # one core a worker
 
 _EPILOG = """examples:
@@ -303,18 +310,13 @@ def _from_index(args: argparse.Namespace, console: Console) -> int:
 
 def _refuse_of_index(args: argparse.Namespace, prefix: str) -> None:
     """Errors: ConfigError for a flag that has nothing to do with an .idx."""
-    usual = argparse.ArgumentParser()
-    add_arguments(usual)
-    heeded = (*_OF_INDEX, *_OF_IDS, *(("eod_token",) if args.tokenizer or args.tokenizer_model else ()))
-    for name, default in vars(usual.parse_args(["--input", "a.idx", "--lengths-only"])).items():
-        if getattr(args, name) == default:
-            continue
-        if args.lengths_only and name in _OF_IDS:
-            raise ConfigError(
-                f"--lengths-only counts tokens, whatever their ids, without {flag_of(name)}: leave it out"
-            )
-        if name not in heeded:
-            raise ConfigError(f"{prefix} is tokenized already, and {flag_of(name)} is for text: leave it out")
+    ids = {"--tokenizer", "--tokenizer-model", "--vocab-size"}
+    names_tokenizer = args.tokenizer or args.tokenizer_model
+    for flag in given_flags(args):
+        if args.lengths_only and flag in ids:
+            raise ConfigError(f"--lengths-only counts tokens, whatever their ids, without {flag}: leave it out")
+        if flag not in _OF_INDEX | ids | ({"--eod-token"} if names_tokenizer else set()):
+            raise ConfigError(f"{prefix} is tokenized already, and {flag} is for text: leave it out")
 
 
 def _ids_of_index(args: argparse.Namespace) -> tuple[Encoder | None, int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import numpy as np
 import pytest
 
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands import estimate as estimate_command
 from dynapipe_ext.launch.job.configured import architecture_of, topology_of
 from dynapipe_ext.models.named_models import read_model
@@ -35,7 +35,7 @@ def small(tmp_path):
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     estimate_command.add_arguments(parser)
     return estimate_command.run(parser.parse_args(list(words)))
 
