@@ -13,7 +13,7 @@ from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, ReplicaPlan
 from dynapipe_ext.batch.vocabulary import gathered_vocabulary
 from dynapipe_ext.costs.adjustments import ForwardsAlone, adjusted
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import VerificationError
+from dynapipe_ext.errors import ConfigError, VerificationError
 from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.launch.command_parser import add_json, cut_at, ending
 from dynapipe_ext.launch.commands.plan_inputs import (
@@ -130,12 +130,22 @@ def _config(args: argparse.Namespace, plan: PlanFile, packs_rows: bool) -> Train
 
 
 def _lengths(args: argparse.Namespace, planning: SettledPlanning) -> Lengths | None:
-    """(encoder, decoder) positions of samples by index, as the model takes them; None where no file is given."""
+    """(encoder, decoder) positions of samples by index, as the model takes them; None where no file is given.
+
+    Errors: ConfigError for flags that change or pick lengths, where there are none.
+    """
+    if args.index is not None and not args.batch:
+        raise ConfigError(f"--index {args.index} picks a global batch of --batch FILE: give it, or leave --index out")
     if args.batch:
         table = read_batch(args.batch, args.index or 0)
     elif args.lengths:
         table = read_lengths(args.lengths)
     else:
+        for flag, is_given in (("--extra", any(args.extra)), ("--truncate", args.truncate is not None)):
+            if is_given:
+                raise ConfigError(
+                    f"{flag} changes lengths, but there are none: give --lengths FILE, or leave {flag} out"
+                )
         return None
     cut = cut_at(args.truncate, planning.config.model.max_seq_len)
     table, _ = fitted(table, args.extra, cut, planning.costs.facts.has_decoder)

@@ -78,6 +78,7 @@ _EPILOG = """examples:
 _PORT = 29400  # torchrun's own for c10d
 _FREE_PORTS = range(20000, 30000)  # below those that systems give to outgoing connections
 _MOST_PLACES = 5
+_WAIT_S = 600.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 # It ends when a host is lost.
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8"
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
     """The flags that `dynapipe train` lacks. Those with torchrun's names have torchrun's meaning."""
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines of the job")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="machines of the job (default: 1)")
     parser.add_argument(
         "--node-rank", type=int, metavar="N", help="of this machine, from 0 (default: the nodes agree on it)"
     )
@@ -120,11 +121,10 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--wait-for-hosts",
         type=_seconds,
-        default=_seconds("10m"),
         metavar="DURATION",
         help="that do not answer when all start again, as 90s, 10m or 2h (default: 10m)",
     )
-    parser.add_argument("--ssh", default=_SSH, metavar="COMMAND", help="runs `COMMAND HOST sh -s` on a host")
+    parser.add_argument("--ssh", metavar="COMMAND", help=f"runs `COMMAND HOST sh -s` on a host (default: {_SSH})")
     parser.add_argument("--ray", action="store_true", help="start all from here, on --nnodes nodes of a Ray cluster")
     parser.add_argument(
         "--ray-address", metavar="ADDRESS", help="of a running cluster, or auto (default: a new local one)"
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
         start = partial(_run_from_here, args, job) if from_here else _agent_starter(args, job, by_hand)
         limits = RestartLimits(
             max_restarts=0 if by_hand else args.max_restarts,
-            wait_for_hosts_s=args.wait_for_hosts,
+            wait_for_hosts_s=_WAIT_S if args.wait_for_hosts is None else args.wait_for_hosts,
         )
         restarted = _restarted(args, job, run_dir, start)
         end = run_with_restarts(restarted, limits, hosts=job.hosts, spares=job.spares)
@@ -254,7 +254,7 @@ def _restarted(args: argparse.Namespace, job: LaunchedJob, run_dir: Path, start:
         if not hosts:
             return frozenset()
         endpoint = job.place.rdzv_endpoint or _with_port(hosts[0].name.rpartition("@")[2], _FREE_PORTS[-1])
-        return hosts_away(shlex.split(args.ssh), hosts, _host_of(endpoint), int(endpoint.rpartition(":")[2]))
+        return hosts_away(shlex.split(args.ssh or _SSH), hosts, _host_of(endpoint), int(endpoint.rpartition(":")[2]))
 
     def start_or_again(hosts: tuple[Host, ...]) -> NodeEnd:
         end = start(hosts, next(num_starts) > 0)
@@ -272,9 +272,10 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
     hosts, spares = _hosts_and_spares(args)
     if args.ray and (hosts or args.node_rank is not None):
         raise ConfigError("--ray finds its nodes itself: leave out --hosts and --node-rank")
-    if hosts and (args.node_rank is not None or args.nnodes not in (1, len(hosts))):
+    if hosts and (args.node_rank is not None or args.nnodes not in (None, 1, len(hosts))):
         raise ConfigError(f"--hosts names {len(hosts)} hosts and starts all: leave out --nnodes and --node-rank")
-    num_nodes, world_size = len(hosts) or args.nnodes, topology_of(config).world_size
+    num_nodes = len(hosts) or (1 if args.nnodes is None else args.nnodes)
+    world_size = topology_of(config).world_size
     if num_nodes < 1 or world_size % num_nodes:
         raise ConfigError(
             f"{world_size} ranks (tp x pp x dp) do not spread evenly over {num_nodes} nodes: change one of them"
@@ -305,8 +306,28 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         rdzv_endpoint=_with_port(args.rdzv_endpoint, agreed.port) if args.rdzv_endpoint else "",
         rdzv_id=args.rdzv_id or agreed.job_id,
     )
+    _refuse_unused(args)
     words = (*_flags_of_variables(args), *launch_flags.parse_known_args(args.words)[1])
     return LaunchedJob(config=config, words=words, place=place, hosts=hosts, spares=spares)
+
+
+def _refuse_unused(args: argparse.Namespace) -> None:
+    """Errors: ConfigError for flags of several nodes where nothing says how many, and for those of a file of hosts
+    without one."""
+    if args.hosts:
+        return
+    backend = args.rdzv_backend if args.rdzv_backend == "static" else None
+    of_nodes = {"rdzv_endpoint": args.rdzv_endpoint, "rdzv_id": args.rdzv_id, "rdzv_backend": backend}
+    for name, value in of_nodes.items():
+        if value and args.nnodes is None:  # `--nnodes 1` says it, as scripts for any number do
+            raise ConfigError(
+                f"{flag_of(name)} {value} is for several nodes that meet, but --nnodes is 1: add --nnodes N, or leave"
+                " it out"
+            )
+    for name in ("ssh", "wait_for_hosts"):
+        if (value := getattr(args, name)) is not None:
+            given = f"{value:g}" if name == "wait_for_hosts" else value
+            raise ConfigError(f"{flag_of(name)} {given} is for the hosts of a file: add --hosts FILE, or leave it out")
 
 
 def _hosts_and_spares(args: argparse.Namespace) -> tuple[tuple[Host, ...], tuple[Host, ...]]:
@@ -357,7 +378,7 @@ def _agreed(args: argparse.Namespace, run_dir: str) -> _Agreed:
     directory; else of the directory alone. Errors: ConfigError where Slurm's job has fewer nodes."""
     of_run = hashlib.sha256(os.path.abspath(run_dir).encode()).hexdigest()[:8]
     slurm = slurm_place()
-    if slurm is None or args.nnodes == 1:
+    if slurm is None or args.nnodes in (None, 1):
         return _Agreed(_PORT, f"dynapipe-{of_run}")
     if 0 < slurm.job_nodes < args.nnodes and not (args.rdzv_id and ":" in args.rdzv_endpoint):
         raise ConfigError(
@@ -420,7 +441,7 @@ def _run_from_here(args: argparse.Namespace, job: LaunchedJob, hosts: tuple[Host
         if args.ray:
             nodes = RayNodes(job.place.num_nodes, job.place.num_ranks, args.ray_address)
         else:
-            nodes = ShellNodes(shlex.split(args.ssh), hosts)
+            nodes = ShellNodes(shlex.split(args.ssh or _SSH), hosts)
         variables, places = (
             node_variables(secrets.token_hex(32), is_restart=is_restart),
             job.places(nodes.first_address),
@@ -441,7 +462,7 @@ def _commands(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Sequ
     names = [host.name for host in job.hosts] or [f"ray-node-{i}" for i in range(job.place.num_nodes)]
     for name, place in zip(names, job.places(names[0].rpartition("@")[2]), strict=True):
         line = shell_line(job.node_command(place), Path.cwd())
-        shell = [*shlex.split(args.ssh), name, "sh", "-s"] if job.hosts else ["sh", "-s"]
+        shell = [*shlex.split(args.ssh or _SSH), name, "sh", "-s"] if job.hosts else ["sh", "-s"]
         commands += [f"{shlex.join(shell)} <<< {shlex.quote(line)}"]
         commands += [f"    {shlex.join(torchrun_command(place, 0, job.words))}"]
     return commands

@@ -15,7 +15,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import PROVEN_RULE, ProvenStep, prove_step
-from dynapipe_ext.launch.command_parser import add_json, ending, flag_of
+from dynapipe_ext.launch.command_parser import add_json, ending, flag_of, given_flags
 from dynapipe_ext.launch.commands.plan_inputs import (
     add_cost_arguments,
     add_length_arguments,
@@ -46,6 +46,11 @@ _MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _MOST_LIMIT_S = 1e6
 _PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
 
+_DEGREES = {
+    "tp": "tensor parallel ranks (default: that of --config or of a cost file, else 1 beside --pp or --dp, else 2)",
+    "pp": "pipeline ranks (default: that of --config, else 1 beside --tp or --dp, else that of a cost file, or 2)",
+    "dp": "data parallel replicas (default: that of --config, else 1 beside --tp or --pp, else of a cost file, or 2)",
+}
 _EPILOG = """examples:
   dynapipe plan --lengths lengths.npy --tokens-per-batch 65536 --tp 1 --pp 4 --dp 2
   dynapipe plan --lengths runs/latest/data/lengths.npy --step 3 --layout packed --json plan.json
@@ -68,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser.add_mutually_exclusive_group(), "data.tokens_per_batch", "data.batch_size")
     add_length_arguments(parser)
     add_cost_arguments(parser)
-    for name, what in (("tp", "tensor parallel ranks"), ("pp", "pipeline ranks"), ("dp", "data parallel replicas")):
-        add_flag(parser, f"topology.{name}", f"{what} (default: 1; with --config the file's)")
+    for name, what in _DEGREES.items():
+        add_flag(parser, f"topology.{name}", what)
     add_flags(parser, "topology.width", "topology.placement", "topology.stages_per_rank", "topology.layers_per_stage")
     add_flags(parser, "topology.vocabulary")
     add_flags(parser, "plan.layout", "plan.schedule")
@@ -103,6 +108,7 @@ class _Made:
 def run(args: argparse.Namespace) -> int:
     console = output(_PIPE_COLUMNS, json_to=args.json)
     if args.show:
+        _refuse_beside_show(args)
         _show_file(args.show, console)
         if args.json:
             deliver(args.json, read_json(args.show, PLAN_FORMAT, "a plan"))
@@ -127,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         f"batch: {batch_name}, {counted(len(samples), 'sample')}, {counted(sum(s.tokens for s in samples), 'token')}"
     )
     for note in notes:
-        console.print(f"lengths: {note}")
+        console.print(f"lengths: {note}", markup=False)
     console.print(f"costs: {priced.provenance}")
     if trials:
         console.print(trials_table(trials))
@@ -242,6 +248,14 @@ def _refuse_backwards(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{flag_of(flag)} has nothing to change in forwards alone: leave it or --forward-only out"
             )
+
+
+def _refuse_beside_show(args: argparse.Namespace) -> None:
+    """Errors: ConfigError for flags that say how to plan."""
+    if others := [flag for flag in given_flags(args) if flag not in ("--show", "--json")]:
+        raise ConfigError(
+            f"--show {args.show} shows a plan as it is, and {', '.join(others)} would change one: leave out either"
+        )
 
 
 def _refuse_no_numbers(file: PlanFile, path: str) -> None:

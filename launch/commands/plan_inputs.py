@@ -124,11 +124,14 @@ def _of_cost_file(args: argparse.Namespace, config: TrainConfig, topology: Topol
         is_of_config = True
     else:
         layers = vars(args).get("layers_per_stage") or ()  # a file's are for its model
-        is_named = config.placement != "linear" or layers or config.topology.vocabulary != "whole"
-        if topology is None and (is_named or any(getattr(args, name) for name in DEGREES)):
-            tp = config.topology.tp if args.tp is not None else costs.over(None)[1].tp
-            topology_settings = replace(config.topology, tp=tp, layers_per_stage=layers)
-            topology = placed_stages(replace(config, topology=topology_settings))
+        t, own = config.topology, costs.over(None)[1]
+        is_named = config.placement != "linear" or layers or t.vocabulary != "whole" or t.width != 1
+        has_degree = any(vars(args).get(name) for name in DEGREES)
+        if topology is None and (is_named or has_degree):
+            tp = t.tp if args.tp is not None else own.tp
+            degrees = {"tp": tp, "pp": t.pp, "dp": t.dp} if has_degree else {"tp": tp, "pp": own.pp, "dp": own.dp}
+            config = config.with_values(topology={**degrees, "layers_per_stage": layers})
+            topology = placed_stages(config)
         costs, topology = costs.over(topology)  # over its own, where none is named
         is_of_config = False
     planning = SettledPlanning(
@@ -201,6 +204,8 @@ def batch_samples(
             made = counted(len(batches), "global batch")
             raise ConfigError(f"--step is {index} but {args.lengths} makes {made}: give 0 to {len(batches) - 1}")
         indices = batches[index]
+        if fraction := config.eval.fraction:
+            notes.append(f"a run holds out [eval] fraction {fraction:g} of them, so its steps have other samples")
     return sample_lengths(table, indices), chosen, notes
 
 
@@ -293,6 +298,10 @@ def fitted(
     encoder = np.maximum(1, encoder + extra[0])
     if has_decoder or (has_decoder is None and decoder.any()):
         decoder = np.maximum(1, decoder + extra[1])
+    elif extra[1]:
+        raise ConfigError(
+            f"--extra DEC is {extra[1]} but there is no decoder side to add it to: give 0, or add it to ENC"
+        )
     _refuse_too_long(encoder, decoder, "lower --extra, or cut with --truncate")
     if any(extra):
         notes.append(f"{extra[0]:+d} encoder and {extra[1]:+d} decoder positions added, at least 1 left")

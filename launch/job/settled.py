@@ -58,6 +58,7 @@ from dynapipe_ext.launch.job.model_folder import (
     layout_line,
     prediction_line,
     settled_cut,
+    warmup_line,
     widened_line,
 )
 from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
@@ -107,16 +108,21 @@ class SettledPlanning:
 
     @property
     def message_format(self) -> ActivationFormat:
-        """What ranks send to one another. Errors: ConfigError where neither settings nor costs say."""
+        """What ranks send to one another. Errors: ConfigError where neither settings nor costs say, and for a
+        `hidden_size` other than what they say."""
+        said = configured_format(self.config) if self.is_of_config else self.costs.facts.activation_format
+        if said is not None:
+            if self.hidden_size not in (None, said.hidden_size):
+                raise ConfigError(
+                    f"--hidden-size is {self.hidden_size} but the {'model has' if self.is_of_config else 'costs have'}"
+                    f" {said.hidden_size}: leave it out"
+                )
+            return said
         if self.hidden_size is not None:
             first_head = self.topology.first_head_stage
             return ActivationFormat(
                 self.hidden_size, self.config.model.dtype, first_decoder_stage=0, first_head_stage=first_head
             )
-        if self.is_of_config:
-            return configured_format(self.config)
-        if (own := self.costs.facts.activation_format) is not None:
-            return own
         raise ConfigError(
             f"{type(self.costs).__name__} do not say how large the messages between ranks are, which must fit beside"
             " all else: give --hidden-size N, or the model with --config FILE"
@@ -350,6 +356,7 @@ def _say_notices(config: TrainConfig, console: Console) -> None:
         widened_line(config),
         dropout_line(config),
         prediction_line(config.model.architecture),
+        warmup_line(config),
     )
     if text := "\n".join(line for line in notices if line):
         console.print(text, markup=False, soft_wrap=True)

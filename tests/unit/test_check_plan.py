@@ -408,8 +408,18 @@ def test_packed_plans_of_a_lengths_file_are_checked_with_its_lengths(
     assert cli.main(["check-plan", str(target), *lengths, *flags, "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
     assert verdict["batch_bound_s"] is not None
-    assert cli.main(["check-plan", str(target), *flags]) == 2
-    assert "cannot be priced without their documents' lengths" in capsys.readouterr().err
+    for more, says in (
+        ([], "cannot be priced without their documents' lengths"),
+        (
+            ["--extra", "1", "0"],
+            "--extra changes lengths, but there are none: give --lengths FILE, or leave --extra out",
+        ),
+        (["--truncate"], "--truncate changes lengths, but there are none"),
+        (["--index", "0"], "--index 0 picks a global batch of --batch FILE: give it, or leave --index out"),
+        ([*lengths, "--index", "1"], "--index 1 picks a global batch of --batch FILE"),
+    ):
+        assert cli.main(["check-plan", str(target), *flags, *more]) == 2
+        assert says in capsys.readouterr().err
     raw = json.loads(target.read_text())
     raw["replicas"][0]["micro_batches"][0]["encoder_len"] -= 8
     target.write_text(json.dumps(raw))

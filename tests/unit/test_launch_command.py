@@ -65,6 +65,11 @@ def test_of_nodes_that_are_started_one_by_one_torchrun_counts_the_restarts(capsy
     assert "--rdzv-conf" not in words
 
 
+def test_a_script_for_any_number_of_nodes_runs_on_one(capsys: pytest.CaptureFixture[str]) -> None:
+    (words,) = commands(capsys, "--nnodes", "1", "--rdzv-endpoint", "node0", "--rdzv-id", "mine")
+    assert "--standalone" in words
+
+
 def test_nodes_that_are_started_one_by_one_agree_on_where_they_meet(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
@@ -186,6 +191,15 @@ def test_a_job_starts_on_all_hosts_of_the_file_but_its_spares(here: Path, capsys
         (["--rdzv-endpoint", "a:99999"], "--rdzv-endpoint is 'a:99999' but must be HOST or HOST:PORT"),
         (["--rdzv-endpoint", "a:port"], "--rdzv-endpoint is 'a:port' but"),
         (["--rdzv-endpoint", ":29400"], "--rdzv-endpoint is ':29400' but"),
+        (
+            ["--rdzv-endpoint", "a"],
+            "--rdzv-endpoint a is for several nodes that meet, but --nnodes is 1: add --nnodes N",
+        ),
+        (["--rdzv-id", "mine"], "--rdzv-id mine is for several nodes"),
+        (["--rdzv-backend", "static"], "--rdzv-backend static is for several nodes"),
+        (["--ray", "--rdzv-id", "mine"], "--rdzv-id mine is for several nodes"),
+        (["--ssh", "rsh -n"], "--ssh rsh -n is for the hosts of a file: add --hosts FILE, or leave it out"),
+        (["--ray", "--wait-for-hosts", "2m"], "--wait-for-hosts 120 is for the hosts of a file: add --hosts FILE"),
         (["--ray-address", "auto"], "add --ray, or leave it out"),
         (["--secret-file", "nothere"], "the secret file nothere cannot be read"),
         (["--secret-file", "short"], "short holds 6 characters but a job's secret must have at least 16: (umask 77;"),

@@ -7,9 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.launch import cli
+from dynapipe_ext.models.named_models import preset
 
 LENGTHS = [40, 300, 17, 90, 120, 64, 33, 250]
 SMALL = ["--tp", "1", "--pp", "2", "--dp", "2"]
@@ -60,6 +63,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             for enc in ("9223372036854775807", "-9223372036854775808", "9" * 60)
         ),
         (["--extra", "2147483647", "0"], "has 2147483687 and 0 positions but a side has at most 2^31"),
+        (["--extra", "0", "5"], "--extra DEC is 5 but there is no decoder side to add it to: give 0, or add it to ENC"),
+        (["--hidden-size", "32"], "--hidden-size is 32 but the model has 128: leave it out"),
         (["--truncate", "9" * 30], "--truncate is 999999"),
         (["--memory-limit-gb", "1e27"], "memory_limit_gb is 1e+27 but must be at most 1,000,000,000"),
         (["--memory-limit-gb", "1e-12"], "the memory limit is 1e-12 GB"),
@@ -74,6 +79,38 @@ def test_what_cannot_be_planned_is_one_line_and_status_2(
     lengths: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     assert says in refused(capsys, "--lengths", lengths, *arguments)
+
+
+def test_a_flag_that_says_other_than_the_costs_is_refused(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A width needs replicas, which costs of a pipeline alone do not bring."""
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(TokenCosts(2, transfer_bytes_per_token=32))))
+    arguments = ["--lengths", lengths, "--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "1"]
+    for flag, value, says in (
+        ("--width", "2", "width is 2 but must be a power of two that divides dp 1"),
+        ("--hidden-size", "8", "--hidden-size is 8 but the costs have 16: leave it out"),
+        ("--extra", "0 1", "--extra DEC is 1 but there is no decoder side"),
+    ):
+        assert says in refused(capsys, *arguments, flag, *value.split())
+    assert plan(*arguments, "--hidden-size", "16", "--width", "auto") == 0
+    counted = AnalyticCosts(preset("gpt2"), Topology(pp=2, dp=4), flops_per_s=1e12)
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(counted)))
+    capsys.readouterr()
+    assert plan(*arguments[:-1], "100", "--width", "auto", "--effort", "10") == 0
+    assert "of 4 data parallel ranks are one replica, each with a slice of every row, of 1, 2, 4" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_plan_is_shown_without_flags_that_would_change_it(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "plan.json")
+    assert plan("--lengths", lengths, *SMALL, "--json", target) == 0
+    text = refused(capsys, "--show", target, "--effort", "5", "--pp=2")
+    assert f"--show {target} shows a plan as it is, and --effort, --pp would change one: leave out either" in text
+    assert plan(f"--show={target}", "--json") == 0
 
 
 def test_a_batch_file_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

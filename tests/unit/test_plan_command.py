@@ -145,6 +145,19 @@ def test_a_step_is_the_global_batch_that_training_would_take(lengths: str, tmp_p
             assert samples(planned(target)) == sorted(batch)
 
 
+def test_samples_that_a_run_would_hold_out_are_planned_and_said(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.toml").write_text("[eval]\nfraction = 0.25\nevery = 5\n")
+    (tmp_path / "batches.json").write_text(json.dumps([{"lengths": [[one, 0] for one in LENGTHS]}]))
+    for source, is_said in (["--lengths", lengths], True), (["--batch", str(tmp_path / "batches.json")], False):
+        assert plan(*source, *SMALL, "--config", str(tmp_path / "mine.toml")) == 0
+        text = capsys.readouterr().out
+        assert (
+            "lengths: a run holds out [eval] fraction 0.25 of them, so its steps have other samples" in text
+        ) == is_said
+
+
 def test_a_placement_is_planned_proven_and_written(lengths: str, tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     assert plan("--lengths", lengths, *SMALL, "--placement", "v", "--effort", "50", "--json", str(target)) == 0
@@ -332,6 +345,10 @@ def test_a_cost_file_brings_its_own_topology(lengths: str, tmp_path: Path, capsy
     arguments = ["--lengths", lengths, "--costs", str(costs), "--memory-limit-gb", "1"]
     assert plan(*arguments, "--json", str(tmp_path / "plan.json")) == 0
     assert planned(tmp_path / "plan.json")["topology"]["pp"] == 3
+    assert plan(*arguments, "--width", "auto", "--json", str(tmp_path / "plan.json")) == 0
+    assert planned(tmp_path / "plan.json")["topology"]["pp"] == 3
+    capsys.readouterr()
+    assert plan(*arguments) == 0
     assert f"TokenCosts from {costs}" in capsys.readouterr().out
     assert "3 stages but the topology has 2" in refused(capsys, *arguments, *SMALL)
     costs.write_text("[]")
