@@ -190,8 +190,8 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """`path` is the training data; empty: the built-in generator. `mixture` names several files instead, either all
-    with their share of the samples, as "a.jsonl=0.7", or all without.
+    """`path` is the training data; empty: the built-in generator, which alone makes `num_samples`. `mixture` names
+    several files instead, either all with their share of the samples, as "a.jsonl=0.7", or all without.
 
     `tokenizer` is "bpe" (trained on the data, with `vocab_size` ids), "bytes", or a name for `dynapipe preprocess
     --tokenizer`. The tokenizer of a model's folder also applies that model's chat template: `template` says what the

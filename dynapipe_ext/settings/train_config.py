@@ -404,6 +404,8 @@ def _setting_named(name: str) -> Setting:
 def _add_flag_of(parser: argparse._ActionsContainer, one: Setting) -> None:
     says_default = "default" in one.help or one.default in ("", False, ())
     default = "" if says_default else f" (default: {one.default})"
+    if one.alias:
+        parser = parser.add_mutually_exclusive_group()
     parser.add_argument(one.flag, **one.flag_options, help=one.help + default)
     if one.alias:
         dest = one.flag.lstrip("-").replace("-", "_")

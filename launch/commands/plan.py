@@ -24,7 +24,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     settled_planning,
 )
 from dynapipe_ext.launch.job.configured import followed_placement, trials_table
-from dynapipe_ext.launch.job.model_folder import layout_line, names_layout
+from dynapipe_ext.launch.job.model_folder import layout_line, named_settings, names_layout
 from dynapipe_ext.launch.job.settled import placed_planning
 from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, plan_json
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "topology.width", "topology.placement", "topology.stages_per_rank", "topology.layers_per_stage")
     add_flags(parser, "topology.vocabulary")
     add_flags(parser, "plan.layout", "plan.schedule")
-    add_flag(parser, "plan.pad_multiple", "rows are rounded up to it (default: 8; CSV: 1)")
+    add_flag(parser, "plan.pad_multiple", "rows are rounded up to it (default: that of --config, else 8; CSV: 1)")
     add_flags(parser, "plan.effort")
     add_flag(parser, "run.seed", "of the data order and the search (default: 0)")
     parser.add_argument(
@@ -121,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
     config = planning.config
     memory_limit_bytes(args, config)
     samples, batch_name, notes = batch_samples(args, config, planning.costs.facts.has_decoder)
-    if priced.is_measured_grid and args.pad_multiple is None:
+    is_named = args.pad_multiple is not None or "pad_multiple" in named_settings(args.config).get("plan", {})
+    if priced.is_measured_grid and not is_named:
         planning = replace(planning, config=replace(config, plan=replace(config.plan, pad_multiple=1)))
     planning, trials = placed_planning(planning, lambda: [samples])
     planner = planning.planner

@@ -337,6 +337,9 @@ def test_a_measured_batch_is_planned_with_its_extra_positions(
         assert (m["encoder_len"], m["decoder_len"]) == tuple(
             max(needs[s][side] for s in m["samples"]) for side in (0, 1)
         )
+    (tmp_path / "run.toml").write_text("[plan]\npad_multiple = 4\n")
+    assert plan(*command, *files, "--extra", *map(str, extra), "--config", str(tmp_path / "run.toml")) == 0
+    assert all(m["encoder_len"] % 4 == 0 for m in planned(tmp_path / "plan.json")["replicas"][0]["micro_batches"])
 
 
 def test_a_cost_file_brings_its_own_topology(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,6 +424,12 @@ def test_a_plan_has_the_same_bytes_under_other_hash_seeds_and_numbers_of_threads
     one, other = ((tmp_path / f"{number}.json").read_bytes() for number in ("1", "2"))
     assert one == other
     assert samples(json.loads(one)) == list(range(len(sizes)))
+
+
+def test_two_names_of_one_flag_are_not_both_taken(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan("--lengths", lengths, *SMALL, "--width", "1", "--cp", "2")
+    assert "argument --cp: not allowed with argument --width" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--width", "--cp"])
