@@ -166,7 +166,7 @@ def _byte_factors(
     counted = np.array([_costs(one, dtype, micro_batches).stored_bytes[0] for one in _one_more(architecture)])
     layers, counted_layers = stored[1:] - stored[0], counted[1:] - counted[0]
     rest, counted_rest = stored[0] - layers.sum(axis=0), counted[0] - counted_layers.sum(axis=0)
-    return float((layers / counted_layers).max()), max(1.0, float((rest / counted_rest).max()))
+    return float((layers / counted_layers).max()), float((rest / counted_rest).max())
 
 
 def _stored_bytes(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages import kernels
 from dynapipe_ext.executor.stages.chunk_runner import (
     HEAD_SLICE_KEY,
     DeferredGradients,
@@ -45,9 +46,25 @@ class Head:
     divides_sequence: bool = False
     is_part: bool = False
 
+    @property
+    def has_all(self) -> bool:
+        """Whether every label is one of these rows."""
+        return (self.group is None or self.group.size() == 1) and not self.is_part
+
+    @property
+    def columns(self) -> kernels.Columns:
+        """Of its products."""
+        num_rows = len(self.weight)
+        num_ids = num_rows if self.num_ids is None else max(0, min(self.num_ids, num_rows))
+        return kernels.Columns(num_ids, self.first_id, self.scale)
+
+    def product(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """Of positions and rows, a tensor of its own."""
+        return torch.nn.functional.linear(x_NH, self.weight.to(x_NH.dtype), self.bias)
+
     def logits(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Of positions, a tensor of its own, in float32 or, of float64 values, in these."""
-        return self.logits_of(torch.nn.functional.linear(x_NH, self.weight.to(x_NH.dtype), self.bias))
+        return self.logits_of(self.product(x_NH))
 
     def logits_of(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """The same, out of the products of positions and rows."""
@@ -86,13 +103,44 @@ def head_stats_in_slices(
 def stats_of_logits(
     logits_NV: torch.Tensor, labels_N: torch.Tensor, head: Head
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of logits (`Head.logits`), over the ranks of `head.group`: the largest, without a gradient, the log of the sum of
-    exponentials above it, and the target's, 0 where none of these rows is the target's.
+    """Of logits, scaled and capped, over the ranks of `head.group`: the largest, without a gradient, the log of the sum
+    of exponentials above it, and the target's, 0 where none of these rows is the target's.
 
-    The logits become exponentials in place, which backwards make the gradient of, in place as well.
+    The logits' place is used up: backwards make the gradient in it.
     """
     most, log_sums, target = _StatsOfLogits.apply(logits_NV, labels_N, head)  # type: ignore[no-untyped-call]
     return most, log_sums, target
+
+
+def losses_of_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor, head: Head) -> torch.Tensor:
+    """Cross-entropy of every position, of logits whose place is used up (`stats_of_logits`)."""
+    most, log_sums, target = stats_of_logits(logits_NV, labels_N, head)
+    return log_sums - (target - most)
+
+
+def losses_of_kept_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of every position, in float32, of logits of a whole vocabulary that others may keep."""
+    if not kernels.runs_kernels(logits_NV):
+        return torch.nn.functional.cross_entropy(logits_NV.float(), labels_N, reduction="none")
+    losses: torch.Tensor = _LossesOfKeptLogits.apply(logits_NV, labels_N)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _LossesOfKeptLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        logits_NV, labels_N = (one.contiguous() for one in inputs)
+        ctx.columns = kernels.Columns(logits_NV.shape[-1])
+        most_N, sums_N, target_N = kernels.softmax_stats(logits_NV, labels_N, ctx.columns, has_all=True)
+        ctx.save_for_backward(logits_NV, labels_N, most_N, sums_N)
+        losses_N: torch.Tensor = sums_N.log() - (target_N - most_N)
+        return losses_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits_NV, labels_N, most_N, sums_N = ctx.saved_tensors
+        own = logits_NV.clone()
+        return kernels.softmax_backward(own, labels_N, most_N, sums_N, grads[0], -grads[0], ctx.columns), None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +171,7 @@ def head_loss_sum(
     if slices is not None:
         losses = losses_in_slices(x_NH, labels, head, slice_len=slices.take())
     else:
-        losses = torch.nn.functional.cross_entropy(head.logits(x_NH), labels, reduction="none")
+        losses = losses_of_kept_logits(head.logits(x_NH), labels)
     total: torch.Tensor = (losses * weights).sum()
     return total
 
@@ -132,20 +180,33 @@ class _StatsOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
         logits_NV, labels_N, head = inputs
-        stats_3N = _stats_in_place(head, logits_NV, labels_N)
-        most_N, sums_N, target_N = _over_vocabulary(stats_3N, head)
-        ctx.save_for_backward(logits_NV, labels_N, (stats_3N[0] - most_N).exp_().div_(sums_N))
-        ctx.head = head
+        ctx.head, ctx.by_kernel = head, kernels.runs_kernels(logits_NV)
+        if ctx.by_kernel:
+            logits_NV, labels_N = logits_NV.contiguous(), labels_N.contiguous()
+            ctx.columns = kernels.Columns(logits_NV.shape[-1], head.first_id)
+            stats_3N = kernels.softmax_stats(logits_NV, labels_N, ctx.columns, has_all=head.has_all)
+            most_N, sums_N, target_N = _over_vocabulary(stats_3N, head)
+            ctx.save_for_backward(logits_NV, labels_N, most_N, sums_N)
+        else:
+            ctx.dtype = logits_NV.dtype
+            logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+            stats_3N = _stats_in_place(head, logits_NV, labels_N)
+            most_N, sums_N, target_N = _over_vocabulary(stats_3N, head)
+            ctx.save_for_backward(logits_NV, labels_N, (stats_3N[0] - most_N).exp_().div_(sums_N))
         ctx.mark_non_differentiable(most_N)
         return most_N, sums_N.log(), target_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_NV, labels_N, share_N = ctx.saved_tensors
         _most_grad, sums_grad_N, target_grad_N = grads
+        if ctx.by_kernel:
+            grads_of = (*ctx.saved_tensors, sums_grad_N, target_grad_N, ctx.columns)
+            return kernels.softmax_backward(*grads_of), None, None
+        grad_NV, labels_N, share_N = ctx.saved_tensors
         own_N, is_own_N = _own_labels(ctx.head, labels_N)
         grad_NV.mul_((sums_grad_N * share_N)[:, None])
-        return grad_NV.scatter_add_(1, own_N[:, None], (target_grad_N * is_own_N)[:, None]), None, None
+        grad_NV.scatter_add_(1, own_N[:, None], (target_grad_N * is_own_N)[:, None])
+        return grad_NV.to(ctx.dtype), None, None
 
 
 class _SlicedHead(torch.autograd.Function):
@@ -170,9 +231,8 @@ class _SlicedHead(torch.autograd.Function):
         bias_grad = None if bias is None else torch.zeros_like(bias)
         x_grad_NH = torch.empty_like(x_NH)
         for at in _slices(len(labels_N), ctx.slice_len):
-            shares_NV, slope_NV = _shares(head, x_NH[at], most_N[at], sums_N[at])
-            grad_NV = _logit_grads(head, shares_NV, slope_NV, labels_N[at], sums_grad_N[at], target_grad_N[at])
-            grad_NV = grad_NV.to(x_NH.dtype)
+            of_slice = (x_NH[at], labels_N[at], most_N[at], sums_N[at], sums_grad_N[at], target_grad_N[at])
+            grad_NV = _product_grads(head, *of_slice).to(x_NH.dtype)
             x_grad_NH[at] = grad_NV.matmul(head.weight.to(grad_NV.dtype))
             if sums is not None:
                 sums.add(grad_NV, x_NH[at])
@@ -191,6 +251,8 @@ def _slices(num_positions: int, slice_len: int) -> Iterator[slice]:
 def _stats(head: Head, x_NH: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """Of this rank's part of the vocabulary, (3, N): the largest logit, the sum of exponentials above it, and the
     target's logit, 0 where another rank has it."""
+    if not head.softcap and kernels.runs_kernels(x_NH):
+        return kernels.softmax_stats(head.product(x_NH), labels_N, head.columns, has_all=head.has_all)
     return _stats_in_place(head, head.logits(x_NH), labels_N)
 
 
@@ -222,6 +284,23 @@ def _over_vocabulary(stats_3N: torch.Tensor, head: Head) -> tuple[torch.Tensor, 
     most_RN, sums_RN, target_RN = of_ranks.view(-1, *stats_3N.shape).unbind(dim=1)
     most_N = most_RN.amax(dim=0)
     return most_N, (sums_RN * (most_RN - most_N).exp()).sum(dim=0), target_RN.sum(dim=0)
+
+
+def _product_grads(
+    head: Head,
+    x_NH: torch.Tensor,
+    labels_N: torch.Tensor,
+    most_N: torch.Tensor,
+    sums_N: torch.Tensor,
+    sums_grad_N: torch.Tensor,
+    target_grad_N: torch.Tensor,
+) -> torch.Tensor:
+    """Of a slice's products of positions and rows, which are computed again."""
+    if not head.softcap and kernels.runs_kernels(x_NH):
+        stats = (labels_N, most_N, sums_N, sums_grad_N, target_grad_N)
+        return kernels.softmax_backward(head.product(x_NH), *stats, head.columns)
+    shares_NV, slope_NV = _shares(head, x_NH, most_N, sums_N)
+    return _logit_grads(head, shares_NV, slope_NV, labels_N, sums_grad_N, target_grad_N)
 
 
 def _shares(

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +25,7 @@ from dynapipe_ext.executor.device import process_group_backend, rank_device
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages import chunk_runner
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_parallel, transformer_config
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
@@ -48,7 +49,10 @@ SHAPE = Architecture.gpt(
     norm="rmsnorm",
     bias=False,
 )
+EXPERTS = replace(SHAPE, num_experts=4, top_k=2, ffn_hidden_size=128)
 LENGTHS = (7, 300, 64, 129, 33, 2, 511, 90, 17)
+
+chunk_runner.HEAD_SLICE = 100  # type: ignore[attr-defined] # of rows of up to 1024 positions
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,10 @@ CASES = [
     Case(recompute="full", pieces=True),
     Case("padded", "stage"),
     Case(recompute="stage", split=True, pieces=True),
+    Case("padded", "head"),
+    Case("packed", "head+full", split=True),
 ]
+EXPERT_CASES = [Case("padded", "full"), Case("packed", split=True)]
 
 
 def samples() -> list[TokenSample]:
@@ -129,10 +136,12 @@ def alone(device: torch.device) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def megatron_stage(dtype: str, device: torch.device, *, deterministic: bool = False) -> tuple[Any, Any]:
+def megatron_stage(
+    dtype: str, device: torch.device, *, deterministic: bool = False, shape: Architecture = SHAPE
+) -> tuple[Any, Any]:
     """The stage of the model, and its DDP."""
-    config = transformer_config(SHAPE, ALONE, dtype=dtype, deterministic=deterministic)
-    ddp = wrap_ddp(build_model(SHAPE, ALONE, 0, config, seed=7, device=device), config)
+    config = transformer_config(shape, ALONE, dtype=dtype, deterministic=deterministic)
+    ddp = wrap_ddp(build_model(shape, ALONE, 0, config, seed=7, device=device), config)
     exact = ExactMegatronGradients([ddp]) if deterministic else None
     return MegatronStage([ddp], gradients=exact, measure_bytes=False), ddp
 
@@ -150,7 +159,10 @@ def main(file: str) -> None:
     assert device.type == "cpu", "hide the devices: CUDA_VISIBLE_DEVICES=''"
     with alone(device):
         stage, ddp = megatron_stage("float32", device)
-        torch.save({str(case): learned(stage, ddp, case) for case in CASES}, Path(file))
+        found = {str(case): learned(stage, ddp, case) for case in CASES}
+        stage, ddp = megatron_stage("float32", device, shape=EXPERTS)
+        found |= {f"experts, {case}": learned(stage, ddp, case) for case in EXPERT_CASES}
+        torch.save(found, Path(file))
 
 
 if __name__ == "__main__":

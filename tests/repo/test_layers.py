@@ -45,6 +45,7 @@ RIM = {
         "executor/stages/carried_keys.py",
         "executor/stages/deepspeed/*.py",
         "executor/stages/joined_ranks.py",
+        "executor/stages/kernels.py",
         "executor/stages/megatron/*.py",
         "executor/stages/megatron_cpu.py",
         "executor/stages/position_losses.py",

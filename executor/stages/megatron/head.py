@@ -18,7 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.chunk_runner import HeadSlices
-from dynapipe_ext.executor.stages.sliced_head import Head, losses_in_slices
+from dynapipe_ext.executor.stages.kernels import runs_kernels
+from dynapipe_ext.executor.stages.sliced_head import Head, losses_in_slices, losses_of_logits
 from dynapipe_ext.executor.stages.spread_head import Message, head_part
 
 _PART = "dynapipe_vocabulary_part"  # attribute of a weight
@@ -124,6 +125,22 @@ class _PassedThrough(torch.nn.Module):
         return x, None
 
 
+class OnePassLoss:
+    """A base of Megatron's language models: losses of whole logits by our kernels where the device runs them, which use
+    up the logits' place; else Megatron's own."""
+
+    def compute_language_model_loss(self, labels_BS: torch.Tensor, logits_SBV: torch.Tensor) -> torch.Tensor:
+        model: Any = self
+        layer = getattr(model, "lm_head", model).output_layer
+        if not runs_kernels(logits_SBV) or layer.gather_output:
+            losses_BS: torch.Tensor = super().compute_language_model_loss(labels_BS, logits_SBV)  # type: ignore[misc]
+            return losses_BS
+        head = _head_of(layer, layer.weight if layer.weight is not None else model.shared_embedding_or_output_weight())
+        labels_SB = labels_BS.transpose(0, 1).contiguous()
+        losses_N = losses_of_logits(logits_SBV.flatten(0, 1), labels_SB.flatten(), head)
+        return losses_N.view_as(labels_SB).transpose(0, 1).contiguous()
+
+
 @contextmanager
 def head_in_slices(model: Any, slices: HeadSlices | None) -> Iterator[None]:
     """Within, a GPTModel or an encoder-decoder that ends in the head computes its loss in slices; where they are None,
@@ -191,7 +208,7 @@ def part_message(
 
     def logits(x_SBH: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = layer(x_SBH)[0]  # hooks of ours have scaled and capped it
-        return product if product.dtype == torch.float64 else product.float()
+        return product
 
     slice_len = None if slices is None else slices.take()
     return head_part(x_SBH, before, labels_SB, head, slice_len=slice_len, logits=logits)

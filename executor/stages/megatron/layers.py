@@ -17,9 +17,11 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from dynapipe_ext.batch.topology import StageLayers
+from dynapipe_ext.executor.stages.kernels import GatedActivation, gated, runs_kernels, turn
 from dynapipe_ext.executor.stages.megatron.attention_variants import (
     UnitNorm,
     capped,
@@ -28,11 +30,13 @@ from dynapipe_ext.executor.stages.megatron.attention_variants import (
     with_sinks,
 )
 from dynapipe_ext.executor.stages.megatron.core_attention import CoreAttention, WindowAttention
-from dynapipe_ext.models.architecture import Architecture, layer_kinds
+from dynapipe_ext.models.architecture import Activation, Architecture, layer_kinds
 from dynapipe_ext.models.family_configs import LATENT_NORM_EPS
 from dynapipe_ext.models.rope_scaling import LongRope, Yarn
 
 _LENGTHS = "dynapipe_lengths"  # attribute of a tensor of borders: the documents' lengths, on the host
+_ANGLES = "dynapipe_angles"  # attribute of a tensor of borders: angles, and those of the row's positions
+IN_ONE_PASS = "dynapipe_in_one_pass"  # attribute of a configuration of ours: its models take kernels where they can
 _NAME = "_apply_rotary_pos_emb_thd"
 YARN_FACTOR = "yarn_rotary_scaling_factor"  # an attribute of TransformerConfig that makes attention concentrate
 
@@ -59,11 +63,13 @@ def angles_of(freqs: torch.Tensor, lengths: Sequence[int], span: range | None) -
 
 
 def rotate_without_waiting() -> None:
-    """Put a function of the same arithmetic in the place of Megatron's; idempotent.
+    """Put functions of the same arithmetic in the place of Megatron's; idempotent.
 
-    For borders without lengths, it calls Megatron's own: nothing changes for other users in this process.
+    For borders without lengths, and padded rows of models that are not ours, they call Megatron's own: nothing changes
+    for other users in this process.
     """
     from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer import attention
 
     original = getattr(rope_utils, _NAME)
     if getattr(original, "knows_lengths", False):
@@ -75,12 +81,74 @@ def rotate_without_waiting() -> None:
         if row is None or (group is not None and group.size() > 1):
             return original(x_THD, cu_seqlens, freqs, cp_group=group, **options)
         if row[1] is None or not options.get("multi_latent_attention"):  # whose angles are of the slice: _LatentAngles
-            freqs = angles_of(freqs, *row)
-        rotated: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(x_THD.unsqueeze(1), freqs, **options)
-        return rotated.squeeze(1)
+            freqs = _angles_of_row(freqs, cu_seqlens, row)
+        return _turned(x_THD.unsqueeze(1), freqs, **options).squeeze(1)
 
     rotate.knows_lengths = True  # type: ignore[attr-defined]
     setattr(rope_utils, _NAME, rotate)
+    turn_any = attention.apply_rotary_pos_emb
+
+    def turn_rows(t: torch.Tensor, freqs: torch.Tensor, config: Any, cu_seqlens: Any = None, **options: Any) -> Any:
+        if cu_seqlens is not None or not getattr(config, IN_ONE_PASS, False):
+            return turn_any(t, freqs, config, cu_seqlens=cu_seqlens, **options)
+        options.pop("cp_group", None)
+        return _turned(t, freqs, rotary_interleaved=config.rotary_interleaved, **options)
+
+    attention.apply_rotary_pos_emb = turn_rows
+
+
+def _angles_of_row(
+    freqs: torch.Tensor, borders: torch.Tensor, row: tuple[tuple[int, ...], range | None]
+) -> torch.Tensor:
+    """Made once for all layers that turn by the same angles one after the other."""
+    kept: tuple[torch.Tensor, torch.Tensor] | None = getattr(borders, _ANGLES, None)
+    if kept is None or kept[0] is not freqs:
+        kept = freqs, angles_of(freqs, *row)
+        setattr(borders, _ANGLES, kept)
+    return kept[1]
+
+
+def _turned(x_SBHD: torch.Tensor, freqs: torch.Tensor, **options: Any) -> torch.Tensor:
+    """By a kernel where the device runs it, else by Megatron's arithmetic."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    if options.get("multi_latent_attention") or not runs_kernels(x_SBHD):
+        turned: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(x_SBHD, freqs, **options)
+        return turned
+    return turn(x_SBHD, freqs, interleaved=options["rotary_interleaved"], factor=options.get("mscale", 1.0))
+
+
+_GATED: dict[Activation, GatedActivation] = {"silu": "silu", "gelu_tanh": "gelu_tanh", "gelu": "gelu"}
+
+
+def gate_in_one_pass(model: torch.nn.Module, architecture: Architecture) -> None:
+    """Have a model's MLPs, and its experts, compute a gated activation by one kernel, where the device runs it."""
+    a = architecture
+    if not a.gated_mlp or a.activation not in _GATED or a.gate_clamp or a.up_offset:
+        return
+    for mlp in model.modules():
+        if type(mlp) is MLP:
+            mlp.__class__ = _GatedMLP
+            mlp.__dict__["one_pass"] = _GATED[a.activation]
+
+
+class _GatedMLP(MLP):  # type: ignore[misc] # megatron has no types
+    one_pass: GatedActivation
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        has_bias = getattr(self.linear_fc2, "bias", None) is not None
+        if (per_token_scale is not None and has_bias) or not runs_kernels(hidden_states):
+            output: tuple[torch.Tensor, torch.Tensor | None]
+            output = super().forward(hidden_states, per_token_scale, **options)
+            return output
+        y, bias = self.linear_fc1(hidden_states)
+        x = gated(y if bias is None else y + bias, self.one_pass)
+        if per_token_scale is not None:
+            x = (x * per_token_scale.unsqueeze(-1)).to(x.dtype)
+        output = self.linear_fc2(x)
+        return output
 
 
 class MarkedNorm:

@@ -20,6 +20,7 @@ from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron.embedding_part import EmbeddingPart, add_received, look_up_own_rows
 from dynapipe_ext.executor.stages.megatron.head import (
     HeadPart,
+    OnePassLoss,
     block_of_rows,
     cap_logits,
     divide_logits,
@@ -27,7 +28,15 @@ from dynapipe_ext.executor.stages.megatron.head import (
     part_of,
     save_by_rows,
 )
-from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm, concentrate, gpt_layers, rotary_frequencies
+from dynapipe_ext.executor.stages.megatron.layers import (
+    IN_ONE_PASS,
+    MarkedNorm,
+    concentrate,
+    gate_in_one_pass,
+    gpt_layers,
+    rotary_frequencies,
+    rotate_without_waiting,
+)
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, first_layers, is_tied_by_megatron, virtual_stage
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.written_arguments import latent_arguments, router_arguments, router_fault
@@ -233,6 +242,7 @@ def transformer_config(
         num_layers=num_layers,
         no_rope_freq=[int(not a.turns(layer)) for layer in range(num_layers)] if a.no_rope_every else None,
     )
+    setattr(config, IN_ONE_PASS, True)
     config.add_bias_linear = a.mlp_bias  # not before: Megatron refuses experts' biases, whose ranks share one here
     if not a.latent:
         concentrate(config, a)
@@ -379,6 +389,7 @@ def build_model(
         model = _vocabulary_part(a, topology, stage, config)
     else:
         model = _build_gpt(a, topology, stage, config)
+    gate_in_one_pass(model, a)
     model.to(device=device, dtype=config.params_dtype)
     routers: list[Any] = [m for m in model.modules() if hasattr(m, "_maintain_float32_expert_bias")]
     for router in routers:
@@ -427,11 +438,15 @@ def _check_spread(a: Architecture, topology: Topology) -> None:
 
 
 def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models import gpt
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    class GPTModel(OnePassLoss, gpt.GPTModel):  # type: ignore[misc] # megatron has no types
+        pass
 
     has_embedding, has_head = stage == topology.layer_stages.start, stage == topology.head_stages.start
     parts = topology.embedding_stages if has_embedding else topology.head_stages if has_head else range(1)
+    rotate_without_waiting()
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(

@@ -118,6 +118,21 @@ _LR_STYLES: dict[LrSchedule, str] = {"cosine": "cosine", "linear": "linear", "co
 _WSD_DECAY = 0.1  # of all steps
 
 
+def update_in_one_pass(adam: torch.optim.Optimizer) -> None:
+    """Have torch's Adam update the weights of a GPU by one kernel, in a third of the time and without copies of its
+    states; other optimizers as they are."""
+    weights = [weight for group in adam.param_groups for weight in group["params"]]
+    if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) and all(weight.is_cuda for weight in weights):
+        for group in adam.param_groups:
+            group["fused"], group["foreach"] = True, False
+
+
+def step_count(adam: torch.optim.Optimizer, weight: torch.Tensor, num_updates: int) -> torch.Tensor:
+    """A weight's number of updates as the state of torch's Adam has it: beside the weight where one kernel updates."""
+    is_one_pass = any(group.get("fused") for group in adam.param_groups)
+    return torch.tensor(float(num_updates), device=weight.device if is_one_pass else None)
+
+
 class MegatronOptimizer:
     """Megatron's optimizer and learning-rate schedule of a rank's chunks behind two calls, `step` and `restore`."""
 
@@ -144,6 +159,8 @@ class MegatronOptimizer:
         self._has_masters = bool(config.bf16)
         self._is_distributed = settings.distributed
         self._fill_masters(chunks)
+        for optimizer in self._optimizer.chained_optimizers:
+            update_in_one_pass(optimizer.optimizer)
         self._guard = StepGuard(chunks, settings.nan_policy, settings.max_skips)
         self._num_updates = 0
         self._scheduler = learning_rates(self._optimizer, settings, num_steps=num_steps)
@@ -213,8 +230,9 @@ class MegatronOptimizer:
                 whole = {i: {kind: t.data for kind, t in tensors.items()} for i, tensors in own["param_state"].items()}
                 with torch.no_grad():
                     optimizer.load_parameter_state_from_fully_reshardable(whole)
-            for tensors in inner.state.values():  # torch's Adam counts for each weight, Apex's for each group
-                tensors["step"] = torch.tensor(float(place.num_updates))
+            # torch's Adam counts for each weight, Apex's for each group.
+            for weight, tensors in inner.state.items():
+                tensors["step"] = step_count(inner, weight, place.num_updates)
             for group in inner.param_groups:
                 if "step" in group:
                     group["step"] = place.num_updates

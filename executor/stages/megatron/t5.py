@@ -30,7 +30,7 @@ from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.accumulator import ExactSums
 from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, GradientAccumulator
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients, over
-from dynapipe_ext.executor.stages.megatron.head import head_in_slices
+from dynapipe_ext.executor.stages.megatron.head import OnePassLoss, head_in_slices
 from dynapipe_ext.executor.stages.megatron.layers import MarkedNorm
 from dynapipe_ext.executor.stages.megatron.stage import (
     Chunks,
@@ -72,7 +72,7 @@ def embedding_ranks(architecture: Architecture, topology: Topology) -> tuple[int
     return tuple(sorted({topology.stage_ranks[stage] for stage in copy_holders(architecture, topology)[EMBEDDING]}))
 
 
-class EncoderDecoderPart(LanguageModule):  # type: ignore[misc] # megatron has no types
+class EncoderDecoderPart(OnePassLoss, LanguageModule):  # type: ignore[misc] # megatron has no types
     """A stage of T5: some layers of the encoder, of the decoder, or the border between them.
 
     Of the weights in `copy_holders` it holds those of its stage: the head's copy of the embedding, where tied and not

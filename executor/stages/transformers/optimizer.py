@@ -13,7 +13,7 @@ from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
 from dynapipe_ext.executor.stages.chunk_runner import gradient_of
-from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
+from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates, step_count, update_in_one_pass
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy
 from dynapipe_ext.settings.tables import OptimizerSettings
@@ -54,6 +54,7 @@ class TransformersOptimizer:
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
         )
+        update_in_one_pass(self._adam)
         self._rates = learning_rates(self._adam, settings, num_steps=num_steps)
         self._num_updates = 0
         self._policy = SkipPolicy(settings.nan_policy, settings.max_skips)
@@ -157,7 +158,7 @@ class TransformersOptimizer:
                     master.copy_(read(f"master.{name}", master))
             if place.num_updates:
                 moments = {kind: read(f"{kind}.{name}", master) for kind in _MOMENTS}
-                self._adam.state[master] = {"step": torch.tensor(float(place.num_updates)), **moments}
+                self._adam.state[master] = {"step": step_count(self._adam, master, place.num_updates), **moments}
         self._num_updates = place.num_updates
         self._rates.num_steps = int(place.schedule["num_steps"])
         self._rates.step(0)

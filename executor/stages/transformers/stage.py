@@ -16,7 +16,7 @@ from dynapipe_ext.executor.protocols import Batch, Reductions
 from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, Copies, PlainAccumulator, random_key
 from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs, PositionLoss, weighted_sum
-from dynapipe_ext.executor.stages.sliced_head import HiddenStates
+from dynapipe_ext.executor.stages.sliced_head import HiddenStates, losses_of_kept_logits
 from dynapipe_ext.executor.stages.spread_attention import RowsOverRanks
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage, check_rows
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
@@ -34,9 +34,7 @@ class LossOfLogits:
         if isinstance(output, HiddenStates):
             losses = output.losses(labels)
         else:
-            losses = torch.nn.functional.cross_entropy(
-                output.flatten(0, 1).float(), labels.flatten(), reduction="none"
-            ).view_as(labels)
+            losses = losses_of_kept_logits(output.flatten(0, 1), labels.flatten()).view_as(labels)
         return self.of_positions(losses, batch)
 
 

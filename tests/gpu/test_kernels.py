@@ -1,0 +1,162 @@
+"""Each kernel beside the same arithmetic of torch in float64: values and gradients, of any shapes and strides.
+
+Triton's interpreter runs them without a GPU: `TRITON_INTERPRET=1 pytest tests/gpu/test_kernels.py`, with triton
+installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dynapipe_ext.executor.stages import kernels
+from dynapipe_ext.executor.stages.kernels import Columns, GatedActivation, gated, softmax_backward, softmax_stats, turn
+from dynapipe_ext.executor.stages.megatron import head, layers
+from dynapipe_ext.models.architecture import Architecture
+from tests.gpu.steps import EXPERTS, SHAPE, Case, alone, learned, megatron_stage
+
+triton_kernels: Any = pytest.importorskip("dynapipe_ext.executor.stages.triton_kernels")
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+pytestmark = pytest.mark.skipif(
+    not IS_INTERPRETED and not torch.cuda.is_available(), reason="kernels run on a GPU, or in Triton's interpreter"
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+DTYPES = list(TOLERANCE)
+ACTIVATIONS: dict[GatedActivation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+    "gelu": F.gelu,
+}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE, dtype)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.shape == expected.shape
+    assert float((found.double() - expected).abs().max()) <= TOLERANCE[dtype] * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 700 * 2), (2, 1, 2 * 2049), (0, 8)])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activations(activation: GatedActivation, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    y = random(*shape, dtype=dtype).requires_grad_()
+    exact = y.detach().double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    out, expected = gated(y, activation), ACTIVATIONS[activation](gate) * up
+    if not out.numel():
+        assert out.shape == expected.shape
+        return
+    upstream = random(*out.shape, dtype=dtype, seed=1)
+    assert_near(out, expected, dtype)
+    assert_near(*torch.autograd.grad(out, y, upstream), *torch.autograd.grad(expected, exact, upstream.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("heads", "width", "turns"), [(3, 16, 16), (1, 24, 12), (20, 96, 32), (16, 128, 128)])
+def test_turned_heads(heads: int, width: int, turns: int, interleaved: bool, dtype: torch.dtype) -> None:
+    """Of a slice of what a linear layer gives, whose positions are far; the gradient is not contiguous either."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    whole = random(7, 2, heads, 3 * width, dtype=dtype)
+    x = whole[..., width : 2 * width].detach().requires_grad_()
+    angles = 1e4 * torch.rand(7, 1, 1, turns // 2, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
+    exact = x.detach().double().requires_grad_()
+    expected = rope_utils._apply_rotary_pos_emb_bshd(
+        exact, angles.double(), rotary_interleaved=interleaved, mscale=1.25
+    )
+    out = turn(x, angles, interleaved=interleaved, factor=1.25)
+    upstream = random(7, heads, 2, width, dtype=dtype, seed=1).transpose(1, 2)
+    assert_near(out, expected, torch.bfloat16 if dtype != torch.float32 else dtype)
+    found = torch.autograd.grad(out, x, upstream)
+    assert_near(*found, *torch.autograd.grad(expected, exact, upstream.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "ids"), [(5000, 4900), (7, 7), (9000, 9000)])
+def test_softmax_of_a_head(rows: int, ids: int, dtype: torch.dtype) -> None:
+    """Of a middle part of a vocabulary, scaled, with padding behind its ids."""
+    columns = Columns(ids, first_id=100, scale=0.5)
+    products = random(9, rows, dtype=dtype)
+    labels = torch.randint(0, ids, (9,), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    exact = products.double().requires_grad_()
+    expected = F.cross_entropy(0.5 * exact[:, :ids], labels, reduction="none")
+    most, sums, target = softmax_stats(products, labels + 100, columns, has_all=False)
+    upstream = torch.rand(9, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    assert_near(sums.log() - (target - most), expected, torch.float32)
+    (wanted,) = torch.autograd.grad(expected, exact, upstream.double())
+    found = softmax_backward(products.clone(), labels + 100, most, sums, upstream, -upstream, columns)
+    assert_near(found, wanted, dtype)
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[None]:
+    with alone(DEVICE):
+        yield
+
+
+HALF_TURNED = replace(SHAPE, activation="gelu_tanh", rotary_dim=32, tied_embeddings=False)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter takes minutes a case")
+@pytest.mark.parametrize("shape", [SHAPE, HALF_TURNED, EXPERTS], ids=["llama", "half turned", "experts"])
+@pytest.mark.parametrize("case", [Case("padded"), Case(pieces=True), Case("packed", "head")], ids=str)
+def test_models_learn_with_kernels_what_they_learn_without(
+    case: Case, shape: Architecture, job: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
+    found = {}
+    for takes in (False, True):
+        for module in (kernels, layers, head):
+            monkeypatch.setattr(module, "runs_kernels", lambda x, takes=takes: takes)
+        ran = set[str]()
+        with monkeypatch.context() as patched:
+            for name in names:
+                patched.setattr(triton_kernels, name, Recorded(getattr(triton_kernels, name), name, ran))
+            found[takes] = learned(*megatron_stage("float32", DEVICE, shape=shape), case)
+        assert ran == (set(names) if takes else set())
+    for name, expected in found[False].items():
+        assert float((found[True][name] - expected).abs().max() / expected.abs().max()) < 2e-4, name
+
+
+@dataclass
+class Recorded:
+    """A kernel that leaves its name in `ran` when it is started."""
+
+    kernel: Any
+    name: str
+    ran: set[str]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.ran.add(self.name)
+        return self.kernel[grid]
+
+
+def test_labels_elsewhere_and_labels_that_are_none() -> None:
+    products, labels = random(4, 64), torch.tensor([-1, 64, 70, 1000], device=DEVICE)
+    assert softmax_stats(products, labels, Columns(64), has_all=False)[2].tolist() == [0.0] * 4
+    assert bool(softmax_stats(products, labels, Columns(64), has_all=True)[2].isnan().all())
+    most, sums, _ = softmax_stats(products, labels, Columns(0), has_all=False)  # a part that is all padding
+    assert set(most.tolist()) == {torch.finfo(torch.float32).min}
+    assert set(sums.tolist()) == {64.0}
+
+
+def test_what_runs_by_kernels() -> None:
+    assert not kernels.runs_kernels(torch.zeros(1))
+    if not IS_INTERPRETED:
+        assert kernels.runs_kernels(torch.zeros(1, device="cuda"))
+        assert not kernels.runs_kernels(torch.zeros(1, device="cuda", dtype=torch.float64))
