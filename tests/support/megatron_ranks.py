@@ -158,9 +158,11 @@ def build(case: Case, topology: Topology, rank: int):
     return ddp.module, ddp, optimizer
 
 
-def build_trained(case: Case, topology: Topology, rank: int) -> tuple[list[Any], MegatronOptimizer]:
+def build_trained(
+    case: Case, topology: Topology, rank: int, device: torch.device = CPU
+) -> tuple[list[Any], MegatronOptimizer]:
     """The chunks of a rank as `build_ddps` makes them, and their optimizer."""
-    ddps = build_ddps(case, topology, rank)
+    ddps = build_ddps(case, topology, rank, device)
     settings = OptimizerSettings(
         lr=1e-3,
         min_lr=1e-4,
@@ -173,7 +175,7 @@ def build_trained(case: Case, topology: Topology, rank: int) -> tuple[list[Any],
     return ddps, MegatronOptimizer(ddps, ddps[0].config, settings, num_steps=10)
 
 
-def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
+def build_ddps(case: Case, topology: Topology, rank: int, device: torch.device = CPU) -> list[Any]:
     """The chunks of a rank, one a stage, each in its DDP."""
     initialize_parallel(topology, 0)
     if case.ep > 1:
@@ -193,7 +195,7 @@ def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
         shape,
         topology,
         pp_rank,
-        lambda stage: build_model(shape, topology, stage, config, seed=7, device=CPU),
+        lambda stage: build_model(shape, topology, stage, config, seed=7, device=device),
     )
     return [wrap_ddp(chunk, config, distributed_optimizer=case.distributed_optimizer) for chunk in chunks]
 
@@ -329,7 +331,7 @@ def worst_error(
                 name = "embedding.word_embeddings.weight"
             whole = torch.as_tensor(expected[name])
             wanted = tensor_slice(whole, parameter, me.tp_rank, topology.tp)
-            error = float((parameter.main_grad - wanted).abs().max())
+            error = float((parameter.main_grad.cpu() - wanted).abs().max())
             worst = max(worst, error / max(float(whole.abs().max()), 1e-12))
     return worst
 
