@@ -1,12 +1,13 @@
 """What training on one GPU comes to: real tokens a second beside padding and whole rows, and how true plans are.
 
     dynapipe profile --config tests/bench/gpu.toml --max-tokens 32768 --out costs.json
-    PYTHONPATH=. python -P tests/bench/gpu.py --costs costs.json --lengths LENGTHS.npy [--output FILE]
+    PYTHONPATH=. python -P tests/bench/gpu.py --lengths LENGTHS.npy [--costs costs.json] [--kernels FILE]
 
 A GPT of 1.16B parameters in bfloat16 takes the same global batches, whole training steps with the optimizer's, in
 turns: by our plans; padded rows grouped by length; rows of the longest sample's length that documents are packed into
 and attend across. All by one executor under one memory limit; the last two in the best of several sizes of
-micro-batches. A second part runs single micro-batches: bytes and seconds beside those that the cost table says.
+micro-batches. A second part runs single micro-batches: bytes and seconds beside those that the cost table says, or
+those of the quick measurement that a run without a table makes. `--kernels` writes what one step's time goes into.
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ def compared(job: Job, costs: Any, args: argparse.Namespace) -> dict[str, Any]:
     for own in steps[:1]:  # kernels are chosen and memory is taken
         for plan in own.values():
             job.step(plan)
+        if args.kernels:
+            args.kernels.write_text(kernels_of_step(job, own[OURS]))
     found: dict[str, list[dict[str, float]]] = {name: [] for name in steps[0]}
     for _ in range(args.repeats):
         for own in steps:
@@ -212,6 +215,26 @@ def summed(steps: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
+def kernels_of_step(job: Job, plan: ExecutionPlan) -> str:
+    """What a step asks of the device: its kernels by their time, and how long it was busy."""
+    from torch.profiler import ProfilerActivity, profile
+
+    job.step(plan)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        job.step(plan)
+    ran = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy_us, end = 0.0, 0.0
+    for begin, finish in sorted((e.time_range.start, e.time_range.end) for e in ran):
+        busy_us, end = busy_us + max(0.0, finish - max(begin, end)), max(end, finish)
+    span_us = end - min(e.time_range.start for e in ran)
+    by_name: dict[str, list[float]] = {}
+    for one in ran:
+        by_name.setdefault(one.name, []).append((one.time_range.end - one.time_range.start) / 1e3)
+    rows = sorted(by_name.items(), key=lambda row: -sum(row[1]))
+    lines = [f"{sum(ms):9.2f} ms {len(ms):6d} {name[:140]}" for name, ms in rows]
+    return "\n".join([f"{len(ran)} kernels, busy {busy_us / 1e3:.1f} ms of {span_us / 1e3:.1f} ms", *lines]) + "\n"
+
+
 def single(job: Job, costs: Any, quick: Any) -> Iterator[dict[str, Any]]:
     """Of one micro-batch alone: bytes and seconds, and what they were predicted to be, by the table and by the quick
     measurement that a run without a table makes."""
@@ -236,7 +259,8 @@ def single(job: Job, costs: Any, quick: Any) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--costs", type=Path, required=True, help="a table of `dynapipe profile` for the same model")
+    parser.add_argument("--costs", type=Path, help="a table of `dynapipe profile` for the same model")
+    parser.add_argument("--kernels", type=Path, help="write the kernels of one step there")
     parser.add_argument("--lengths", type=Path, required=True, help="(N, 2) tokens of inputs and targets")
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of a global batch")
     parser.add_argument("--row-len", type=int, default=4096, help="longest sample")
@@ -250,13 +274,19 @@ def main() -> None:
     torch.cuda.set_device(device)
     config = TrainConfig.read(CONFIG)
     model = architecture_of(config, config.data.vocab_size)
-    costs = settle_costs(config.with_values(plan={"costs": str(args.costs)}), config.data.vocab_size)
     quick: Any = settle_costs(config, config.data.vocab_size)
+    costs = quick
+    if args.costs:
+        costs = settle_costs(config.with_values(plan={"costs": str(args.costs)}), config.data.vocab_size)
     found: dict[str, Any] = {
         **provenance(args.machine),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "quick": {"flops_per_s": quick.flops_per_s, "layer_overhead_ns": quick.layer_overhead_ns},
+        "has_table": args.costs is not None,
+        "quick": {
+            name: getattr(quick, name)
+            for name in ("flops_per_s", "layer_overhead_ns", "layer_bytes_factor", "head_bytes_factor")
+        },
     }
     with alone(device):
         job = Job(model, device)
@@ -264,6 +294,7 @@ def main() -> None:
         found["steps"] = compared(job, costs, args)
         for name, one in found["steps"].items():
             print(name, {key: round(value, 4) for key, value in one.items() if key != "steps"}, flush=True)
+        args.output.write_text(json.dumps(found, indent=1) + "\n")
         found["single"] = []
         for one in single(job, costs, quick):
             found["single"].append(one)
