@@ -47,7 +47,11 @@ DEGREES = ("tp", "pp", "dp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Everything a training run depends on, besides secrets and the ranks' addresses."""
+    """Everything a training run depends on, besides secrets and the ranks' addresses.
+
+    `named` are the (table, name) that a file of settings has itself: the others are defaults, which flags, a model's
+    folder and the data may replace.
+    """
 
     run: RunSettings = field(default_factory=RunSettings)
     topology: TopologySettings = field(default_factory=TopologySettings)
@@ -62,6 +66,7 @@ class TrainConfig:
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     job: JobSettings = field(default_factory=JobSettings)
     debug: DebugSettings = field(default_factory=DebugSettings)
+    named: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False)
 
     @classmethod
     def read(cls, path: str | Path) -> TrainConfig:
@@ -70,7 +75,8 @@ class TrainConfig:
             raw = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of settings") from error
-        return cls.from_json(raw, where=str(path))
+        config = cls.from_json(raw, where=str(path))
+        return replace(config, named=frozenset((table, name) for table, values in raw.items() for name in values))
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
@@ -161,7 +167,7 @@ def with_preferences(config: TrainConfig, given_tables: Mapping[str, Mapping[str
 @cache
 def declared_tables() -> Mapping[str, Mapping[str, Setting]]:
     """All settings of a run, by table and name."""
-    return {table: declared(owner) for table, owner in get_type_hints(TrainConfig).items()}
+    return {table: declared(owner) for table, owner in get_type_hints(TrainConfig).items() if table != "named"}
 
 
 def check_optimizer(optimizer: OptimizerSettings, where: str) -> None:

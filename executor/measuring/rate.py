@@ -40,8 +40,8 @@ Sign = Callable[[str], None]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SHAPES = ((1, 32), (2, 64), (4, 128), (2, 512), (8, 128))  # rows, positions
 # An accelerator does those within the time it takes to be asked: of its rate they say nothing. Positions in all, and of
-# a row; the larger ones where they fit in memory. Fitted to these, 16 to 20 layers of a 1.2B model on one H100 are told
-# within 13 % from 4k to 24k positions; with shapes from 256 positions on, 23 % too fast.
+# a row; the larger ones where they fit in memory. By these the shapes of tests/bench/results/h100.json would be told
+# within 13 % and its steps within 2 %; by shapes from 256 positions on, the steps were told 23 % too fast.
 _LARGE_SHAPES = ((4096, 1024), (8192, 512), (8192, 1024), (16384, 2048), (16384, 4096))
 _FEWEST_SHAPES = 2
 _REPEATS = 3

@@ -24,7 +24,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     settled_planning,
 )
 from dynapipe_ext.launch.job.configured import followed_placement, trials_table
-from dynapipe_ext.launch.job.model_folder import layout_line, named_settings, names_layout
+from dynapipe_ext.launch.job.model_folder import layout_line
 from dynapipe_ext.launch.job.settled import placed_planning
 from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, plan_json
@@ -115,13 +115,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     config = _config(args)
     _refuse_too_many_ranks(config)
-    layout_is_named = args.layout is not None or names_layout(args.config)
+    layout_is_named = args.layout is not None or ("plan", "layout") in config.named
     priced = settled_planning(args, config, layout_is_named=layout_is_named)
     planning = priced.planning
     config = planning.config
     memory_limit_bytes(args, config)
     samples, batch_name, notes = batch_samples(args, config, planning.costs.facts.has_decoder)
-    is_named = args.pad_multiple is not None or "pad_multiple" in named_settings(args.config).get("plan", {})
+    is_named = args.pad_multiple is not None or ("plan", "pad_multiple") in config.named
     if priced.is_measured_grid and not is_named:
         planning = replace(planning, config=replace(config, plan=replace(config.plan, pad_multiple=1)))
     planning, trials = placed_planning(planning, lambda: [samples])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,7 +80,7 @@ def settled_planning(
     or packed rows. Errors: ConfigError of such a run, and for flags that do not go together; those of a cost file and
     of the CSV folder.
     """
-    if _describes_model(args):
+    if _describes_model(config):
         refuse_settings(config, compare=False)
         config = settled_cut(config, layout_is_named=layout_is_named)
     path = args.costs or config.plan.costs
@@ -94,8 +93,8 @@ def settled_planning(
     return _of_cost_file(args, config, topology, path) if path else _of_counted(args, config)
 
 
-def _describes_model(args: argparse.Namespace) -> bool:
-    return bool(args.config and tables_in(args.config) - {"plan"})
+def _describes_model(config: TrainConfig) -> bool:
+    return any(table != "plan" for table, _ in config.named)
 
 
 def _of_csv_folder(args: argparse.Namespace, config: TrainConfig, topology: Topology | None, path: str) -> Priced:
@@ -116,7 +115,7 @@ def _of_csv_folder(args: argparse.Namespace, config: TrainConfig, topology: Topo
 
 def _of_cost_file(args: argparse.Namespace, config: TrainConfig, topology: Topology | None, path: str) -> Priced:
     costs, num_cores = read_run_costs(path)
-    if _describes_model(args):
+    if _describes_model(config):
         refuse_table_of_other_model(costs, config, architecture_of(config, config.data.vocab_size), path)
         topology = topology or topology_of(config)
         costs = costs_of_settings(config, costs, path, vocab_size=None, on_host=num_cores is not None)
@@ -162,11 +161,6 @@ def _of_counted(args: argparse.Namespace, config: TrainConfig) -> Priced:
     return Priced(planning, provenance)
 
 
-def tables_in(path: str) -> set[str]:
-    """The tables that a file of settings has; it is known to be one."""
-    return set(tomllib.loads(Path(path).read_text(encoding="utf-8-sig")))
-
-
 def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
     """Of a rank. Errors: ConfigError where costs are given without it, or it is out of bounds."""
     if args.costs and not args.config and args.memory_limit_gb is None:
@@ -195,7 +189,7 @@ def batch_samples(
         chosen = f"step {index} of {args.lengths}"
     cut = cut_at(args.truncate, config.model.max_seq_len)
     table, notes = fitted(table, args.extra, cut, has_decoder)
-    if _describes_model(args):
+    if _describes_model(config):
         _refuse_untrained(table, config.model.max_seq_len, args.config)
     indices: Sequence[int] | None = None
     if index is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import tomllib
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -329,16 +328,6 @@ def configured_cut(config: TrainConfig) -> ProvenCut:
     from dynapipe_ext.executor.stages.transformers.parts import proven_cut_of_folder
 
     return proven_cut_of_folder(config.model.architecture, named_pattern(config))
-
-
-def named_settings(file: str | None) -> Tables:
-    """What a file of settings, which has been read before, names itself, by table."""
-    return tomllib.loads(Path(file).read_text(encoding="utf-8-sig")) if file else {}
-
-
-def names_layout(file: str | None) -> bool:
-    """Whether a file of settings, which has been read before, says how rows are laid out."""
-    return "layout" in named_settings(file).get("plan", {})
 
 
 def settled_cut(

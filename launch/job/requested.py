@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending, ref
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, refuse_guessable
 from dynapipe_ext.launch.job.model_folder import (
-    named_settings,
-    names_layout,
     refuse_unsupported,
     settings_of_model,
     usual_rates,
@@ -100,7 +97,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         settings = run_to_resume(args.resume) / "config.toml"
         if not settings.is_file():
             raise ConfigError(f"--resume {args.resume} holds no run, as it has no config.toml: name a run's directory")
-        config = TrainConfig.read(settings)
+        config = replace(TrainConfig.read(settings), named=frozenset({("plan", "layout")}))  # all of it was settled
     if args.resume:
         if args.init_from is not None:
             raise ConfigError(f"--resume {args.resume} has weights of its own: leave out --init-from {args.init_from}")
@@ -123,7 +120,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         tables["model"] = {"max_seq_len": cut_at(args.truncate, None)} | tables.get("model", {})
         if tables["model"]["max_seq_len"] != args.truncate:
             raise ConfigError(f"--truncate is {args.truncate} and --max-seq-len {args.max_seq_len}: give one of them")
-    return config.with_values(**_beside_file(tables, named_settings(args.config)))
+    return config.with_values(**_beside_file(tables, config))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +173,7 @@ def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str 
         secret=secret,
         overwrite=args.overwrite,
         num_shown=args.show_samples,
-        layout_is_named=args.layout is not None or bool(args.resume) or names_layout(args.config),
+        layout_is_named=args.layout is not None or ("plan", "layout") in config.named,
     )
 
 
@@ -313,8 +310,7 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     other_flags = {"--resume": args.resume, "--architecture": args.architecture, "--init-from": args.init_from}
     if also := [flag for flag, value in other_flags.items() if value]:
         raise ConfigError(f"--model {args.model} says what {', '.join(also)} would: leave one of them out")
-    named = named_settings(args.config)
-    of_file = {name: named.get("model", {}).get(name) for name in ("architecture", "init_from")}
+    of_file = {name: getattr(config.model, name) for name in ("architecture", "init_from")}
     if also := [
         f"{name} {at}" for name, at in of_file.items() if at and os.path.abspath(at) != os.path.abspath(args.model)
     ]:
@@ -328,24 +324,22 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     if tables["model"]["init_from"]:
         adapts = config.lora.enabled if args.lora is None else args.lora
         engine = settings_in(config.deepspeed.described)["optimizer"] if config.deepspeed.described else {}
-        tables |= usual_rates({*named.get("optimizer", {}), *engine}, adapts=adapts)
-    return config.with_values(**_beside_file(tables, named))
+        named = {name for table, name in config.named if table == "optimizer"}
+        tables |= usual_rates({*named, *engine}, adapts=adapts)
+    return config.with_values(**_beside_file(tables, config))
 
 
-def _beside_file(
-    tables: dict[str, dict[str, Any]], named: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Settings of flags, with those of a file that what these name would replace: a model its rows' length, a DeepSpeed
-    configuration what it decides."""
+def _beside_file(tables: dict[str, dict[str, Any]], config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """Settings of flags, with those of the file that what these name would replace: a model its rows' length, a
+    DeepSpeed configuration what it decides."""
     kept = {"model": ("max_seq_len",)} if "architecture" in tables.get("model", {}) else {}
     if path := tables.get("deepspeed", {}).get("config"):
         kept |= {
             name: (*kept.get(name, ()), *values) for name, values in settings_in(read_deepspeed_config(path)).items()
         }
     of_file = {
-        table: {name: named[table][name] for name in names if name in named[table]}
+        table: {name: getattr(getattr(config, table), name) for name in names if (table, name) in config.named}
         for table, names in kept.items()
-        if table in named
     }
     return tables | {table: values | tables.get(table, {}) for table, values in of_file.items() if values}
 
