@@ -84,6 +84,11 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=8"
 
 
+def _shell(args: argparse.Namespace) -> list[str]:
+    """The words of the command that runs another on a host."""
+    return shlex.split(args.ssh or _SSH)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     requested.add_arguments(parser)
     parser.epilog = ending(
@@ -254,7 +259,7 @@ def _restarted(args: argparse.Namespace, job: LaunchedJob, run_dir: Path, start:
         if not hosts:
             return frozenset()
         endpoint = job.place.rdzv_endpoint or _with_port(hosts[0].name.rpartition("@")[2], _FREE_PORTS[-1])
-        return hosts_away(shlex.split(args.ssh or _SSH), hosts, _host_of(endpoint), int(endpoint.rpartition(":")[2]))
+        return hosts_away(_shell(args), hosts, _host_of(endpoint), int(endpoint.rpartition(":")[2]))
 
     def start_or_again(hosts: tuple[Host, ...]) -> NodeEnd:
         end = start(hosts, next(num_starts) > 0)
@@ -441,7 +446,7 @@ def _run_from_here(args: argparse.Namespace, job: LaunchedJob, hosts: tuple[Host
         if args.ray:
             nodes = RayNodes(job.place.num_nodes, job.place.num_ranks, args.ray_address)
         else:
-            nodes = ShellNodes(shlex.split(args.ssh or _SSH), hosts)
+            nodes = ShellNodes(_shell(args), hosts)
         variables, places = (
             node_variables(secrets.token_hex(32), is_restart=is_restart),
             job.places(nodes.first_address),
@@ -462,7 +467,7 @@ def _commands(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Sequ
     names = [host.name for host in job.hosts] or [f"ray-node-{i}" for i in range(job.place.num_nodes)]
     for name, place in zip(names, job.places(names[0].rpartition("@")[2]), strict=True):
         line = shell_line(job.node_command(place), Path.cwd())
-        shell = [*shlex.split(args.ssh or _SSH), name, "sh", "-s"] if job.hosts else ["sh", "-s"]
+        shell = [*_shell(args), name, "sh", "-s"] if job.hosts else ["sh", "-s"]
         commands += [f"{shlex.join(shell)} <<< {shlex.quote(line)}"]
         commands += [f"    {shlex.join(torchrun_command(place, 0, job.words))}"]
     return commands
