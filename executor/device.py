@@ -1,17 +1,21 @@
-"""The one place that decides which device a rank computes on and which backend its process groups use; and bytes, or
-anything that JSON holds, from one rank to all or from each rank. Nothing is pickled."""
+"""The one place that decides which device a rank computes on, which backend its process groups use and whether Triton's
+kernels run; and bytes, or anything that JSON holds, from one rank to all or from each rank. Nothing is pickled."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError, ExecutionError
+
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rank_device(local_rank: int) -> torch.device:
@@ -33,6 +37,29 @@ def compute_deterministically() -> None:
     """
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # an aid for debugging
+
+
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether the kernels of `executor/stages/kernels.py` take this tensor's place and type."""
+    return x.is_cuda and x.dtype in _KERNEL_TYPES and _gpu_runs_kernels()
+
+
+@cache
+def _gpu_runs_kernels() -> bool:
+    """A GPU that does not is named once, with the reason."""
+    from dynapipe_ext.executor.stages.kernels import gated
+
+    try:
+        return bool(torch.isfinite(gated(torch.ones(1, 2, device="cuda"), "silu")).all())
+    except Exception as error:  # noqa: BLE001  whatever Triton's compiler lacks here: torch computes the same
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warnings.warn(
+            f"Triton's kernels do not run here ({reason}): torch's operations take their place, and a step takes up to"
+            " a third longer: install triton and a C compiler",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,43 +7,18 @@ once a shape, as shapes change with every micro-batch. On one H100 torch's own p
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
 
 GatedActivation = Literal["silu", "gelu_tanh", "gelu"]
-_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 1024  # of a gated activation that a program has
 _LOGITS = 4096  # of a head
 # Angles, the factor, their cosines and sines: layers with windows may turn by angles of their own.
 _KEPT: deque[tuple[weakref.ref[torch.Tensor], float, torch.Tensor, torch.Tensor]] = deque(maxlen=2)
-
-
-def runs_kernels(x: torch.Tensor) -> bool:
-    """Whether kernels take this tensor's place and type."""
-    return x.is_cuda and x.dtype in _TYPES and _device_runs_kernels()
-
-
-@cache
-def _device_runs_kernels() -> bool:
-    """A GPU that does not is named once, with the reason."""
-    try:
-        one = torch.ones(1, 2, device="cuda")
-        return bool(torch.isfinite(gated(one, "silu")).all())
-    except Exception as error:  # noqa: BLE001  whatever Triton's compiler lacks here: torch computes the same
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(
-            f"Triton's kernels do not run here ({reason}): torch's operations take their place, and a step takes up to"
-            " a third longer: install triton and a C compiler",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
 
 
 def gated(y: torch.Tensor, activation: GatedActivation) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import runs_kernels
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages import kernels
 from dynapipe_ext.executor.stages.chunk_runner import (
@@ -120,7 +121,7 @@ def losses_of_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor, head: Head
 
 def losses_of_kept_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of every position, in float32, of logits of a whole vocabulary that others may keep."""
-    if not kernels.runs_kernels(logits_NV):
+    if not runs_kernels(logits_NV):
         return torch.nn.functional.cross_entropy(logits_NV.float(), labels_N, reduction="none")
     losses: torch.Tensor = _LossesOfKeptLogits.apply(logits_NV, labels_N)  # type: ignore[no-untyped-call]
     return losses
@@ -180,7 +181,7 @@ class _StatsOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
         logits_NV, labels_N, head = inputs
-        ctx.head, ctx.by_kernel = head, kernels.runs_kernels(logits_NV)
+        ctx.head, ctx.by_kernel = head, runs_kernels(logits_NV)
         if ctx.by_kernel:
             logits_NV, labels_N = logits_NV.contiguous(), labels_N.contiguous()
             ctx.columns = kernels.Columns(logits_NV.shape[-1], head.first_id)
@@ -251,7 +252,7 @@ def _slices(num_positions: int, slice_len: int) -> Iterator[slice]:
 def _stats(head: Head, x_NH: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """Of this rank's part of the vocabulary, (3, N): the largest logit, the sum of exponentials above it, and the
     target's logit, 0 where another rank has it."""
-    if not head.softcap and kernels.runs_kernels(x_NH):
+    if not head.softcap and runs_kernels(x_NH):
         return kernels.softmax_stats(head.product(x_NH), labels_N, head.columns, has_all=head.has_all)
     return _stats_in_place(head, head.logits(x_NH), labels_N)
 
@@ -296,7 +297,7 @@ def _product_grads(
     target_grad_N: torch.Tensor,
 ) -> torch.Tensor:
     """Of a slice's products of positions and rows, which are computed again."""
-    if not head.softcap and kernels.runs_kernels(x_NH):
+    if not head.softcap and runs_kernels(x_NH):
         stats = (labels_N, most_N, sums_N, sums_grad_N, target_grad_N)
         return kernels.softmax_backward(head.product(x_NH), *stats, head.columns)
     shares_NV, slope_NV = _shares(head, x_NH, most_N, sums_N)

@@ -16,10 +16,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dynapipe_ext.executor.stages import kernels
+from dynapipe_ext.executor.device import runs_kernels
+from dynapipe_ext.executor.stages import sliced_head
 from dynapipe_ext.executor.stages.kernels import Columns, GatedActivation, gated, softmax_backward, softmax_stats, turn
 from dynapipe_ext.executor.stages.megatron import head, layers
 from dynapipe_ext.models.architecture import Architecture
+from tests.gpu import steps
 from tests.gpu.steps import EXPERTS, SHAPE, Case, alone, learned, megatron_stage
 
 triton_kernels: Any = pytest.importorskip("dynapipe_ext.executor.stages.triton_kernels")
@@ -112,16 +114,16 @@ def job() -> Iterator[None]:
 HALF_TURNED = replace(SHAPE, activation="gelu_tanh", rotary_dim=32, tied_embeddings=False)
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter takes minutes a case")
 @pytest.mark.parametrize("shape", [SHAPE, HALF_TURNED, EXPERTS], ids=["llama", "half turned", "experts"])
 @pytest.mark.parametrize("case", [Case("padded"), Case(pieces=True), Case("packed", "head")], ids=str)
 def test_models_learn_with_kernels_what_they_learn_without(
     case: Case, shape: Architecture, job: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(steps, "LENGTHS", (7, 130, 33, 2))  # the interpreter takes its time
     names = [name for name in vars(triton_kernels) if name.endswith("_kernel")]
     found = {}
     for takes in (False, True):
-        for module in (kernels, layers, head):
+        for module in (sliced_head, layers, head):
             monkeypatch.setattr(module, "runs_kernels", lambda x, takes=takes: takes)
         ran = set[str]()
         with monkeypatch.context() as patched:
@@ -156,7 +158,7 @@ def test_labels_elsewhere_and_labels_that_are_none() -> None:
 
 
 def test_what_runs_by_kernels() -> None:
-    assert not kernels.runs_kernels(torch.zeros(1))
+    assert not runs_kernels(torch.zeros(1))
     if not IS_INTERPRETED:
-        assert kernels.runs_kernels(torch.zeros(1, device="cuda"))
-        assert not kernels.runs_kernels(torch.zeros(1, device="cuda", dtype=torch.float64))
+        assert runs_kernels(torch.zeros(1, device="cuda"))
+        assert not runs_kernels(torch.zeros(1, device="cuda", dtype=torch.float64))

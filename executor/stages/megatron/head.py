@@ -17,8 +17,8 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.module import MegatronModule
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import runs_kernels
 from dynapipe_ext.executor.stages.chunk_runner import HeadSlices
-from dynapipe_ext.executor.stages.kernels import runs_kernels
 from dynapipe_ext.executor.stages.sliced_head import Head, losses_in_slices, losses_of_logits
 from dynapipe_ext.executor.stages.spread_head import Message, head_part
 

@@ -21,7 +21,8 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from dynapipe_ext.batch.topology import StageLayers
-from dynapipe_ext.executor.stages.kernels import GatedActivation, gated, runs_kernels, turn
+from dynapipe_ext.executor.device import runs_kernels
+from dynapipe_ext.executor.stages.kernels import GatedActivation, gated, turn
 from dynapipe_ext.executor.stages.megatron.attention_variants import (
     UnitNorm,
     capped,
