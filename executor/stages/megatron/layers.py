@@ -39,6 +39,7 @@ _LENGTHS = "dynapipe_lengths"  # attribute of a tensor of borders: the documents
 _ANGLES = "dynapipe_angles"  # attribute of a tensor of borders: angles, and those of the row's positions
 IN_ONE_PASS = "dynapipe_in_one_pass"  # attribute of a configuration of ours: its models take kernels where they can
 _NAME = "_apply_rotary_pos_emb_thd"
+_TURNS = {"rotary_interleaved", "multi_latent_attention", "mscale", "cp_group"}  # options that kernels know
 YARN_FACTOR = "yarn_rotary_scaling_factor"  # an attribute of TransformerConfig that makes attention concentrate
 
 
@@ -90,10 +91,9 @@ def rotate_without_waiting() -> None:
     turn_any = attention.apply_rotary_pos_emb
 
     def turn_rows(t: torch.Tensor, freqs: torch.Tensor, config: Any, cu_seqlens: Any = None, **options: Any) -> Any:
-        if cu_seqlens is not None or not getattr(config, IN_ONE_PASS, False):
-            return turn_any(t, freqs, config, cu_seqlens=cu_seqlens, **options)
-        options.pop("cp_group", None)
-        return _turned(t, freqs, rotary_interleaved=config.rotary_interleaved, **options)
+        if cu_seqlens is None and getattr(config, IN_ONE_PASS, False) and _turns_by_kernel(t, freqs, options):
+            return turn(t, freqs, interleaved=config.rotary_interleaved, factor=options.get("mscale", 1.0))
+        return turn_any(t, freqs, config, cu_seqlens=cu_seqlens, **options)
 
     attention.apply_rotary_pos_emb = turn_rows
 
@@ -113,10 +113,16 @@ def _turned(x_SBHD: torch.Tensor, freqs: torch.Tensor, **options: Any) -> torch.
     """By a kernel where the device runs it, else by Megatron's arithmetic."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    if options.get("multi_latent_attention") or not runs_kernels(x_SBHD):
-        turned: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(x_SBHD, freqs, **options)
-        return turned
-    return turn(x_SBHD, freqs, interleaved=options["rotary_interleaved"], factor=options.get("mscale", 1.0))
+    if _turns_by_kernel(x_SBHD, freqs, options):
+        return turn(x_SBHD, freqs, interleaved=options["rotary_interleaved"], factor=options.get("mscale", 1.0))
+    turned: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(x_SBHD, freqs, **options)
+    return turned
+
+
+def _turns_by_kernel(x_SBHD: torch.Tensor, freqs: torch.Tensor, options: dict[str, Any]) -> bool:
+    """Whether all rows turn by the same angles, in a way that the kernel knows, on a device that runs it."""
+    is_known = options.keys() <= _TURNS and not options.get("multi_latent_attention")
+    return is_known and freqs.numel() == len(freqs) * freqs.shape[-1] and runs_kernels(x_SBHD)
 
 
 _GATED: dict[Activation, GatedActivation] = {"silu": "silu", "gelu_tanh": "gelu_tanh", "gelu": "gelu"}

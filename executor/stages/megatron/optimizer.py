@@ -122,7 +122,7 @@ def update_in_one_pass(adam: torch.optim.Optimizer) -> None:
     """Have torch's Adam update the weights of a GPU by one kernel, in a third of the time and without copies of its
     states; other optimizers as they are."""
     weights = [weight for group in adam.param_groups for weight in group["params"]]
-    if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) and all(weight.is_cuda for weight in weights):
+    if isinstance(adam, torch.optim.Adam | torch.optim.AdamW) and weights and all(one.is_cuda for one in weights):
         for group in adam.param_groups:
             group["fused"], group["foreach"] = True, False
 
