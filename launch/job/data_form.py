@@ -148,11 +148,22 @@ def form_of(data: DataSettings, files: Sequence[InputFile], tokenizer: Encoder |
     return form
 
 
-def form_lines(data: DataSettings, files: Sequence[InputFile], *, encoder_decoder: bool) -> list[str]:
-    """For each file of text the form that its records are taken for."""
+OTHER_FORM = "; note: the training data are of another form"  # end of the line of a file that is held out
+
+
+def form_lines(
+    data: DataSettings, files: Sequence[InputFile], held_out: Sequence[InputFile], *, encoder_decoder: bool
+) -> list[str]:
+    """For each file of text the form that its records are taken for; whether held-out ones are of another."""
     own = data.tokenizer in ("bpe", "bytes")
     tokenizer = data.tokenizer if own else tokenizer_to_train_with(data.tokenizer, encoder_decoder=encoder_decoder)
-    return [f"{file.path}: {file.words}, {_form_of_file(data, file, tokenizer).words}" for file in files]
+    trained = [_form_of_file(data, file, tokenizer).words for file in files]
+    evaluated = [_form_of_file(data, file, tokenizer).words for file in held_out]
+    lines = [f"{file.path}: {file.words}, {words}" for file, words in zip(files, trained, strict=True)]
+    for file, words in zip(held_out, evaluated, strict=True):
+        other = "" if words in trained else OTHER_FORM
+        lines.append(f"held out, {file.path}: {file.words}, {words}{other}")
+    return lines
 
 
 def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Tokenizer | str) -> DataForm:

@@ -335,11 +335,17 @@ def _mixed(shares: SampleShares | None, part: TokenDataset | SampleSubset, seed:
 
 
 def shown_forms(config: TrainConfig) -> list[str]:
-    """`form_lines` of a run's files of text; empty for prepared and made-up data."""
+    """`form_lines` of a run's files of text, and of those it holds out; empty for prepared and made-up data."""
     paths = [] if _is_tokens(config) else _paths(config)
     if not paths:
         return []
-    return form_lines(config.data, find_inputs(paths), encoder_decoder=config.model.num_decoder_layers > 0)
+    held_out = config.eval.path and not is_prepared(config.eval.path)
+    return form_lines(
+        config.data,
+        find_inputs(paths),
+        find_inputs([config.eval.path]) if held_out else [],
+        encoder_decoder=config.model.num_decoder_layers > 0,
+    )
 
 
 def data_lines(data: RunData) -> list[str]:

@@ -50,6 +50,7 @@ from dynapipe_ext.launch.job.configured import (
     trials_table,
     with_placement,
 )
+from dynapipe_ext.launch.job.data_form import OTHER_FORM
 from dynapipe_ext.launch.job.job_keys import JobKeys
 from dynapipe_ext.launch.job.model_folder import (
     adapters_line,
@@ -335,8 +336,9 @@ def _settled_data(request: JobRequest, console: Console) -> tuple[TrainConfig, R
     with progress:
         data = run_data(config, advance)
     console.print("\n".join(data_lines(data)), markup=False, soft_wrap=True)
-    if request.num_shown:
-        console.print("\n".join(shown_forms(config)), markup=False, soft_wrap=True)
+    if request.num_shown or config.eval.path:
+        forms = [form for form in shown_forms(config) if request.num_shown or form.endswith(OTHER_FORM)]
+        console.print(*forms, sep="\n", end="\n" if forms else "", markup=False, soft_wrap=True)
     show_samples(data.whole, request.num_shown, console)
     refuse_pieces(config, data, compare=request.compare)
     check_data(data, partial(check_batches, config))

@@ -223,6 +223,12 @@ def test_the_form_of_each_file_is_shown(tmp_path: Path, monkeypatch: pytest.Monk
     (instructions,) = lines(path="three.jsonl")
     assert instructions.startswith("three.jsonl: jsonl, prompts and answers: 'instruction' and 'output' (with input")
     assert lines() == []
+    held_out = TrainConfig.from_json(
+        {"data": {"tokenizer": "bytes", "path": "one.json"}, "eval": {"path": "three.jsonl", "every": 1}}
+    )
+    assert shown_forms(held_out)[1].startswith("held out, three.jsonl: jsonl, prompts and answers: 'instruction'")
+    assert shown_forms(held_out)[1].endswith("; note: the training data are of another form")
+    assert lines(path="one.json") == shown_forms(held_out)[:1]
 
 
 @pytest.mark.parametrize("key", ["path", "tokenizer"])
