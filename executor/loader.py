@@ -27,6 +27,7 @@ from dynapipe_ext.data.batches import (
     document_lengths,
     following_epoch,
     order_of,
+    plain_numbers,
 )
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.data.pairs import collate_pairs, pair_borders
@@ -164,12 +165,13 @@ class DynaPipeDataLoader:
         self.exposed_planning_s = 0.0
         self._lengths = _lengths_of(dataset)
         self._identity = {"lengths": array_digest(self._lengths), "data": _fingerprint_of(dataset)}
+        batch_size, tokens_per_batch, seed = plain_numbers((batch_size, tokens_per_batch, seed))
         self._rule = GlobalBatchRule(
             batch_size=batch_size,
             tokens_per_batch=tokens_per_batch,
-            first_sizes=tuple(first_sizes),
+            first_sizes=plain_numbers(first_sizes),
             shuffle=bool(shuffle),
-            drop_last=drop_last,
+            drop_last=bool(drop_last),
             seed=seed,
         )
         self._sampler, self._collate_fn = sampler, collate_fn
@@ -245,9 +247,10 @@ class DynaPipeDataLoader:
         """
         check_state(state)
         ours = {**self._identity, **self._rule.to_json()}
-        theirs = {"lengths": state["lengths"], "data": state.get("data"), **state["rule"]}
-        for name, value in ours.items():
-            unknown = name == "data" and None in (value, theirs["data"])
+        their_rule = GlobalBatchRule.from_json(state["rule"]).to_json()
+        theirs = {"lengths": state["lengths"], "data": state.get("data"), **their_rule}
+        for name in {**ours, **theirs}:
+            value, unknown = ours.get(name), name == "data" and None in (ours[name], theirs[name])
             if theirs.get(name) != value and not unknown:
                 raise DataError(
                     f"the saved loader has {name} {theirs.get(name)!r} but this one has {value!r}: resume with the same"

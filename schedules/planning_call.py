@@ -6,6 +6,7 @@ no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -78,20 +79,21 @@ class PlannedMicroBatches:
         """
         return self.planner.forwards_like(self.plan)
 
-    def shares(self, counts: Sequence[int] | None = None) -> tuple[tuple[float, ...], ...]:
+    def shares(self, counts: Any = None) -> tuple[tuple[float, ...], ...]:
         """The share of each micro-batch's own mean in the loss of the whole step, by replica; they add up to 1.
 
-        `counts` say what the loss is divided by, a number for each sample in the order of the lengths: None for its
-        target tokens (a mean over tokens), 1 for each (a mean over sequences), the tokens that a filter leaves, or a
-        group's weight. A micro-batch's own mean is that over the same counts; where these are 0, so is its share. The
-        sum of share x mean is then the loss, whatever the plan. A loop that averages over its micro-batches and over
-        replicas multiplies each share by their numbers, `num_micro_batches[d]` x `len(partitions)`.
+        `counts`, a list or an array, say what the loss is divided by, a number for each sample in the order of the
+        lengths: None for its target tokens (a mean over tokens), 1 for each (a mean over sequences), the tokens that a
+        filter leaves, or a group's weight. A micro-batch's own mean is that over the same counts; where these are 0, so
+        is its share. The sum of share x mean is then the loss, whatever the plan. A loop that averages over its
+        micro-batches and over replicas multiplies each share by their numbers, `num_micro_batches[d]` x
+        `len(partitions)`.
 
         Errors: ConfigError for counts that are no numbers from 0 on, one a sample, or all 0.
         """
         replicas = self.plan.batch.replicas
         if counts is None:
-            groups = [[m.target_tokens for m in replica.micro_batches] for replica in replicas]
+            groups = [[float(m.target_tokens) for m in replica.micro_batches] for replica in replicas]
         else:
             by_index = self._by_index(counts)
             groups = [[sum(by_index[i] for i in group) for group in groups] for groups in self.micro_batches]
@@ -100,13 +102,16 @@ class PlannedMicroBatches:
             raise ConfigError("the counts of all samples are 0, which a loss cannot be divided by: leave the step out")
         return tuple(tuple(own / whole for own in of_replica) for of_replica in groups)
 
-    def _by_index(self, counts: Sequence[int]) -> dict[int, int]:
+    def _by_index(self, counts: Any) -> dict[int, float]:
+        counts = counts.tolist() if hasattr(counts, "tolist") else counts  # of narrow types sums overflow
+        if not isinstance(counts, Sequence) or isinstance(counts, str):
+            raise ConfigError(f"counts are {short(counts)}: give a number for each sample, in a list or an array")
         if len(counts) != len(self.indices):
             raise ConfigError(f"{len(counts)} counts for {len(self.indices)} samples: give one for each")
         if any(m.attention == "carried" for m in self.plan.batch.micro_batches):
             raise ConfigError("counts are of whole samples but the plan has pieces: plan with pieces off")
         for index, number in zip(self.indices, counts, strict=True):
-            if not number >= 0:
+            if not isinstance(number, int | float) or not 0 <= number < math.inf:
                 raise ConfigError(f"the count of sample {index} is {short(number)}: give numbers from 0 on")
         return dict(zip(self.indices, counts, strict=True))
 

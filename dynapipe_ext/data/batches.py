@@ -22,6 +22,11 @@ _WEYL = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, odd
 _MASK = (1 << 64) - 1
 
 
+def plain_numbers(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Numpy's numbers as Python's, which states hold."""
+    return tuple(value.item() if hasattr(value, "item") else value for value in values)
+
+
 def permutation(num_samples: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """The indices 0 to num_samples - 1, sorted by a pseudo-random key of each; the same on every machine.
 
@@ -34,8 +39,8 @@ def permutation(num_samples: int, *, seed: int, epoch: int) -> npt.NDArray[np.in
     """
     for name, value in (("seed", seed), ("epoch", epoch)):
         check_integer(name, value, least=0, most=_MASK)
-    base = _mix(_array(seed + _WEYL))
-    base = _mix(_array(int(base[0]) + (epoch + 1) * _WEYL))
+    base = _mix(_array(int(seed) + _WEYL))
+    base = _mix(_array(int(base[0]) + (int(epoch) + 1) * _WEYL))
     counters = np.arange(1, num_samples + 1, dtype=np.uint64) * np.uint64(_WEYL)
     return _ascending(_mix(counters + base))
 

@@ -249,6 +249,11 @@ def check_data_settings(data: DataSettings, where: str) -> None:
         raise ConfigError(
             f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"
         )
+    if data.text_key and data.template not in ("auto", "text"):
+        raise ConfigError(
+            f"{where}: [data] text_key is {data.text_key!r}, a field of plain texts, but template is"
+            f" {data.template!r}, which reads others: leave one of both out"
+        )
 
 
 def check_preferences(

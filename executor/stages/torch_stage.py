@@ -74,6 +74,7 @@ class TorchStage:
         trained = [p for p in own if p.requires_grad]
         _refuse_reducers(owners)
         self._own, self._trains = own, [p.requires_grad for p in own]
+        self._owners, self._known = owners, {*own}
         self._batch_norms = [m for owner in owners for m in owner.modules() if isinstance(m, _BatchNorm)]
         self._stages = tuple(modules) if isinstance(modules, Mapping) else None
         self._calls = [with_batch(chunk, chunk) for chunk in chunks]
@@ -108,6 +109,7 @@ class TorchStage:
             )
         if not plan.forward_only:
             _refuse_other_trained(self._trains, [p.requires_grad for p in self._own], plan.step)
+            _refuse_new_weights(self._owners, self._known, plan.step)
             _refuse_batch_statistics(self._batch_norms)
         if not self.takes_pieces:
             _refuse_pieces(plan)
@@ -261,6 +263,19 @@ def _refuse_other_trained(before: list[bool], now: list[bool], step: int) -> Non
             f"{changed} weights were frozen or thawed between the making of the stage and step {step}, and it clears"
             " and reduces the gradients of those that trained then: make the stage anew, and the executor"
         )
+
+
+def _refuse_new_weights(owners: Sequence[torch.nn.Module], known: set[torch.nn.Parameter], step: int) -> None:
+    """Errors: ConfigError for weights that train and that the stage does not know: their gradients would add up from
+    step to step."""
+    for owner in owners:
+        for name, weight in owner.named_parameters():
+            if weight.requires_grad and weight not in known:
+                raise ConfigError(
+                    f"the weight {name} trains in step {step}, but the stage does not know it, and neither clears nor"
+                    " reduces its gradient: make the stage anew where weights were replaced (load_state_dict with"
+                    " assign, a new head, resized embeddings), and give all that train, or freeze it"
+                )
 
 
 def with_batch(chunk: Module, inner: Module) -> Module:

@@ -274,9 +274,9 @@ def usual_rates(named: Collection[str], *, adapts: bool) -> Tables:
     """Learning rates and warm-up of a model that goes on with its weights, higher ones for adapters, where a file of
     settings has not `named` its own under [optimizer]."""
     usual = (_ADAPTING if adapts else _FINE_TUNING)["optimizer"]
-    groups = (("lr", "min_lr"), ("warmup_fraction", "warmup_steps"))
-    free = {name for group in groups if not {*group} & {*named} for name in group}
-    return {"optimizer": {name: value for name, value in usual.items() if name in free}}
+    decides = {"lr": ("lr",), "min_lr": ("lr", "min_lr")}  # a named rate has the lowest of a file, or the default
+    decides |= dict.fromkeys(("warmup_fraction", "warmup_steps"), ("warmup_fraction", "warmup_steps"))
+    return {"optimizer": {name: value for name, value in usual.items() if not {*decides[name]} & {*named}}}
 
 
 def dropout_line(config: TrainConfig) -> str:

@@ -49,6 +49,7 @@ from dynapipe_ext.launch.processes.cluster import say_at_once
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.launch.rank.rank_log import LoggingRecorder, RankLog
 from dynapipe_ext.launch.rank.references import ReferencePass
+from dynapipe_ext.launch.run.outcome import write_settings
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -288,6 +289,8 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
     if job.resumed is not None:
         run = built.restore(job.resumed)
         loader.load_state_dict(run.loader)
+        if context.rank == 0:
+            write_settings(job)
         progress = RunProgress(run.num_samples, run.recent_losses)
         if config.checkpoint.keep_best:
             least_loss = least_validation_loss(job.checkpoints)

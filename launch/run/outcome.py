@@ -113,7 +113,7 @@ def begin_run(job: SettledJob, facts: RunFacts, chosen: Sequence[Variant]) -> No
     run_dir, config = job.run_dir, job.config
     costs_json = run_costs_to_json(job.planning.costs, job.planning.num_cores)
     clear_run(run_dir)
-    write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
+    write_settings(job)
     # With --costs, this file makes another run, and `dynapipe plan`, plan exactly as this one does.
     write_atomic(run_dir / "costs.json", json.dumps(costs_json) + "\n")
     _link_data(run_dir, job.data)
@@ -123,11 +123,16 @@ def begin_run(job: SettledJob, facts: RunFacts, chosen: Sequence[Variant]) -> No
     point_latest_at(run_dir)
 
 
+def write_settings(job: SettledJob) -> None:
+    """Those that `--resume` reads: of a run that goes on once nothing can refuse them any more."""
+    text = toml_of(job.config.to_json(), "The settings of this run, defaults included.")
+    write_atomic(job.run_dir / "config.toml", text)
+
+
 def resume_run(job: SettledJob, facts: RunFacts, step: int) -> RunSoFar:
     """Make a directory one of a run that goes on after `step` steps: what came later is run again. Returns the run as
-    it then stands."""
+    it then stands. Its settings stay those of before until the checkpoint is taken (`write_settings`)."""
     run_dir, config = job.run_dir, job.config
-    write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
     if (run_dir / "data").is_symlink() or not (run_dir / "data").exists():  # else a copy that holds the data itself
         _link_data(run_dir, job.data)  # it may have been moved
     forget_fitted(run_dir, step)

@@ -189,6 +189,19 @@ def test_a_state_of_other_data_or_settings_is_refused_by_name(changed: dict[str,
             loader().load_state_dict(none)  # type: ignore[arg-type]
 
 
+def test_a_first_steps_sizes_are_kept_in_a_state_and_those_of_none_are_other_settings() -> None:
+    sizes = {"tokens_per_batch": None, "batch_size": 5, "first_sizes": np.array([2, 3]), "shuffle": True, "seed": 5}
+    running = loader(**sizes)
+    next(iter(running))
+    state = json.loads(json.dumps(running.state_dict()))
+    again = loader(**sizes)
+    again.load_state_dict(state)
+    whole = loader(**sizes)
+    assert list(map(samples_of, plans(iter(again)))) == list(map(samples_of, plans(iter(whole))))[1:]
+    with pytest.raises(DataError, match=r"the saved loader has first_sizes \(2, 3\) but this one has None"):
+        loader(**{**sizes, "first_sizes": ()}).load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

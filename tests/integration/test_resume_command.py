@@ -99,6 +99,15 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preload
     status, said = ended(train("--resume", str(whole)))
     assert status == 2
     assert f"has done {STEPS} steps and steps is {STEPS}: raise --steps" in said
+    settings = (whole / "config.toml").read_text()
+    for flags, says in (
+        (("--tokens-per-batch", "777"), "has tokens_per_batch"),
+        (("--dtype", "bfloat16"), "holds another model: dtype"),
+    ):
+        more = ("--steps", str(STEPS + 1), "--weight-decay", "0.5", *flags)
+        status, said = ended(train("--resume", str(whole), *more))
+        assert (status, says in said) == (2, True), said
+        assert (whole / "config.toml").read_text() == settings  # which the next resume reads
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,10 @@ def test_losses_by_shares_are_those_of_the_whole_batch_whatever_the_plan(rules: 
     for wrong, says in (([1], "1 counts for 60 samples"), ([-1] * 60, "count of sample 0 is -1"), ([0] * 60, "are 0")):
         with pytest.raises(ConfigError, match=says):
             planned.shares(wrong)
+    assert planned.shares(np.full(len(ROLLOUTS), 200, np.uint8)) == planned.shares([1] * len(ROLLOUTS))
+    for wrong, says in ((np.full(len(ROLLOUTS), np.inf), "count of sample 0 is inf"), ({}, "counts are {}: give a")):
+        with pytest.raises(ConfigError, match=says):
+            planned.shares(wrong)
 
 
 def test_forwards_run_the_micro_batches_of_the_step_on_the_same_replicas() -> None:

@@ -104,7 +104,7 @@ def test_no_flag_of_a_setting_is_declared_by_hand() -> None:
 
 
 def test_every_key_of_the_settings_file_has_a_declared_type_and_default_within_its_bounds() -> None:
-    tables = get_type_hints(TrainConfig)
+    tables = {table: owner for table, owner in get_type_hints(TrainConfig).items() if table != "named"}
     fields_of = {table: {field.name for field in fields(owner)} for table, owner in tables.items()}
     undeclared = {table: names - declared_tables()[table].keys() for table, names in fields_of.items()}
     assert {table: names for table, names in undeclared.items() if names} == {

@@ -119,6 +119,10 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ('[plan]\nlayout = "rolled"', r"layout is 'rolled': choose from padded, packed"),
         ('[plan]\nschedule = "2f2b"', r"schedule is '2f2b': choose from adaptive, .*"),
         ('[model]\ndtype = "float64"', r"dtype is 'float64': choose from"),
+        (
+            '[data]\ntext_key = "t"\ntemplate = "prompt"',
+            r"text_key is 't', a field of plain .* template is 'prompt'",
+        ),
         ("[data]\nprefetch_steps = 1", r"\[data\] prefetch_steps is 1 but must be at least 2 .*num_workers is 1"),
         ("[plan]\nmax_tokens = 4", r"\[plan\] max_tokens is 4 but must be at least pad_multiple, which is 8, or 0"),
         ('[plan]\nlayout = "padded"\npieces = 64', r"\[plan\] pieces is 64 with layout 'padded': .*or pieces off"),

@@ -122,6 +122,16 @@ def test_a_file_that_names_no_rates_leaves_those_of_fine_tuning(folder: Path, tm
     assert (o.lr, o.warmup_steps, o.warmup_fraction) == (2e-5, 9, TrainConfig().optimizer.warmup_fraction)
 
 
+def test_a_lowest_rate_alone_leaves_the_rate_of_fine_tuning(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[optimizer]\nmin_lr = 0.0\n")
+    o = settings(["--config", file, "--model", folder]).optimizer
+    assert (o.lr, o.min_lr, o.warmup_fraction) == (2e-5, 0.0, 0.03)
+    file.write_text("[optimizer]\nmin_lr = 1e-3\n")
+    with pytest.raises(ConfigError, match=r"min_lr is 0\.001 but must be at most lr, which is 2e-05"):
+        settings(["--config", file, "--model", folder])
+
+
 def test_a_file_keeps_the_length_of_rows_that_it_names(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[model]\nmax_seq_len = 32\n")

@@ -43,6 +43,12 @@ def loss_sum(logits: torch.Tensor, batch) -> torch.Tensor:
     return (losses_of(logits, batch) * batch["loss_weights"]).sum()
 
 
+def replaced(model: torch.nn.Sequential) -> TorchStage:
+    stage = TorchStage(model, loss_sum)
+    model[1].weight = torch.nn.Parameter(model[1].weight.detach().clone())
+    return stage
+
+
 def model_of() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB))
@@ -243,6 +249,8 @@ PARTLY_TARGETS[-1]["loss_weights"][0, 0] = 0
             lambda m: send({0: lambda x, batch: (m(x), None)}, m),
             "returns has NoneType in it but goes to the next stage",
         ),
+        (lambda m: run(replaced(m)), r"the weight 1\.weight trains in step 0, but the stage does not know it"),
+        (lambda m: run(TorchStage(m, loss_sum, parameters=list(m[1].parameters()))), r"the weight 0\.weight trains in"),
         (lambda m: run(unfrozen(m)), "2 weights were frozen or thawed between the making of the stage and step 0"),
         (
             lambda m: run(

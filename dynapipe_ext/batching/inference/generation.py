@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from dynapipe_ext.batching.evaluating import evaluating
 from dynapipe_ext.batching.inference.batches import GenerationMemory
 from dynapipe_ext.batching.inference.loader import BatchTensors, DynamicBatchSampler, TextBatch
 from dynapipe_ext.batching.inference.memory_model import LearnedMemory
-from dynapipe_ext.batching.inference.memory_profiling import beams_of, measured_on
+from dynapipe_ext.batching.inference.memory_profiling import beams_of, measured_on, of_generation
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.peak_memory import MeasurePeak, cuda_peak, is_out_of_memory
 
@@ -59,8 +60,9 @@ def generate_batches(
     Errors: ConfigError for a causal model with right padding, or a learned memory model of another model, device or
     settings. ExecutionError, once all else is done, naming the texts that do not fit alone.
     """
-    if generation.get("num_return_sequences", 1) != 1:
-        raise ConfigError(f"num_return_sequences is {generation['num_return_sequences']}: one sequence a text is kept")
+    num_sequences = generation.get("num_return_sequences", of_generation(model, generation, "num_return_sequences"))
+    if num_sequences not in (None, 1):
+        raise ConfigError(f"num_return_sequences is {num_sequences}: one sequence a text is kept")
     if measure is None and model.device.type == "cuda":
         measure = partial(cuda_peak, model.device)
     driver = _Driver(model, max_new_tokens, measure, generation)
@@ -136,7 +138,8 @@ class _Driver:
         self.model, self.max_new_tokens, self.measure, self.generation = model, max_new_tokens, measure, generation
         self.too_large: list[tuple[int, int]] = []
         self._failed_positions: int | None = None
-        end = generation.get("eos_token_id", getattr(model.generation_config, "eos_token_id", None))
+        end = generation.get("eos_token_id", of_generation(model, generation, "eos_token_id"))
+        end = end.tolist() if isinstance(end, torch.Tensor) else end
         self._ends = set(end) if isinstance(end, list | tuple | set) else {end}
 
     def run(self, inputs: BatchTensors, indices: tuple[int, ...]) -> GeneratedBatch:
@@ -187,13 +190,8 @@ class _Driver:
                 ' tokenizer.padding_side = "left"'
             )
         placed = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                output = self.model.generate(**placed, max_new_tokens=self.max_new_tokens, **self.generation)
-        finally:
-            self.model.train(was_training)
+        with evaluating(self.model), torch.inference_mode():
+            output = self.model.generate(**placed, max_new_tokens=self.max_new_tokens, **self.generation)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         start = inputs["input_ids"].shape[1] if causal else 1
         return [self._until_end(row) for row in sequences[:, start:].tolist()]

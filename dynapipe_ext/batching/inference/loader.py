@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ def build_dynamic_batch_dataloader(
 
     `lengths` (tokens of each text) spares the pass that counts them.
     """
-    _refuse_other_texts(texts)
+    texts = _listed(texts)
     _refuse_numbers(max_input_token_length, (batch_start_range, batch_end_range), steps, num_workers)
     settings = _tokenizer_settings(tokenizer, max_input_token_length, tokenizer_kwargs)
     counts = _token_counts(texts, tokenizer, settings) if lengths is None else np.asarray(lengths)
@@ -206,14 +206,15 @@ def _refuse_numbers(most_tokens: int, growth: tuple[float, float], steps: int, n
         )
 
 
-def _refuse_other_texts(texts: Sequence[str]) -> None:
-    """Errors: DataError for what is no list of strings."""
-    if isinstance(texts, str) or not hasattr(texts, "__len__"):
+def _listed(texts: Iterable[str]) -> Sequence[str]:
+    """Texts by their places, as a column of a table, which has labels, is not. Errors: DataError for other things."""
+    if isinstance(texts, str | Mapping | Set) or not hasattr(texts, "__len__"):
         what = "one string" if isinstance(texts, str) else f"a {type(texts).__name__}"
         raise DataError(f"texts is {what}: give a list of strings")
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise DataError(f"text {index} is {short(text)}: give a string, or leave it out")
+    return texts if isinstance(texts, Sequence) else list(texts)
 
 
 def _tokenizer_settings(tokenizer: Any, max_length: int, own_settings: Mapping[str, Any]) -> dict[str, Any]:

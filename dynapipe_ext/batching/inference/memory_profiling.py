@@ -31,7 +31,13 @@ _NO_SIZES_PARTS = ("token_id", "initializer", "dropout", "pdrop")
 
 def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
     """Sequences that `model.generate` keeps for each text."""
-    return int(generation.get("num_beams") or getattr(model.generation_config, "num_beams", None) or 1)
+    return int(generation.get("num_beams") or of_generation(model, generation, "num_beams") or 1)
+
+
+def of_generation(model: Any, generation: Mapping[str, Any], name: str) -> Any:
+    """A setting of the configuration that `model.generate` follows: the one that is passed, else the model's."""
+    passed = generation.get("generation_config")
+    return getattr(model.generation_config if passed is None else passed, name, None)
 
 
 def measured_on(model: Any, *, max_new_tokens: int, num_beams: int) -> MeasuredOn:

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION
+from dynapipe_ext.batching.evaluating import evaluating
 from dynapipe_ext.batching.packing.collator import PackingCollator
-from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError, check_integer
 from dynapipe_ext.models.named_models import changing_lengths, shorten
 
 _SHORT = 4  # positions of the twin's windows, chunks and rotary lengths
@@ -35,6 +36,8 @@ def check_packing(
     Errors: ExecutionError for a model whose attention or positions depend on what else is in the row; ConfigError for
     one that cannot run packed rows, or of which no small twin can be built.
     """
+    if longest is not None:
+        check_integer("longest", longest, least=1)
     vocabulary = int(model.config.get_text_config().vocab_size)
     error = _difference(model, collator, _documents((5, 8), vocabulary))
     _refuse(model, collator, error, tolerance, "")
@@ -77,11 +80,8 @@ def _difference(
 
     one_row = PackingCollator(attention=collator.attention)
     packed = one_row.pack(documents)
-    was_training = model.training
-    model.eval()
     bordered = plain is None and _attention_of(model) == DOCUMENT_ATTENTION
     plain = plain or model
-    plain.eval()
 
     def logits(model: Any, arguments: Mapping[str, Any]) -> Any:
         placed = {name: value.to(model.device) if hasattr(value, "to") else value for name, value in arguments.items()}
@@ -95,15 +95,12 @@ def _difference(
                 f' position_ids or not what attention="{collator.attention}" gives; pad its batches instead'
             ) from error
 
-    try:
-        with torch.no_grad():
-            together = packed.unpack(logits(model, one_row.model_inputs(packed)))
-            inputs = [one_row([document]) for document in documents]
-            if not bordered:
-                inputs = [{"input_ids": one["input_ids"], "use_cache": False} for one in inputs]
-            alone = [logits(plain, one)[0] for one in inputs]
-    finally:
-        model.train(was_training)
+    with evaluating(model, plain), torch.no_grad():
+        together = packed.unpack(logits(model, one_row.model_inputs(packed)))
+        inputs = [one_row([document]) for document in documents]
+        if not bordered:
+            inputs = [{"input_ids": one["input_ids"], "use_cache": False} for one in inputs]
+        alone = [logits(plain, one)[0] for one in inputs]
     largest = max(float(x.abs().max()) for x in alone)
     furthest = max(float((a - b[: len(a)]).abs().max()) for a, b in zip(together, alone, strict=True))
     return furthest / max(largest, 1e-30)

@@ -73,6 +73,7 @@ def limited(
         _positive("max_records", max_records)
     if per_token < 0 or per_record < 0 or per_token + per_record < 1:
         raise ConfigError(f"a record of {per_record} and {per_token} a token costs nothing: give positive costs")
+    lengths = _whole(lengths)
     order = _order(lengths, smart=smart)
     batches: RecordBatches = []
     longest = 0
@@ -113,6 +114,7 @@ def length_difference(
         raise ConfigError(f"max_difference is {max_difference}: 0 or more tokens are needed")
     if max_tokens is not None:
         _positive("max_tokens", max_tokens)
+    lengths = _whole(lengths)
     batches: RecordBatches = []
     most = 0  # records of the last batch, by its longest
     for index in _order(lengths, smart=True):
@@ -146,9 +148,16 @@ def pieces(lengths: Sequence[int], max_length: int) -> list[RecordPiece]:
     ]
 
 
+def _whole(lengths: Sequence[int]) -> list[int]:
+    """As Python's integers: products of an array's own types overflow."""
+    _check(lengths)
+    return [int(length) for length in lengths]
+
+
 def padding_tokens(batch: Sequence[int], lengths: Sequence[int]) -> int:
     """Padding of a batch that is padded to its longest record."""
-    return len(batch) * max(lengths[i] for i in batch) - sum(lengths[i] for i in batch)
+    own = [int(lengths[i]) for i in batch]
+    return len(own) * max(own) - sum(own)
 
 
 def arranged(
@@ -248,7 +257,7 @@ def loss_weight(targets_in_batch: int, targets_in_step: int, *, num_ranks: int =
             f"a batch of {targets_in_batch} targets in a step of {targets_in_step} over {num_ranks} ranks is not"
             " possible: count the labels that carry loss over all batches and ranks of the step"
         )
-    return targets_in_batch * num_ranks / targets_in_step
+    return int(targets_in_batch) * num_ranks / int(targets_in_step)
 
 
 def scaled_learning_rate(

@@ -33,7 +33,7 @@ from dynapipe_ext.batching.sampling.epoch_plan import (
     plan_left,
 )
 from dynapipe_ext.costs.model import CostModel, IntArray
-from dynapipe_ext.data.batches import permutation
+from dynapipe_ext.data.batches import permutation, plain_numbers
 from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
 from dynapipe_ext.reproducible import non_negative_least_squares
 
@@ -99,9 +99,9 @@ class DistributedTokenBatchSampler:
             if value not in choices:
                 raise ConfigError(f"{name} is {value!r} but must be one of {', '.join(choices)}")
         check_integer("max_tokens", max_tokens, least=1)
-        self.rank, self.seed, self.epoch = rank, seed, 0
-        self._rule = StepRule(num_replicas=num_replicas, max_tokens=max_tokens, objective=objective, last=last)
-        self._shuffle, self._share, self._coefficients = shuffle, share, coefficients
+        self.rank, self.seed, self.epoch = rank, int(seed), 0  # states hold plain values
+        self._rule = StepRule(num_replicas=num_replicas, max_tokens=int(max_tokens), objective=objective, last=last)
+        self._shuffle, self._share, self._coefficients = bool(shuffle), share, plain_pair(coefficients)
         self._tokens, self.truncated = _checked(lengths, max_tokens, over_long)
         self._costs = self._tokens if objective != "quadratic" else quadratic_costs(self._tokens, coefficients)
         capacity = num_replicas * max_tokens
@@ -136,6 +136,7 @@ class DistributedTokenBatchSampler:
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of another epoch; where the sampler is in this epoch already, stay (after a resume, say)."""
         check_integer("epoch", epoch, least=0)
+        epoch = int(epoch)
         if epoch == self.epoch:
             return
         if self._rule.last == "carry":
@@ -189,7 +190,7 @@ class DistributedTokenBatchSampler:
         before = sum(steps for _, steps in self._segments)
         if num_batches is not None:
             check_integer("num_batches", num_batches, least=0)
-        steps = self._next if num_batches is None else num_batches - before
+        steps = self._next if num_batches is None else int(num_batches) - before
         if not 0 <= steps <= self._plan.num_steps:
             raise ConfigError(
                 f"num_batches is {num_batches} but in this epoch between {before} and"
@@ -210,6 +211,8 @@ class DistributedTokenBatchSampler:
         Raises DataError for a state of other lengths, settings or seed.
         """
         check_format(state, _FORMAT)
+        if missing := [name for name in ("fingerprint", "epoch", "carried", "segments") if name not in state]:
+            raise DataError(f"the saved sampler has no {missing[0]}: give what state_dict returned")
         if state["fingerprint"] != self._identity():
             raise DataError(
                 f"the state is of other lengths or settings (fingerprint {state['fingerprint'][:12]}, here"
@@ -282,7 +285,7 @@ def world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         rank = int(distributed.get_rank()) if in_use else 0
     check_integer("num_replicas", num_replicas, least=1)
     check_integer("rank", rank, least=0, most=num_replicas - 1)
-    return num_replicas, rank
+    return int(num_replicas), int(rank)
 
 
 def _checked(lengths: npt.ArrayLike, max_tokens: int, over_long: OverLong) -> tuple[IntArray, IntArray]:
@@ -318,6 +321,16 @@ def _after_carried(carried: IntArray, fresh: IntArray) -> IntArray:
     return np.concatenate([carried, fresh[later]])
 
 
+def plain_pair(coefficients: Any) -> tuple[float, float]:
+    """Two numbers as Python's, which states hold. Errors: ConfigError for anything else."""
+    try:
+        a, b = plain_numbers(coefficients)
+        float(a), float(b)
+    except (TypeError, ValueError):
+        raise ConfigError(f"coefficients are {short(coefficients)} but must be two numbers (a, b)") from None
+    return a, b
+
+
 def quadratic_costs(tokens: IntArray, coefficients: tuple[float, float]) -> IntArray:
     """a L + b L^2 as integers: exact for integer coefficients, else scaled to about nine digits.
 
@@ -326,11 +339,7 @@ def quadratic_costs(tokens: IntArray, coefficients: tuple[float, float]) -> IntA
     >>> quadratic_costs(np.array([2, 3]), (1, 2))
     array([10, 21])
     """
-    try:
-        a, b = coefficients
-        float(a), float(b)
-    except (TypeError, ValueError):
-        raise ConfigError(f"coefficients are {short(coefficients)} but must be two numbers (a, b)") from None
+    a, b = plain_pair(coefficients)
     if not (0 <= a < float("inf") and 0 <= b < float("inf")) or a == b == 0:
         raise ConfigError(f"coefficients are ({a}, {b}) but must be finite, at least 0 and not both 0")
     longest = int(tokens.max(initial=1))

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from numbers import Integral
 from typing import Any, Generic, TypeVar, get_args
 
 import numpy as np
 
 from dynapipe_ext.batching.sampling.epoch_plan import EpochPlan, Objective, StepRule, left_after, plan_left
-from dynapipe_ext.batching.sampling.samplers import check_format, quadratic_costs, world
+from dynapipe_ext.batching.sampling.samplers import check_format, plain_pair, quadratic_costs, world
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
 
@@ -65,6 +66,10 @@ class StreamingTokenBatches(Generic[Sample]):
         self._open_stream, self._length_of = open_stream, length_of
         self._rule = StepRule(num_replicas=num_replicas, max_tokens=max_tokens, objective=objective, last="carry")
         self._rank, self._window_steps, self._coefficients = rank, window_steps, coefficients
+        self._settings: dict[str, Any] = {"max_tokens": int(max_tokens), "window_steps": int(window_steps)}
+        self._settings["objective"] = objective
+        if objective == "quadratic":
+            self._settings["coefficients"] = list(plain_pair(coefficients))
         self._pending: list[int] = []  # numbers of samples that were read before the window and not used
         self._read = 0  # samples of the stream read before the window
         self._segments: list[tuple[int, int, int]] = []  # (ranks, samples read in all, steps done) of this window
@@ -104,11 +109,22 @@ class StreamingTokenBatches(Generic[Sample]):
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, as plain values; the same on every rank."""
         segments = [list(segment) for segment in self._segments]
-        return {"format": _FORMAT, "pending": list(self._pending), "read": self._read, "segments": segments}
+        place = {"pending": list(self._pending), "read": self._read, "segments": segments}
+        return {"format": _FORMAT, "settings": dict(self._settings), **place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the same or another number of ranks. Raises DataError for others."""
+        """Go on where `state_dict` was taken, with the same or another number of ranks. Raises DataError, naming what
+        differs, for a state of other settings; those of earlier versions do not say theirs."""
         check_format(state, _FORMAT)
+        if missing := [name for name in ("pending", "read", "segments") if name not in state]:
+            raise DataError(f"the saved stream has no {missing[0]}: give what state_dict returned")
+        theirs = state.get("settings", self._settings)
+        for name in sorted({*theirs, *self._settings}):
+            if theirs.get(name) != self._settings.get(name):
+                raise DataError(
+                    f"the saved stream has {name} {theirs.get(name)!r} but this one has {self._settings.get(name)!r}:"
+                    " go on with the same settings, of which the number of ranks is none, or start the stream anew"
+                )
         self._pending, self._read = [int(number) for number in state["pending"]], int(state["read"])
         self._segments = [(int(ranks), int(read), int(steps)) for ranks, read, steps in state["segments"]]
         self._ended = False
@@ -117,7 +133,7 @@ class StreamingTokenBatches(Generic[Sample]):
         """Read until the window is full, or as far as it was when the state was taken; whether the stream ended."""
         until = self._segments[-1][1] if self._segments else 0
         room = self._window_steps * self._rule.num_replicas * self._rule.max_tokens
-        tokens = sum(self._length_of(sample) for sample in held.values())
+        tokens = sum(int(self._length_of(sample)) for sample in held.values())
         read = self._read
         while read < until or (not until and tokens < room):
             numbered = next(stream, None)
@@ -125,13 +141,13 @@ class StreamingTokenBatches(Generic[Sample]):
                 break
             number, sample = numbered
             length = self._length_of(sample)
-            if not 1 <= length <= self._rule.max_tokens:
+            if not isinstance(length, Integral) or not 1 <= length <= self._rule.max_tokens:
                 raise DataError(
-                    f"sample {number} of the stream has {length} tokens but 1 to max_tokens {self._rule.max_tokens} are"
-                    " possible: leave it out, cut it, or raise max_tokens"
+                    f"sample {number} of the stream has {short(length)} tokens but 1 to max_tokens"
+                    f" {self._rule.max_tokens} are possible: leave it out, cut it, or raise max_tokens"
                 )
             held[number] = sample
-            tokens, read = tokens + length, number + 1
+            tokens, read = tokens + int(length), number + 1
         ended = read < until or (not until and tokens < room)
         if until and read == until:  # was it the last window when the state was taken?
             ended = tokens < self._window_steps * self._segments[0][0] * self._rule.max_tokens

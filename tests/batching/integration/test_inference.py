@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from dynapipe_ext.batching.inference.batches import PROMPT_TOKENS, GenerationMemory
 from dynapipe_ext.batching.inference.generation import GeneratedBatch, generate, generate_batches
 from dynapipe_ext.batching.inference.loader import build_dynamic_batch_dataloader
-from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.batching.inference.memory_profiling import beams_of
+from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
 from dynapipe_ext.peak_memory import is_out_of_memory
 
 pytest.importorskip("transformers")
@@ -238,6 +239,45 @@ def test_right_padding_is_refused_for_a_causal_model() -> None:
 def test_several_sequences_a_text_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_return_sequences is 2"):
         generate(llama(), [], max_new_tokens=2, num_return_sequences=2)
+
+
+def test_a_configuration_that_is_passed_says_where_answers_end() -> None:
+    from transformers import GenerationConfig
+
+    model, texts = llama(), texts_of([3, 9, 4])
+    model.generation_config.eos_token_id = None
+    frozen = model.model.layers[0].eval()
+    model.train()
+    frozen.eval()
+    expected = alone(model, texts)
+    passed = GenerationConfig(eos_token_id=torch.tensor([1]), pad_token_id=0, do_sample=False)
+    assert generate(model, loader_of(texts, 3), max_new_tokens=NEW_TOKENS, generation_config=passed) == expected
+    assert not frozen.training
+    assert model.training
+    assert beams_of(model, {"generation_config": GenerationConfig(num_beams=4)}) == 4
+    several = GenerationConfig(num_beams=2, num_return_sequences=2)
+    with pytest.raises(ConfigError, match="num_return_sequences is 2"):
+        generate(model, [], max_new_tokens=2, generation_config=several)
+
+
+def test_a_column_of_a_table_is_read_by_places() -> None:
+    class Column:
+        """Read by labels, iterated by places."""
+
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(texts)
+
+        def __getitem__(self, label: int) -> str:
+            return texts[(label + 1) % 3]
+
+    model, texts = llama(), texts_of([5, 2, 9])
+    column: Any = Column()
+    assert generate(model, loader_of(column, 2), max_new_tokens=NEW_TOKENS, do_sample=False) == alone(model, texts)
+    with pytest.raises(DataError, match="texts is a dict: give a list of strings"):
+        loader_of({0: "a"}, 2)  # type: ignore[arg-type]
 
 
 def test_batches_of_any_other_loader_are_taken_and_numbered_as_they_come() -> None:

@@ -134,10 +134,14 @@ def test_a_check_leaves_the_model_its_mode_and_the_generator_its_state() -> None
     import torch
 
     ours = model("mistral", "sdpa").train()
+    frozen = ours.model.layers[0].eval()
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
     check_packing(ours, PackingCollator())
     assert torch.equal(torch.rand(3), expected)
     assert ours.training
+    assert not frozen.training
+    with pytest.raises(ConfigError, match="longest is -1 but must be an integer of at least 1"):
+        check_packing(ours, PackingCollator(), longest=-1)
     assert ours.config.sliding_window == 32

@@ -62,6 +62,13 @@ def test_a_limit_is_kept_by_every_batch(
     assert max_records is None or all(len(batch) <= max_records for batch in batches)
 
 
+def test_lengths_of_narrow_types_do_not_overflow() -> None:
+    wide, narrow = [20_000] * 6, np.array([20_000] * 6, np.int32)
+    assert limited(narrow, 10**10, per_token=131_072) == limited(wide, 10**10, per_token=131_072)
+    assert padding_tokens([0, 1], np.array([200, 100], np.uint8)) == 100
+    assert loss_weight(np.uint8(100), np.uint8(200), num_ranks=4) == 2.0
+
+
 def test_a_limit_may_be_in_bytes() -> None:
     lengths = [100, 60, 60, 10]
     batches = limited(lengths, 2_000_000, per_token=12_000, per_record=100_000)

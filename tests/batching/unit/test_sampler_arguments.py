@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dynapipe_ext.batching.sampling.samplers import DistributedTokenBatchSampler
@@ -15,6 +17,14 @@ from dynapipe_ext.batching.sampling.streaming import StreamingTokenBatches
 from dynapipe_ext.errors import ConfigError, DataError
 
 sampler = partial(DistributedTokenBatchSampler, [5], num_replicas=1, rank=0)
+
+
+def stream(max_tokens: int, *, length_of: Callable[[Any], Any] = int, **options: Any) -> StreamingTokenBatches[Any]:
+    return StreamingTokenBatches(lambda: iter([3.5, 4]), length_of, max_tokens=max_tokens, **options)
+
+
+def quadratic(*coefficients: int) -> StreamingTokenBatches[Any]:
+    return stream(8, objective="quadratic", coefficients=np.array(coefficients))
 
 
 @pytest.mark.parametrize(
@@ -31,6 +41,27 @@ sampler = partial(DistributedTokenBatchSampler, [5], num_replicas=1, rank=0)
             "open_stream gave no samples: it must open the stream anew",
             lambda: list(StreamingTokenBatches(list, int, max_tokens=8)),
         ),
+        (
+            DataError,
+            "the saved stream has max_tokens 8 but this one has 16: go on with the same",
+            lambda: stream(16).load_state_dict(stream(8).state_dict()),
+        ),
+        (
+            DataError,
+            "the saved stream has window_steps 64 but this one has 4: ",
+            lambda: stream(8, window_steps=4).load_state_dict(stream(8, window_steps=64).state_dict()),
+        ),
+        (
+            DataError,
+            r"has coefficients \[1, 2\] but this one has \[1, 3\]",
+            lambda: quadratic(1, 3).load_state_dict(quadratic(1, 2).state_dict()),
+        ),
+        (
+            DataError,
+            "the saved stream has no pending: give what",
+            lambda: stream(8).load_state_dict({"format": "dynapipe-stream/2"}),
+        ),
+        (DataError, r"sample 0 of the stream has 3\.5 tokens but 1 to", lambda: list(stream(8, length_of=float))),
         (DataError, "the state has format None but", lambda: sampler(max_tokens=8).load_state_dict(None)),
         (
             ConfigError,
@@ -72,3 +103,23 @@ def test_a_stream_in_several_workers_of_a_loader_is_refused_as_each_would_give_e
     worker.num_workers = 2
     with pytest.raises(ConfigError, match="num_workers 2 would give every sample 2 times: take num_workers 0 or 1"):
         list(batches)
+
+
+def test_numbers_of_numpy_make_the_state_of_pythons() -> None:
+    lengths, one = [5, 3, 8, 2] * 9, np.int64(1)
+    plain = DistributedTokenBatchSampler(
+        lengths, max_tokens=8, seed=3, num_replicas=1, rank=0, objective="quadratic", coefficients=(1, 2)
+    )
+    numpys = DistributedTokenBatchSampler(
+        lengths,
+        max_tokens=np.int32(8),
+        seed=np.int64(3),
+        num_replicas=one,
+        rank=one - 1,
+        objective="quadratic",
+        coefficients=np.array([1, 2], np.int32),  # type: ignore[arg-type]
+    )
+    plain.set_epoch(2)
+    numpys.set_epoch(np.int64(2))  # type: ignore[arg-type]
+    assert json.loads(json.dumps(numpys.state_dict(one))) == plain.state_dict(1)  # type: ignore[arg-type]
+    assert list(numpys) == list(plain)
