@@ -12,7 +12,6 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -80,10 +79,7 @@ class PlannedSchedule:
         self._parallel = ParallelContext(self._topology, device=device)
         self._parts = [stage.submod for stage in stages]
         self._stage = TorchStage(
-            {stage.stage_index: partial(_call, stage.submod) for stage in stages},
-            self._loss,
-            parameters=[p for part in self._parts for p in part.parameters()],
-            parallel=self._parallel,
+            {stage.stage_index: _PartOfBatch(stage.submod) for stage in stages}, self._loss, parallel=self._parallel
         )
         self._executor = PipelineExecutor(self._stage, self._parallel.transport)
 
@@ -99,8 +95,10 @@ class PlannedSchedule:
     ) -> None:
         """Forwards and backwards of ready-cut micro-batches; gradients add up to those there are.
 
-        Errors: ConfigError for micro-batches that do not tell their shape on this rank.
+        Errors: ConfigError for micro-batches that do not tell their shape on this rank, or asked outputs.
         """
+        if return_outputs:
+            raise ConfigError("return_outputs is True but no outputs are kept: leave it out, and take losses")
         entries = [*_entries(arg_mbs, kwarg_mbs, target_mbs)]
         shapes = tuple(_shape(one) for one in entries)
         plan = plan_of_shapes(shapes, self._topology, self._format, self._parallel.coordinates, split=self._split)
@@ -118,8 +116,15 @@ class PlannedSchedule:
         return loss
 
 
-def _call(part: torch.nn.Module, x: torch.Tensor, batch: Any) -> Any:
-    return part(x, **batch["keywords"])
+class _PartOfBatch(torch.nn.Module):
+    """A part of the model that takes its keywords from the batch."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor, batch: Any) -> Any:
+        return self.part(x, **batch["keywords"])
 
 
 def _entries(args: Any, keywords: Any, targets: Any) -> Iterator[dict[str, Any]]:

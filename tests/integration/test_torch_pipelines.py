@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,11 @@ def stepped(env: Any, placement: tuple[int, ...], split: bool) -> bool:
     own = [stage for stage, rank in where.items() if rank == env.rank]
     stages = [SimpleNamespace(submod=chain[s], stage_index=s, stage_index_to_group_rank=where) for s in own]
     schedule = PlannedSchedule(stages, loss_of, hidden_size=HIDDEN, split_backward=split)
+    weights, put_off = [p for s in own for p in chain[s].parameters()], set[bool]()
+    if split:
+        schedule._stage.backward_weight = partial(  # type: ignore[method-assign]
+            whether_changed, schedule._stage.backward_weight, weights, put_off
+        )
     batches, losses = micro_batches(), [] if len(placement) - 1 in own else None
     keywords = {
         "arg_mbs": [(one["tokens"],) for one in batches] if 0 in own else None,
@@ -90,9 +96,20 @@ def stepped(env: Any, placement: tuple[int, ...], split: bool) -> bool:
         for s in own
         for name, parameter in chain[s].named_parameters()
     )
+    same &= put_off == ({True} if split else set())  # W gives the gradients of weights
+    with pytest.raises(ConfigError, match="no outputs are kept"):
+        schedule.step(return_outputs=True)
     if losses is not None:
         same &= torch.allclose(torch.stack(losses), torch.tensor(expected_losses), rtol=1e-6)
     return same
+
+
+def whether_changed(call: Any, weights: list[torch.nn.Parameter], changed: set[bool], stage: int, number: int) -> None:
+    """Run W, and keep whether it changed a gradient."""
+    before = [None if p.grad is None else p.grad.clone() for p in weights]
+    call(stage, number)
+    now = [p.grad for p in weights]
+    changed.add(any(b is not None and (a is None or not torch.equal(a, b)) for a, b in zip(before, now, strict=True)))
 
 
 def steps(env: Any) -> list[bool]:
