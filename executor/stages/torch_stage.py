@@ -169,6 +169,7 @@ class TorchStage:
         return loss
 
 
+_FEW = 64  # positions
 _DECODER_ROWS = frozenset(("decoder_tokens", "labels", "loss_weights"))  # else the encoder's where there is no decoder
 _ROWS_BY_SIDE = _DECODER_ROWS | {"tokens", "encoder_tokens", "position_ids"}
 
@@ -227,7 +228,35 @@ def _heeds_weights(function: LossFunction, output: Any, batch: Batch, loss: Any)
             'the loss stays as it is where batch["loss_weights"] are doubled: it is a mean, or leaves them aside, and'
             ' the step would not be that of its target tokens: return (losses * batch["loss_weights"]).sum()'
         )
+    if _is_mean(function, output, batch, weights):
+        raise ConfigError(
+            "the loss of some positions stays as it is where all of them are there twice: it is a mean over positions,"
+            ' which the step divides once more: return (losses * batch["loss_weights"]).sum()'
+        )
     return True
+
+
+def _is_mean(function: LossFunction, output: Any, batch: Batch, weights: torch.Tensor) -> bool:
+    """Whether a few positions from the first that counts on have the same loss twice as once; False for a loss that
+    cannot be had of them alone."""
+    at = weights.nonzero()[0].tolist() if weights.dim() == 2 else []
+    if not at or not isinstance(output, torch.Tensor) or output.shape[:2] != weights.shape:
+        return False
+    place = slice(at[0], at[0] + 1), slice(at[1], at[1] + _FEW)
+    few = {name: x[place] for name, x in batch.items() if isinstance(x, torch.Tensor) and x.shape[:2] == weights.shape}
+    try:
+        with torch.no_grad():
+            once = function(output[place], {**batch, **few})
+            twice = function(output[place].repeat(2, *[1] * (output.dim() - 1)), {**batch, **_doubled(few)})
+    except Exception:  # noqa: BLE001  one that reads what else is in the batch
+        return False
+    if not isinstance(once, torch.Tensor) or not isinstance(twice, torch.Tensor):
+        return False
+    return bool(once) and bool(torch.isclose(twice, once, rtol=1e-3))
+
+
+def _doubled(rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([x, x]) for name, x in rows.items()}
 
 
 def _refuse_ownerless(chunks: Iterable[Module]) -> None:

@@ -226,6 +226,13 @@ PARTLY_TARGETS[-1]["loss_weights"][0, 0] = 0
             lambda m: run(TorchStage(m, mean_of_targets), batches=PARTLY_TARGETS),
             r"where batch\[\"loss_weights\"\] are doubled: it is a mean",
         ),
+        (
+            lambda m: run(
+                TorchStage(m, lambda x, batch: (losses_of(x, batch) * batch["loss_weights"]).mean()),
+                batches=PARTLY_TARGETS,
+            ),
+            "stays as it is where all of them are there twice: it is a mean over positions",
+        ),
         (lambda m: run(TorchStage({1: m}, loss_sum)), r"stages \(0,\) of the plan but has modules for \(1,\)"),
         (
             lambda m: TorchStage(m, loss_sum).start_step(plan_of(pp=2)),
