@@ -124,7 +124,7 @@ def softmax_stats(
     products_NV: torch.Tensor, labels_N: torch.Tensor, columns: Columns, *, has_all: bool
 ) -> torch.Tensor:
     """(3, N), float32, of logits: the largest, the sum of exponentials above it, and the label's, 0 where it is no
-    column's, or NaN where `has_all` says that it should be one's."""
+    column's, or NaN where `has_all` says that it should be one's: all but -100, which is left aside."""
     from dynapipe_ext.executor.stages.triton_kernels import softmax_stats_kernel
 
     num_positions, num_rows = products_NV.shape

@@ -26,6 +26,8 @@ from dynapipe_ext.executor.stages.chunk_runner import (
     deferred_of,
 )
 
+_LEFT_ASIDE = -100  # a label of torch's cross-entropy: of a position without a loss
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Head:
@@ -120,7 +122,8 @@ def losses_of_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor, head: Head
 
 
 def losses_of_kept_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of every position, in float32, of logits of a whole vocabulary that others may keep."""
+    """Cross-entropy of every position, in float32, of logits of a whole vocabulary that others may keep; 0 where the
+    label is -100, as of torch's."""
     if not runs_kernels(logits_NV):
         return torch.nn.functional.cross_entropy(logits_NV.float(), labels_N, reduction="none")
     losses: torch.Tensor = _LossesOfKeptLogits.apply(logits_NV, labels_N)  # type: ignore[no-untyped-call]
@@ -134,14 +137,14 @@ class _LossesOfKeptLogits(torch.autograd.Function):
         ctx.columns = kernels.Columns(logits_NV.shape[-1])
         most_N, sums_N, target_N = kernels.softmax_stats(logits_NV, labels_N, ctx.columns, has_all=True)
         ctx.save_for_backward(logits_NV, labels_N, most_N, sums_N)
-        losses_N: torch.Tensor = sums_N.log() - (target_N - most_N)
+        losses_N: torch.Tensor = (sums_N.log() - (target_N - most_N)).masked_fill_(labels_N == _LEFT_ASIDE, 0.0)
         return losses_N
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         logits_NV, labels_N, most_N, sums_N = ctx.saved_tensors
-        own = logits_NV.clone()
-        return kernels.softmax_backward(own, labels_N, most_N, sums_N, grads[0], -grads[0], ctx.columns), None
+        own, grad_N = logits_NV.clone(), grads[0].masked_fill(labels_N == _LEFT_ASIDE, 0.0)
+        return kernels.softmax_backward(own, labels_N, most_N, sums_N, grad_N, -grad_N, ctx.columns), None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

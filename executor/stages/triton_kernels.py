@@ -105,7 +105,8 @@ def softmax_stats_kernel(
     BLOCK: tl.constexpr,
 ):
     """Of logits, the products (N, V) times `scale`: stats (3, N), the largest, the sum of exponentials above it, and
-    the label's, 0 where its row is not here, or NaN where all rows are. From `num_ids` on, logits are the lowest."""
+    the label's, 0 where its row is not here or it is -100, or NaN where all rows are. From `num_ids` on, logits are the
+    lowest."""
     position = tl.program_id(0).to(tl.int64)
     row = products + position * num_rows
     most = tl.full((), -float("inf"), tl.float32)
@@ -117,11 +118,12 @@ def softmax_stats_kernel(
         larger = tl.maximum(most, tl.max(values, axis=0))
         total = total * tl.exp(most - larger) + tl.sum(tl.exp(values - larger), axis=0)
         most = larger
-    label = tl.load(labels + position) - first_id
+    given = tl.load(labels + position)
+    label = given - first_id
     is_here = (label >= 0) & (label < num_rows)
     target = tl.load(row + tl.where(is_here, label, 0)).to(tl.float32) * scale
     target = tl.where(label >= num_ids, -3.4028234663852886e38, target)
-    absent = float("nan") if HAS_ALL else 0.0
+    absent = tl.where(given == -100, 0.0, float("nan")) if HAS_ALL else 0.0
     tl.store(stats + position, most)
     tl.store(stats + num_positions + position, total)
     tl.store(stats + 2 * num_positions + position, tl.where(is_here, target, absent))

@@ -148,10 +148,20 @@ class Recorded:
         return self.kernel[grid]
 
 
-def test_labels_elsewhere_and_labels_that_are_none() -> None:
+def test_labels_elsewhere_and_labels_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     products, labels = random(4, 64), torch.tensor([-1, 64, 70, 1000], device=DEVICE)
     assert softmax_stats(products, labels, Columns(64), has_all=False)[2].tolist() == [0.0] * 4
     assert bool(softmax_stats(products, labels, Columns(64), has_all=True)[2].isnan().all())
+    labels[1] = -100  # of a position without a loss
+    assert softmax_stats(products, labels, Columns(64), has_all=True)[2].isnan().tolist() == [True, False, True, True]
+    logits, wanted = (products.clone().requires_grad_() for _ in range(2))
+    labels = torch.tensor([3, -100, 0, 63], device=DEVICE)
+    monkeypatch.setattr(sliced_head, "runs_kernels", lambda x: True)
+    losses = sliced_head.losses_of_kept_logits(logits, labels)
+    expected = F.cross_entropy(wanted, labels, reduction="none")
+    assert_near(losses, expected.double(), torch.float32)
+    (grad,), (wanted_grad,) = (torch.autograd.grad(x.sum(), of) for x, of in ((losses, logits), (expected, wanted)))
+    assert_near(grad, wanted_grad.double(), torch.float32)
     most, sums, _ = softmax_stats(products, labels, Columns(0), has_all=False)  # a part that is all padding
     assert set(most.tolist()) == {torch.finfo(torch.float32).min}
     assert set(sums.tolist()) == {64.0}
