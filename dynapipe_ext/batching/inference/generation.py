@@ -15,7 +15,7 @@ from dynapipe_ext.batching.inference.batches import GenerationMemory
 from dynapipe_ext.batching.inference.loader import BatchTensors, DynamicBatchSampler, TextBatch
 from dynapipe_ext.batching.inference.memory_model import LearnedMemory
 from dynapipe_ext.batching.inference.memory_profiling import beams_of, measured_on, of_generation
-from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
 from dynapipe_ext.peak_memory import MeasurePeak, cuda_peak, is_out_of_memory
 
 
@@ -102,14 +102,12 @@ def _memory_model_of(sampler: DynamicBatchSampler, model: Any, max_new_tokens: i
 
 def _driven(driver: _Driver, batches: Iterable[Any], sampler: DynamicBatchSampler | None) -> Iterator[GeneratedBatch]:
     """Outputs batch by batch; what they measure goes to the sampler's memory model, if there is a sampler."""
-    place, first_bytes = 0, None
+    place, first_bytes, seen = 0, None, set[int]()
     for batch in batches:
-        inputs = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        inputs = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and name != "indices"}
         num_texts, prompt_len = inputs["input_ids"].shape
-        indices = (
-            batch.indices if isinstance(batch, TextBatch) else batch.get("indices", range(place, place + num_texts))
-        )
-        done = driver.run(inputs, tuple(indices))
+        indices = _numbers_of(batch, range(place, place + num_texts), seen)
+        done = driver.run(inputs, indices)
         whole = not done.num_splits and max(map(len, done.tokens), default=0) == driver.max_new_tokens
         memory = sampler.memory if sampler is not None else None
         if whole and done.peak_bytes and sampler is not None and isinstance(memory, GenerationMemory):
@@ -123,6 +121,22 @@ def _driven(driver: _Driver, batches: Iterable[Any], sampler: DynamicBatchSample
             sampler.memory = memory
         place += num_texts
         yield done
+
+
+def _numbers_of(batch: Any, usual: range, seen: set[int]) -> tuple[int, ...]:
+    """Of the texts of a batch, which `seen` takes up. Errors: DataError for a number that another text has, too."""
+    given = batch.indices if isinstance(batch, TextBatch) else batch.get("indices", usual)
+    indices = tuple(map(int, given))
+    if len(indices) != len(usual):
+        raise DataError(f"a batch of {len(usual)} texts has {len(indices)} indices: give one a text")
+    for index in indices:
+        if index in seen:
+            raise DataError(
+                f"two texts have the number {index}, and one answer would be lost: give each its own in indices, in all"
+                " batches or in none"
+            )
+        seen.add(index)
+    return indices
 
 
 def _has_padding(inputs: BatchTensors) -> bool:
@@ -184,7 +198,8 @@ class _Driver:
     def _generate(self, inputs: BatchTensors) -> list[tuple[int, ...]]:
         causal = not self.model.config.is_encoder_decoder
         mask = inputs.get("attention_mask")
-        if causal and mask is not None and not bool(mask[:, -1].all()):
+        ends_in_padding = mask is not None and not bool(mask[:, -1].all())
+        if causal and (ends_in_padding or (mask is None and self._ends_in_pad(inputs["input_ids"]))):
             raise ConfigError(
                 "prompts of a causal model are padded on the right, so it would go on from padding: set"
                 ' tokenizer.padding_side = "left"'
@@ -195,6 +210,11 @@ class _Driver:
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         start = inputs["input_ids"].shape[1] if causal else 1
         return [self._until_end(row) for row in sequences[:, start:].tolist()]
+
+    def _ends_in_pad(self, ids: torch.Tensor) -> bool:
+        """Of prompts without a mask, as far as the padding has an id of its own."""
+        pad = self.generation.get("pad_token_id", of_generation(self.model, self.generation, "pad_token_id"))
+        return isinstance(pad, int) and pad not in self._ends and bool((ids[:, -1] == pad).any())
 
     def _until_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
         end = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))

@@ -29,6 +29,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 Packing = Literal["best-fit", "in-order"]
 PackedAttention = Literal["positions", "block-mask", "cu_seqlens"]
 
+_UNREAD = ("completion_mask", "assistant_masks", "loss_weights")  # of other collators
 IGNORED = -100  # the label that transformers' losses leave out
 
 
@@ -239,7 +240,19 @@ def _document(place: int, feature: Mapping[str, Any]) -> tuple[npt.NDArray[np.in
     """Tokens and aligned labels of a feature."""
     if "input_ids" not in feature:
         raise DataError(f"feature {place} has {', '.join(sorted(feature)) or 'nothing'} but no input_ids: tokenize it")
+    if unread := [name for name in _UNREAD if name in feature]:
+        raise DataError(
+            f"feature {place} has {unread[0]}, which says where there is loss and is not read: give it as loss_mask, or"
+            " remove the column"
+        )
     tokens = _flat(place, "input_ids", feature["input_ids"])
+    if "position_ids" in feature:
+        positions = _flat(place, "position_ids", feature["position_ids"], tokens)
+        if not np.array_equal(positions, np.arange(len(tokens))):
+            raise DataError(
+                f"feature {place} has position_ids of its own, but those of a document in a row are 0, 1, 2, …: remove"
+                " the column"
+            )
     if "attention_mask" in feature and not _flat(place, "attention_mask", feature["attention_mask"], tokens).all():
         raise DataError(f"feature {place} is padded already (its attention_mask has zeros): tokenize without padding")
     labels = tokens if feature.get("labels") is None else _flat(place, "labels", feature["labels"], tokens)

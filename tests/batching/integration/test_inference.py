@@ -236,6 +236,23 @@ def test_right_padding_is_refused_for_a_causal_model() -> None:
         generate(llama(), loader, max_new_tokens=2)
 
 
+def test_right_padding_without_a_mask_is_refused_for_a_causal_model() -> None:
+    model = llama()
+    model.generation_config.pad_token_id = 0
+    batch = tokenizer("right")(texts_of([3, 9]), padding=True, return_tensors="pt")
+    with pytest.raises(ConfigError, match='padding_side = "left"'):
+        generate(model, [{"input_ids": batch["input_ids"]}], max_new_tokens=2)
+
+
+def test_two_texts_of_one_number_are_refused() -> None:
+    batch = dict(tokenizer()(texts_of([3, 3]), padding=True, return_tensors="pt"))
+    for batches in ([batch, {**batch, "indices": [1, 2]}], [{**batch, "indices": torch.tensor([7, 7])}]):
+        with pytest.raises(DataError, match=r"two texts have the number [17], and one answer would be lost"):
+            generate(llama(), batches, max_new_tokens=2)
+    with pytest.raises(DataError, match="a batch of 2 texts has 1 indices"):
+        generate(llama(), [{**batch, "indices": [1]}], max_new_tokens=2)
+
+
 def test_several_sequences_a_text_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_return_sequences is 2"):
         generate(llama(), [], max_new_tokens=2, num_return_sequences=2)

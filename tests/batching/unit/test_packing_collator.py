@@ -250,6 +250,9 @@ def test_a_data_loader_takes_it_with_worker_processes() -> None:
         ([{"input_ids": [[1, 2]]}], "flat sequence"),
         ([{"input_ids": [1.5]}], "flat sequence"),
         ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "padded already"),
+        ([{"input_ids": [1, 2], "completion_mask": [0, 1]}], "has completion_mask, which says where there is loss"),
+        ([{"input_ids": [1, 2], "assistant_masks": [0, 1]}], "has assistant_masks, which says"),
+        ([{"input_ids": [1, 2], "position_ids": [5, 6]}], "has position_ids of its own"),
     ],
 )
 def test_a_feature_that_cannot_be_packed_is_refused_by_name(features: Any, says: str) -> None:
