@@ -120,12 +120,14 @@ class ModuleWithModes(Protocol):
 
     def train(self, mode: bool = True) -> Any: ...
 
+    def modules(self) -> Iterator[Any]: ...
+
 
 class PeriodicEvaluation:
     """Called after each step of a run, by all ranks alike; evaluates when `settings` have it so, else gives None.
 
     Every evaluation takes the same global batches by the same plans: the loader, its own, starts from its first place
-    each time. `modules` are in evaluation mode (no dropout) meanwhile, and in training mode afterwards.
+    each time. `modules` are in evaluation mode (no dropout) meanwhile; afterwards each layer is in the mode it was in.
     """
 
     def __init__(
@@ -147,13 +149,14 @@ class PeriodicEvaluation:
         if not self._settings.every or (number % self._settings.every and number < self._num_steps):
             return None
         self._loader.load_state_dict(self._start)
+        modes = [(layer, layer.training) for module in self._modules for layer in module.modules()]
         for module in self._modules:
             module.train(False)
         try:
             result = evaluate(self._executor, self._loader, self._settings.steps or None)
         finally:
-            for module in self._modules:
-                module.train(True)
+            for layer, was_training in modes:
+                layer.training = was_training
         epoch = self._start["epoch"]
         return EvalDone(
             step=step,

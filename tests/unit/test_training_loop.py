@@ -153,12 +153,13 @@ def test_evaluations_have_no_dropout_leave_training_alone_and_are_told_with_thei
         loader = DynaPipeDataLoader(Samples(), planner.for_forwards(), batch_size=3, shuffle=True)
         every = EvalSettings(every=3, fraction=0.5)
         evaluation = PeriodicEvaluation(one.executors.plain, loader, [one.model], every, num_steps=NUM_STEPS)
-        wanted = []
+        frozen, wanted = one.model[0].eval(), []
 
         def alone(step: int) -> EvalDone | None:
             done = evaluation(step)
             if done is not None:
                 assert one.model.training
+                assert not frozen.training
                 wanted.append((step, pytest.approx(_loss_of(one.model), rel=1e-5)))
             return done
 
