@@ -22,9 +22,9 @@ import torch.distributed as dist
 import dynapipe_ext.megatron as dynapipe
 from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.executor.device import process_group_backend, rank_device
+from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.launch.processes.env import rank_env
+from dynapipe_ext.launch.processes.env import own_device, rank_env
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
 
 _SEED = 1234
@@ -34,10 +34,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     """Train on a rank of torchrun. Ranks of the last stage return the loss of every step, in nats a token."""
     args = _parser().parse_args(argv)
     env = rank_env()
-    device = rank_device(env.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
+    device = own_device(env.local_rank)
+    if device.type == "cpu":
         megatron_cpu.install()
     dist.init_process_group(process_group_backend(device))
     try:

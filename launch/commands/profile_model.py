@@ -41,7 +41,7 @@ from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.job.configured import architecture_of, refuse_undivided
 from dynapipe_ext.launch.processes.cluster import run_local
-from dynapipe_ext.launch.processes.env import RankEnv, limit_threads
+from dynapipe_ext.launch.processes.env import RankEnv, limit_threads, own_device
 from dynapipe_ext.launch.run.outcome import versions
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.named_models import read_model
@@ -218,11 +218,10 @@ def _alone(out: Path) -> Iterator[None]:
 def _measure_blocks(job: _Job, env: RankEnv) -> int:
     """Measure blocks of each width, on one of as many ranks as the widest block has. The first rank writes the
     times."""
-    from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.exchanges import BlockProfiler
     from dynapipe_ext.executor.measuring.profiling import Ranks
 
-    device, width = rank_device(env.local_rank), max(job.widths)
+    device, width = own_device(env.local_rank), max(job.widths)
     part = _PartFile(Path(job.args.out), job.made_of(_device_name(device)))
     profile, missing = part.read(), job.widths_missing
     ranks = Ranks(
@@ -280,11 +279,10 @@ class _TimedProfiler:
 
 def _measure(job: _Job, env: RankEnv) -> int:
     """Measure layers, on one of the ranks that share them. The first rank prints and writes the table."""
-    from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.profiling import LayerProfiler, Ranks
 
     args, is_first = job.args, env.rank == 0
-    device = rank_device(env.local_rank)
+    device = own_device(env.local_rank)
     device_name = _device_name(device)
     part = _PartFile(Path(args.out), job.made_of(device_name))
     profile = part.read()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
 
@@ -14,6 +15,7 @@ _JOB_SECRET_VARIABLE = "DYNAPIPE_JOB_SECRET"
 _LAUNCHER_VARIABLE = "DYNAPIPE_LAUNCHER"
 _RESTART_VARIABLE = "DYNAPIPE_RESTART"
 _TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _DYNAPIPE_KV_PORT = "29500"  # DynaPipe's own default
 
 
@@ -79,6 +81,14 @@ def rank_env(variables: Mapping[str, str] | None = None) -> RankEnv:
         master_addr=variables["MASTER_ADDR"],
         master_port=_number(variables, "MASTER_PORT"),
     )
+
+
+def own_device(local_rank: int) -> Any:
+    """The device of a rank, on which this process computes from now on. A GPU's memory is allocated as
+    PYTORCH_ALLOC_CONF says, else in segments that grow."""
+    from dynapipe_ext.executor.device import use_device
+
+    return use_device(local_rank, in_segments_that_grow=not any(os.environ.get(name) for name in _ALLOCATOR))
 
 
 def under_torchrun() -> bool:

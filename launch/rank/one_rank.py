@@ -39,6 +39,7 @@ from dynapipe_ext.launch.processes.env import (
     keep_cublas_deterministic,
     limit_threads,
     num_cores,
+    own_device,
     visible_devices,
 )
 from dynapipe_ext.launch.rank.rank_log import RankLog, rank_log, shown, written
@@ -147,17 +148,15 @@ def _prepared_device(env: RankEnv, config: TrainConfig) -> Any:
     warnings.filterwarnings("ignore", module="megatron")
     import torch
 
-    from dynapipe_ext.executor.device import compute_deterministically, rank_device
+    from dynapipe_ext.executor.device import compute_deterministically
 
     torch.set_num_threads(limit_threads())
     if config.optimizer.deterministic:
         keep_cublas_deterministic()
         compute_deterministically()
-    device = rank_device(env.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        if config.job.strict:
-            raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
+    device = own_device(env.local_rank)
+    if device.type == "cuda" and config.job.strict:
+        raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
     return device
 
 
