@@ -27,13 +27,13 @@ from dynapipe_ext.executor.stages.position_losses import NUM_FIGURES, LossOfPair
 
 class StoredBytes:
     """Counts the bytes that autograd saves, each storage once. Weights do not count: `known_pointers` are those of
-    their data."""
+    their data. What was changed in place since is refused in the backward, as autograd does without hooks."""
 
     def __init__(self, *known_pointers: set[int]) -> None:
         self._counted_pointers, self._known_pointers = set[int](), known_pointers
         self.num_bytes = 0
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         for pointers in (self._counted_pointers, *self._known_pointers):  # a loop, as this runs for all that is saved
@@ -42,7 +42,8 @@ class StoredBytes:
         else:
             self._counted_pointers.add(pointer)
             self.num_bytes += storage.nbytes()
-        return tensor.detach()  # an operation's own output would keep the operation, and thereby itself, for ever
+        # An operation's own output would keep the operation, and thereby itself, for ever.
+        return tensor.detach(), tensor._version
 
     def counting(self) -> AbstractContextManager[Any]:
         """Within: everything that autograd saves is counted."""
@@ -50,7 +51,13 @@ class StoredBytes:
         return hooks
 
 
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+def _unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after the forward"
+            f" had saved it: its version is {tensor._version}, not {version}"
+        )
     return tensor
 
 

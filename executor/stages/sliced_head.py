@@ -121,19 +121,31 @@ def losses_of_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor, head: Head
     return log_sums - (target - most)
 
 
-def losses_of_kept_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of every position, in float32, of logits of a whole vocabulary that others may keep; 0 where the
-    label is -100, as of torch's."""
+def losses_of_whole_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of every position, in float32, of logits of a whole vocabulary; 0 where the label is -100, as of
+    torch's. The caller has no more use for the logits: of those that no backward reads, the place is used up."""
     if not runs_kernels(logits_NV):
         return torch.nn.functional.cross_entropy(logits_NV.float(), labels_N, reduction="none")
-    losses: torch.Tensor = _LossesOfKeptLogits.apply(logits_NV, labels_N)  # type: ignore[no-untyped-call]
+    losses: torch.Tensor = _LossesOfWholeLogits.apply(logits_NV, labels_N, _is_read_by_none(logits_NV))  # type: ignore[no-untyped-call]
     return losses
 
 
-class _LossesOfKeptLogits(torch.autograd.Function):
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0")
+_READ_BY_NONE = ("MmBackward0", "AddmmBackward0", "ToCopyBackward0")  # their backwards need no output
+
+
+def _is_read_by_none(x: torch.Tensor) -> bool:
+    """Whether the values were made by an operation whose backward does not read them (that of tanh, a cap, does)."""
+    node = x.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in _READ_BY_NONE
+
+
+class _LossesOfWholeLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        logits_NV, labels_N = (one.contiguous() for one in inputs)
+        (logits_NV, labels_N), ctx.in_place = (one.contiguous() for one in inputs[:2]), inputs[2]
         ctx.columns = kernels.Columns(logits_NV.shape[-1])
         most_N, sums_N, target_N = kernels.softmax_stats(logits_NV, labels_N, ctx.columns, has_all=True)
         ctx.save_for_backward(logits_NV, labels_N, most_N, sums_N)
@@ -141,10 +153,13 @@ class _LossesOfKeptLogits(torch.autograd.Function):
         return losses_N
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits_NV, labels_N, most_N, sums_N = ctx.saved_tensors
-        own, grad_N = logits_NV.clone(), grads[0].masked_fill(labels_N == _LEFT_ASIDE, 0.0)
-        return kernels.softmax_backward(own, labels_N, most_N, sums_N, grad_N, -grad_N, ctx.columns), None
+        own, grad_N = (
+            logits_NV if ctx.in_place else logits_NV.clone(),
+            grads[0].masked_fill(labels_N == _LEFT_ASIDE, 0.0),
+        )
+        return kernels.softmax_backward(own, labels_N, most_N, sums_N, grad_N, -grad_N, ctx.columns), None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +190,7 @@ def head_loss_sum(
     if slices is not None:
         losses = losses_in_slices(x_NH, labels, head, slice_len=slices.take())
     else:
-        losses = losses_of_kept_logits(head.logits(x_NH), labels)
+        losses = losses_of_whole_logits(head.logits(x_NH), labels)
     total: torch.Tensor = (losses * weights).sum()
     return total
 

@@ -40,6 +40,9 @@ class TorchStage:
     "cu_seqlens" (`check_packing` proves it of transformers models) or have no attention; without it such rows are
     refused.
 
+    `measure_bytes` counts stored activations with saved-tensor hooks, without which only inputs and outputs count as
+    held.
+
     `joined` (`join_ranks`) are the ranks with which plans may join this one, by width, for modules whose attention
     reaches the other slices of a row: batch["joined"] are then those of the step, a JoinedRanks.
 
@@ -60,6 +63,7 @@ class TorchStage:
         accumulator: MakeAccumulator = PlainAccumulator,
         parallel: Reductions | None = None,
         restarts_attention: bool = False,
+        measure_bytes: bool = False,
         joined: Joined = ALONE,
     ) -> None:
         if not callable(loss):
@@ -94,8 +98,7 @@ class TorchStage:
             parameters=own,
             make_splittable=make_splittable,
             device=own[0].device if own else torch.device("cpu"),
-            # Saved-tensor hooks would hide from autograd that a module changed in place what it needs again.
-            measure_bytes=False,
+            measure_bytes=measure_bytes,
             joined=joined,
         )
 

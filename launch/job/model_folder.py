@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION
+from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION, register_document_attention
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.errors import ConfigError, format_bytes, install_advice
@@ -321,6 +321,20 @@ def needs_cut(config: TrainConfig) -> bool:
 def named_pattern(config: TrainConfig) -> LayerPattern | None:
     """That of `[model] layer_pattern`, if there is one. Errors: ConfigError."""
     return read_pattern(config.model.layer_pattern) if config.model.layer_pattern else None
+
+
+def part_options(config: TrainConfig, *, shares_rows: bool = False) -> dict[str, Any]:
+    """How transformers makes the parts of the run's model: of a decoder its pattern and attn_implementation.
+    `shares_rows`: plans may join ranks, whose attention is then ours in padded rows, too."""
+    if config.model.num_decoder_layers:
+        return {}
+    cut = config.model.cut or configured_cut(config)
+    if shares_rows:
+        return {"pattern": cut.pattern, "attn_implementation": register_document_attention()}
+    if config.plan.layout == "packed" and cut.attention:
+        register_document_attention()
+        return {"pattern": cut.pattern, "attn_implementation": cut.attention}  # masks would cost squares of whole rows
+    return {"pattern": cut.pattern}
 
 
 def configured_cut(config: TrainConfig) -> ProvenCut:

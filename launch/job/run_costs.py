@@ -7,7 +7,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, fitted_times, without
@@ -22,11 +22,17 @@ from dynapipe_ext.launch.job.configured import (
     configured_costs,
     topology_of,
 )
+from dynapipe_ext.launch.job.model_folder import part_options
 from dynapipe_ext.launch.job.run_directory import fitted_costs_file
 from dynapipe_ext.launch.processes.cluster import ended_if_silent
+from dynapipe_ext.launch.processes.env import own_device
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
+from dynapipe_ext.models.module_tree import read_transformers_config
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import write_atomic
+
+if TYPE_CHECKING:
+    from dynapipe_ext.executor.measuring.rate import LayersToMeasure
 
 # What seconds and bytes of layers follow from, by the names of `Architecture`.
 _SIZES = (
@@ -113,14 +119,12 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
         is_fitted_to_file = bool(fitted_times(placed)) and costs_of_file == without(placed, FittedTimes)
         return placed if costs_of_file is None or is_fitted_to_file else costs_of_file
     warnings.filterwarnings("ignore", module="megatron")
-    from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.rate import measure_rate
 
     move = "look there, or allow more by [job] timeout_s, or give costs (dynapipe profile)"
     with ended_if_silent(config.job.timeout_s, move) as sign:
-        rate = measure_rate(
-            architecture, dtype=config.model.dtype, device=rank_device(0), layout=config.plan.layout, sign=sign
-        )
+        layers = _layers_to_measure(config, architecture)
+        rate = measure_rate(layers, dtype=config.model.dtype, layout=config.plan.layout, sign=sign)
     counted = analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0)
     counted = kept_on_host(counted) if _is_on_host(config) else counted
     return replace(
@@ -128,6 +132,27 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
         layer_overhead_ns=rate.layer_overhead_ns,
         layer_bytes_factor=rate.layer_bytes_factor,
         head_bytes_factor=rate.head_bytes_factor,
+    )
+
+
+def _layers_to_measure(config: TrainConfig, architecture: Architecture) -> LayersToMeasure:
+    """Those of the backend that trains the model, on this process's device."""
+    from dynapipe_ext.executor.measuring.rate import MegatronLayers
+
+    device, model = own_device(0), config.model
+    if not model.uses_transformers:
+        return MegatronLayers(architecture, model.dtype, device)
+    from dynapipe_ext.executor.measuring.transformers_layers import TransformersLayers
+
+    options = part_options(config, shares_rows=config.topology.width != 1)
+    return TransformersLayers(
+        read_transformers_config(model.architecture),
+        architecture,
+        model.dtype,
+        device,
+        layouts=(config.plan.layout,),
+        pattern=options.pop("pattern", None),
+        options=options,
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.batch.document_attention import register_document_attention
 from dynapipe_ext.executor.checkpoints.transformers_checkpoint import load_parts, parts_saver
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, Float32Accumulator
 from dynapipe_ext.executor.stages.chunk_runner import PlainAccumulator
@@ -16,11 +15,11 @@ from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
-from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder, proven_cut_of_folder
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers.stage import LossOfLogits, TransformersStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.job.configured import topology_of
-from dynapipe_ext.launch.job.model_folder import named_pattern
+from dynapipe_ext.launch.job.model_folder import part_options
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -43,7 +42,14 @@ def build_transformers(
     if config.optimizer.deterministic:
         accumulator = partial(ExactAccumulator, in_float32=not is_float32)
     loss = LossOfLogits(of_positions)
-    stage = TransformersStage(parts, loss=loss, accumulator=accumulator, parallel=parallel, joined=joined)
+    stage = TransformersStage(
+        parts,
+        loss=loss,
+        accumulator=accumulator,
+        parallel=parallel,
+        measure_bytes=device.type == "cpu",
+        joined=joined,
+    )
     optimizer = TransformersOptimizer(parts, config.optimizer, num_steps=config.run.steps, parallel=parallel)
     weights = {p for part in parts for p in part.parameters()}
     num_grad_bytes = 12 if config.optimizer.deterministic else 4  # with the exact sum
@@ -75,15 +81,7 @@ def rank_parts(
     """This rank's parts of the run's model, with adapters where these are to train. `shares_rows`: plans may join
     ranks, whose attention is then ours in padded rows, too."""
     model, topology, pp_rank = config.model, parallel.topology, parallel.coordinates.pp_rank
-    options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
-    if not model.num_decoder_layers:
-        cut = model.cut or proven_cut_of_folder(model.architecture, named_pattern(config))
-        options["pattern"] = cut.pattern
-        if shares_rows:
-            options["attn_implementation"] = register_document_attention()
-        elif config.plan.layout == "packed" and cut.attention:
-            register_document_attention()
-            options["attn_implementation"] = cut.attention  # masks would cost the squares of whole rows
+    options = {"dtype": getattr(torch, model.dtype), **part_options(config, shares_rows=shares_rows)}
     if model.init_from:
         parts = parts_of_folder(model.init_from, topology, pp_rank, **options)
     else:

@@ -157,7 +157,7 @@ def test_labels_elsewhere_and_labels_that_are_none(monkeypatch: pytest.MonkeyPat
     logits, wanted = (products.clone().requires_grad_() for _ in range(2))
     labels = torch.tensor([3, -100, 0, 63], device=DEVICE)
     monkeypatch.setattr(sliced_head, "runs_kernels", lambda x: True)
-    losses = sliced_head.losses_of_kept_logits(logits, labels)
+    losses = sliced_head.losses_of_whole_logits(logits, labels)
     expected = F.cross_entropy(wanted, labels, reduction="none")
     assert_near(losses, expected.double(), torch.float32)
     (grad,), (wanted_grad,) = (torch.autograd.grad(x.sum(), of) for x, of in ((losses, logits), (expected, wanted)))
@@ -165,6 +165,24 @@ def test_labels_elsewhere_and_labels_that_are_none(monkeypatch: pytest.MonkeyPat
     most, sums, _ = softmax_stats(products, labels, Columns(0), has_all=False)  # a part that is all padding
     assert set(most.tolist()) == {torch.finfo(torch.float32).min}
     assert set(sums.tolist()) == {64.0}
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_gradients_of_logits_take_the_place_of_those_that_no_backward_reads(
+    cap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sliced_head, "runs_kernels", lambda x: True)
+    x, weight = random(2, 5, 8), random(64, 8, seed=1).requires_grad_()
+    labels = torch.arange(10, device=DEVICE)
+    logits = F.linear(x, weight)
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    before = logits.detach().clone()
+    losses = sliced_head.losses_of_whole_logits(logits.flatten(0, 1), labels)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
+    (wanted,) = torch.autograd.grad(expected.sum(), weight, retain_graph=True)
+    (grad,) = torch.autograd.grad(losses.sum(), weight)
+    assert_near(grad, wanted.double(), torch.float32)
+    assert torch.equal(logits, before) == bool(cap)
 
 
 def test_what_runs_by_kernels() -> None:

@@ -14,7 +14,7 @@ from dynapipe_ext.batch.micro_batches import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.executor.instructions import lower
-from dynapipe_ext.executor.measuring.rate import measure_rate
+from dynapipe_ext.executor.measuring.rate import MegatronLayers, measure_rate
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from tests.support.megatron_ranks import (
     CPU,
@@ -61,7 +61,7 @@ def measured(case: Case):
     """Returns a Held for a large and a small micro-batch of every kind of recomputation."""
 
     def main(env) -> list[Held]:
-        rate = measure_rate(case.model.shape, dtype="float32", device=CPU)
+        rate = measure_rate(MegatronLayers(case.model.shape, "float32", CPU), dtype="float32")
         join(env)
         _, ddp, _ = build(case, case.topology, env.rank)
         samples = samples_of(0)

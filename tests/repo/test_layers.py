@@ -39,6 +39,7 @@ RIM = {
         "executor/drop_in/*.py",  # inside Megatron's own loops
         "executor/loops/*.py",  # inside other loops
         "executor/measuring/rate.py",  # it times the user's model
+        "executor/measuring/transformers_layers.py",
         "executor/measuring/profiling.py",  # so does this one
         "executor/measuring/exchanges.py",  # and its ranks' exchanges
         "executor/measuring/profiler_ranges.py",

@@ -33,7 +33,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.data.batches import collate
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.measuring.rate import measure_rate
+from dynapipe_ext.executor.measuring.rate import MegatronLayers, measure_rate
 from dynapipe_ext.executor.proven_step import ProvenStep, prove, prove_step
 from dynapipe_ext.executor.stages.joined_ranks import join_ranks
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
@@ -343,7 +343,7 @@ NUM_SAMPLES, LIMIT_BYTES = 6, 10e9  # samples of half a row to a whole one
 def measured_costs(case: Case) -> AnalyticCosts:
     """As a run without a file of costs begins: counted, by what this device does with a few layers."""
     shape = case.model.shape
-    rate = measure_rate(shape, dtype=case.dtype, device=DEVICE, layout=case.layout)
+    rate = measure_rate(MegatronLayers(shape, case.dtype, DEVICE), dtype=case.dtype, layout=case.layout)
     return AnalyticCosts(
         shape.padded(),
         case.topology,

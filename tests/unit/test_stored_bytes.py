@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 
 from dynapipe_ext.executor.stages.chunk_runner import StoredBytes
@@ -21,3 +22,12 @@ def test_a_graph_that_is_dropped_before_its_backward_takes_what_was_counted_with
     del y
     gc.collect()
     assert seen() is None
+
+
+def test_what_was_changed_in_place_after_it_was_saved_is_refused_as_without_counting() -> None:
+    stored, x = StoredBytes(), torch.ones(4, requires_grad=True)
+    with stored.counting():
+        y = x.exp()
+    y.detach().add_(1.0)
+    with pytest.raises(RuntimeError, match=r"shape \(4,\) .* was changed in place .* version is 1, not 0"):
+        y.sum().backward()

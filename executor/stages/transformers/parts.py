@@ -71,7 +71,7 @@ def parts_of_folder(
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
 
     load = partial(_loaded, folder, config, options)
-    whole = _class_of(config, pattern)
+    whole = model_class(config, pattern)
     if _has_pairs(config, pattern):
         cut = T5Cut(_is_tied(load, whole))
         parts = _built(whole, config, topology, pp_rank, cut, load)
@@ -153,7 +153,7 @@ def parts_of_config(
         with torch.random.fork_rng(devices=[]):
             return part_class.from_pretrained(None, config=config, state_dict={}, **options)
 
-    whole = _class_of(config, pattern)
+    whole = model_class(config, pattern)
     if _has_pairs(config, pattern):
         raise ConfigError(
             f"a {config.model_type} that transformers computes begins with weights: give a folder that has them, or"
@@ -191,8 +191,8 @@ def _is_tied(load: Callable[[Any], Any], whole: Any) -> bool:
     return model.lm_head.weight is model.shared.weight
 
 
-def _class_of(config: Any, pattern: LayerPattern | None) -> Any:
-    """The class of the whole model. Errors: ConfigError."""
+def model_class(config: Any, pattern: LayerPattern | None) -> Any:
+    """The class of the whole model that a configuration describes. Errors: ConfigError."""
     if not _has_pairs(config, pattern):
         return causal_class(config)
     mapping: Mapping[Any, Any] = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
@@ -204,7 +204,7 @@ def _class_of(config: Any, pattern: LayerPattern | None) -> Any:
 def proven_cut_of_folder(folder: str | Path, pattern: LayerPattern | None = None) -> ProvenCut:
     """How the model in a folder, or described by a config.json, is cut. Errors: ConfigError."""
     config = read_transformers_config(folder)
-    return proven_cut(_class_of(config, pattern), config, pattern=pattern)
+    return proven_cut(model_class(config, pattern), config, pattern=pattern)
 
 
 def _built(

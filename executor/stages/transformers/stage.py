@@ -16,7 +16,7 @@ from dynapipe_ext.executor.protocols import Batch, Reductions
 from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, Copies, PlainAccumulator, random_key
 from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs, PositionLoss, weighted_sum
-from dynapipe_ext.executor.stages.sliced_head import HiddenStates, losses_of_kept_logits
+from dynapipe_ext.executor.stages.sliced_head import HiddenStates, losses_of_whole_logits
 from dynapipe_ext.executor.stages.spread_attention import RowsOverRanks
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage, check_rows
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
@@ -34,7 +34,7 @@ class LossOfLogits:
         if isinstance(output, HiddenStates):
             losses = output.losses(labels)
         else:
-            losses = losses_of_kept_logits(output.flatten(0, 1), labels.flatten()).view_as(labels)
+            losses = losses_of_whole_logits(output.flatten(0, 1), labels.flatten()).view_as(labels)
         return self.of_positions(losses, batch)
 
 
@@ -48,7 +48,8 @@ class TransformersStage(TorchStage):
     numbers and recomputation follow from the plan: where it recomputes, be it core attention alone ("selective"), whole
     layers are recomputed, which keeps less than promised. Where stages of several ranks hold one weight, as head and
     embedding are, each has a copy, and all get the sum of its gradients. Frozen weights get none, and a split backward
-    puts none off. T5 runs padded rows of pairs. All ranks of `parallel` make theirs at the same point.
+    puts none off. T5 runs padded rows of pairs. All ranks of `parallel` make theirs at the same point. `measure_bytes`
+    is TorchStage's.
 
     Errors: ConfigError and DataError for what would be trained wrongly, such as rows longer than the positions that
     the model has learned.
@@ -63,6 +64,7 @@ class TransformersStage(TorchStage):
         loss: LossFunction = token_loss_sum,
         accumulator: MakeAccumulator = PlainAccumulator,
         parallel: Reductions | None = None,
+        measure_bytes: bool = False,
         joined: Joined = ALONE,
     ) -> None:
         self._parts = list(parts)
@@ -71,7 +73,7 @@ class TransformersStage(TorchStage):
         if parallel is not None and (copies := _summed_copies(self._parts, parallel)):
             accumulator = partial(accumulator, copies=copies)
         options: dict[str, Any] = {"accumulator": accumulator, "parallel": parallel, "joined": joined}
-        super().__init__(self._parts, loss, restarts_attention=True, **options)
+        super().__init__(self._parts, loss, restarts_attention=True, measure_bytes=measure_bytes, **options)
         self._shares_rows = False
         self._doubts_loss = self._takes_logits = not isinstance(loss, LossOfLogits)
         self._device = next(self._parts[0].parameters()).device

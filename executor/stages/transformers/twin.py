@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ def _small_configs(whole: Any, config: Any) -> Iterator[Any]:
         _without_dropout(small)
         yield small
         return
-    num_layers = _num_kept(model)
+    num_layers = layers_of_all_kinds(model)
     for shrinks in ((_narrow, _thin), (_few_heads, _thin), (_thin,), ()):
         try:
             small = _shrunk(config, num_layers, shrinks)
@@ -91,7 +91,7 @@ def _small_configs(whole: Any, config: Any) -> Iterator[Any]:
 
 
 def _shrunk(config: Any, num_layers: int, shrinks: Sequence[Callable[[Any], None]]) -> Any:
-    small = _with_layers(config, num_layers)
+    small = _with_few_ids(config, num_layers)
     for shrink in shrinks:
         for part in _parts_of(small):
             shrink(part)
@@ -99,8 +99,8 @@ def _shrunk(config: Any, num_layers: int, shrinks: Sequence[Callable[[Any], None
     return small
 
 
-def _num_kept(model: Any) -> int:
-    """Of a model's first layers, as many as have all kinds."""
+def layers_of_all_kinds(model: Any, *, least: int = 3) -> int:
+    """Of a model's first layers, as many as have all kinds, `least` or more where it has as many."""
     try:
         _, layers = layer_list(model)
     except ConfigError:
@@ -113,15 +113,15 @@ def _num_kept(model: Any) -> int:
 
     kinds = [kind(number) for number in range(len(layers))]
     num_layers = next(n for n in range(1, len(kinds) + 1) if set(kinds[:n]) == set(kinds))
-    return min(max(3, num_layers), len(kinds), _MOST_LAYERS)
+    return min(max(least, num_layers), len(kinds), _MOST_LAYERS)
 
 
 def _is_per_layer(value: Any, num_layers: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == num_layers
 
 
-def _with_layers(config: Any, num_layers: int) -> Any:
-    """A copy with so many layers in the text's part, and two in others, and few ids."""
+def with_layers(config: Any, num_layers: int) -> Any:
+    """A copy with so many layers in the text's part, kinds in their order, and two in others."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     for part in _parts_of(small):
@@ -131,8 +131,15 @@ def _with_layers(config: Any, num_layers: int) -> Any:
     before = text.num_hidden_layers
     for name, value in list(vars(text).items()):
         if _is_per_layer(value, before):
-            setattr(text, name, type(value)(islice(value, num_layers)))
+            setattr(text, name, type(value)(islice(cycle(value), num_layers)))
     text.num_hidden_layers = num_layers
+    return small
+
+
+def _with_few_ids(config: Any, num_layers: int) -> Any:
+    """A copy with so many layers, and few ids."""
+    small = with_layers(config, num_layers)
+    text = small.get_text_config()
     for one in {id(text): text, id(small): small}.values():
         for name in _SPECIAL_IDS:
             if getattr(one, name, None) is not None:

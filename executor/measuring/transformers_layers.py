@@ -1,0 +1,103 @@
+"""Layers of a model of transformers, measured as transformers computes them: seconds and stored bytes of a family's own
+modules, which are not those of megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength
+from dynapipe_ext.data.batches import collate
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.data.pairs import PairSample, collate_pairs
+from dynapipe_ext.executor.stages.transformers.parts import model_class, parts_of_model
+from dynapipe_ext.executor.stages.transformers.quiet import quietly
+from dynapipe_ext.executor.stages.transformers.stage import token_loss_sum
+from dynapipe_ext.executor.stages.transformers.twin import layers_of_all_kinds, with_layers
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_pattern import LayerPattern
+from dynapipe_ext.models.module_tree import meta_model
+
+
+@dataclass(frozen=True)
+class TransformersLayers:
+    """Of a configuration of transformers: its first layers, as many as have all kinds.
+
+    `options` are those of the run's parts: attn_implementation. `layouts`: those that these can have.
+    """
+
+    config: Any
+    architecture: Architecture
+    dtype: str
+    device: torch.device
+    layouts: Sequence[Layout]
+    options: Mapping[str, Any]
+    pattern: LayerPattern | None = None
+
+    @property
+    def kinds(self) -> list[Architecture]:
+        return [self.architecture]  # whose first layers have all of them
+
+    @cached_property
+    def _whole(self) -> Any:
+        return model_class(self.config, self.pattern)
+
+    @cached_property
+    def num_layers(self) -> int:
+        if self.architecture.num_decoder_layers:
+            return 2
+        return layers_of_all_kinds(meta_model(self._whole, self.config), least=2)
+
+    def ready(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def model(self, architecture: Architecture) -> TransformersModel:
+        small = with_layers(self.config, architecture.num_layers)
+        if architecture.num_decoder_layers:
+            small.num_decoder_layers = architecture.num_decoder_layers
+        with quietly(), torch.random.fork_rng(devices=[]), self.device:
+            model = self._whole._from_config(small, dtype=getattr(torch, self.dtype), **self.options)
+        (part,) = parts_of_model(model.train(), pattern=self.pattern)
+        return TransformersModel(part, self.device, has_pairs=bool(architecture.num_decoder_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersModel:
+    """A whole model in one part."""
+
+    part: Any
+    device: torch.device
+    has_pairs: bool
+
+    def parameters(self) -> Iterable[torch.nn.Parameter]:
+        parameters: Iterable[torch.nn.Parameter] = self.part.parameters()
+        return parameters
+
+    def losses(self, rows: int, length: int, layout: Layout) -> torch.Tensor:
+        """Their sum, as a last stage makes it. Of padded rows all but the first end in padding, which a family may mask
+        otherwise than whole rows."""
+        lengths = [length - (row > 0 and layout == "padded") for row in range(rows)]
+        samples = [SampleLength(i, n, n * self.has_pairs, n) for i, n in enumerate(lengths)]
+        micro_batch, ids = MicroBatch(tuple(samples), layout), np.ones(length + 1, np.int64)
+        if self.has_pairs:
+            arrays = collate_pairs(micro_batch, [PairSample(i, ids[:n], ids[:n]) for i, n in enumerate(lengths)])
+        else:
+            arrays = collate(micro_batch, [TokenSample(i, ids[: n + 1], 1) for i, n in enumerate(lengths)])
+        batch: Any = {name: torch.from_numpy(x) for name, x in arrays.items() if isinstance(x, np.ndarray)}
+        batch = self.part.checked(batch, micro_batch, "the measured micro-batch")
+        batch |= {"model_inputs": self.part.model_inputs(micro_batch), "random_key": "measured"}
+        batch = {name: self._moved(value) for name, value in batch.items()}
+        total = token_loss_sum(self.part(batch["tokens"], batch=batch), batch)
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._moved(one) for name, one in value.items()}
+        return value.to(self.device) if isinstance(value, torch.Tensor) else value
