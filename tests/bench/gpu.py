@@ -1,13 +1,14 @@
 """What training on one GPU comes to: real tokens a second beside padding and whole rows, and how true plans are.
 
     dynapipe profile --config tests/bench/gpu.toml --max-tokens 32768 --out costs.json
-    PYTHONPATH=. python -P tests/bench/gpu.py --lengths LENGTHS.npy [--costs costs.json] [--kernels FILE]
+    PYTHONPATH=. python -P tests/bench/gpu.py [--lengths LENGTHS.npy] [--costs costs.json] [--kernels FILE]
 
 A GPT of 1.16B parameters in bfloat16 takes the same global batches, whole training steps with the optimizer's, in
 turns: by our plans; padded rows grouped by length; rows of the longest sample's length that documents are packed into
 and attend across. All by one executor under one memory limit; the last two in the best of several sizes of
-micro-batches. A second part runs single micro-batches: bytes and seconds beside those that the cost table says, or
-those of the quick measurement that a run without a table makes. `--kernels` writes what one step's time goes into.
+micro-batches. Our plans run once more with torch's operations in the place of Triton's kernels. A second part runs
+single micro-batches: bytes and seconds beside those that the cost table says, or those of the quick measurement that a
+run without a table makes. `--kernels` writes what one step's time goes into.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -32,6 +34,8 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages import sliced_head
+from dynapipe_ext.executor.stages.megatron import head, layers
 from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage, wrap_ddp
@@ -54,6 +58,7 @@ CONFIG = Path(__file__).parent / "gpu.toml"
 PEAK_FLOPS_PER_S = 989e12  # H100 SXM, dense bfloat16, NVIDIA's data sheet
 FORMAT = ActivationFormat(2048, "bfloat16")
 OURS, GROUPED, ROWS = "ours", "padding, grouped by length", "packing, whole rows"
+BY_TORCH = "ours, without kernels"
 SHAPES: list[tuple[str, tuple[int, ...], Recompute]] = [
     ("padded", (512,) * 8, "none"),
     ("padded", (4096,) * 2, "none"),
@@ -104,6 +109,25 @@ class Job:
         ]
         arrays = collate(micro_batch, samples)
         return {name: torch.from_numpy(array).pin_memory() for name, array in arrays.items()}
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Models compute by torch's operations alone."""
+    with ExitStack() as patches:
+        for module in (head, layers, sliced_head):
+            patches.enter_context(patch.object(module, "runs_kernels", _never))
+        yield
+
+
+def _never(_: torch.Tensor) -> bool:
+    return False
+
+
+def drawn_lengths() -> np.ndarray:
+    """(4000, 2) tokens of inputs and targets: log-normal sums from 16 to 4090, a quarter of each its target."""
+    whole = np.clip(np.random.default_rng(1).lognormal(5.6, 1.3, 4000), 16, 4090).astype(np.int64)
+    return np.stack([whole - whole // 4, whole // 4], axis=1)
 
 
 def sample(index: int, length: int) -> SampleLength:
@@ -173,7 +197,8 @@ def batches(lengths: np.ndarray, tokens: int, row_len: int, count: int) -> Itera
 
 
 def compared(job: Job, costs: Any, args: argparse.Namespace) -> dict[str, Any]:
-    lengths = np.load(args.lengths).reshape(-1, 2).sum(axis=1)
+    drawn = np.load(args.lengths) if args.lengths else drawn_lengths()
+    lengths = drawn.reshape(-1, 2).sum(axis=1)
     steps = [
         plans(samples, costs, args.memory_limit_gb * 1e9, args.row_len, number)
         for number, samples in enumerate(batches(lengths, args.tokens, args.row_len, args.batches))
@@ -181,15 +206,19 @@ def compared(job: Job, costs: Any, args: argparse.Namespace) -> dict[str, Any]:
     for own in steps[:1]:  # kernels are chosen and memory is taken
         for plan in own.values():
             job.step(plan)
+        with without_kernels():
+            job.step(own[OURS])
         if args.kernels:
             args.kernels.write_text(kernels_of_step(job, own[OURS]))
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in steps[0]}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in [*steps[0], BY_TORCH]}
     for _ in range(args.repeats):
         for own in steps:
             flops = step_flops(job.model, work_of(own[OURS].micro_batches), causal=True).model
-            for name, plan in own.items():
+            for name, plan in [*own.items(), (BY_TORCH, own[OURS])]:
+                with without_kernels() if name == BY_TORCH else nullcontext():
+                    done = job.step(plan)
                 found[name].append(
-                    job.step(plan)
+                    done
                     | {
                         "real_tokens": plan.real_tokens,
                         "padded_tokens": plan.padded_tokens,
@@ -261,7 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", type=Path, help="a table of `dynapipe profile` for the same model")
     parser.add_argument("--kernels", type=Path, help="write the kernels of one step there")
-    parser.add_argument("--lengths", type=Path, required=True, help="(N, 2) tokens of inputs and targets")
+    parser.add_argument("--lengths", type=Path, help="(N, 2) tokens of inputs and targets (default: drawn)")
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of a global batch")
     parser.add_argument("--row-len", type=int, default=4096, help="longest sample")
     parser.add_argument("--batches", type=int, default=3)
@@ -283,6 +312,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "has_table": args.costs is not None,
+        "lengths": args.lengths.name if args.lengths else "drawn",
         "quick": {
             name: getattr(quick, name)
             for name in ("flops_per_s", "layer_overhead_ns", "layer_bytes_factor", "head_bytes_factor")
