@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol
 
 from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError
+from dynapipe_ext.evaluating import ModuleWithModes, evaluating
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import (
@@ -115,14 +116,6 @@ def evaluate(
     return EvalResult(loss=loss, real_tokens=real_tokens, num_steps=len(losses), seconds=clock() - start_s)
 
 
-class ModuleWithModes(Protocol):
-    """What evaluation needs of a torch module."""
-
-    def train(self, mode: bool = True) -> Any: ...
-
-    def modules(self) -> Iterator[Any]: ...
-
-
 class PeriodicEvaluation:
     """Called after each step of a run, by all ranks alike; evaluates when `settings` have it so, else gives None.
 
@@ -149,14 +142,8 @@ class PeriodicEvaluation:
         if not self._settings.every or (number % self._settings.every and number < self._num_steps):
             return None
         self._loader.load_state_dict(self._start)
-        modes = [(layer, layer.training) for module in self._modules for layer in module.modules()]
-        for module in self._modules:
-            module.train(False)
-        try:
+        with evaluating(*self._modules):
             result = evaluate(self._executor, self._loader, self._settings.steps or None)
-        finally:
-            for layer, was_training in modes:
-                layer.training = was_training
         epoch = self._start["epoch"]
         return EvalDone(
             step=step,

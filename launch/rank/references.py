@@ -17,6 +17,7 @@ from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.references import ReferencedPairs, References
 from dynapipe_ext.data.sample_selection import SampleSubset
 from dynapipe_ext.errors import NO_ARRAY, ExecutionError, NotFiniteError, named_collectives
+from dynapipe_ext.evaluating import evaluating
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.stages.preference_loss import PreferenceLoss
@@ -87,13 +88,13 @@ class ReferencePass:
         alone = (
             {"batch_size": topology.num_replicas, "tokens_per_batch": None} if config.optimizer.deterministic else {}
         )
-        for module in self.built.modules:
-            module.train(False)
-        with self.load(data, self.planner.for_forwards(), **alone) as loader, self.loss.recording() as recorded:
+        with (
+            evaluating(*self.built.modules),
+            self.load(data, self.planner.for_forwards(), **alone) as loader,
+            self.loss.recording() as recorded,
+        ):
             for micro_batches, plan in loader:
                 self.executor.execute(plan, micro_batches)
-        for module in self.built.modules:
-            module.train(True)
         sums = torch.zeros((len(data), 3), dtype=torch.float64, device=self.device)
         if topology.coordinates(self.rank).tp_rank == 0:  # the others of its stage have the same
             for pair, log_probabilities in recorded.items():

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.batching.evaluating import evaluating
 from dynapipe_ext.batching.inference.batches import GenerationMemory
 from dynapipe_ext.batching.inference.loader import BatchTensors, DynamicBatchSampler, TextBatch
 from dynapipe_ext.batching.inference.memory_model import LearnedMemory
 from dynapipe_ext.batching.inference.memory_profiling import beams_of, measured_on, of_generation
 from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
+from dynapipe_ext.evaluating import evaluating
 from dynapipe_ext.peak_memory import MeasurePeak, cuda_peak, is_out_of_memory
 
 

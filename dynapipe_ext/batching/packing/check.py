@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION
-from dynapipe_ext.batching.evaluating import evaluating
 from dynapipe_ext.batching.packing.collator import PackingCollator
 from dynapipe_ext.errors import ConfigError, ExecutionError, check_integer
+from dynapipe_ext.evaluating import evaluating
 from dynapipe_ext.models.named_models import changing_lengths, shorten
 
 _SHORT = 4  # positions of the twin's windows, chunks and rotary lengths
