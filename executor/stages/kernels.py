@@ -27,31 +27,73 @@ def gated(y: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
     return out
 
 
+def gated_pair(gate: torch.Tensor, up: torch.Tensor, activation: GatedActivation) -> torch.Tensor:
+    """activation(gate) x up, of tensors of one shape and type."""
+    out: torch.Tensor = _GatedPair.apply(gate, up, activation)  # type: ignore[no-untyped-call]
+    return out
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        from dynapipe_ext.executor.stages.triton_kernels import gated_kernel
-
         y: torch.Tensor = inputs[0].contiguous()
         ctx.activation = inputs[1]
         ctx.save_for_backward(y)
-        width = y.shape[-1] // 2
-        out = y.new_empty(*y.shape[:-1], width)
-        if out.numel():
-            grid = (out.numel() // width, -(-width // _COLUMNS))
-            gated_kernel[grid](y, out, width, KIND=ctx.activation, BLOCK=_COLUMNS)
-        return out
+        gate, up = y.chunk(2, dim=-1)
+        return _activated_product(gate, up, y.shape[-1], ctx.activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        from dynapipe_ext.executor.stages.triton_kernels import gated_backward_kernel
-
-        (y,), grad = ctx.saved_tensors, grads[0].contiguous()
-        width, y_grad = y.shape[-1] // 2, torch.empty_like(y)
-        if grad.numel():
-            grid = (grad.numel() // width, -(-width // _COLUMNS))
-            gated_backward_kernel[grid](grad, y, y_grad, width, KIND=ctx.activation, BLOCK=_COLUMNS)
+        (y,) = ctx.saved_tensors
+        y_grad = torch.empty_like(y)
+        (gate, up), (gate_grad, up_grad) = (x.chunk(2, dim=-1) for x in (y, y_grad))
+        _gate_grads(grads[0], gate, up, gate_grad, up_grad, y.shape[-1], ctx.activation)
         return y_grad, None
+
+
+class _GatedPair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
+        gate, up, ctx.activation = inputs[0].contiguous(), inputs[1].contiguous(), inputs[2]
+        ctx.save_for_backward(gate, up)
+        return _activated_product(gate, up, gate.shape[-1], ctx.activation)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        gate, up = ctx.saved_tensors
+        gate_grad, up_grad = torch.empty_like(gate), torch.empty_like(up)
+        _gate_grads(grads[0], gate, up, gate_grad, up_grad, gate.shape[-1], ctx.activation)
+        return gate_grad, up_grad, None
+
+
+def _activated_product(gate: torch.Tensor, up: torch.Tensor, stride: int, activation: GatedActivation) -> torch.Tensor:
+    """Of halves of a contiguous tensor, or of two such, whose rows are `stride` apart."""
+    from dynapipe_ext.executor.stages.triton_kernels import gated_kernel
+
+    width, out = gate.shape[-1], gate.new_empty(gate.shape)
+    if out.numel():
+        grid = (out.numel() // width, -(-width // _COLUMNS))
+        gated_kernel[grid](gate, up, out, width, stride, KIND=activation, BLOCK=_COLUMNS)
+    return out
+
+
+def _gate_grads(
+    grad: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_grad: torch.Tensor,
+    up_grad: torch.Tensor,
+    stride: int,
+    activation: GatedActivation,
+) -> None:
+    """Written into the last two tensors, which are laid out as the two before."""
+    from dynapipe_ext.executor.stages.triton_kernels import gated_backward_kernel
+
+    width, grad = gate.shape[-1], grad.contiguous()
+    if grad.numel():
+        grid = (grad.numel() // width, -(-width // _COLUMNS))
+        tensors = (grad, gate, up, gate_grad, up_grad)
+        gated_backward_kernel[grid](*tensors, width, stride, KIND=activation, BLOCK=_COLUMNS)
 
 
 def turn(x_SBHD: torch.Tensor, angles: torch.Tensor, *, interleaved: bool, factor: float = 1.0) -> torch.Tensor:
@@ -59,6 +101,16 @@ def turn(x_SBHD: torch.Tensor, angles: torch.Tensor, *, interleaved: bool, facto
     and sines are multiplied by `factor`. In pairs (i, i + R/2), or (2i, 2i + 1) where `interleaved`."""
     out: torch.Tensor = _Turned.apply(x_SBHD, *_cosines(angles, factor), interleaved)  # type: ignore[no-untyped-call]
     return out
+
+
+def turn_rows(x_BHSD: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Queries or keys (B, heads, S, D), turned in pairs (i, i + D/2) by angles whose `cosines` and `sines`, (B or 1, S,
+    D), are given."""
+    batch, heads, length, width = x_BHSD.shape
+    x = x_BHSD.transpose(1, 2).reshape(batch * length, 1, heads, width)
+    wide = (one.expand(batch, length, width).reshape(batch * length, width) for one in (cosines, sines))
+    out: torch.Tensor = _Turned.apply(x, *wide, False)  # type: ignore[no-untyped-call]
+    return out.view(batch, length, heads, width).transpose(1, 2)
 
 
 def _cosines(angles: torch.Tensor, factor: float) -> tuple[torch.Tensor, torch.Tensor]:

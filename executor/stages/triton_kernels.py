@@ -26,29 +26,29 @@ def _activated(a, KIND: tl.constexpr):
 
 
 @triton.jit
-def gated_kernel(y, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """y (N, 2F): out (N, F) is the activated first half times the second; `width` F."""
+def gated_kernel(gate, up, out, width, stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """gate and up (N, F), rows `stride` apart: out (N, F) is the activated gate times up; `width` F."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    gate = tl.load(y + row * 2 * width + columns, mask=inside).to(tl.float32)
-    up = tl.load(y + row * 2 * width + width + columns, mask=inside).to(tl.float32)
-    value, _slope = _activated(gate, KIND)
-    tl.store(out + row * width + columns, value * up, mask=inside)
+    gates = tl.load(gate + row * stride + columns, mask=inside).to(tl.float32)
+    ups = tl.load(up + row * stride + columns, mask=inside).to(tl.float32)
+    value, _slope = _activated(gates, KIND)
+    tl.store(out + row * width + columns, value * ups, mask=inside)
 
 
 @triton.jit
-def gated_backward_kernel(grad, y, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of y, (N, 2F), of that of the output, (N, F)."""
+def gated_backward_kernel(grad, gate, up, gate_grad, up_grad, width, stride, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients of gate and up, laid out as these are, of that of the output, (N, F)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    gate = tl.load(y + row * 2 * width + columns, mask=inside).to(tl.float32)
-    up = tl.load(y + row * 2 * width + width + columns, mask=inside).to(tl.float32)
+    gates = tl.load(gate + row * stride + columns, mask=inside).to(tl.float32)
+    ups = tl.load(up + row * stride + columns, mask=inside).to(tl.float32)
     own = tl.load(grad + row * width + columns, mask=inside).to(tl.float32)
-    value, slope = _activated(gate, KIND)
-    tl.store(out + row * 2 * width + columns, own * up * slope, mask=inside)
-    tl.store(out + row * 2 * width + width + columns, own * value, mask=inside)
+    value, slope = _activated(gates, KIND)
+    tl.store(gate_grad + row * stride + columns, own * ups * slope, mask=inside)
+    tl.store(up_grad + row * stride + columns, own * value, mask=inside)
 
 
 @triton.jit

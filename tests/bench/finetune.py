@@ -2,7 +2,8 @@
 
     python tests/bench/finetune.py MULTITASK.jsonl.xz [--steps N] [--output results/finetune.json]
 
-    ours           plans of one rank (documents packed, any number in a row) through TransformersStage
+    ours           plans of one rank (documents packed, as many positions at once as the collator's rows) through
+                   TransformersStage
     collator       PackingCollator in a plain loop: best-fit rows, attention document by document
     TRL-style      the same rows by position_ids alone, as TRL packs ("bfd"): without flash-attn, masks of whole rows
     length groups  transformers' get_length_grouped_indices within each global batch, padded to a group's longest
@@ -114,7 +115,8 @@ def ours(model: Any, data: TokenDataset) -> Step:
         param_bytes=4,
     )
     form = ActivationFormat(model.config.hidden_size, "float32", order="bsh")
-    planner = Planner(Topology(), costs, 2e9, layout="packed", format=form, collectives=ReplicaCollectives())
+    collectives = ReplicaCollectives()
+    planner = Planner(Topology(), costs, 2e9, layout="packed", max_tokens=ROW, format=form, collectives=collectives)
     executor = PipelineExecutor(TransformersStage(parts_of_model(model)), InlineHub().transport(0))
 
     def step(batch: list[int]) -> float:

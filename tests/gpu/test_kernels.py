@@ -12,17 +12,33 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from dynapipe_ext.batch.document_attention import register_document_attention
+from dynapipe_ext.batch.micro_batches import Layout, MicroBatch, SampleLength
+from dynapipe_ext.data.batches import collate
+from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.device import runs_kernels
 from dynapipe_ext.executor.stages import sliced_head
-from dynapipe_ext.executor.stages.kernels import Columns, GatedActivation, gated, softmax_backward, softmax_stats, turn
+from dynapipe_ext.executor.stages.kernels import (
+    Columns,
+    GatedActivation,
+    gated,
+    gated_pair,
+    softmax_backward,
+    softmax_stats,
+    turn,
+)
 from dynapipe_ext.executor.stages.megatron import head, layers
+from dynapipe_ext.executor.stages.transformers import few_passes, part
+from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
 from dynapipe_ext.models.architecture import Architecture
 from tests.gpu import steps
 from tests.gpu.steps import EXPERTS, SHAPE, Case, alone, learned, megatron_stage
+from tests.support.checkpoints import tiny
 
 triton_kernels: Any = pytest.importorskip("dynapipe_ext.executor.stages.triton_kernels")
 
@@ -190,3 +206,54 @@ def test_what_runs_by_kernels() -> None:
     if not IS_INTERPRETED:
         assert runs_kernels(torch.zeros(1, device="cuda"))
         assert not runs_kernels(torch.zeros(1, device="cuda", dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_gated_by_another_tensor(activation: GatedActivation, dtype: torch.dtype) -> None:
+    gate, up = (random(3, 1, 1300, dtype=dtype, seed=seed).requires_grad_() for seed in (0, 1))
+    exact = [one.detach().double().requires_grad_() for one in (gate, up)]
+    out, expected = gated_pair(gate, up, activation), ACTIVATIONS[activation](exact[0]) * exact[1]
+    upstream = random(*out.shape, dtype=dtype, seed=2)
+    assert_near(out, expected, dtype)
+    grads = torch.autograd.grad(out, [gate, up], upstream)
+    for grad, wanted in zip(grads, torch.autograd.grad(expected, exact, upstream.double()), strict=True):
+        assert_near(grad, wanted, dtype)
+
+
+# Modules that take kernels, of four layers: norms, MLPs and attention; norms of queries and keys, too; norms that are
+# not known; experts, which are not; other MLPs and turns.
+SETTLED = {"llama": 17, "qwen3": 25, "gemma3_text": 8, "mixtral": 13, "glm": 9}
+
+
+@pytest.mark.parametrize("family", SETTLED)
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_models_of_transformers_compute_the_same_in_few_passes(
+    layout: Layout, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = register_document_attention() if layout == "packed" else "sdpa"
+    lengths = (9, 30, 17)
+    micro_batch = MicroBatch(tuple(SampleLength(i, n, 0, n) for i, n in enumerate(lengths)), layout)
+    samples = [TokenSample(i, np.arange(n + 1) + 3 * i, 1) for i, n in enumerate(lengths)]
+    batch: Any = {name: torch.from_numpy(x).to(DEVICE) for name, x in collate(micro_batch, samples).items()}
+
+    def computed(*, by_kernels: bool) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        for module in (few_passes, part):
+            monkeypatch.setattr(module, "runs_kernels", lambda x: by_kernels)
+        model = tiny(family).to(DEVICE).train()
+        model.set_attn_implementation(whole)
+        (one,) = parts_of_model(model)
+        inputs = one.model_inputs(micro_batch)
+        inputs |= {name: x.to(DEVICE) for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+        logits = one(batch["tokens"], batch=batch | {"model_inputs": inputs})
+        logits.double().pow(2).mean().backward()
+        changed = sum("forward" in vars(module) for module in one.modules())
+        return logits, [p.grad for p in one.parameters() if p.grad is not None], changed
+
+    logits, grads, changed = computed(by_kernels=True)
+    expected, wanted, _ = computed(by_kernels=False)
+    assert changed == SETTLED[family]
+    assert_near(logits, expected.double(), torch.float32)
+    assert len(grads) == len(wanted)
+    for grad, own in zip(grads, wanted, strict=True):
+        assert float((grad - own).norm()) <= 1e-4 * float(own.norm()) + 1e-9

@@ -13,9 +13,11 @@ import torch.utils.checkpoint
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import runs_kernels
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, HeadSlices, seed_of, seed_torch
 from dynapipe_ext.executor.stages.sliced_head import HiddenStates
+from dynapipe_ext.executor.stages.transformers.few_passes import compute_in_few_passes
 from dynapipe_ext.executor.stages.transformers.head import LeftHead
 from dynapipe_ext.executor.stages.transformers.layers import PartPlace, with_own_modules
 from dynapipe_ext.models.layer_pattern import LayerPattern
@@ -42,6 +44,7 @@ class TransformersPart(torch.nn.Module, ABC):
         self.shared = {name: model.get_parameter(name) for name, at in holders.items() if place.stage in at}
         self._layers = dict(layers)
         self._key = ""
+        self._is_settled = False  # whether its modules take our kernels where they can
         self._left_head = LeftHead(model)
         for number, layer in self._layers.items():
             self._seed_before(layer, f"layer {number}")
@@ -67,6 +70,10 @@ class TransformersPart(torch.nn.Module, ABC):
         """The batch, "tokens" what stage 0 reads. Errors: DataError for one that the plan does not have, by `name`."""
 
     def forward(self, *inputs: torch.Tensor, batch: Batch) -> Any:
+        if not self._is_settled:  # its weights are where they stay
+            self._is_settled = True
+            if runs_kernels(next(self.model.parameters())):
+                compute_in_few_passes(self.model)
         draws = self.model.training and "random_key" in batch
         devices = [inputs[0].device] if inputs[0].is_cuda else []
         with torch.random.fork_rng(devices=devices, enabled=draws):
