@@ -148,8 +148,8 @@ class AnalyticCosts:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)} but must be above 0")
         for name in ("overhead_ns", "layer_overhead_ns", "latency_ns", "layer_bytes_factor", "head_bytes_factor"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)} but cannot be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)} but must be finite and cannot be negative")
         if not 0 <= self.capacity_factor < math.inf or (self.capacity_factor and not self.architecture.num_experts):
             raise ConfigError(
                 f"capacity_factor is {self.capacity_factor} with num_experts {self.architecture.num_experts}: it must"

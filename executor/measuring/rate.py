@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -46,7 +47,9 @@ _SHAPES = ((1, 32), (2, 64), (4, 128), (2, 512), (8, 128))  # rows, positions
 # a row; the larger ones where they fit in memory. By these the shapes of tests/bench/results/h100.json would be told
 # within 13 % and its steps within 2 %; by shapes from 256 positions on, the steps were told 23 % too fast.
 _LARGE_SHAPES = ((4096, 1024), (8192, 512), (8192, 1024), (16384, 2048), (16384, 4096))
+_LONGEST = 2048  # positions of a row whose stored bytes are measured, by which squares show
 _FEWEST_SHAPES = 2
+_ENOUGH_S = 30.0  # a further shape is measured where those before took less
 _REPEATS = 3
 
 
@@ -54,6 +57,10 @@ class ModelOfLayers(Protocol):
     """A model of a few layers on a device."""
 
     def parameters(self) -> Iterable[torch.nn.Parameter]: ...
+
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """In order, an encoder's before the decoder's."""
+        ...
 
     def losses(self, rows: int, length: int, layout: Layout) -> torch.Tensor:
         """Of samples of equal lengths, one or one a position; an encoder-decoder reads as many on both sides."""
@@ -85,8 +92,8 @@ class LayersToMeasure(Protocol):
         """Within, models can be made."""
         ...
 
-    def model(self, architecture: Architecture) -> ModelOfLayers:
-        """A fresh one of as many layers as `architecture` has."""
+    def model(self, kind: Architecture) -> ModelOfLayers:
+        """A fresh one of `num_layers`, an encoder-decoder's on either side."""
         ...
 
 
@@ -94,7 +101,8 @@ class LayersToMeasure(Protocol):
 class MeasuredRate:
     """time of an action = layers x layer_overhead_ns + FLOPs / flops_per_s; `error`: the fit's mean relative one.
 
-    The two factors are stored over counted bytes of layers and of head with embedding, the largest of all shapes.
+    The two factors are stored over counted bytes, the largest of all layers and shapes: of a layer, and of all that is
+    in none. `flash`: whether layers keep no squares of a row, as those of kernels do not, and so are to be counted.
     """
 
     flops_per_s: float
@@ -102,6 +110,7 @@ class MeasuredRate:
     layer_bytes_factor: float
     head_bytes_factor: float
     error: float
+    flash: bool = True
 
 
 def measure_rate(
@@ -115,23 +124,26 @@ def measure_rate(
 
     torch.distributed must not be initialised; it is not afterwards either.
     """
-    kind = layers.kinds[-1]
-    small = _of_layers(_one_kind(kind), layers.num_layers)
-    shapes = _within(small, _SHAPES)
-    device = layers.device
-    timed_shapes = shapes if device.type == "cpu" else _large_shapes(small)
+    kind, count = layers.kinds[-1], layers.num_layers
+    shapes, device = _within(kind, _SHAPES), layers.device
+    timed_shapes = shapes if device.type == "cpu" else _large_shapes(kind)
+    stored_shapes = [*shapes, (1, min(_LONGEST, kind.max_seq_len))]
     with layers.ready():
-        sign(f"making of {small.total_layers} layers to measure")
-        seconds = _seconds_of(layers.model(small), timed_shapes, layout, device, sign)
-        factors = [_byte_factors(layers, kind, dtype, shapes, sign) for kind in layers.kinds]
-    flops = _of_first_layers(kind, small, partial(_flops, dtype, timed_shapes[: len(seconds)], layout))
-    overhead_s, slope, error = _fit(flops, seconds)
+        sign(f"making of {count} layers to measure")
+        seconds = _seconds_of(layers.model(kind), timed_shapes, layout, device, sign)
+        stored = [_stored(layers, one, stored_shapes, sign) for one in layers.kinds]
+    laws = [True] if kind.num_decoder_layers else [True, False]
+    factors = min((_byte_factors(stored, count, dtype, flash=flash) for flash in laws), key=lambda one: one.spread)
+    timed = [_micro_batch(kind, *shape, layout) for shape in timed_shapes[: len(seconds)]]
+    of_layers, rest = _counted(kind, count, timed, dtype, _flops, flash=factors.flash)
+    overhead_s, slope, error = _fit(of_layers.sum(axis=0) + rest, seconds)
     return MeasuredRate(
         flops_per_s=float(1.0 / slope),
-        layer_overhead_ns=round(overhead_s * 1e9 / small.total_layers),
-        layer_bytes_factor=max(of_layers for of_layers, _ in factors),
-        head_bytes_factor=max(of_head for _, of_head in factors),
+        layer_overhead_ns=round(overhead_s * 1e9 / len(of_layers)),
+        layer_bytes_factor=factors.of_layers,
+        head_bytes_factor=factors.of_rest,
         error=error,
+        flash=factors.flash,
     )
 
 
@@ -165,7 +177,8 @@ class MegatronLayers:
                 destroy_parallel()
                 dist.destroy_process_group()
 
-    def model(self, architecture: Architecture) -> MegatronModel:
+    def model(self, kind: Architecture) -> MegatronModel:
+        architecture = _of_layers(kind, self.num_layers)
         config = transformer_config(architecture, Topology(), dtype=self.dtype)
         return MegatronModel(build_model(architecture, Topology(), 0, config, seed=0, device=self.device), self.device)
 
@@ -180,6 +193,10 @@ class MegatronModel:
     def parameters(self) -> Iterable[torch.nn.Parameter]:
         parameters: Iterable[torch.nn.Parameter] = self.model.parameters()
         return parameters
+
+    def layers(self) -> list[torch.nn.Module]:
+        stacks = [self.model.encoder, self.model.decoder] if hasattr(self.model, "encoder") else [self.model.decoder]
+        return [layer for stack in stacks for layer in stack.layers]
 
     def losses(self, rows: int, length: int, layout: Layout) -> torch.Tensor:
         shape = (1, rows * length) if layout == "packed" else (rows, length)
@@ -212,9 +229,12 @@ def _seconds_of(
     model: ModelOfLayers, shapes: list[tuple[int, int]], layout: Layout, device: torch.device, sign: Sign
 ) -> npt.NDArray[np.float64]:
     """Of one forward and backward of each shape, of two at least; without those from the first that is too large for
-    the device's memory on."""
+    the device's memory on, or for the time."""
     found: list[float] = []
+    begun_s = time.monotonic()
     for shape in shapes:
+        if len(found) >= _FEWEST_SHAPES and time.monotonic() - begun_s > _ENOUGH_S:
+            break
         try:
             found.append(_forward_backward_s(model, *shape, layout, device, sign))
         except (RuntimeError, MemoryError) as error:
@@ -231,19 +251,14 @@ def _of_layers(architecture: Architecture, count: int) -> Architecture:
     return replace(architecture, num_layers=count, num_decoder_layers=count * bool(architecture.num_decoder_layers))
 
 
-def _one_kind(architecture: Architecture) -> Architecture:
-    """As if all layers were of the last kind: of a few layers, one that may stand for their number."""
-    return layer_kinds(architecture)[-1][0]
-
-
-def _more(architecture: Architecture, count: int) -> list[Architecture]:
-    """The model of one layer (on either side), then with `count` layers of each side in turn."""
+def _more(architecture: Architecture) -> list[Architecture]:
+    """The model of one layer (on either side), then with one more of each side in turn."""
     one = _of_layers(architecture, 1)
-    decoders = [replace(one, num_decoder_layers=count)] if one.num_decoder_layers else []
-    return [one, replace(one, num_layers=count), *decoders]
+    decoders = [replace(one, num_decoder_layers=2)] if one.num_decoder_layers else []
+    return [one, replace(one, num_layers=2), *decoders]
 
 
-def _costs(architecture: Architecture, dtype: str, micro_batches: list[MicroBatch]) -> MicroBatchCosts:
+def _costs(architecture: Architecture, dtype: str, micro_batches: list[MicroBatch], *, flash: bool) -> MicroBatchCosts:
     """Counted costs; at 1 GFLOP/s and without overhead, nanoseconds are FLOPs."""
     width: Literal[2, 4] = 4 if dtype == "float32" else 2
     padded, topology = architecture.padded(), Topology()
@@ -252,7 +267,9 @@ def _costs(architecture: Architecture, dtype: str, micro_batches: list[MicroBatc
             architecture=padded, topology=topology, flops_per_s=1e9, activation_bytes_per_value=width
         )
         return pairs.evaluate(micro_batches)
-    unit = AnalyticCosts(padded, topology, flops_per_s=1e9, overhead_ns=0, activation_bytes_per_value=width)
+    unit = AnalyticCosts(
+        padded, topology, flops_per_s=1e9, overhead_ns=0, activation_bytes_per_value=width, flash=flash
+    )
     return unit.evaluate(micro_batches)
 
 
@@ -262,31 +279,40 @@ def _micro_batch(architecture: Architecture, rows: int, length: int, layout: Lay
     return MicroBatch(tuple(SampleLength(i, length, decoder, length) for i in range(rows)), layout)
 
 
-def _of_first_layers(
-    architecture: Architecture, small: Architecture, of: Callable[[Architecture], npt.NDArray[np.float64]]
-) -> npt.NDArray[np.float64]:
-    """`of` a model of as many first layers as `small` has, each of its kind in `architecture`; every further layer of a
-    kind adds as much."""
-    if small.num_decoder_layers:
-        return of(small)
-    kind_of = {layer: kind for kind, own in layer_kinds(architecture) for layer in own}
-    more = {kind: of(_of_layers(kind, 2)) - of(_of_layers(kind, 1)) for kind in dict.fromkeys(kind_of.values())}
-    first = of(_of_layers(kind_of[0], 1))
-    return first + sum(more[kind_of[layer % len(kind_of)]] for layer in range(1, small.num_layers))
-
-
-def _flops(
-    dtype: str, shapes: list[tuple[int, int]], layout: Layout, architecture: Architecture
-) -> npt.NDArray[np.float64]:
-    """Of a forward and a backward of each shape."""
-    costs = _costs(architecture, dtype, [_micro_batch(architecture, *one, layout) for one in shapes])
+def _flops(costs: MicroBatchCosts) -> npt.NDArray[np.float64]:
+    """Of a forward and a backward."""
     flops: npt.NDArray[np.float64] = (costs.forward_ns + costs.backward_ns)[0].astype(np.float64)
     return flops
 
 
-def _counted_bytes(dtype: str, micro_batches: list[MicroBatch], architecture: Architecture) -> npt.NDArray[np.float64]:
-    stored: npt.NDArray[np.float64] = _costs(architecture, dtype, micro_batches).stored_bytes[0].astype(np.float64)
+def _bytes(costs: MicroBatchCosts) -> npt.NDArray[np.float64]:
+    stored: npt.NDArray[np.float64] = costs.stored_bytes[0].astype(np.float64)
     return stored
+
+
+def _counted(
+    architecture: Architecture,
+    num_layers: int,
+    micro_batches: list[MicroBatch],
+    dtype: str,
+    of: Callable[[MicroBatchCosts], npt.NDArray[np.float64]],
+    *,
+    flash: bool,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Of the first layers (L, M), each of its kind, those of either side of an encoder-decoder; and of the rest (M)."""
+
+    def of_kind(kind: Architecture) -> tuple[list[npt.NDArray[np.float64]], npt.NDArray[np.float64]]:
+        one, *more = [of(_costs(each, dtype, micro_batches, flash=flash)) for each in _more(kind)]
+        layers = [each - one for each in more]
+        return layers, one - np.sum(layers, axis=0)
+
+    if architecture.num_decoder_layers:
+        sides, rest = of_kind(architecture)
+        return np.repeat(sides, num_layers, axis=0), rest
+    kind_of = {layer: kind for kind, own in layer_kinds(architecture) for layer in own}
+    counted = {kind: of_kind(kind) for kind in dict.fromkeys(kind_of.values())}
+    kinds = [kind_of[layer % len(kind_of)] for layer in range(num_layers)]
+    return np.array([counted[kind][0][0] for kind in kinds]), counted[kinds[0]][1]
 
 
 def _fit(flops: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tuple[float, float, float]:
@@ -297,33 +323,87 @@ def _fit(flops: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tu
     return overhead_s, slope, float(np.mean(np.abs(2 * overhead_s + slope * flops - seconds) / seconds))
 
 
-def _byte_factors(
-    layers: LayersToMeasure, architecture: Architecture, dtype: str, shapes: list[tuple[int, int]], sign: Sign
-) -> tuple[float, float]:
-    """Stored over counted bytes: of a layer (what each further one adds, of either side), and of everything else."""
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What forwards of a kind of layers have stored: of each layer (L, M), and of the rest (M)."""
+
+    kind: Architecture
+    micro_batches: list[MicroBatch]
+    of_layers: npt.NDArray[np.float64]
+    of_rest: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """Stored over counted bytes, the largest; `spread` is the largest of a layer over its smallest."""
+
+    of_layers: float
+    of_rest: float
+    spread: float
+    flash: bool
+
+
+def _byte_factors(stored: Sequence[_Stored], num_layers: int, dtype: str, *, flash: bool) -> _Factors:
+    of_layers, of_rest, spread = 0.0, 0.0, 1.0
+    for one in stored:
+        counted, counted_rest = _counted(one.kind, num_layers, one.micro_batches, dtype, _bytes, flash=flash)
+        ratios = one.of_layers / counted
+        of_layers = max(of_layers, float(ratios.max()))
+        of_rest = max(of_rest, float((one.of_rest / counted_rest).max()))
+        spread = max(spread, float((ratios.max(axis=1) / ratios.min(axis=1).clip(1e-9)).max()))
+    return _Factors(of_layers, of_rest, spread, flash)
+
+
+def _stored(layers: LayersToMeasure, kind: Architecture, shapes: list[tuple[int, int]], sign: Sign) -> _Stored:
+    """Of one forward of each shape in each layout, of two at least; without those that come after enough time."""
     sign("making of layers of which the stored bytes are measured")
-    wanted = _more(_one_kind(architecture), layers.num_layers)
-    models = [layers.model(one) for one in wanted]
-    cases = [(*one, layout) for one in shapes for layout in layers.layouts]
-    stored = np.array([[_stored_bytes(model, *case, sign) for case in cases] for model in models])
-    count = partial(_counted_bytes, dtype, [_micro_batch(architecture, *case) for case in cases])
-    counted = np.array([_of_first_layers(architecture, one, count) for one in wanted])
-    factors = (stored[1:] - stored[0]) / (counted[1:] - counted[0])
-    first_kind = next(kind for kind, own in layer_kinds(architecture) if 0 in own)
-    of_first = np.array([count(one) for one in _more(first_kind, 2)])
-    first_layers = of_first[1:] - of_first[0]
-    rest, counted_rest = stored[0] - (factors * first_layers).sum(axis=0), of_first[0] - first_layers.sum(axis=0)
-    return float(factors.max()), float((rest / counted_rest).max())
+    model, begun_s = layers.model(kind), time.monotonic()
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    micro_batches: list[MicroBatch] = []
+    found: list[list[int]] = []
+    for shape, layout in product(shapes, layers.layouts):
+        if len(found) >= _FEWEST_SHAPES and time.monotonic() - begun_s > _ENOUGH_S:
+            break
+        sign(f"measuring of the bytes stored by a forward of {shape[0]} x {shape[1]} tokens, {layout}")
+        stored = _StoredByLayer(known, model.layers())
+        with stored.counting():
+            losses = model.losses(*shape, layout)
+            (losses * torch.ones_like(losses)).sum()
+        stored.forget_layers()
+        found.append([*stored.of_layers, stored.num_bytes - sum(stored.of_layers)])
+        micro_batches.append(_micro_batch(kind, *shape, layout))
+    *of_layers, rest = np.array(found, np.float64).T
+    return _Stored(kind, micro_batches, np.array(of_layers), rest)
 
 
-def _stored_bytes(model: ModelOfLayers, rows: int, length: int, layout: Layout, sign: Sign) -> int:
-    """What autograd keeps after one forward."""
-    sign(f"measuring of the bytes stored by a forward of {rows} x {length} tokens, {layout}")
-    stored = StoredBytes({p.untyped_storage().data_ptr() for p in model.parameters()})
-    with stored.counting():
-        losses = model.losses(rows, length, layout)
-        (losses * torch.ones_like(losses)).sum()
-    return stored.num_bytes
+class _StoredByLayer(StoredBytes):
+    """The same by the layer that runs while they are saved."""
+
+    def __init__(self, known_pointers: set[int], layers: Sequence[torch.nn.Module]) -> None:
+        super().__init__(known_pointers)
+        self.of_layers, self._running = [0] * len(layers), -1
+        self._hooks = [
+            hook
+            for number, layer in enumerate(layers)
+            for hook in (
+                layer.register_forward_pre_hook(partial(self._run, number)),
+                layer.register_forward_hook(partial(self._run, -1)),
+            )
+        ]
+
+    def _run(self, number: int, *_: Any) -> None:
+        self._running = number
+
+    def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        before = self.num_bytes
+        packed = super().pack(tensor)
+        if self._running >= 0:
+            self.of_layers[self._running] += self.num_bytes - before
+        return packed
+
+    def forget_layers(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _forward_backward_s(

@@ -52,19 +52,19 @@ class TransformersLayers:
     def num_layers(self) -> int:
         if self.architecture.num_decoder_layers:
             return 2
-        return layers_of_all_kinds(meta_model(self._whole, self.config), least=2)
+        return max(2, layers_of_all_kinds(meta_model(self._whole, self.config), least=2))
 
     def ready(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def model(self, architecture: Architecture) -> TransformersModel:
-        small = with_layers(self.config, architecture.num_layers)
-        if architecture.num_decoder_layers:
-            small.num_decoder_layers = architecture.num_decoder_layers
+    def model(self, kind: Architecture) -> TransformersModel:
+        small = with_layers(self.config, self.num_layers)
+        if kind.num_decoder_layers:
+            small.num_decoder_layers = self.num_layers
         with quietly(), torch.random.fork_rng(devices=[]), self.device:
             model = self._whole._from_config(small, dtype=getattr(torch, self.dtype), **self.options)
         (part,) = parts_of_model(model.train(), pattern=self.pattern)
-        return TransformersModel(part, self.device, has_pairs=bool(architecture.num_decoder_layers))
+        return TransformersModel(part, self.device, has_pairs=bool(kind.num_decoder_layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,10 @@ class TransformersModel:
     def parameters(self) -> Iterable[torch.nn.Parameter]:
         parameters: Iterable[torch.nn.Parameter] = self.part.parameters()
         return parameters
+
+    def layers(self) -> list[torch.nn.Module]:
+        own: dict[int, torch.nn.Module] = self.part.own_layers
+        return [own[number] for number in sorted(own)]
 
     def losses(self, rows: int, length: int, layout: Layout) -> torch.Tensor:
         """Their sum, as a last stage makes it. Of padded rows all but the first end in padding, which a family may mask

@@ -127,12 +127,12 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
         rate = measure_rate(layers, dtype=config.model.dtype, layout=config.plan.layout, sign=sign)
     counted = analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0)
     counted = kept_on_host(counted) if _is_on_host(config) else counted
-    return replace(
-        counted,
-        layer_overhead_ns=rate.layer_overhead_ns,
-        layer_bytes_factor=rate.layer_bytes_factor,
-        head_bytes_factor=rate.head_bytes_factor,
-    )
+    measured: dict[str, Any] = {
+        "layer_overhead_ns": rate.layer_overhead_ns,
+        "layer_bytes_factor": rate.layer_bytes_factor,
+        "head_bytes_factor": rate.head_bytes_factor,
+    }
+    return replace(counted, **measured | ({} if rate.flash else {"flash": False}))
 
 
 def _layers_to_measure(config: TrainConfig, architecture: Architecture) -> LayersToMeasure:
@@ -140,6 +140,7 @@ def _layers_to_measure(config: TrainConfig, architecture: Architecture) -> Layer
     from dynapipe_ext.executor.measuring.rate import MegatronLayers
 
     device, model = own_device(0), config.model
+    architecture = replace(architecture, max_seq_len=min(architecture.max_seq_len, model.max_seq_len))
     if not model.uses_transformers:
         return MegatronLayers(architecture, model.dtype, device)
     from dynapipe_ext.executor.measuring.transformers_layers import TransformersLayers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,8 @@ from dynapipe_ext.executor.checkpoints.saving import SavingTogether
 from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, make_engine
 from dynapipe_ext.executor.stages.deepspeed.stage import engine_model, engine_stage
 from dynapipe_ext.executor.stages.position_losses import PositionLoss, weighted_sum
-from dynapipe_ext.executor.stages.transformers.stage import LossOfLogits
+from dynapipe_ext.executor.stages.transformers.part import TransformersPart
+from dynapipe_ext.executor.stages.transformers.stage import LossOfLogits, TransformersStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.job.configured import topology_of, trained_recipe
 from dynapipe_ext.launch.rank.built_model import BuiltModel
@@ -46,7 +48,7 @@ def build_deepspeed(
     trained = sum(size for weight, size in weights.items() if weight.requires_grad)
     states = _states(config, trained, frozen=sum(weights.values()) - trained)
     engine = make_engine(engine_model(parts), made.config, parallel)
-    stage = engine_stage(engine, parts, parallel=parallel, loss=LossOfLogits(of_positions))
+    stage = _stage(config, engine, parts, parallel, LossOfLogits(of_positions))
     optimizer = DeepSpeedOptimizer(engine, config.optimizer, num_steps=num_steps, parallel=parallel, device=device)
     description = model_description(config, architecture) | {"zero_stage": settings.zero_stage}
 
@@ -73,6 +75,13 @@ def build_deepspeed(
         restore=lambda folder: load_engine(folder, engine, optimizer, model=description, adapts=adapts),
         held_bytes=lambda: int(states.total[0]),
     )
+
+
+def _stage(
+    config: TrainConfig, engine: Any, parts: list[TransformersPart], parallel: ParallelContext, loss: LossOfLogits
+) -> TransformersStage:
+    measures = parallel.device.type == "cpu" and config.deepspeed.zero_stage < 3
+    return engine_stage(engine, parts, parallel=parallel, loss=loss, measure_bytes=measures)
 
 
 def _states(config: TrainConfig, trained: int, *, frozen: int) -> StateBytes:

@@ -77,6 +77,7 @@ def measured(case: Case):
             case.topology,
             layer_bytes_factor=rate.layer_bytes_factor,
             head_bytes_factor=rate.head_bytes_factor,
+            flash=rate.flash,
             activation_bytes_per_value=4,
             param_bytes=4,
             sequence_parallel=case.sequence_parallel,

@@ -51,6 +51,7 @@ BATCHING = Wing(
         "dynapipe_ext.costs.model",
         "dynapipe_ext.data.batches",
         "dynapipe_ext.errors",
+        "dynapipe_ext.evaluating",
         "dynapipe_ext.lazy",
         "dynapipe_ext.models.named_models",
         "dynapipe_ext.peak_memory",

@@ -352,6 +352,7 @@ def measured_costs(case: Case) -> AnalyticCosts:
         layer_overhead_ns=rate.layer_overhead_ns,
         layer_bytes_factor=rate.layer_bytes_factor,
         head_bytes_factor=rate.head_bytes_factor,
+        flash=rate.flash,
         sequence_parallel=case.sequence_parallel,
     )
 

@@ -9,7 +9,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 from dynapipe_ext.executor.stages.transformers import few_passes
-from dynapipe_ext.executor.stages.transformers.few_passes import compute_in_few_passes, digest_of
+from dynapipe_ext.executor.stages.transformers.few_passes import code_digest, compute_in_few_passes
 from tests.support.checkpoints import tiny
 
 
@@ -17,8 +17,8 @@ from tests.support.checkpoints import tiny
 def test_the_usual_modules_are_known(library: object) -> None:
     """Where it fails, transformers writes them otherwise now: look at what it computes, then add the digest."""
     name = "Llama" if library is modeling_llama else "Qwen2"
-    assert digest_of(getattr(library, f"{name}RMSNorm").forward) in few_passes._NORMS
-    assert digest_of(getattr(library, f"{name}MLP").forward) in few_passes._GATED_MLPS
+    assert code_digest(getattr(library, f"{name}RMSNorm").forward) in few_passes._NORMS
+    assert code_digest(getattr(library, f"{name}MLP").forward) in few_passes._GATED_MLPS
     assert few_passes._with_turns(getattr(library, f"{name}Attention").forward) is not None
 
 
@@ -26,7 +26,7 @@ def test_code_that_differs_by_a_sign_or_has_no_source_is_not_known() -> None:
     assert few_passes._with_turns(modeling_glm.GlmAttention.forward) is None  # turns neighbours, not halves
     source: dict[str, object] = {}
     exec("def forward(self, x):\n    return x", source)
-    assert digest_of(source["forward"]) == digest_of(len) == ""
+    assert code_digest(source["forward"]) == code_digest(len) == ""
 
 
 def test_a_turn_whose_halves_are_exchanged_otherwise_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

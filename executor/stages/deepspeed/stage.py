@@ -69,8 +69,10 @@ def engine_stage(
     *,
     parallel: ParallelContext,
     loss: LossFunction = token_loss_sum,
+    measure_bytes: bool = False,
 ) -> TransformersStage:
-    """The stages of a rank of whose parts an engine was made, by their `engine_model`.
+    """The stages of a rank of whose parts an engine was made, by their `engine_model`. `measure_bytes` is TorchStage's;
+    at ZeRO 3 the weights that are gathered would count.
 
     Errors: ConfigError for ZeRO 2 and 3 where ranks have parts of a model, and for an encoder-decoder.
     """
@@ -91,7 +93,8 @@ def engine_stage(
             ranks = {parallel.topology.stage_ranks[stage] for stage in part.holders[name]}
             if parallel.coordinates.pp_rank != min(ranks):  # which may be 0, whose norms stage 0 takes whole
                 leave_to_other_stage(weight)
-    return TransformersStage(parts, loss=loss, accumulator=partial(EngineGradients, engine), parallel=parallel)
+    accumulator = partial(EngineGradients, engine)
+    return TransformersStage(parts, loss=loss, accumulator=accumulator, parallel=parallel, measure_bytes=measure_bytes)
 
 
 def _scatters_gradients(engine: Any) -> bool:

@@ -56,7 +56,7 @@ class CausalPart(TransformersPart):
         self._entry: Any = places[0]  # of all but the first stage
         self._exit: Any = places[len(places) - 1]  # of all but the last
         self._call = model.__call__ if place.is_last else model.get_submodule(pattern.body).__call__
-        for number, layer in self._layers.items():
+        for number, layer in self.own_layers.items():
             layer.register_forward_hook(self._check_output)
             mlp = [module.name for module in pattern.halves if module.half == "mlp" and hasattr(layer, module.name)]
             if mlp:

@@ -39,7 +39,7 @@ def compute_in_few_passes(model: torch.nn.Module) -> None:
         forward = type(module).forward
         if "forward" in vars(module):
             continue
-        if (digest := digest_of(forward)) in _NORMS:
+        if (digest := code_digest(forward)) in _NORMS:
             module.forward = MethodType(_norm, module)
         elif digest in _GATED_MLPS and type(module.act_fn).__name__ in _ACTIVATIONS:
             module.forward = MethodType(_gated_mlp, module)
@@ -48,7 +48,7 @@ def compute_in_few_passes(model: torch.nn.Module) -> None:
 
 
 @cache
-def digest_of(function: Any) -> str:
+def code_digest(function: Any) -> str:
     """Of a function's arguments and code, whatever comments and layout; empty where its source is not there."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
@@ -85,9 +85,9 @@ def _with_turns(forward: Any) -> FunctionType | None:
     if not isinstance(forward, FunctionType) or _TURN not in forward.__code__.co_names:
         return None
     own = forward.__globals__.get(_TURN)
-    if not isinstance(own, FunctionType) or digest_of(own) not in _TURNS:
+    if not isinstance(own, FunctionType) or code_digest(own) not in _TURNS:
         return None
-    if digest_of(own.__globals__.get(_EXCHANGE)) not in _EXCHANGES:
+    if code_digest(own.__globals__.get(_EXCHANGE)) not in _EXCHANGES:
         return None
     names = {**forward.__globals__, _TURN: _turned_by(own)}
     turning = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)

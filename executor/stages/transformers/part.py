@@ -42,11 +42,11 @@ class TransformersPart(torch.nn.Module, ABC):
         self.model, self.place, self.holders = model, place, dict(holders)
         self.training = model.training
         self.shared = {name: model.get_parameter(name) for name, at in holders.items() if place.stage in at}
-        self._layers = dict(layers)
+        self.own_layers = dict(layers)  # those of this stage, by their numbers
         self._key = ""
         self._is_settled = False  # whether its modules take our kernels where they can
         self._left_head = LeftHead(model)
-        for number, layer in self._layers.items():
+        for number, layer in self.own_layers.items():
             self._seed_before(layer, f"layer {number}")
 
     @abstractmethod
@@ -98,7 +98,7 @@ class TransformersPart(torch.nn.Module, ABC):
         """Whether layers keep their inputs alone from the next forward on. Errors: ConfigError where they cannot."""
         if enabled and not self.model.training:
             raise ConfigError("transformers recomputes layers in training mode alone: call train(), or plan without")
-        for number, layer in self._layers.items():
+        for number, layer in self.own_layers.items():
             if not hasattr(layer, "gradient_checkpointing"):
                 if enabled:
                     raise ConfigError(f'{type(layer).__name__} cannot be recomputed: plan with recompute="none"')

@@ -23,6 +23,7 @@ _SMALL = 3_000_000  # weights of a model that is its own twin
 _MOST = 600_000_000  # weights of any twin
 _MOST_LAYERS = 12
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "depth", "encoder_layers", "decoder_layers")
+_PER_LAYER = ("layer", "pattern", "block")  # in names of lists with a value a layer
 _SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _HEAD_DIM = 16
 
@@ -105,7 +106,8 @@ def layers_of_all_kinds(model: Any, *, least: int = 3) -> int:
         _, layers = layer_list(model)
     except ConfigError:
         return 2
-    per_layer = [value for value in vars(model.config.get_text_config()).values() if _is_per_layer(value, len(layers))]
+    settings = vars(model.config.get_text_config()).items()
+    per_layer = [value for name, value in settings if _is_per_layer(name, value, len(layers))]
 
     def kind(number: int) -> tuple[Any, ...]:
         parts = tuple((name, type(module)) for name, module in layers[number].named_modules())
@@ -116,8 +118,11 @@ def layers_of_all_kinds(model: Any, *, least: int = 3) -> int:
     return min(max(least, num_layers), len(kinds), _MOST_LAYERS)
 
 
-def _is_per_layer(value: Any, num_layers: int) -> bool:
-    return isinstance(value, list | tuple) and len(value) == num_layers
+def _is_per_layer(name: str, value: Any, num_layers: int) -> bool:
+    """Whether a setting is a list of one value a layer; of a few numbers with decimals, its name has to say so."""
+    if not isinstance(value, list | tuple) or len(value) != num_layers:
+        return False
+    return any(word in name for word in _PER_LAYER) or not any(isinstance(one, float) for one in value)
 
 
 def with_layers(config: Any, num_layers: int) -> Any:
@@ -130,7 +135,7 @@ def with_layers(config: Any, num_layers: int) -> Any:
                 setattr(part, name, min(2, getattr(part, name)))
     before = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if _is_per_layer(value, before):
+        if num_layers != before and _is_per_layer(name, value, before):
             setattr(text, name, type(value)(islice(cycle(value), num_layers)))
     text.num_hidden_layers = num_layers
     return small
