@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from dynapipe_ext.errors import ConfigError, reason, refuse_unknown, short
 
+# Positions of a row, whole or full of samples, whose stored bytes are measured; under masks of rows no more are packed.
+MASKED_ROW = 2048
 Half = Literal["attention", "mlp"]
 
 

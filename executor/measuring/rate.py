@@ -37,6 +37,7 @@ from dynapipe_ext.executor.stages.megatron.model import (
 )
 from dynapipe_ext.executor.stages.megatron.stage import packed_parameters
 from dynapipe_ext.models.architecture import Architecture, layer_kinds
+from dynapipe_ext.models.layer_pattern import MASKED_ROW
 from dynapipe_ext.peak_memory import is_out_of_memory
 from dynapipe_ext.reproducible import non_negative_least_squares
 
@@ -44,10 +45,10 @@ Sign = Callable[[str], None]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SHAPES = ((1, 32), (2, 64), (4, 128), (2, 512), (8, 128))  # rows, positions
 # An accelerator does those within the time it takes to be asked: of its rate they say nothing. Positions in all, and of
-# a row; the larger ones where they fit in memory. By these the shapes of tests/bench/results/h100.json would be told
-# within 13 % and its steps within 2 %; by shapes from 256 positions on, the steps were told 23 % too fast.
+# a row; the larger ones where they fit in memory. By these the steps of tests/bench/results/h100.json were told 10 %
+# too fast, by shapes from 256 positions on 23 %.
 _LARGE_SHAPES = ((4096, 1024), (8192, 512), (8192, 1024), (16384, 2048), (16384, 4096))
-_LONGEST = 2048  # positions of a row whose stored bytes are measured, by which squares show
+_SHORT = 64  # positions of the samples that fill a row of MASKED_ROW
 _FEWEST_SHAPES = 2
 _ENOUGH_S = 30.0  # a further shape is measured where those before took less
 _REPEATS = 3
@@ -81,6 +82,11 @@ class LayersToMeasure(Protocol):
     @property
     def kinds(self) -> Sequence[Architecture]:
         """The model as if all its layers were of one kind, for each kind of which one makes models."""
+        ...
+
+    @property
+    def masks_rows(self) -> bool:
+        """Whether masks of whole packed rows keep documents apart: then no squares of documents tell what is stored."""
         ...
 
     @property
@@ -127,12 +133,14 @@ def measure_rate(
     kind, count = layers.kinds[-1], layers.num_layers
     shapes, device = _within(kind, _SHAPES), layers.device
     timed_shapes = shapes if device.type == "cpu" else _large_shapes(kind)
-    stored_shapes = [*shapes, (1, min(_LONGEST, kind.max_seq_len))]
+    longest = min(MASKED_ROW, kind.max_seq_len)
+    short = min(_SHORT, longest)
+    stored_shapes = [*shapes, (1, longest), (MASKED_ROW // short, short)]
     with layers.ready():
         sign(f"making of {count} layers to measure")
         seconds = _seconds_of(layers.model(kind), timed_shapes, layout, device, sign)
         stored = [_stored(layers, one, stored_shapes, sign) for one in layers.kinds]
-    laws = [True] if kind.num_decoder_layers else [True, False]
+    laws = [True] if kind.num_decoder_layers or layers.masks_rows else [True, False]
     factors = min((_byte_factors(stored, count, dtype, flash=flash) for flash in laws), key=lambda one: one.spread)
     timed = [_micro_batch(kind, *shape, layout) for shape in timed_shapes[: len(seconds)]]
     of_layers, rest = _counted(kind, count, timed, dtype, _flops, flash=factors.flash)
@@ -156,6 +164,7 @@ class MegatronLayers:
     device: torch.device
     num_layers = 2
     layouts = LAYOUTS
+    masks_rows = False
 
     @property
     def kinds(self) -> list[Architecture]:

@@ -29,7 +29,8 @@ from dynapipe_ext.models.module_tree import meta_model
 class TransformersLayers:
     """Of a configuration of transformers: its first layers, as many as have all kinds.
 
-    `options` are those of the run's parts: attn_implementation. `layouts`: those that these can have.
+    `options` are those of the run's parts: attn_implementation, without which packed rows are masked as a whole.
+    `layouts`: those that the run has.
     """
 
     config: Any
@@ -53,6 +54,10 @@ class TransformersLayers:
         if self.architecture.num_decoder_layers:
             return 2
         return max(2, layers_of_all_kinds(meta_model(self._whole, self.config), least=2))
+
+    @property
+    def masks_rows(self) -> bool:
+        return "packed" in self.layouts and "attn_implementation" not in self.options
 
     def ready(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -155,11 +155,9 @@ class _LossesOfWholeLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits_NV, labels_N, most_N, sums_N = ctx.saved_tensors
-        own, grad_N = (
-            logits_NV if ctx.in_place else logits_NV.clone(),
-            grads[0].masked_fill(labels_N == _LEFT_ASIDE, 0.0),
-        )
-        return kernels.softmax_backward(own, labels_N, most_N, sums_N, grad_N, -grad_N, ctx.columns), None, None
+        grad_N = grads[0].masked_fill(labels_N == _LEFT_ASIDE, 0.0)
+        place_NV = logits_NV if ctx.in_place else logits_NV.clone()
+        return kernels.softmax_backward(place_NV, labels_N, most_N, sums_N, grad_N, -grad_N, ctx.columns), None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

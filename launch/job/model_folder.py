@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION, register_document_attention
+from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.errors import ConfigError, format_bytes, install_advice
@@ -16,7 +17,7 @@ from dynapipe_ext.executor.free_memory import Room, usable_bytes
 from dynapipe_ext.launch.job.configured import idle_bytes
 from dynapipe_ext.launch.processes.env import visible_devices
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut, read_pattern
+from dynapipe_ext.models.layer_pattern import MASKED_ROW, LayerPattern, ProvenCut, read_pattern
 from dynapipe_ext.models.named_models import (
     config_file,
     dropout_rates,
@@ -381,9 +382,26 @@ def with_cut(config: TrainConfig, cut: ProvenCut, *, layout_is_named: bool, comp
     return config.with_values(plan={"layout": "padded"})
 
 
+def with_bounded_rows(config: TrainConfig, longest: int) -> TrainConfig:
+    """The settings with a bound of packed rows, where masks of whole rows keep documents apart and none is set: of what
+    is measured, or of the data's `longest` sample."""
+    cut, plan = config.model.cut, config.plan
+    if plan.layout != "packed" or plan.max_tokens or cut is None or cut.attention or cut.packed_fault:
+        return config
+    return config.with_values(plan={"max_tokens": round_up(max(MASKED_ROW, longest), plan.pad_multiple)})
+
+
 def layout_line(config: TrainConfig) -> str:
-    """What is said where rows are padded since they cannot be packed; else nothing."""
-    cut = config.model.cut
-    if cut is None or not cut.packed_fault or config.plan.layout != "padded":
+    """What is said where rows are padded since they cannot be packed, or bounded since masks take their squares; else
+    nothing."""
+    cut, plan, name = config.model.cut, config.plan, config.model.architecture
+    if cut is None:
         return ""
-    return f"rows are padded: packing is not exact in {config.model.architecture} ({cut.packed_fault})"
+    if plan.layout == "packed" and not cut.attention and plan.max_tokens and ("plan", "max_tokens") not in config.named:
+        return (
+            f"rows have at most {plan.max_tokens} positions: {name} keeps documents apart by masks, which take the"
+            " square of a row ([plan] max_tokens sets another bound)"
+        )
+    if not cut.packed_fault or plan.layout != "padded":
+        return ""
+    return f"rows are padded: packing is not exact in {name} ({cut.packed_fault})"

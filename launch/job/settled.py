@@ -61,6 +61,7 @@ from dynapipe_ext.launch.job.model_folder import (
     settled_cut,
     warmup_line,
     widened_line,
+    with_bounded_rows,
 )
 from dynapipe_ext.launch.job.requested import JobRequest, refuse_done
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
@@ -343,6 +344,8 @@ def _settled_data(request: JobRequest, console: Console) -> tuple[TrainConfig, R
     refuse_pieces(config, data, compare=request.compare)
     check_data(data, partial(check_batches, config))
     config = settled_steps(config, data.train.lengths)
+    longest = max(int(part.lengths[:, 0].max(initial=0)) for part in (data.train, data.held_out) if part is not None)
+    config = with_bounded_rows(config, longest)
     if request.resumed is not None:
         refuse_done(request.resumed, config)
         refuse_other_data(request.resumed, config, data)

@@ -17,8 +17,8 @@ from dynapipe_ext.executor.stages.transformers.cut_proof import proven_cut
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.executor.stages.transformers.twin import built_twin, twin_config
-from dynapipe_ext.launch.job.model_folder import layout_line, refuse_unsupported, with_cut
-from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut, read_pattern
+from dynapipe_ext.launch.job.model_folder import layout_line, refuse_unsupported, with_bounded_rows, with_cut
+from dynapipe_ext.models.layer_pattern import MASKED_ROW, LayerPattern, ProvenCut, read_pattern
 from dynapipe_ext.models.module_tree import causal_class
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -268,3 +268,20 @@ def test_a_part_is_read_where_its_family_draws_weights_of_a_head_that_another_st
     with torch.no_grad():
         logits = parts[1](parts[0](tokens, batch=batch), batch=batch)
         torch.testing.assert_close(logits, model(input_ids=tokens, use_cache=False).logits)
+
+
+def test_packed_rows_that_are_masked_as_a_whole_are_bounded_by_what_is_measured_or_the_longest_sample() -> None:
+    pattern = LayerPattern(layers="model.layers", first=(), last=())
+    config = TrainConfig()
+    masked = replace(config, model=replace(config.model, cut=ProvenCut(pattern=pattern)))
+    assert with_bounded_rows(masked, 100).plan.max_tokens == MASKED_ROW
+    assert with_bounded_rows(masked, 3001).plan.max_tokens == 3008
+    line = layout_line(with_bounded_rows(masked, 100))
+    assert line.startswith("rows have at most 2048 positions")
+    assert "by masks, which take the square of a row" in line
+    named = masked.with_values(plan={"max_tokens": 640})
+    apart = replace(config, model=replace(config.model, cut=ProvenCut(pattern=pattern, attention="flash")))
+    padded = masked.with_values(plan={"layout": "padded"})
+    for own in (named, apart, padded, config):
+        assert with_bounded_rows(own, 3001) == own
+    assert not layout_line(apart)
