@@ -34,10 +34,11 @@ def adapter_costs(
 ) -> AdjustedCosts:
     """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
 
-    Activations are as wide as weights; weights and the states of adapters are those of `recipe`, which a ZeRO stage
+    Weights and the states of adapters are those of `recipe`, which a ZeRO stage
     divides over replicas and the base's offload moves, with deterministic mode's `exact_sums` on top. An
     adapted layer keeps the adapter's inner values of each token, and under dropout what was left of its input, with the
-    factors of that. The adapters' own forward, r (inputs + outputs) products a token, is not counted: about a
+    factors of that, both as wide as weights: counted, unless the base has measured what is stored under these adapters.
+    The adapters' own forward, r (inputs + outputs) products a token, is not counted: about a
     hundredth.
     """
     refuse_spread(topology, "a model with adapters")
@@ -57,10 +58,11 @@ def adapter_costs(
     value_bytes, _, _ = BYTES_PER_PARAMETER[recipe]
     inputs = sum(layer.num_inputs for layer in lora.described or ())
     kept_bytes = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
+    token_bytes = layers * (0 if base.facts.measured_adapters else kept_bytes)
     frozen_weights = FrozenWeights(
         _trained_shares(lora, architecture, topology),
         static_bytes=tuple(static.tolist()),
-        token_bytes=tuple((layers * kept_bytes).tolist()),
+        token_bytes=tuple(token_bytes.tolist()) if token_bytes.any() else (),
     )
     return adjusted(base, frozen_weights)
 

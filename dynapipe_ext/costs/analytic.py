@@ -54,8 +54,22 @@ from dynapipe_ext.costs.states import (
     rows_on_rank,
     states_of_stages,
 )
-from dynapipe_ext.errors import ConfigError, PlanError, check_integer
+from dynapipe_ext.errors import ConfigError, PlanError, check_integer, short
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredAdapters:
+    """Stored over counted bytes of layers and of the head where the adapters of this name train, and nothing else."""
+
+    adapters: str
+    layer_bytes_factor: float
+    head_bytes_factor: float
+
+    def __post_init__(self) -> None:
+        for name in ("layer_bytes_factor", "head_bytes_factor"):
+            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value < math.inf:
+                raise ConfigError(f"{name} of adapters is {short(value)} but must be finite and cannot be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +94,9 @@ class AnalyticCosts:
     until W: inputs and output gradients of matrix products, gathered where the sequence is divided.
 
     `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head: what an
-    implementation keeps beyond the count (unfused operations, copies), as measured on the device.
+    implementation keeps beyond the count (unfused operations, copies), as measured on the device. Where the adapters
+    named `adapters` train, `measured_adapters` of that name have these factors instead: layers whose weights do not
+    train keep fewer inputs. A recomputed layer keeps its whole input, however little it keeps else.
 
     With `head_slice` there are prices for kinds of recomputation whose head is in slices of so many positions
     (`SlicedHead`).
@@ -137,6 +153,8 @@ class AnalyticCosts:
     offload: Offload = "none"
     num_moments: int = ADAM_MOMENTS
     width_tax: float = UNCOUNTED_TAX
+    adapters: str = ""  # empty: all weights train
+    measured_adapters: MeasuredAdapters | None = None
 
     def __post_init__(self) -> None:
         checked_topology(self.architecture, self.topology, self.ep)
@@ -187,7 +205,14 @@ class AnalyticCosts:
             offload=self.offload,
             slices_head=self.head_slice > 0,
             width=self.topology.width,
+            measured_adapters=bool(self._measured_adapters),
         )
+
+    @property
+    def _measured_adapters(self) -> MeasuredAdapters | None:
+        """What was measured of the adapters that train."""
+        measured = self.measured_adapters
+        return measured if measured and measured.adapters == self.adapters else None
 
     @property
     def sliced_head(self) -> SlicedHead:
@@ -325,8 +350,11 @@ class AnalyticCosts:
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the final norm, the head and its logits on every stage, shape (S, M)."""
-        without = replace(self, head_bytes_factor=0.0).evaluate(micro_batches)
-        head: IntArray = self.evaluate(micro_batches).stored_bytes - without.stored_bytes
+        measured = self._measured_adapters
+        without = replace(self, head_bytes_factor=0.0)
+        if measured:
+            without = replace(self, measured_adapters=replace(measured, head_bytes_factor=0.0))
+        head: IntArray = self.evaluate(micro_batches).stored_bytes - without.evaluate(micro_batches).stored_bytes
         return head
 
     def _has_positions(self, length: int) -> bool:
@@ -373,8 +401,7 @@ class AnalyticCosts:
             forward_ns=overhead_ns + self._ns(forward, taxed=True),
             backward_ns=overhead_ns + self._ns(2 * forward + again, taxed=True),
             weight_ns=self._ns(np.where(full, 0, matmul - is_sliced * head)),
-            stored_bytes=scaled_bytes(stored, self.layer_bytes_factor)
-            + scaled_bytes(has_head * head_bytes, self.head_bytes_factor),
+            stored_bytes=self._as_measured(stored, has_head * head_bytes, full),
             working_bytes=np.maximum(working, has_head * head_working) + self._unsharded_bytes()[:, None],
             transfer_ns=links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
@@ -382,6 +409,14 @@ class AnalyticCosts:
         )
         costs = costs if width == 1 else self._with_exchanges(costs, whole_tokens, recompute)
         return costs.keeping_inputs(recompute == "stage")
+
+    def _as_measured(self, layer_bytes: IntArray, head_bytes: IntArray, is_full: npt.NDArray[np.bool_]) -> IntArray:
+        """What is stored, of counted bytes."""
+        factors = self._measured_adapters or self
+        of_layers = scaled_bytes(layer_bytes, factors.layer_bytes_factor)
+        of_layers = np.where(is_full, np.maximum(layer_bytes, of_layers), of_layers)
+        of_head = scaled_bytes(head_bytes, factors.head_bytes_factor)
+        return np.asarray(of_layers + of_head)
 
     def _head_bytes(self, tokens: IntArray, is_sliced: npt.NDArray[np.bool_]) -> tuple[IntArray, IntArray]:
         """What the final norm and the head of every stage keep of a rank's tokens, and need more while they run."""
@@ -505,15 +540,16 @@ class AnalyticCosts:
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        usual = (("exact_sums", False), ("offload", "none"), ("head_slice", 0), ("num_moments", ADAM_MOMENTS))
-        own = dict(item for item in asdict(self).items() if item not in (*usual, ("width_tax", UNCOUNTED_TAX)))
+        usual = {"exact_sums": False, "offload": "none", "head_slice": 0, "num_moments": ADAM_MOMENTS}
+        usual |= {"width_tax": UNCOUNTED_TAX, "adapters": "", "measured_adapters": None}
+        own = dict(item for item in asdict(self).items() if item not in usual.items())
         return {"kind": "analytic", **own, **described}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> AnalyticCosts:
         fields = {key: value for key, value in raw.items() if key != "kind"}
         try:
-            links = fields.pop("links", None)
+            links, adapters = fields.pop("links", None), fields.pop("measured_adapters", None)
             if "shape" in fields:  # written before models had one description: sizes, and the experts' capacity
                 sizes = dict(fields.pop("shape"))
                 fields["capacity_factor"] = sizes.pop("capacity_factor", 0.0)
@@ -524,6 +560,7 @@ class AnalyticCosts:
                 architecture,
                 topology_from_json(fields.pop("topology")),
                 links=None if links is None else Links.from_json(links),
+                measured_adapters=None if adapters is None else MeasuredAdapters(**adapters),
                 **fields,
             )
         except (KeyError, TypeError) as error:

@@ -322,6 +322,7 @@ class ModelFacts:
     offload: Offload = "none"
     slices_head: bool = False  # prices for kinds of recomputation with the head in slices
     sharded_state_bytes: float = 0.0
+    measured_adapters: bool = False  # stored bytes are of the adapters that train, not of all weights
     measured_sizes: Mapping[str, Any] = field(default_factory=dict)
 
 

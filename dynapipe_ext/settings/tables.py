@@ -182,6 +182,14 @@ class LoraSettings:
     described: tuple[LinearLayer, ...] | None = None
 
     @property
+    def stored_as(self) -> str:
+        """Names the adapters by what decides which bytes a forward stores under them; empty where none train."""
+        if not self.enabled:
+            return ""
+        layers = " ".join(sorted(layer.name for layer in self.described or ()))
+        return f"r {self.r}, {'with' if self.lora_dropout else 'no'} dropout, beside {layers}"
+
+    @property
     def num_weights_a_block(self) -> int:
         """Of the adapters beside one block's layers, the mean where blocks are unlike."""
         weights = (layer.part_of_blocks * (layer.num_inputs + layer.num_outputs) for layer in self.described or ())

@@ -119,6 +119,16 @@ class MeasuredRate:
     flash: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFactors:
+    """Stored over counted bytes, the largest; `spread` is the largest of a layer over its smallest."""
+
+    of_layers: float
+    of_rest: float
+    spread: float
+    flash: bool
+
+
 def measure_rate(
     layers: LayersToMeasure,
     *,
@@ -131,17 +141,12 @@ def measure_rate(
     torch.distributed must not be initialised; it is not afterwards either.
     """
     kind, count = layers.kinds[-1], layers.num_layers
-    shapes, device = _within(kind, _SHAPES), layers.device
-    timed_shapes = shapes if device.type == "cpu" else _large_shapes(kind)
-    longest = min(MASKED_ROW, kind.max_seq_len)
-    short = min(_SHORT, longest)
-    stored_shapes = [*shapes, (1, longest), (MASKED_ROW // short, short)]
+    device = layers.device
+    timed_shapes = _within(kind, _SHAPES) if device.type == "cpu" else _large_shapes(kind)
     with layers.ready():
         sign(f"making of {count} layers to measure")
         seconds = _seconds_of(layers.model(kind), timed_shapes, layout, device, sign)
-        stored = [_stored(layers, one, stored_shapes, sign) for one in layers.kinds]
-    laws = [True] if kind.num_decoder_layers or layers.masks_rows else [True, False]
-    factors = min((_byte_factors(stored, count, dtype, flash=flash) for flash in laws), key=lambda one: one.spread)
+        factors = measure_stored(layers, dtype=dtype, sign=sign)
     timed = [_micro_batch(kind, *shape, layout) for shape in timed_shapes[: len(seconds)]]
     of_layers, rest = _counted(kind, count, timed, dtype, _flops, flash=factors.flash)
     overhead_s, slope, error = _fit(of_layers.sum(axis=0) + rest, seconds)
@@ -153,6 +158,20 @@ def measure_rate(
         error=error,
         flash=factors.flash,
     )
+
+
+def measure_stored(
+    layers: LayersToMeasure, *, dtype: str, flash: bool | None = None, sign: Sign = lambda doing: None
+) -> StoredFactors:
+    """Measure what forwards store; `layers` are ready. `flash` is what rows were found to store, None: not yet."""
+    kind, count = layers.kinds[-1], layers.num_layers
+    longest = min(MASKED_ROW, kind.max_seq_len)
+    short = min(_SHORT, longest)
+    shapes = [*_within(kind, _SHAPES), (1, longest), (MASKED_ROW // short, short)]
+    stored = [_stored(layers, one, shapes, sign) for one in layers.kinds]
+    laws = [True] if kind.num_decoder_layers or layers.masks_rows else [True, False]
+    laws = laws if flash is None else [flash]
+    return min((_byte_factors(stored, count, dtype, flash=law) for law in laws), key=lambda one: one.spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,17 +361,7 @@ class _Stored:
     of_rest: npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class _Factors:
-    """Stored over counted bytes, the largest; `spread` is the largest of a layer over its smallest."""
-
-    of_layers: float
-    of_rest: float
-    spread: float
-    flash: bool
-
-
-def _byte_factors(stored: Sequence[_Stored], num_layers: int, dtype: str, *, flash: bool) -> _Factors:
+def _byte_factors(stored: Sequence[_Stored], num_layers: int, dtype: str, *, flash: bool) -> StoredFactors:
     of_layers, of_rest, spread = 0.0, 0.0, 1.0
     for one in stored:
         counted, counted_rest = _counted(one.kind, num_layers, one.micro_batches, dtype, _bytes, flash=flash)
@@ -360,7 +369,7 @@ def _byte_factors(stored: Sequence[_Stored], num_layers: int, dtype: str, *, fla
         of_layers = max(of_layers, float(ratios.max()))
         of_rest = max(of_rest, float((one.of_rest / counted_rest).max()))
         spread = max(spread, float((ratios.max(axis=1) / ratios.min(axis=1).clip(1e-9)).max()))
-    return _Factors(of_layers, of_rest, spread, flash)
+    return StoredFactors(of_layers, of_rest, spread, flash)
 
 
 def _stored(layers: LayersToMeasure, kind: Architecture, shapes: list[tuple[int, int]], sign: Sign) -> _Stored:

@@ -23,6 +23,7 @@ from dynapipe_ext.executor.stages.transformers.twin import layers_of_all_kinds, 
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import LayerPattern
 from dynapipe_ext.models.module_tree import meta_model
+from dynapipe_ext.settings.tables import LoraSettings
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class TransformersLayers:
     """Of a configuration of transformers: its first layers, as many as have all kinds.
 
     `options` are those of the run's parts: attn_implementation, without which packed rows are masked as a whole.
-    `layouts`: those that the run has.
+    `layouts`: those that the run has. With `adapters` these train, and the model's weights do not.
     """
 
     config: Any
@@ -40,6 +41,7 @@ class TransformersLayers:
     layouts: Sequence[Layout]
     options: Mapping[str, Any]
     pattern: LayerPattern | None = None
+    adapters: LoraSettings | None = None
 
     @property
     def kinds(self) -> list[Architecture]:
@@ -69,6 +71,10 @@ class TransformersLayers:
         with quietly(), torch.random.fork_rng(devices=[]), self.device:
             model = self._whole._from_config(small, dtype=getattr(torch, self.dtype), **self.options)
         (part,) = parts_of_model(model.train(), pattern=self.pattern)
+        if self.adapters:
+            from dynapipe_ext.executor.stages.transformers.adapters import add_adapters  # needs peft
+
+            add_adapters([part], self.adapters, seed=0)
         return TransformersModel(part, self.device, has_pairs=bool(kind.num_decoder_layers))
 
 

@@ -246,6 +246,7 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
     }
     if not costs.facts.has_decoder:
         settled |= {"zero_stage": config.deepspeed.zero_stage, "offload": config.deepspeed.offload, "ep": 1}
+        settled["adapters"] = config.lora.stored_as
         if config.deepspeed.config:
             settled |= {"state_recipe": "deepspeed", "num_moments": config.deepspeed.num_moments}
     return replace(costs, **settled)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.costs.adjustments import FittedTimes, FrozenWeights, fitted_times, without
+from dynapipe_ext.costs.analytic import MeasuredAdapters
 from dynapipe_ext.costs.interchange import read_cost_file, run_costs_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
@@ -28,6 +29,7 @@ from dynapipe_ext.launch.processes.cluster import ended_if_silent
 from dynapipe_ext.launch.processes.env import own_device
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.models.module_tree import read_transformers_config
+from dynapipe_ext.settings.tables import LoraSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import write_atomic
 
@@ -119,12 +121,17 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
         is_fitted_to_file = bool(fitted_times(placed)) and costs_of_file == without(placed, FittedTimes)
         return placed if costs_of_file is None or is_fitted_to_file else costs_of_file
     warnings.filterwarnings("ignore", module="megatron")
-    from dynapipe_ext.executor.measuring.rate import measure_rate
+    from dynapipe_ext.executor.measuring.rate import measure_rate, measure_stored
 
     move = "look there, or allow more by [job] timeout_s, or give costs (dynapipe profile)"
+    measured_adapters = None
     with ended_if_silent(config.job.timeout_s, move) as sign:
         layers = _layers_to_measure(config, architecture)
         rate = measure_rate(layers, dtype=config.model.dtype, layout=config.plan.layout, sign=sign)
+        if config.lora.enabled:
+            adapted = _layers_to_measure(config, architecture, adapters=config.lora)
+            stored = measure_stored(adapted, dtype=config.model.dtype, flash=rate.flash, sign=sign)
+            measured_adapters = MeasuredAdapters(config.lora.stored_as, stored.of_layers, stored.of_rest)
     counted = analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0)
     counted = kept_on_host(counted) if _is_on_host(config) else counted
     measured: dict[str, Any] = {
@@ -132,11 +139,14 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
         "layer_bytes_factor": rate.layer_bytes_factor,
         "head_bytes_factor": rate.head_bytes_factor,
     }
+    measured |= {"measured_adapters": measured_adapters} if measured_adapters else {}
     return replace(counted, **measured | ({} if rate.flash else {"flash": False}))
 
 
-def _layers_to_measure(config: TrainConfig, architecture: Architecture) -> LayersToMeasure:
-    """Those of the backend that trains the model, on this process's device."""
+def _layers_to_measure(
+    config: TrainConfig, architecture: Architecture, adapters: LoraSettings | None = None
+) -> LayersToMeasure:
+    """Those of the backend that trains the model, on this process's device; with adapters, which alone train."""
     from dynapipe_ext.executor.measuring.rate import MegatronLayers
 
     device, model = own_device(0), config.model
@@ -154,6 +164,7 @@ def _layers_to_measure(config: TrainConfig, architecture: Architecture) -> Layer
         layouts=(config.plan.layout,),
         pattern=options.pop("pattern", None),
         options=options,
+        adapters=adapters,
     )
 
 

@@ -135,6 +135,20 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: Path) -> None:
     assert all(".lora_" in name for name in whole)  # the model's own weights are in no checkpoint
 
 
+def test_plans_know_what_layers_store_under_the_adapters(
+    preloaded_transformers: Preloaded, ran: Path, tmp_path: Path
+) -> None:
+    """What all weights store would be half as much again under these; dropout's factors and kept inputs come on top."""
+    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 8, "num_attention_heads": 4}
+    model_folder("llama", tmp_path / "model", **sizes)
+    given = ["--model", "model", "--data", str(ran / "data.jsonl"), "--memory-limit-gb", "1", "--num-workers", "0"]
+    given += ["--tokens-per-batch", "4096", "--steps", "2", "--lora", "--strict"]
+    for name, more in {"few": (), "all": ("--lora-target-modules", "all-linear", "--lora-dropout", "0.1")}.items():
+        preloaded_transformers.train(*given, *more, "--run-dir", name, cwd=tmp_path)
+        peaks = report_of(tmp_path / name)["peak_bytes"]
+        assert 0.85 * peaks["predicted"][0] <= peaks["measured"][0] <= peaks["predicted"][0], name
+
+
 def test_under_deepspeed_too_and_its_checkpoints_hold_the_adapters_alone(ran: Path) -> None:
     assert report_of(ran / "zero3-again")["losses"] == report_of(ran / "zero3")["losses"]
     tag = ran / "zero3-again" / "checkpoints" / f"iter_{STEPS:07d}"

@@ -11,12 +11,14 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.adapters import adapter_costs
+from dynapipe_ext.costs.analytic import AnalyticCosts, MeasuredAdapters
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.settings.tables import LinearLayer, LoraSettings
 
 GPT2 = Architecture.gpt(
     num_layers=12,
@@ -254,9 +256,40 @@ def test_json_round_trip_keeps_the_fingerprint_and_every_setting_changes_it() ->
         {"flops_per_s": 1e12}, {"overhead_ns": 1}, {"bandwidth_bytes_per_s": 1.0}, {"latency_ns": 1}, {"flash": False},
         {"activation_bytes_per_value": 4}, {"param_bytes": 4}, {"sequence_parallel": True}, {"dropout": True},
         {"distributed_optimizer": True}, {"topology": Topology(pp=2)},
-        {"architecture": replace(SMALL, vocab_size=1024)}, {"offload": "optimizer"},
+        {"architecture": replace(SMALL, vocab_size=1024)}, {"offload": "optimizer"}, {"adapters": "beside q_proj"},
+        {"measured_adapters": MeasuredAdapters("beside q_proj", 0.5, 0.9)},
     ]  # fmt: skip
-    assert len({replace(model, **change).fingerprint() for change in changes} | {model.fingerprint()}) == 14
+    assert len({replace(model, **change).fingerprint() for change in changes} | {model.fingerprint()}) == 16
+
+
+def test_bytes_under_adapters_are_the_measured_ones_where_these_train_and_no_others() -> None:
+    whole = replace(bare(topology=Topology(pp=2)), layer_bytes_factor=1.5, head_bytes_factor=1.2)
+    measured = replace(whole, measured_adapters=MeasuredAdapters("beside q_proj", 0.5, 0.9))
+    adapted = replace(measured, adapters="beside q_proj")
+    again = cost_model_from_json(json.loads(json.dumps(cost_model_to_json(adapted))))
+    assert again == adapted
+    batch = [padded(2, 32), padded(2, 32, recompute="full")]
+    for other in (measured, replace(measured, adapters="beside v_proj")):
+        assert other.evaluate(batch).stored_bytes.tolist() == whole.evaluate(batch).stored_bytes.tolist()
+        assert not other.facts.measured_adapters
+    assert adapted.facts.measured_adapters
+    plain = bare(topology=Topology(pp=2)).evaluate(batch).stored_bytes
+    kept_inputs = 2 * 2 * 2 * 32 * 64  # of two layers, whole, however little they store else
+    stored = adapted.evaluate(batch).stored_bytes
+    assert stored[0].tolist() == [-(-plain[0, 0] // 2), kept_inputs]
+    head = adapted.head_bytes(batch)
+    assert head[0].tolist() == [0, 0]
+    assert head[1].tolist() == np.ceil(0.9 * (plain[1] - plain[0])).tolist()
+    assert (stored[1] - head[1]).tolist() == stored[0].tolist()
+
+
+def test_measured_adapters_are_not_counted_once_more() -> None:
+    lora = LoraSettings(enabled=True, described=(LinearLayer("q_proj", 64, 64),))
+    base = bare()
+    for measured, num_bytes in ((MeasuredAdapters(lora.stored_as, 1.0, 1.0), 0), (None, 4 * 2 * 8 * 32)):
+        counted = replace(base, adapters=lora.stored_as, measured_adapters=measured)
+        costs = adapter_costs(counted, lora, SMALL, Topology(), recipe="megatron").evaluate([padded(1, 32)])
+        assert (costs.stored_bytes - base.evaluate([padded(1, 32)]).stored_bytes).tolist() == [[num_bytes]]
 
 
 def test_full_recomputation_leaves_nothing_to_put_off() -> None:
