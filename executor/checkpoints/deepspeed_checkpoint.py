@@ -90,6 +90,7 @@ def load_engine(
             " DeepSpeed itself"
         )
     refuse_foreign_pickles(folder)
+    configured = [_hyperparameters(group) for group in engine.optimizer.param_groups]
     path, _ = engine.load_checkpoint(
         str(folder.parent),
         tag=folder.name,
@@ -98,8 +99,15 @@ def load_engine(
     )
     if path is None:
         raise DataError(f"{folder} holds no checkpoint that DeepSpeed finds: resume from another one")
+    for group, of_now in zip(engine.optimizer.param_groups, configured, strict=True):
+        group.update(of_now)  # DeepSpeed puts the saved ones in their place
     optimizer.restore(manifest.optimizer)
     return manifest.run
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a group of parameters that settings decide, such as betas; learning rates follow their schedule."""
+    return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr", "step")}
 
 
 def _sizes(degrees: Mapping[str, int], names: Sequence[str]) -> str:

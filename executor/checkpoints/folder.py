@@ -18,8 +18,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,9 +69,11 @@ class RunState:
     """Where a run stands after `step` steps, and its settings. The next plan is that of step `step`.
 
     `num_samples` counts the samples trained on, over all epochs. `loader` is DynaPipeDataLoader.state_dict(). `model`
-    describes the model by its sizes and dtype. `costs` is the cost model as JSON, beside its hash. `recent_losses` are
-    those of the last steps (RECENT_STEPS at most; not a number where a step was refused). `validation_loss` is that of
-    these weights; None where they were not evaluated.
+    describes the model by its sizes and dtype. `first_weights` names the values that it began with, where they matter
+    to the end (empty: they do not, or an older version saved this). `costs` is the cost model as JSON, beside its hash.
+    `recent_losses` are those of the last steps (RECENT_STEPS at most; not a number where a step was refused).
+    `validation_loss` is that of these weights; None where they were not evaluated. `validated_on` names its samples and
+    the kind of loss (empty: unknown, of older versions): losses of two names are not compared.
     """
 
     step: int
@@ -83,6 +85,8 @@ class RunState:
     costs_fingerprint: str
     recent_losses: tuple[float, ...]
     validation_loss: float | None = None
+    validated_on: str = ""
+    first_weights: str = ""
 
     @property
     def score(self) -> tuple[bool, float]:
@@ -134,6 +138,8 @@ class Manifest:
             "costs_fingerprint": run.costs_fingerprint,
             "losses": [loss if math.isfinite(loss) else None for loss in run.recent_losses],
             "validation_loss": run.validation_loss if math.isfinite(run.validation_loss or 0.0) else None,
+            "validated_on": run.validated_on,
+            "first_weights": run.first_weights,
             "optimizer": {"num_updates": self.optimizer.num_updates, "schedule": self.optimizer.schedule},
             "versions": self.versions,
             "files": self.files,
@@ -174,6 +180,8 @@ class Manifest:
                     validation_loss=None
                     if raw.get("validation_loss") is None
                     else _field(raw, "validation_loss", float, where),
+                    validated_on=_field({"validated_on": "", **raw}, "validated_on", str, where),
+                    first_weights=_field({"first_weights": "", **raw}, "first_weights", str, where),
                 ),
                 optimizer=OptimizerPlace(
                     _field(optimizer, "num_updates", int, f"{where}: optimizer"),
@@ -282,19 +290,43 @@ def latest(root: Path) -> Path:
 
 
 def best(root: Path) -> Path:
-    """The complete checkpoint of the least score (`RunState.score`). Errors: DataError where there is none."""
+    """The complete checkpoint of the least score (`RunState.score`); validation losses of other data, or of another
+    loss, than the newest one count as none. Errors: DataError where there is none."""
     latest(root)
-    return min(checkpoints(root), key=_score)
+    return _of_least_score(checkpoints(root))
 
 
-def least_validation_loss(root: Path) -> float:
-    """Of the complete checkpoints that can be read; infinite where none was evaluated."""
-    least_loss = math.inf
+def least_validation_loss(root: Path, validated_on: str) -> float:
+    """Of the complete checkpoints that can be read and were validated so; infinite where there is none."""
+    losses = [run.validation_loss for run in _evaluated(root) if _compares(run.validated_on, validated_on)]
+    return min((loss for loss in losses if loss is not None), default=math.inf)
+
+
+def is_validated_anew(root: Path, validated_on: str) -> bool:
+    """Whether a checkpoint that can be read was validated otherwise than now."""
+    return any(not _compares(run.validated_on, validated_on) for run in _evaluated(root))
+
+
+def _evaluated(root: Path) -> Iterator[RunState]:
     for folder in checkpoints(root):
         with contextlib.suppress(DataError):  # a damaged one cannot become the output
-            loss = read_manifest(folder).run.validation_loss
-            least_loss = least_loss if loss is None else min(least_loss, loss)
-    return least_loss
+            run = read_manifest(folder).run
+            if run.validation_loss is not None:
+                yield run
+
+
+def _compares(one: str, other: str) -> bool:
+    """Whether validation losses so named are of the same, as far as both are known."""
+    return not one or not other or one == other
+
+
+def _of_least_score(folders: Sequence[Path]) -> Path:
+    runs = [read_manifest(folder).run for folder in folders]
+    newest = next((run.validated_on for run in reversed(runs) if run.validation_loss is not None), "")
+    scores = [
+        (run if _compares(run.validated_on, newest) else replace(run, validation_loss=None)).score for run in runs
+    ]
+    return folders[scores.index(min(scores))]
 
 
 def begin(root: Path, step: int) -> Path:
@@ -327,7 +359,7 @@ def publish(part: Path, manifest: Manifest) -> Path:
 
 
 def retain(root: Path, *, last: int, best: bool) -> tuple[Path, ...]:
-    """Remove all but the `last` newest complete checkpoints (0: keep all) and, with `best`, the one of the least score;
+    """Remove all but the `last` newest complete checkpoints (0: keep all) and, with `best`, that one;
     returns those removed. The newest always stays.
     """
     folders = checkpoints(root)
@@ -335,7 +367,7 @@ def retain(root: Path, *, last: int, best: bool) -> tuple[Path, ...]:
         return ()
     retained = set(folders[-last:])
     if best:
-        retained.add(min(folders, key=_score))
+        retained.add(_of_least_score(folders))
     removed = tuple(folder for folder in folders if folder not in retained)
     for folder in removed:
         doomed = root / f".{folder.name}{_REMOVED}"
@@ -359,10 +391,6 @@ def tidy(root: Path) -> None:
             entry.unlink()
     if folders := checkpoints(root):
         _point(root, int(folders[-1].name.removeprefix("iter_")))
-
-
-def _score(folder: Path) -> tuple[bool, float]:
-    return read_manifest(folder).run.score
 
 
 def _point(root: Path, step: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import os
 from collections.abc import Callable, Collection
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from dynapipe_ext.batch.document_attention import DOCUMENT_ATTENTION, register_d
 from dynapipe_ext.batch.micro_batches import round_up
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.states import parameters_per_stage
-from dynapipe_ext.errors import ConfigError, format_bytes, install_advice
+from dynapipe_ext.errors import ConfigError, DataError, format_bytes, install_advice, reason
 from dynapipe_ext.executor.free_memory import Room, usable_bytes
 from dynapipe_ext.launch.job.configured import idle_bytes
 from dynapipe_ext.launch.processes.env import visible_devices
@@ -31,6 +33,9 @@ from dynapipe_ext.tools.console import percent
 
 if TYPE_CHECKING:
     from dynapipe_ext.tools.checkpoint import CheckpointReader
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+_NUM_PAGES, _PAGE_BYTES = 256, 4096
 
 
 def refuse_unsupported(config: TrainConfig) -> None:
@@ -191,6 +196,31 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
             f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without {', '.join(unsupported)}:"
             " leave it out"
         )
+
+
+def first_weights(config: TrainConfig) -> str:
+    """Names the values that a run begins with, where it needs them to its end: adapters stand beside them, or the loss
+    compares with them. Empty where it does not, or draws them.
+
+    Of each file of weights the size and pages at even distances are read: a second for a large model. Values that were
+    trained further differ everywhere. Errors: DataError for files that cannot be read.
+    """
+    if not config.model.init_from or not (config.lora.enabled or config.preferences.needs_references):
+        return ""
+    folder, digest = Path(config.model.init_from), hashlib.sha256()
+    files = sorted(file for suffix in _WEIGHT_SUFFIXES for file in folder.glob(f"*{suffix}"))
+    files = files or sorted(file for suffix in _WEIGHT_SUFFIXES for file in folder.rglob(f"*{suffix}"))
+    try:
+        for path in files:
+            with path.open("rb") as file:
+                num_bytes = file.seek(0, os.SEEK_END)
+                digest.update(f"{path.relative_to(folder)} {num_bytes}\n".encode())
+                for page in range(_NUM_PAGES):
+                    file.seek(num_bytes * page // _NUM_PAGES)
+                    digest.update(file.read(_PAGE_BYTES))
+    except OSError as error:
+        raise DataError(f"{folder} cannot be read ({reason(error)}): look at its files of weights") from error
+    return digest.hexdigest()
 
 
 def open_initial_weights(path: str, architecture: Architecture | None) -> CheckpointReader:

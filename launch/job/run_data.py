@@ -416,6 +416,29 @@ def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> N
     )
 
 
+def refuse_other_first_weights(checkpoint: Path, config: TrainConfig, first_weights: str) -> None:
+    """Errors: DataError for others than those that a run began with, before anything of it is changed."""
+    saved = read_manifest(checkpoint).run.first_weights
+    if saved and saved != first_weights:
+        use = "its adapters are beside" if config.lora.enabled else "its loss compares with"
+        raise DataError(
+            f"{config.model.init_from} has other weight files than when the run of {checkpoint} began, and {use} those:"
+            " put them back to resume, or begin a new run"
+        )
+
+
+def validated_on(config: TrainConfig, held_out: TokenDataset | SampleSubset | PairDataset | None) -> str:
+    """Names what validation losses by these settings are of, samples and kind of loss; empty where none are taken."""
+    settings = config.eval
+    if held_out is None or not settings.every:
+        return ""
+    samples = held_out.samples_fingerprint or held_out.whole.fingerprint
+    batches = [settings.steps, config.data.batch_size, config.data.tokens_per_batch] if settings.steps else []
+    preferences = [asdict(config.preferences), config.preferences.used_beta] if config.preferences.loss else []
+    made_of = [samples, batches, config.plan.loss_norm, preferences]
+    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+
+
 def _tokenized(config: TrainConfig, made_from: list[object]) -> Path:
     """Where tokens lie beside the run, by what they were made from."""
     name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]

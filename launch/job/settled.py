@@ -55,6 +55,7 @@ from dynapipe_ext.launch.job.job_keys import JobKeys
 from dynapipe_ext.launch.job.model_folder import (
     adapters_line,
     dropout_line,
+    first_weights,
     idle_line,
     layout_line,
     prediction_line,
@@ -71,6 +72,7 @@ from dynapipe_ext.launch.job.run_data import (
     check_data,
     data_lines,
     refuse_other_data,
+    refuse_other_first_weights,
     refuse_pieces,
     run_data,
     shown_forms,
@@ -234,6 +236,7 @@ class SettledJob:
     compare: bool = False
     resumed: Path | None = None
     overwrite: bool = False
+    first_weights: str = ""
 
     @property
     def config(self) -> TrainConfig:
@@ -263,6 +266,7 @@ class SettledJob:
             "store": replace(self.address, password="").to_json(),
             "run_dir": str(self.run_dir.resolve()),
             "resumed": str(self.resumed.resolve()) if self.resumed else "",
+            "first_weights": self.first_weights,
         }
 
 
@@ -289,6 +293,7 @@ def peers_job(request: JobRequest, raw: Mapping[str, Any], keys: JobKeys, data: 
         compare=request.compare,
         resumed=Path(raw["resumed"]) if raw["resumed"] else None,
         overwrite=request.overwrite,
+        first_weights=raw["first_weights"],
     )
 
 
@@ -304,6 +309,9 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
     assert request.address is not None
     assert request.keys is not None
     config, data = _settled_data(request, console)
+    weights = first_weights(config)
+    if request.resumed is not None:
+        refuse_other_first_weights(request.resumed, config, weights)
     vocab_size, place = data.whole.vocab_size, machine.place()
     check_data(data, partial(refuse_no_room, config, place, vocab_size=vocab_size))
     has_costs = config.plan.costs or request.resumed is not None
@@ -327,6 +335,7 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
         compare=request.compare,
         resumed=request.resumed,
         overwrite=request.overwrite,
+        first_weights=weights,
     )
 
 

@@ -18,7 +18,13 @@ from dynapipe_ext.costs.layers import reading_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.errors import named_collectives
-from dynapipe_ext.executor.checkpoints.folder import RunState, bytes_of_checkpoint, lacks_room, least_validation_loss
+from dynapipe_ext.executor.checkpoints.folder import (
+    RunState,
+    bytes_of_checkpoint,
+    is_validated_anew,
+    lacks_room,
+    least_validation_loss,
+)
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, UnaskedSaves
 from dynapipe_ext.executor.device import gather_bytes, gather_json, send_bytes
 from dynapipe_ext.executor.drift import CostWatch
@@ -43,6 +49,7 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import Groups, TorchP2PTransport, WatchedTransport
 from dynapipe_ext.launch.job.configured import Variant, architecture_of, topology_of
 from dynapipe_ext.launch.job.run_costs import RunCosts, write_fitted_costs
+from dynapipe_ext.launch.job.run_data import validated_on
 from dynapipe_ext.launch.job.run_directory import checkpoints_line
 from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.processes.cluster import say_at_once
@@ -282,18 +289,26 @@ def _built(
     return build_megatron(config, architecture, context.rank, device, of_positions=loss, joined=joined)
 
 
+def _least_loss_so_far(context: RankContext, validated: str) -> float:
+    """Of the validations before this one, where the run goes on and they are of the same; the best is kept by it."""
+    job = context.job
+    if job.resumed is None or not job.config.checkpoint.keep_best:
+        return math.inf
+    if context.rank == 0 and is_validated_anew(job.checkpoints, validated):
+        say_at_once("validation: on other data or by another loss than before, so the best counts anew from here")
+    return least_validation_loss(job.checkpoints, validated)
+
+
 def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader) -> PeriodicCheckpoints:
     """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there."""
-    job, progress, least_loss = context.job, RunProgress(), math.inf
-    config = job.config
+    job, progress = context.job, RunProgress()
+    config, validated = job.config, validated_on(job.config, job.data.held_out)
     if job.resumed is not None:
         run = built.restore(job.resumed)
         loader.load_state_dict(run.loader)
         if context.rank == 0:
             write_settings(job)
         progress = RunProgress(run.num_samples, run.recent_losses)
-        if config.checkpoint.keep_best:
-            least_loss = least_validation_loss(job.checkpoints)
 
     def state(done: StepDone, progress: RunProgress) -> RunState:
         return RunState(
@@ -306,6 +321,8 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
             costs_fingerprint=context.costs.now.fingerprint(),
             recent_losses=progress.recent_losses,
             validation_loss=done.evaluation.loss if done.evaluation else None,
+            validated_on=validated,
+            first_weights=job.first_weights,
         )
 
     def note_save(done: StepDone, took_s: float) -> None:
@@ -324,7 +341,7 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
         num_steps=config.run.steps,
         num_samples=lambda done: loader.num_samples(done.epoch, done.epoch_step),
         progress=progress,
-        least_validation_loss=least_loss,
+        least_validation_loss=_least_loss_so_far(context, validated),
         unasked=unasked,
         saved=note_save if context.rank == 0 else lambda done, took_s: None,
     )

@@ -119,6 +119,21 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: tuple[Path, dict
             )
 
 
+def test_settings_of_the_optimizer_that_a_resumed_run_is_given_hold(
+    ran: tuple[Path, dict[str, str]], preloaded_transformers: Preloaded
+) -> None:
+    folder, _ = ran
+    params = FILE["optimizer"]["params"] | {"betas": [0.1, 0.2]}  # type: ignore[index]
+    file = RUNS["zero1"][0] | {"optimizer": {"type": "AdamW", "params": params}}
+    (folder / "other.json").write_text(json.dumps(file))
+    interrupted(folder / "zero1", folder / "zero1-other")
+    given = ["--resume", "zero1-other", "--deepspeed", "other.json", "--output", "zero1-other-trained"]
+    preloaded_transformers.train(*given, cwd=folder)
+    before, after = (report_of(folder / name)["losses"] for name in ("zero1", "zero1-other"))
+    assert after[: SAVED + 1] == before[: SAVED + 1]
+    assert all(one != other for one, other in zip(after[SAVED + 1 :], before[SAVED + 1 :], strict=True))
+
+
 def test_another_topology_than_the_one_that_saved_is_refused_with_that_one(ran: tuple[Path, dict[str, str]]) -> None:
     tag = ran[0] / "zero1" / "checkpoints" / f"iter_{STEPS:07d}"
     model = read_manifest(tag).run.model

@@ -90,7 +90,8 @@ def test_a_run_with_a_part_held_out_goes_on_with_the_same_part_and_refuses_anoth
     (tmp_path / "settings.toml").write_text(SETTINGS.replace("tp = 2", "tp = 1").replace("dp = 1", "dp = 2"))
     flags = ["--run-dir", "runs/part", "--eval-every", "3", "--eval-steps", "1", "--eval-fraction", "0.25"]
     preloaded.train(*with_costs(tmp_path), *flags, "--num-workers", "0", cwd=tmp_path)
-    preloaded.train("--resume", "runs/part", "--steps", "6", cwd=tmp_path)
+    anew = "so the best counts anew from here"
+    assert anew not in preloaded.train("--resume", "runs/part", "--steps", "6", cwd=tmp_path)
     result = RunReport.read(tmp_path / "runs" / "part" / "report.json").result
     assert [done.number for done in result.evaluations] == [3, 5, 6]
     assert len({done.num_samples for done in result.evaluations}) == 1
@@ -101,3 +102,6 @@ def test_a_run_with_a_part_held_out_goes_on_with_the_same_part_and_refuses_anoth
     assert refused.returncode == 2
     assert "resume with the same data and settings" in " ".join(refused.stderr.split())
     assert [file.read_bytes() for file in kept] == before
+    assert anew in preloaded.train("--resume", "runs/part", "--steps", "7", "--eval-steps", "2", cwd=tmp_path)
+    left = checkpoints(tmp_path / "runs" / "part" / "checkpoints")
+    assert [read_manifest(folder).run.step for folder in left] == [7]  # the best of its kind, and the last

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.folder import read_manifest, refuse_other_model
@@ -133,6 +134,25 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: Path) -> None:
     kinds = {name.partition(".")[0] for name in whole}
     assert kinds == {"base_model", "exp_avg", "exp_avg_sq", "master"}
     assert all(".lora_" in name for name in whole)  # the model's own weights are in no checkpoint
+
+
+def test_a_run_of_adapters_goes_on_beside_its_own_base_alone(
+    preloaded_transformers: Preloaded, ran: Path, tmp_path: Path
+) -> None:
+    """The base has other values in some rows of one matrix; its files are as long as before, and as old."""
+    shutil.copytree(ran, tmp_path / "moved")
+    base, run = tmp_path / "moved" / "model", tmp_path / "moved" / "again"
+    shutil.rmtree(max((run / "checkpoints").glob("iter_*")))
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][::3] *= 1.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    refused = preloaded_transformers.run(["train", "--resume", "again", "--overwrite"], cwd=tmp_path / "moved")
+    assert refused.returncode == 2
+    assert "model has other weight files than when the run of again/checkpoints/" in refused.stderr
+    shutil.copyfile(ran / "model" / "model.safetensors", file)  # a copy, of another age
+    preloaded_transformers.train("--resume", "again", "--overwrite", cwd=tmp_path / "moved")
+    assert report_of(run)["losses"] == report_of(ran / "wide")["losses"]
 
 
 def test_plans_know_what_layers_store_under_the_adapters(

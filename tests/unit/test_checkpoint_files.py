@@ -64,6 +64,14 @@ def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
     wanted = manifest_of(state(7, (2.5, 0.1 + 0.2)))
     assert Manifest.decode(wanted.encode(), "here") == wanted
     assert wanted.run.cost_model() == COSTS
+    named = manifest_of(replace(state(7), validated_on="held out", first_weights="a base"))
+    assert Manifest.decode(named.encode(), "here") == named
+    oldest = {
+        name: value
+        for name, value in json.loads(named.encode()).items()
+        if name not in ("validated_on", "first_weights")
+    }
+    assert Manifest.decode(json.dumps(oldest).encode(), "here") == manifest_of(state(7))
     older = manifest_of(state(7, (9.0,) * 30 + (1.0,) * 10)).encode()  # a version that saved the losses of all steps
     assert Manifest.decode(older, "here").run.recent_losses == (1.0,) * 10
     skipped = Manifest.decode(manifest_of(state(7, (2.5, math.nan, 0.5))).encode(), "here").run
@@ -139,6 +147,34 @@ def test_a_validation_loss_judges_before_any_training_loss_and_comes_back(tmp_pa
     ]
     folders.retain(tmp_path, last=1, best=True)
     assert [read_manifest(folder).run.step for folder in folders.checkpoints(tmp_path)] == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "best"),
+    [
+        ([("a", 1.0), ("b", 5.0), ("b", 4.0), ("b", None)], 3),  # other data are harder
+        ([("a", 5.0), ("b", 1.0), ("b", 2.0), ("b", None)], 2),
+        ([("a", 2.0), ("a", 1.0), ("b", None), ("", None)], 2),  # nothing was validated since
+        ([("", 1.0), ("b", 5.0), ("b", 4.0), ("b", None)], 1),  # of older versions
+        ([("a", 1.0), ("b", math.inf), ("b", None), ("b", None)], 1),
+    ],
+)
+def test_validation_losses_of_other_data_are_not_compared(
+    evaluations: list[tuple[str, float | None]], best: int, tmp_path: Path
+) -> None:
+    for step, (validated_on, loss) in enumerate(evaluations, 1):
+        part = folders.begin(tmp_path, step)
+        (part / "__0_0.distcp").write_bytes(b"1234")
+        run = replace(state(step, (9.0 - step,)), validation_loss=loss, validated_on=validated_on)
+        folders.publish(part, manifest_of(run))
+    assert read_manifest(folders.best(tmp_path)).run.step == best
+    newest = evaluations[-1][0]
+    losses = [loss for on, loss in evaluations if loss is not None and math.isfinite(loss) and newest in ("", on)]
+    losses += [loss for on, loss in evaluations if not on and loss is not None]
+    assert folders.least_validation_loss(tmp_path, newest) == min(losses, default=math.inf)
+    assert folders.is_validated_anew(tmp_path, "b") == (evaluations[0][0] == "a")
+    folders.retain(tmp_path, last=1, best=True)
+    assert [read_manifest(folder).run.step for folder in folders.checkpoints(tmp_path)] == [best, 4]
 
 
 def edited(root: Path, **fields: Any) -> Path:

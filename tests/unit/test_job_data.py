@@ -30,6 +30,7 @@ from dynapipe_ext.launch.job.run_data import (
     refuse_other_data,
     run_data,
     shown_forms,
+    validated_on,
 )
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -119,6 +120,31 @@ def test_a_run_goes_on_with_the_samples_it_was_trained_on_alone_though_their_fil
     path.write_text('{"input": "a", "target": "c"}\n' * 4)
     with pytest.raises(DataError, match=r"was trained on other data .*\(their tokens, of the same lengths, differ\)"):
         refuse_other_data(tmp_path, split, run_data(split))
+
+
+def test_validation_losses_are_named_by_their_samples_and_their_kind(tmp_path: Path) -> None:
+    path, run = tmp_path / "my.jsonl", {"run_dir": str(tmp_path / "run")}
+    path.write_text("".join(f'{{"input": "a", "target": "{letter}"}}\n' for letter in "bcdefghi"))
+    tables: dict[str, dict[str, object]] = {"data": {"path": str(path), "tokenizer": "bytes"}, "run": run}
+    config = TrainConfig.from_json(tables).with_values(eval={"every": 1, "fraction": 0.25})
+
+    def name(**changes: dict[str, object]) -> str:
+        changed = config.with_values(**changes)
+        return validated_on(changed, run_data(changed).held_out)
+
+    same = {name(), name(optimizer={"lr": 1.0}), name(data={"tokens_per_batch": 64}), name(eval={"every": 3})}
+    others = [
+        name(run={"seed": 3}),
+        name(eval={"steps": 1}),
+        name(eval={"steps": 2}),
+        name(plan={"loss_norm": "samples"}),
+    ]
+    held_out = run_data(config).held_out
+    for beta in (0.1, 0.2):
+        others.append(validated_on(config.with_values(preferences={"loss": "dpo", "beta": beta}), held_out))
+    assert len({*same, *others}) == 1 + len(others)
+    never = TrainConfig.from_json(tables)
+    assert validated_on(config, None) == validated_on(never, run_data(never).train) == ""
 
 
 @given(

@@ -161,13 +161,13 @@ def test_the_best_checkpoint_of_a_resumed_run_stays_the_best(tmp_path: Path) -> 
     keeps_best = CheckpointSettings(keep_best=True)
     before, after = InFolder(tmp_path), InFolder(tmp_path)
     assert steps_saved(keeps_best, saver=before, last=4, validation={2: 4.0}) == [2, 4]
-    best_loss = folders.least_validation_loss(tmp_path)
+    best_loss = folders.least_validation_loss(tmp_path, "")
     worse = {5: 4.5, 6: 4.25}
     resumed = steps_saved(keeps_best, saver=after, first=4, validation=worse, least_validation_loss=best_loss)
     assert resumed == [7]
     assert folders.best(tmp_path).name == "iter_0000002"
     (tmp_path / "iter_0000007" / "dynapipe.json").write_text("{")  # what is damaged is no other's matter
-    assert folders.least_validation_loss(tmp_path) == 4.0
+    assert folders.least_validation_loss(tmp_path, "") == 4.0
 
 
 def test_what_a_checkpoint_says_of_its_run_does_not_grow_with_the_steps() -> None:
