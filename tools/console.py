@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -32,17 +34,20 @@ def show(*parts: RenderableType, console: Console | None = None) -> None:
 def deliver(where: str | None, value: Any, *parts: RenderableType) -> None:
     """`value` as --json says: "-" alone on standard output, else `parts` are shown, and it goes to the file that is
     named, if any. Errors: DataError where that cannot be written."""
-    show(*parts, console=output(json_to=where))
-    if where:
-        deliver_json(where, value)
+    with delivering(where, value):
+        show(*parts, console=output(json_to=where))
 
 
-def deliver_json(where: str, value: Any) -> None:
-    text = json.dumps(value, indent=1) + "\n"
+@contextmanager
+def delivering(where: str | None, value: Any) -> Iterator[None]:
+    """The same around what shows its parts by itself. The file is written first: who reads along may stop early."""
+    text = "" if where is None else json.dumps(value, indent=1) + "\n"
+    if where and where != ALONE:
+        write_atomic(where, text)
+    yield
     if where == ALONE:
         sys.stdout.write(text)
-    else:
-        write_atomic(where, text)
+    elif where:
         show(f"as JSON in {where}")
 
 

@@ -91,14 +91,20 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
     if raw.size and int(raw.max()) > np.iinfo(np.int64).max:
         raise DataError(f"lengths go up to {raw.max()} but are at most 2^63 - 1: give tokens of a sample")
     table = raw.astype(np.int64)
-    bad = (table < 0).any(axis=1) | (table[:, 0] < 1) | (table[:, 2] > table[:, 0] + table[:, 1])
     columns = "encoder, decoder, targets"
+    rules = {
+        "none may be negative": (table < 0).any(axis=1),
+        "the first must be at least 1": table[:, 0] < 1,
+        "there are at most as many targets as positions": table[:, 2] > table[:, 0] + table[:, 1],
+    }
     if table.shape[1] == _PAIR_COLUMNS:
-        bad |= (table[:, 3] < 1) | (table[:, 3] >= table[:, 0]) | (table[:, 1] > 0)
         columns += ", first document of the encoder side"
-    if bad.any():
-        i = int(np.flatnonzero(bad)[0])
-        raise DataError(f"sample {i} has lengths {table[i].tolist()} ({columns}): not usable")
+        rules["the first document must be within the encoder side"] = (table[:, 3] < 1) | (table[:, 3] >= table[:, 0])
+        rules["a pair of documents has no decoder side"] = table[:, 1] > 0
+    for rule, bad in rules.items():
+        if bad.any():
+            i = int(np.flatnonzero(bad)[0])
+            raise DataError(f"sample {i} has lengths {table[i].tolist()} ({columns}), but {rule}: leave it out")
     return table
 
 

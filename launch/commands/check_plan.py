@@ -33,7 +33,7 @@ from dynapipe_ext.tools.check.buffers import with_buffers
 from dynapipe_ext.tools.check.check_plan import Lengths, check, micro_batch_of
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.check.verdict_view import verdict_json, verdict_table
-from dynapipe_ext.tools.console import deliver, output
+from dynapipe_ext.tools.console import delivering, output
 
 _NOT_VALID_STATUS = 1
 _MOST_FAULTS = 20  # one mistake can make thousands
@@ -83,14 +83,14 @@ def run(args: argparse.Namespace) -> int:
         else:
             verdict = with_buffers(verdict, plan, proven.in_flight_bytes, memory_limit_bytes=limit_bytes)
     console = output(_PIPE_COLUMNS, json_to=args.json)
-    console.print(f"costs: {priced.provenance}")
-    console.print(f"limit: {limit_bytes / 1e9:g} GB a rank")
-    console.print(verdict_table(verdict))
-    for fault in verdict.faults[:_MOST_FAULTS]:
-        console.print(Text(f"fault: {fault}"), soft_wrap=True)
-    if len(verdict.faults) > _MOST_FAULTS:
-        console.print(f"and {len(verdict.faults) - _MOST_FAULTS:,} more: --json has them all")
-    deliver(args.json, verdict_json(verdict))
+    with delivering(args.json, verdict_json(verdict)):
+        console.print(f"costs: {priced.provenance}")
+        console.print(f"limit: {limit_bytes / 1e9:g} GB a rank")
+        console.print(verdict_table(verdict))
+        for fault in verdict.faults[:_MOST_FAULTS]:
+            console.print(Text(f"fault: {fault}"), soft_wrap=True)
+        if len(verdict.faults) > _MOST_FAULTS:
+            console.print(f"and {len(verdict.faults) - _MOST_FAULTS:,} more: --json has them all")
     return _NOT_VALID_STATUS if verdict.faults else 0
 
 

@@ -24,7 +24,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.counted import CountedModel
 from dynapipe_ext.models.named_models import PRESETS, read_model
 from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags
-from dynapipe_ext.tools.console import deliver, output
+from dynapipe_ext.tools.console import deliver, delivering, output
 from dynapipe_ext.tools.estimate.answer import (
     Prices,
     estimate_json,
@@ -140,13 +140,12 @@ def run(args: argparse.Namespace) -> int:
     console = output(_PIPE_COLUMNS, json_to=args.json)
     with WorkProgress("planning", search.most_plans, console=Console(stderr=True), enabled=sys.stderr.isatty()) as bar:
         answer = estimate(question, search, bar.advance)
-    if left_out := prediction_line(args.model):
-        console.print(left_out, markup=False, soft_wrap=True)
-    show_estimate(answer, prices, console, most=args.top)
-    if args.write:
-        console.print(write_best(answer, args.write, data=args.data, total_tokens=prices.total_tokens))
-    if args.json:
-        deliver(args.json, estimate_json(answer, prices))
+    with delivering(args.json, estimate_json(answer, prices)):
+        if left_out := prediction_line(args.model):
+            console.print(left_out, markup=False, soft_wrap=True)
+        show_estimate(answer, prices, console, most=args.top)
+        if args.write:
+            console.print(write_best(answer, args.write, data=args.data, total_tokens=prices.total_tokens))
     return 0 if answer.options else _NOTHING_FITS
 
 

@@ -32,7 +32,7 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, free_batch_ns, predicted
 from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags, settings_of_flags
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
-from dynapipe_ext.tools.console import counted, deliver, output, percent
+from dynapipe_ext.tools.console import counted, delivering, output, percent
 from dynapipe_ext.tools.files import read_json
 from dynapipe_ext.tools.show.plan import (
     certificate_of_file,
@@ -109,9 +109,8 @@ def run(args: argparse.Namespace) -> int:
     console = output(_PIPE_COLUMNS, json_to=args.json)
     if args.show:
         _refuse_beside_show(args)
-        _show_file(args.show, console)
-        if args.json:
-            deliver(args.json, read_json(args.show, PLAN_FORMAT, "a plan"))
+        with delivering(args.json, read_json(args.show, PLAN_FORMAT, "a plan")):
+            _show_file(args.show, console)
         return 0
     config = _config(args)
     _refuse_too_many_ranks(config)
@@ -130,19 +129,17 @@ def run(args: argparse.Namespace) -> int:
         _refuse_backwards(args)
         planner = planner.for_forwards()
     made = _made(planner, samples, args)
-    console.print(
-        f"batch: {batch_name}, {counted(len(samples), 'sample')}, {counted(sum(s.tokens for s in samples), 'token')}"
-    )
-    for note in notes:
-        console.print(f"lengths: {note}", markup=False)
-    console.print(f"costs: {priced.provenance}")
-    if trials:
-        console.print(trials_table(trials))
-    for line in filter(None, (followed_placement(config), layout_line(config))):
-        console.print(line, soft_wrap=True)
-    _show(made, args, console)
-    if args.json:
-        deliver(args.json, _json(made, args))
+    with delivering(args.json, _json(made, args)):
+        num_tokens = counted(sum(sample.tokens for sample in samples), "token")
+        console.print(f"batch: {batch_name}, {counted(len(samples), 'sample')}, {num_tokens}")
+        for note in notes:
+            console.print(f"lengths: {note}", markup=False)
+        console.print(f"costs: {priced.provenance}")
+        if trials:
+            console.print(trials_table(trials))
+        for line in filter(None, (followed_placement(config), layout_line(config))):
+            console.print(line, soft_wrap=True)
+        _show(made, args, console)
     return 0
 
 

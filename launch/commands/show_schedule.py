@@ -15,7 +15,7 @@ from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
 from dynapipe_ext.settings.plan_rules import own_placement
 from dynapipe_ext.settings.train_config import add_flag
-from dynapipe_ext.tools.console import deliver, output
+from dynapipe_ext.tools.console import delivering, output
 from dynapipe_ext.tools.files import write_atomic
 from dynapipe_ext.tools.show.schedule import (
     FILE_KINDS,
@@ -111,15 +111,16 @@ def run(args: argparse.Namespace) -> int:
             f"{args.schedule} holds {max(view.peak_bytes)} B on rank {view.peak_bytes.index(max(view.peak_bytes))} but"
             f" --memory-limit-gb allows {limit_bytes} B: raise it, or choose cyclic or adaptive, which keep to it"
         )
-    console.print(rendered_schedule(view, width=console.width))
     if args.html:
         write_html(args.html, view)
-        console.print(f"the page is {args.html}")
     if args.csv:
         write_atomic(args.csv, to_csv(schedule))
-        console.print(f"the schedule is in {args.csv}")
-    if args.json:
-        deliver(args.json, schedule_json(view))
+    with delivering(args.json, schedule_json(view)):
+        console.print(rendered_schedule(view, width=console.width))
+        if args.html:
+            console.print(f"the page is {args.html}")
+        if args.csv:
+            console.print(f"the schedule is in {args.csv}")
     return 0
 
 

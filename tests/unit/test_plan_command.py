@@ -101,6 +101,18 @@ def test_the_certificate_is_shown_and_written(lengths: str, tmp_path: Path, caps
     assert shown[shown.index("Certificate") : shown.index("as JSON in")] == again[again.index("Certificate") :]
 
 
+def test_a_reader_of_the_output_that_has_gone_takes_no_file_with_it(lengths: str, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "dynapipe_ext.launch.cli", "plan", "--lengths", lengths, *SMALL]
+    with os.fdopen(writer, "w") as closed:
+        subprocess.run(
+            [*command, "--json", str(target)], stdout=closed, stderr=subprocess.DEVNULL, timeout=LIMIT_S, check=False
+        )
+    assert samples(planned(target)) == list(range(len(LENGTHS)))
+
+
 def test_the_cost_of_equal_counts_is_shown(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     makespans_s = {}
     for counts in ("equal", "free"):

@@ -99,6 +99,9 @@ class DistributedTokenBatchSampler:
             if value not in choices:
                 raise ConfigError(f"{name} is {value!r} but must be one of {', '.join(choices)}")
         check_integer("max_tokens", max_tokens, least=1)
+        check_integer("seed", seed, least=0, most=2**64 - 1)
+        if not isinstance(shuffle, bool | np.bool_):
+            raise ConfigError(f"shuffle is {short(shuffle)} but must be True or False")
         self.rank, self.seed, self.epoch = rank, int(seed), 0  # states hold plain values
         self._rule = StepRule(num_replicas=num_replicas, max_tokens=int(max_tokens), objective=objective, last=last)
         self._shuffle, self._share, self._coefficients = bool(shuffle), share, plain_pair(coefficients)
@@ -215,13 +218,12 @@ class DistributedTokenBatchSampler:
             raise DataError(f"the saved sampler has no {missing[0]}: give what state_dict returned")
         if state["fingerprint"] != self._identity():
             raise DataError(
-                f"the state is of other lengths or settings (fingerprint {state['fingerprint'][:12]}, here"
+                f"the state is of other lengths or settings (fingerprint {short(state['fingerprint'])[:12]}, here"
                 f" {self._identity()[:12]}): give the sampler what it had, only num_replicas and rank may differ"
             )
-        segments = [(int(ranks), int(steps)) for ranks, steps in state["segments"]]
+        epoch, carried, segments = _read_place(state, len(self._tokens))
         start = segments.pop()[1] if segments and segments[-1][0] == self._rule.num_replicas else 0
-        self.epoch = int(state["epoch"])
-        self._carried = np.array(state["carried"], np.int64)
+        self.epoch, self._carried = epoch, np.array(carried, np.int64)
         self._segments = tuple(segment for segment in segments if segment[1])
         self._plan_anew()
         if start > self._plan.num_steps:
@@ -257,6 +259,25 @@ class DistributedTokenBatchSampler:
         return self._fingerprint
 
 
+def _read_place(state: Mapping[str, Any], num_samples: int) -> tuple[int, list[int], list[tuple[int, int]]]:
+    """Epoch, carried samples, and (ranks, steps) of the segments. Errors: DataError for what no state holds."""
+    epoch, carried, segments = state["epoch"], state["carried"], state["segments"]
+    for name, value in (("carried", carried), ("segments", segments)):
+        if not isinstance(value, list | tuple):
+            raise DataError(f"the saved sampler's {name} is {short(value)}: give what state_dict returned")
+    try:
+        check_integer("epoch", epoch, least=0)
+        for sample in carried:
+            check_integer("a carried sample", sample, least=0, most=num_samples - 1)
+        for segment in segments:
+            ranks, steps = segment
+            check_integer("a segment's ranks", ranks, least=1)
+            check_integer("a segment's steps", steps, least=0)
+    except (ConfigError, TypeError, ValueError) as error:
+        raise DataError(f"the saved sampler was changed ({error}): give what state_dict returned") from error
+    return int(epoch), [int(sample) for sample in carried], [(int(ranks), int(steps)) for ranks, steps in segments]
+
+
 def check_format(state: Any, form: str) -> None:
     """Errors: DataError for what is no state of that form."""
     state_format = state.get("format") if isinstance(state, Mapping) else state
@@ -290,7 +311,10 @@ def world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 def _checked(lengths: npt.ArrayLike, max_tokens: int, over_long: OverLong) -> tuple[IntArray, IntArray]:
     """Tokens of each sample, none above `max_tokens`, and the samples that were above it."""
-    raw = np.asarray(lengths)
+    try:
+        raw = np.asarray(lengths)
+    except ValueError:
+        raw = as_length_array(lengths)  # which says what is wrong with them
     if raw.ndim == 1 and raw.size and np.issubdtype(raw.dtype, np.integer):
         tokens = raw.astype(np.int64)
     else:

@@ -32,6 +32,14 @@ def quadratic(*coefficients: int) -> StreamingTokenBatches[Any]:
     [
         (ConfigError, "max_tokens is '8' but must be an integer", lambda: sampler(max_tokens="8")),
         (ConfigError, r"max_tokens is 8\.5 but must be an integer", lambda: sampler(max_tokens=8.5)),
+        (ConfigError, r"seed is 1\.7 but must be an integer", lambda: sampler(max_tokens=8, seed=1.7)),
+        (ConfigError, "seed is -1 but must be an integer of 0 to", lambda: sampler(max_tokens=8, seed=-1)),
+        (ConfigError, "shuffle is 'no' but must be True or False", lambda: sampler(max_tokens=8, shuffle="no")),
+        (
+            DataError,
+            "lengths differ in their number of columns",
+            lambda: DistributedTokenBatchSampler([[1, 2], [3]], max_tokens=8, num_replicas=1, rank=0),
+        ),
         (ConfigError, "coefficients are 3 but must be two numbers", lambda: sampler(max_tokens=8, coefficients=3)),
         (ConfigError, r"epoch is 1\.5 but must be an integer", lambda: sampler(max_tokens=8).set_epoch(1.5)),
         (ConfigError, "num_batches is '3' but must be an integer", lambda: sampler(max_tokens=8).state_dict("3")),
@@ -75,6 +83,25 @@ def test_an_argument_of_a_wrong_type_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"fingerprint": value} for value in (None, -1, 1.5, {})),
+        *({"segments": value} for value in (None, -1, "x", [[1]], [[1, "2"]], [[0, 1]], [[1, -1]])),
+        *({"epoch": value} for value in (None, "x", [], 1.5, -1)),
+        *({"carried": value} for value in (None, "x", 10**20, -1, [[1]], [1.5], [8], [-1])),
+    ],
+    ids=str,
+)
+def test_a_changed_state_is_refused_and_changes_nothing(change: dict[str, Any]) -> None:
+    batches = DistributedTokenBatchSampler([3] * 8, max_tokens=8, num_replicas=2, rank=0)
+    before = batches.state_dict(0)
+    with pytest.raises(DataError, match="give"):
+        batches.load_state_dict(batches.state_dict(1) | change)
+    assert batches.state_dict(0) == before
+    assert len(list(batches)) == 2
 
 
 def test_a_rank_that_is_not_known_is_never_taken_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
