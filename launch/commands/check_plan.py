@@ -46,7 +46,7 @@ _EPILOG = """examples:
   dynapipe check-plan plan.json --config mine.toml --lengths lengths.npy
 
 Give the costs, the memory limit and the lengths that the plan was made with: the plan's file has none of them. Without
-lengths the rows and the bound of the batch go unchecked.
+lengths the rows and the bound of the batch go unchecked, and packed plans cannot be checked at all.
 """
 
 
