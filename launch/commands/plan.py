@@ -19,12 +19,12 @@ from dynapipe_ext.launch.command_parser import add_json, ending, flag_of, given_
 from dynapipe_ext.launch.commands.plan_inputs import (
     add_cost_arguments,
     add_length_arguments,
-    batch_samples,
+    batch_to_plan,
     memory_limit_bytes,
     settled_planning,
 )
 from dynapipe_ext.launch.job.configured import followed_placement, trials_table
-from dynapipe_ext.launch.job.model_folder import layout_line
+from dynapipe_ext.launch.job.model_folder import layout_line, with_bounded_rows
 from dynapipe_ext.launch.job.settled import placed_planning
 from dynapipe_ext.schedules.judge.bounds import Certificate, with_bounds
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, plan_json
@@ -119,10 +119,13 @@ def run(args: argparse.Namespace) -> int:
     planning = priced.planning
     config = planning.config
     memory_limit_bytes(args, config)
-    samples, batch_name, notes = batch_samples(args, config, planning.costs.facts.has_decoder)
+    batch = batch_to_plan(args, config, planning.costs.facts.has_decoder)
+    samples = batch.samples
     is_named = args.pad_multiple is not None or ("plan", "pad_multiple") in config.named
     if priced.is_measured_grid and not is_named:
-        planning = replace(planning, config=replace(config, plan=replace(config.plan, pad_multiple=1)))
+        config = replace(config, plan=replace(config.plan, pad_multiple=1))
+    config = with_bounded_rows(config, batch.longest)
+    planning = replace(planning, config=config)
     planning, trials = placed_planning(planning, lambda: [samples])
     planner = planning.planner
     if args.forward_only:
@@ -131,14 +134,14 @@ def run(args: argparse.Namespace) -> int:
     made = _made(planner, samples, args)
     with delivering(args.json, _json(made, args)):
         num_tokens = counted(sum(sample.tokens for sample in samples), "token")
-        console.print(f"batch: {batch_name}, {counted(len(samples), 'sample')}, {num_tokens}")
-        for note in notes:
+        console.print(f"batch: {batch.name}, {counted(len(samples), 'sample')}, {num_tokens}")
+        for note in batch.notes:
             console.print(f"lengths: {note}", markup=False)
         console.print(f"costs: {priced.provenance}")
         if trials:
             console.print(trials_table(trials))
         for line in filter(None, (followed_placement(config), layout_line(config))):
-            console.print(line, soft_wrap=True)
+            console.print(line, markup=False, soft_wrap=True)
         _show(made, args, console)
     return 0
 

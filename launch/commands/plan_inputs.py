@@ -173,10 +173,19 @@ def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
     return config.plan.memory_limit_bytes
 
 
-def batch_samples(
-    args: argparse.Namespace, config: TrainConfig, has_decoder: bool | None
-) -> tuple[list[SampleLength], str, list[str]]:
-    """One global batch, its name in messages, and notes on changes of its lengths."""
+@dataclass(frozen=True, slots=True)
+class BatchToPlan:
+    """One global batch, its name in messages, and notes on changes of its lengths; `longest`: of all samples that the
+    lengths are of, on the encoder side."""
+
+    samples: list[SampleLength]
+    name: str
+    notes: list[str]
+    longest: int
+
+
+def batch_to_plan(args: argparse.Namespace, config: TrainConfig, has_decoder: bool | None) -> BatchToPlan:
+    """The global batch that flags name."""
     if args.batch:
         if args.step is not None or args.tokens_per_batch is not None or args.batch_size is not None:
             raise ConfigError("--batch FILE holds whole global batches: pick one with --index, not by step or size")
@@ -200,7 +209,7 @@ def batch_samples(
         indices = batches[index]
         if fraction := config.eval.fraction:
             notes.append(f"a run holds out [eval] fraction {fraction:g} of them, so its steps have other samples")
-    return sample_lengths(table, indices), chosen, notes
+    return BatchToPlan(sample_lengths(table, indices), chosen, notes, int(table[:, 0].max(initial=0)))
 
 
 def read_lengths(path: str | Path) -> LengthArray:

@@ -240,7 +240,7 @@ def _note_tasks(tasks: Tasks, outputs: Sequence[str], console: Console) -> None:
     if tasks.weights:
         console.print("note: weights of tasks are for dynapipe train --tasks: a prepared folder keeps none")
     if fault := unknown_tasks(tasks, data_tasks):
-        console.print(f"warning: {fault}", soft_wrap=True)
+        console.print(f"warning: {fault}", markup=False, soft_wrap=True)
 
 
 def _parts(args: argparse.Namespace, output: str) -> list[tuple[tuple[InputFile, ...], str]]:

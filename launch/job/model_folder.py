@@ -62,10 +62,11 @@ def refuse_unsupported(config: TrainConfig) -> None:
             )
         return
     if unsupported := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
+        tp = config.topology.tp
         raise ConfigError(
             f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(unsupported)}:"
             " leave it out (dropout is that of its config.json), or, where megatron-core has a twin, --lora and"
-            " --backend"
+            " --backend" + (f"; tp is {tp}, also where nothing names it: name 1 (--tp 1)" if tp > 1 else "")
         )
 
 

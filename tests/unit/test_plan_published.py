@@ -18,6 +18,11 @@ PADS = transformers.Qwen3NextConfig(  # linear attention, whose states documents
     shared_expert_intermediate_size=32, max_position_embeddings=64,
 )  # fmt: skip
 
+MASKED = transformers.Gemma2Config(  # soft-capped scores, which masks of whole rows keep apart
+    vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, max_position_embeddings=4096,
+)  # fmt: skip
+
 
 def settings(folder: Path, model: Any, *, text: str = "") -> list[str]:
     model.save_pretrained(folder / "model")
@@ -63,3 +68,29 @@ def test_what_a_run_refuses_no_plan_is_made_of(tmp_path: Path, capsys: pytest.Ca
         said.append(capsys.readouterr().err)
     assert said[0] == said[1]
     assert "computed by transformers, whose runs have no the distributed optimizer" in said[0]
+
+
+def test_a_plan_bounds_rows_that_masks_keep_apart_as_a_run_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, plan = settings(tmp_path, MASKED, text="memory_limit_gb = 8\n"), tmp_path / "plan.json"
+    job = tmp_path / "job.toml"
+    job.write_text(job.read_text().replace("max_seq_len = 64", "max_seq_len = 4096"))
+    for longest, bound in ((40, 2048), (3001, 3008)):
+        (tmp_path / "lengths.txt").write_text("\n".join([str(longest), *["40"] * 150]))
+        assert cli.main(["plan", *given, "--tokens-per-batch", "8192", "--step", "0", "--json", str(plan)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"rows have at most {bound} positions: " in said
+        assert "([plan] max_tokens sets another bound)" in said
+        (replica,) = json.loads(plan.read_text())["replicas"]
+        assert max(micro_batch["encoder_len"] for micro_batch in replica["micro_batches"]) <= bound
+
+
+def test_tp_that_nothing_names_is_said_to_be_the_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = settings(tmp_path, MASKED)
+    job = tmp_path / "job.toml"
+    job.write_text(job.read_text().replace("tp = 1\n", ""))
+    assert cli.main(["plan", *given]) == 2
+    assert "whose runs have no tp: leave it out" in (said := capsys.readouterr().err)
+    assert "tp is 2, also where nothing names it: name 1 (--tp 1)" in said
+    assert cli.main(["plan", *given, "--tp", "1"]) == 0
