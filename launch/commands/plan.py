@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     console = output(_PIPE_COLUMNS, json_to=args.json)
     if args.show:
         _refuse_beside_show(args)
-        with delivering(args.json, read_json(args.show, PLAN_FORMAT, "a plan")):
+        with delivering(args.json, read_json(args.show, PLAN_FORMAT, "a plan") if args.json else None):
             _show_file(args.show, console)
         return 0
     config = _config(args)
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         _refuse_backwards(args)
         planner = planner.for_forwards()
     made = _made(planner, samples, args)
-    with delivering(args.json, _json(made, args)):
+    with delivering(args.json, _json(made, args) if args.json else None):  # some plans have no file
         num_tokens = counted(sum(sample.tokens for sample in samples), "token")
         console.print(f"batch: {batch.name}, {counted(len(samples), 'sample')}, {num_tokens}")
         for note in batch.notes:

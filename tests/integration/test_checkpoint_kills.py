@@ -176,9 +176,10 @@ def test_a_rank_that_cannot_write_fails_all_ranks_by_name(background, run_ranks,
         return said[0], said[1]
 
     for saving, later in run_ranks(2, main):
-        assert "rank 1 could not write" in (later if background else saving)
-        assert "File too large" in saving + later
-        assert (saving == "") == background
+        found = saving or later if background else saving  # a thread may have ended before `save` returned
+        assert "rank 1 could not write" in found
+        assert "File too large" in found
+        assert not (saving and later)
     assert {entry.name for entry in root.iterdir()} == {"iter_0000001", folders.POINTER}
 
 
