@@ -37,7 +37,7 @@ from dynapipe_ext.costs.encoder_decoder import EncoderDecoderRunCosts
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, state_bytes
-from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.data.batches import GlobalBatches, GlobalBatchRule
 from dynapipe_ext.errors import ConfigError, LowMemoryError, PlanError, format_bytes
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
@@ -340,17 +340,16 @@ def check_batches(config: TrainConfig, lengths: LengthArray, *, forwards_alone: 
     global_batches(config, lengths, 0, drop_last=False)
 
 
+def training_rule(config: TrainConfig) -> GlobalBatchRule:
+    """How a run cuts its epochs into global batches."""
+    data, seed = config.data, config.run.seed
+    sizes: dict[str, Any] = {"batch_size": data.batch_size or None, "tokens_per_batch": data.tokens_per_batch or None}
+    return GlobalBatchRule(**sizes, shuffle=True, drop_last=data.drop_last, seed=seed)
+
+
 def global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, drop_last: bool) -> GlobalBatches:
     """What a run on data of these lengths trains on in an epoch. Errors: DataError for a sample over the budget."""
-    data = config.data
-    return GlobalBatches(
-        lengths,
-        batch_size=data.batch_size or None,
-        tokens_per_batch=data.tokens_per_batch or None,
-        seed=config.run.seed,
-        epoch=epoch,
-        drop_last=drop_last,
-    )
+    return replace(training_rule(config), drop_last=drop_last).batches(lengths, epoch)
 
 
 LimitOf = Callable[[int], int]

@@ -60,6 +60,11 @@ def refuse_unsupported(config: TrainConfig) -> None:
                 "--backend transformers computes a model of --model or --architecture, and none is named: name one, or"
                 " leave it out"
             )
+        if raw_config(config.model.architecture).get("output_router_logits"):
+            raise ConfigError(
+                f"output_router_logits of {config.model.architecture} adds a loss of all routers together, which no"
+                " stage sees: set it to false in its config.json"
+            )
         return
     if unsupported := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
         tp = config.topology.tp

@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ from dynapipe_ext.data.sample_selection import (
 from dynapipe_ext.data.tokenizer import FILE_NAME
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.executor.checkpoints.folder import read_manifest
+from dynapipe_ext.launch.job.configured import training_rule
 from dynapipe_ext.launch.job.data_form import (
     DataForm,
     form_lines,
@@ -403,10 +405,12 @@ def _same_tokens(held_out: TokenDataset, whole: TokenDataset) -> TokenDataset:
 
 
 def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> None:
-    """Errors: DataError for other data than those that a run has trained on, before anything of it is changed."""
+    """Errors: DataError for other data than those that a run has trained on, or global batches by another rule, before
+    anything of it is changed."""
     trained = read_manifest(checkpoint).run.loader
     same_lengths = trained.get("lengths") == array_digest(as_length_array(data.train.lengths))
     if same_lengths and trained.get("data") in (None, data.train.samples_fingerprint):
+        _refuse_other_rule(checkpoint, config, trained.get("rule", {}))
         return
     differing = "tokens, of the same lengths," if same_lengths else "lengths"
     paths = ", ".join(_paths(config)) if not _is_tokens(config) else config.data.path
@@ -414,6 +418,16 @@ def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> N
         f"{checkpoint} was trained on other data than {paths or 'the generator'} in {Path.cwd()} by these settings"
         f" (their {differing} differ): resume with the same data and settings, where the run was started or with --data"
     )
+
+
+def _refuse_other_rule(checkpoint: Path, config: TrainConfig, trained: Mapping[str, Any]) -> None:
+    rule = training_rule(config).to_json()
+    for name, saved in trained.items():
+        if saved != rule.get(name):
+            raise DataError(
+                f"{checkpoint} was trained with {name} {saved} but this run has {rule.get(name)}: resume with the same"
+                " data and settings, or begin a new run"
+            )
 
 
 def refuse_other_first_weights(checkpoint: Path, config: TrainConfig, first_weights: str) -> None:

@@ -27,7 +27,7 @@ Every key of the settings file and every flag, made of their declarations by
 - A run reads TOML: `dynapipe train --config mine.toml`, one table a concern.
 - `launch/configs/quickstart.toml` spells out all of it, and what differs there from the defaults.
 - A key that is left out keeps its default. A flag overrides its key. Unknown names are refused, with what may be meant.
-- A degree (tp, pp, dp) that has no flag is 1 as soon as another has one.
+- A degree (tp, pp, dp) that has no flag is 1 as soon as another has one; with `--config` it is the file's, or 2.
 - `--steps` replaces epochs, `--batch-size` the tokens of a batch, `--placement` the stages of a rank.
 - A run writes the settings it had into `config.toml` of its folder.
 """

@@ -109,12 +109,21 @@ def test_a_run_goes_on_with_the_samples_it_was_trained_on_alone_though_their_fil
         data = run_data(trained)
         run = RunState(
             step=1, num_samples=4, model={}, settings={}, costs={}, costs_fingerprint="", recent_losses=(1.0,),
-            loader=DynaPipeDataLoader(data.train, PLANNER, tokens_per_batch=64).state_dict(),
+            loader=DynaPipeDataLoader(
+                data.train, PLANNER, tokens_per_batch=8192, shuffle=True, seed=trained.run.seed
+            ).state_dict(),
         )  # fmt: skip
         manifest = Manifest(run=run, optimizer=OptimizerPlace(1, {}), versions={}, files={}, tensors={})
         (tmp_path / "dynapipe.json").write_bytes(manifest.encode())
         path.touch()
         refuse_other_data(tmp_path, trained, run_data(trained))
+        for changes, says in (
+            ({"run": {"seed": 11}}, f"was trained with seed {trained.run.seed} but this run has 11"),
+            ({"data": {"tokens_per_batch": 64}}, "was trained with tokens_per_batch 8192 but this run has 64"),
+            ({"data": {"drop_last": True}}, "was trained with drop_last False but this run has True"),
+        ):
+            with pytest.raises(DataError, match=says):
+                refuse_other_data(tmp_path, trained.with_values(**changes), data)
         with pytest.raises(DataError, match=r"was trained on other data .* differ"):
             refuse_other_data(tmp_path, others, run_data(others))
     path.write_text('{"input": "a", "target": "c"}\n' * 4)

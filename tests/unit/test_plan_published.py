@@ -94,3 +94,18 @@ def test_tp_that_nothing_names_is_said_to_be_the_default(tmp_path: Path, capsys:
     assert "whose runs have no tp: leave it out" in (said := capsys.readouterr().err)
     assert "tp is 2, also where nothing names it: name 1 (--tp 1)" in said
     assert cli.main(["plan", *given, "--tp", "1"]) == 0
+
+
+@pytest.mark.parametrize("backend", ["megatron", "transformers"])
+def test_a_loss_of_routers_that_no_stage_adds_is_refused(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = transformers.MixtralConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2, output_router_logits=True,
+    )  # fmt: skip
+    given = settings(tmp_path, model)
+    job = tmp_path / "job.toml"
+    job.write_text(job.read_text().replace('backend = "transformers"', f'backend = "{backend}"'))
+    assert cli.main(["train", *given[:2], "--run-dir", str(tmp_path / "run")]) == 2
+    assert "adds a loss of all routers together, which no stage sees: set it to" in capsys.readouterr().err
