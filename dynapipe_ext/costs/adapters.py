@@ -34,12 +34,11 @@ def adapter_costs(
 ) -> AdjustedCosts:
     """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
 
-    Weights and the states of adapters are those of `recipe`, which a ZeRO stage
-    divides over replicas and the base's offload moves, with deterministic mode's `exact_sums` on top. An
-    adapted layer keeps the adapter's inner values of each token, and under dropout what was left of its input, with the
-    factors of that, both as wide as weights: counted, unless the base has measured what is stored under these adapters.
-    The adapters' own forward, r (inputs + outputs) products a token, is not counted: about a
-    hundredth.
+    Weights and the states of adapters are those of `recipe`, which a ZeRO stage divides over replicas and the base's
+    offload moves, with deterministic mode's `exact_sums` on top. An adapted layer keeps the adapter's inner values of
+    each token, and under dropout what was left of its input, with the factors of that. These bytes are counted, values
+    as wide as weights, unless the base has measured what is stored under these adapters. The adapters' own forward,
+    r (inputs + outputs) products a token, is not counted: about a hundredth.
     """
     refuse_spread(topology, "a model with adapters")
     layers = _layers(architecture, topology)

@@ -359,8 +359,8 @@ def publish(part: Path, manifest: Manifest) -> Path:
 
 
 def retain(root: Path, *, last: int, best: bool) -> tuple[Path, ...]:
-    """Remove all but the `last` newest complete checkpoints (0: keep all) and, with `best`, that one;
-    returns those removed. The newest always stays.
+    """Remove all but the `last` newest complete checkpoints (0: keep all) and, with `best`, that of the least score, as
+    the function `best` has it; returns those removed. The newest always stays.
     """
     folders = checkpoints(root)
     if not last or len(folders) <= last:

@@ -100,7 +100,7 @@ def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
         file = path.open("a", buffering=1, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another [debug] log_dir") from error
-    with file:
+    try:
         log = RankLog(file, settings.log_level == "debug")
         log.say(f"rank {env.rank} of {env.world_size} is process {os.getpid()} on {socket.gethostname()}")
         try:
@@ -110,6 +110,9 @@ def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
                 log.say("ended by an error\n" + "".join(traceback.format_exception(error)))
             raise
         log.say("ended well")
+    finally:
+        with suppress(OSError):  # what a full disk could not take has been told by `say`
+            file.close()
 
 
 def written(config: TrainConfig, page: LivePage, variant: Variant, index: int) -> list[Listener]:

@@ -47,7 +47,7 @@ from dynapipe_ext.executor.training_loop import (
 )
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import Groups, TorchP2PTransport, WatchedTransport
-from dynapipe_ext.launch.job.configured import Variant, architecture_of, topology_of
+from dynapipe_ext.launch.job.configured import Variant, architecture_of, topology_of, training_rule
 from dynapipe_ext.launch.job.run_costs import RunCosts, write_fitted_costs
 from dynapipe_ext.launch.job.run_data import validated_on
 from dynapipe_ext.launch.job.run_directory import checkpoints_line
@@ -165,13 +165,13 @@ def _dumping(context: RankContext, config: TrainConfig, planner: Planner) -> Pla
 def _loader_of(context: RankContext, config: TrainConfig) -> Callable[..., DynaPipeDataLoader]:
     """A function that makes a loader of this rank from a data set and a planner."""
     topology, architecture = topology_of(config), architecture_of(config, context.job.data.whole.vocab_size)
-    me = topology.coordinates(context.rank)
+    me, rule = topology.coordinates(context.rank), training_rule(config)
     return partial(
         DynaPipeDataLoader,
-        batch_size=config.data.batch_size or None,
-        tokens_per_batch=config.data.tokens_per_batch or None,
-        shuffle=True,
-        seed=config.run.seed,
+        batch_size=rule.batch_size,
+        tokens_per_batch=rule.tokens_per_batch,
+        shuffle=rule.shuffle,
+        seed=rule.seed,
         coordinates=me,
         pin_memory=context.device.type == "cuda",
         needs_data=not set(topology.stages_of(me.pp_rank)).isdisjoint(reading_stages(architecture, topology)),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands import launch as launch_command
 from dynapipe_ext.launch.job import requested
@@ -134,6 +134,12 @@ def test_a_ranks_log_ends_with_the_calls_that_ended_it_and_goes_on_after(tmp_pat
     assert "ended by an error" in first
     assert first.splitlines()[-2].endswith("MemoryError: no room")
     assert second.endswith("ended well\n")
+
+
+def test_a_log_on_a_full_disk_ends_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "rank-00003.log").symlink_to("/dev/full")
+    with pytest.raises(DataError, match=r"rank-00003\.log"), rank_log(DebugSettings(log_dir=str(tmp_path)), env(3)):
+        pytest.fail("the first line has no room")
 
 
 def test_no_log_is_kept_unasked_and_a_place_that_is_none_is_named(tmp_path: Path) -> None:
