@@ -350,10 +350,8 @@ class AnalyticCosts:
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the final norm, the head and its logits on every stage, shape (S, M)."""
-        measured = self._measured_adapters
-        without = replace(self, head_bytes_factor=0.0)
-        if measured:
-            without = replace(self, measured_adapters=replace(measured, head_bytes_factor=0.0))
+        layers = (self._measured_adapters or self).layer_bytes_factor
+        without = replace(self, layer_bytes_factor=layers, head_bytes_factor=0.0, measured_adapters=None)
         head: IntArray = self.evaluate(micro_batches).stored_bytes - without.evaluate(micro_batches).stored_bytes
         return head
 
