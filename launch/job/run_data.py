@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -448,7 +448,7 @@ def validated_on(config: TrainConfig, held_out: TokenDataset | SampleSubset | Pa
         return ""
     samples = held_out.samples_fingerprint or held_out.whole.fingerprint
     batches = [settings.steps, config.data.batch_size, config.data.tokens_per_batch] if settings.steps else []
-    preferences = [asdict(config.preferences), config.preferences.used_beta] if config.preferences.loss else []
+    preferences = asdict(replace(config.preferences, beta=config.preferences.used_beta))
     made_of = [samples, batches, config.plan.loss_norm, preferences]
     return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
 

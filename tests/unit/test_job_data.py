@@ -152,6 +152,8 @@ def test_validation_losses_are_named_by_their_samples_and_their_kind(tmp_path: P
     for beta in (0.1, 0.2):
         others.append(validated_on(config.with_values(preferences={"loss": "dpo", "beta": beta}), held_out))
     assert len({*same, *others}) == 1 + len(others)
+    usual = validated_on(config.with_values(preferences={"loss": "dpo"}), held_out)
+    assert usual == others[-2]  # whose beta is the usual one
     never = TrainConfig.from_json(tables)
     assert validated_on(config, None) == validated_on(never, run_data(never).train) == ""
 
