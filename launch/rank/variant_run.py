@@ -303,6 +303,7 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
     """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there."""
     job, progress = context.job, RunProgress()
     config, validated = job.config, validated_on(job.config, job.data.held_out)
+    least_loss = _least_loss_so_far(context, validated)  # before the saver puts the folder in order
     if job.resumed is not None:
         run = built.restore(job.resumed)
         loader.load_state_dict(run.loader)
@@ -341,7 +342,7 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader)
         num_steps=config.run.steps,
         num_samples=lambda done: loader.num_samples(done.epoch, done.epoch_step),
         progress=progress,
-        least_validation_loss=_least_loss_so_far(context, validated),
+        least_validation_loss=least_loss,
         unasked=unasked,
         saved=note_save if context.rank == 0 else lambda done, took_s: None,
     )
