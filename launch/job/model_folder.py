@@ -208,8 +208,8 @@ def first_weights(config: TrainConfig) -> str:
     """Names the values that a run begins with, where it needs them to its end: adapters stand beside them, or the loss
     compares with them. Empty where it does not, or draws them.
 
-    Of each file of weights the size and pages at even distances are read: a second for a large model. Values that were
-    trained further differ everywhere. Errors: DataError for files that cannot be read.
+    Of each file of weights the size and pages at even distances are read, a megabyte. Values that were trained further
+    differ everywhere. Errors: DataError for files that cannot be read.
     """
     if not config.model.init_from or not (config.lora.enabled or config.preferences.needs_references):
         return ""
