@@ -199,7 +199,8 @@ class EvalDone:
     """An evaluation of the weights after step `step` (a plan's number, from 0), on all ranks.
 
     `loss` is over the whole set as over one batch: the sum of losses by what they are divided by (target tokens, or
-    samples). `real_tokens` and `num_samples` of all replicas; `seconds` of this rank.
+    samples). `real_tokens` and `num_samples` of all replicas; `seconds` of this rank. `validated_on` names the samples
+    and the kind of loss: losses of two names do not compare.
     """
 
     step: int
@@ -207,6 +208,7 @@ class EvalDone:
     real_tokens: int
     num_samples: int
     seconds: float
+    validated_on: str = ""
 
     @property
     def number(self) -> int:

@@ -131,9 +131,10 @@ class PeriodicEvaluation:
         settings: EvalSettings,
         *,
         num_steps: int,
+        validated_on: str = "",
     ) -> None:
         self._executor, self._loader, self._modules = executor, loader, modules
-        self._settings, self._num_steps = settings, num_steps
+        self._settings, self._num_steps, self._validated_on = settings, num_steps, validated_on
         self._start = loader.state_dict()
 
     def __call__(self, step: int) -> EvalDone | None:
@@ -151,6 +152,7 @@ class PeriodicEvaluation:
             real_tokens=result.real_tokens,
             num_samples=sum(self._loader.num_samples(epoch, batch) for batch in range(result.num_steps)),
             seconds=result.seconds,
+            validated_on=self._validated_on,
         )
 
 

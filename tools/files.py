@@ -67,6 +67,8 @@ def write_atomic(path: str | Path, text: str) -> None:
     Errors: DataError where the place cannot be written.
     """
     target = Path(path)
+    if str(path) == "-":
+        raise DataError("- is standard output, which --json alone writes to: name a file (one of that name is ./-)")
     if target.is_dir():
         raise DataError(f"{target} is a folder: name another file, or move it away")
     if target.exists() and not target.is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dynapipe_ext.data.examples import Example
@@ -30,10 +30,13 @@ class TaskBounds:
     others: SideBounds = SideBounds()
     named: Mapping[str, SideBounds] = field(default_factory=dict)
 
+    def __iter__(self) -> Iterator[SideBounds]:
+        return iter((self.others, *self.named.values()))
+
     @property
     def bind(self) -> bool:
         """Whether any side of any task has a bound."""
-        return any(sides != SideBounds() for sides in (self.others, *self.named.values()))
+        return any(sides != SideBounds() for sides in self)
 
     def of(self, task: str) -> SideBounds:
         return self.named.get(task, self.others)

@@ -116,12 +116,15 @@ def run_variant(
         data, held_out_data = _datasets(context, config, built, loss, PipelineExecutor(built.stage, transport))
         loader = stack.enter_context(_training_loader(context, config, load, planner, namespace, data))
         if not is_compared:
+            validated = validated_on(config, job.data.held_out)
             if held_out_data is not None:
                 # Planned in line: the planner processes are training's, and its next plans wait for nothing.
                 held_out = stack.enter_context(load(held_out_data, planner.for_forwards()))
                 forwards = PipelineExecutor(built.stage, transport)
-                evaluate = PeriodicEvaluation(forwards, held_out, built.modules, config.eval, num_steps=run.steps)
-            listeners = [*listeners, _saving(context, built, loader)]
+                evaluate = PeriodicEvaluation(
+                    forwards, held_out, built.modules, config.eval, num_steps=run.steps, validated_on=validated
+                )
+            listeners = [*listeners, _saving(context, built, loader, validated)]
             stack.callback(listeners[-1].close)
             stack.enter_context(context.end_request.listening(context.end_signals))
         yield from train_steps(
@@ -299,10 +302,10 @@ def _least_loss_so_far(context: RankContext, validated: str) -> float:
     return least_validation_loss(job.checkpoints, validated)
 
 
-def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader) -> PeriodicCheckpoints:
-    """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there."""
-    job, progress = context.job, RunProgress()
-    config, validated = job.config, validated_on(job.config, job.data.held_out)
+def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader, validated: str) -> PeriodicCheckpoints:
+    """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there.
+    `validated` names what its evaluations are of."""
+    job, config, progress = context.job, context.job.config, RunProgress()
     least_loss = _least_loss_so_far(context, validated)  # before the saver puts the folder in order
     if job.resumed is not None:
         run = built.restore(job.resumed)

@@ -32,6 +32,8 @@ def test_a_device_is_written_to_and_never_replaced() -> None:
 
 def test_a_file_is_replaced_in_one_step_and_its_folder_made(tmp_path: Path) -> None:
     target = tmp_path / "new" / "file.json"
+    with pytest.raises(DataError, match="- is standard output, which --json alone writes to"):
+        write_atomic("-", "text")
     write_atomic(target, "one")
     write_atomic(target, "two")
     assert target.read_text() == "two"

@@ -16,7 +16,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.events import CostsFit, EvalDone, StepDone
 from dynapipe_ext.models.flops import Positions
 from dynapipe_ext.tools import step_listeners
-from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo, least_evaluation
 from dynapipe_ext.tools.account.run_events import (
     EventsFile,
     VariantLabel,
@@ -25,6 +25,7 @@ from dynapipe_ext.tools.account.run_events import (
     resume_events,
     start_events,
 )
+from dynapipe_ext.tools.account.run_series import RunSeries
 from dynapipe_ext.tools.step_listeners import TensorBoardFile, scalars
 from tests.support.steps import a_step
 
@@ -135,6 +136,30 @@ def test_evaluations_are_kept_with_their_steps(tmp_path: Path) -> None:
     report.write(tmp_path / "report.json")
     assert RunReport.read(tmp_path / "report.json").result.evaluations[0] == done[0]
     assert scalars(a_step(5, evaluation=done[0]))["validation/loss"] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "least"),
+    [
+        ([("a", 3.0), ("a", 1.0), ("a", 2.0)], 1),
+        ([("a", 1.0), ("b", 5.0), ("b", 6.0)], 1),  # other data are harder
+        ([("", 1.0), ("b", 5.0)], 0),  # of a version that did not say
+        ([("a", math.inf), ("a", math.nan)], None),
+        ([], None),
+    ],
+)
+def test_the_least_validation_loss_is_among_those_of_the_last_ones_data(
+    evaluations: list[tuple[str, float]], least: int | None
+) -> None:
+    done = [
+        EvalDone(step=step, loss=loss, real_tokens=1, num_samples=1, seconds=0.1, validated_on=name)
+        for step, (name, loss) in enumerate(evaluations)
+    ]
+    assert least_evaluation(done) is (None if least is None else done[least])
+    series = RunSeries(VariantLabel("ours", "dynamic", "adaptive"))
+    for evaluation in done:
+        series.add(a_step(evaluation.step, evaluation=evaluation))
+    assert series.least_evaluation is (None if least is None else done[least])
 
 
 def test_a_report_of_no_step_and_of_none_gathered_claims_nothing(tmp_path: Path) -> None:

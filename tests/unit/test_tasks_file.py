@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -164,12 +165,23 @@ def config_of(settings: TrainConfig, folder: Path, tasks: Path) -> TrainConfig:
     return settings.with_values(data={"path": str(folder), "tasks": str(tasks)})
 
 
-def test_a_chat_has_no_sides_to_bound(tmp_path: Path) -> None:
+TURNS = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "bound", "said"),
+    [
+        ({"messages": TURNS}, "max_target_len", "chats, which have no input and target sides: leave out max_input_len"),
+        ({"text": "one two"}, "max_input_len", "plain texts, which have no input: leave out max_input_len"),
+    ],
+)
+def test_a_side_that_records_do_not_have_is_not_bounded(
+    tmp_path: Path, record: dict[str, Any], bound: str, said: str
+) -> None:
     write_model_tokenizer(tmp_path / "model")
-    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    chats = jsonl(tmp_path / "chats.jsonl", [{"messages": turns}])
-    data = {"path": str(chats), "tasks": "", "tokenizer": str(tmp_path / "model"), "max_target_len": 9}
-    with pytest.raises(ConfigError, match="chats, which have no input and target sides: leave out max_input_len and"):
+    records = jsonl(tmp_path / "records.jsonl", [record])
+    data = {"path": str(records), "tasks": "", "tokenizer": str(tmp_path / "model"), bound: 9}
+    with pytest.raises(ConfigError, match=said):
         run_data(config(tmp_path, **data))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -342,6 +342,7 @@ def evaluation_json(done: EvalDone) -> dict[str, Any]:
         "real_tokens": done.real_tokens,
         "num_samples": done.num_samples,
         "seconds": done.seconds,
+        "validated_on": done.validated_on,
     }
 
 
@@ -352,7 +353,19 @@ def evaluation_from(fields: Fields) -> EvalDone:
         real_tokens=fields.one("real_tokens", int),
         num_samples=fields.one("num_samples", int),
         seconds=fields.one("seconds", float),
+        validated_on=fields.one("validated_on", str) if fields.has("validated_on") else "",
     )
+
+
+def least_evaluation(evaluations: Iterable[EvalDone]) -> EvalDone | None:
+    """That of the least finite loss, among those of the samples and the kind of loss that the last one is of."""
+    least: EvalDone | None = None
+    for done in evaluations:
+        if least is not None and least.validated_on and done.validated_on not in ("", least.validated_on):
+            least = None
+        if math.isfinite(done.loss) and (least is None or done.loss < least.loss):
+            least = done
+    return least
 
 
 def drifting_from(fields: Fields) -> DriftingShape:
@@ -485,10 +498,10 @@ def _fitted_rows(result: RunResult) -> Iterator[tuple[str, str, str]]:
         before, after = percent(fit.error_before), percent(fit.error_after)
         yield f"costs fitted after step {number}", f"{before} off before", f"{after} after"
     if result.evaluations:
-        least = min(result.evaluations, key=lambda done: (not math.isfinite(done.loss), done.loss))
-        last = result.evaluations[-1]
+        last, least = result.evaluations[-1], least_evaluation(result.evaluations)
         yield "validation loss, last", f"{last.loss:.4f} (step {last.number})", ""
-        yield "validation loss, least", f"{least.loss:.4f} (step {least.number})", ""
+        if least is not None:
+            yield "validation loss, least", f"{least.loss:.4f} (step {least.number})", ""
 
 
 @dataclass(frozen=True, slots=True)

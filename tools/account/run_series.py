@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from dynapipe_ext.executor.events import AllRanks, CostsFit, DriftingShape, EvalDone, StepDone
-from dynapipe_ext.tools.account.report import RunFacts
+from dynapipe_ext.tools.account.report import RunFacts, least_evaluation
 from dynapipe_ext.tools.account.run_events import RunEvents, VariantLabel
 
 _MOST_RANGES = 300  # of steps that a figure is kept for
@@ -173,9 +173,9 @@ class RunSeries:
 
     def _add_evaluation(self, evaluation: EvalDone) -> None:
         self.validation.add(evaluation.number, evaluation.loss)
-        self.last_evaluation, least = evaluation, self.least_evaluation
-        if math.isfinite(evaluation.loss) and (least is None or evaluation.loss < least.loss):
-            self.least_evaluation = evaluation
+        self.last_evaluation = evaluation
+        before = () if self.least_evaluation is None else (self.least_evaluation,)
+        self.least_evaluation = least_evaluation((*before, evaluation))
 
     def _add_gathered(self, number: int, ranks: AllRanks) -> None:
         self.gathered = ranks

@@ -386,7 +386,8 @@ def _encode(encoder: Encoder, texts: Sequence[str], wheres: Sequence[str]) -> li
 def _skipped(where: str, settings: EncodeSettings) -> int:
     if not settings.skip_empty:
         raise DataError(
-            f"{where}: the record is empty (nothing to train on): fill it, or leave out all with --skip-empty"
+            f"{where}: the record is empty (nothing to train on): fill it, or leave out all such records with"
+            " `dynapipe preprocess --skip-empty`"
         )
     return 1
 

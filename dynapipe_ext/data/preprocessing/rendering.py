@@ -89,13 +89,18 @@ class Renderer:
         bounds: LengthBounds,
         loss_on: LossOn = "answers",
     ) -> Renderer:
-        """Errors: DataError for chats without a chat template; ConfigError for bounds on the sides of chats, which have
-        no sides."""
+        """Errors: DataError for chats without a chat template; ConfigError for bounds on sides that the records do
+        not have."""
         if template in ("chat", "preference") and bounds.tasks.bind:
             kind = "chats" if template == "chat" else "pairs of answers"
             raise ConfigError(
                 f"the records are {kind}, which have no input and target sides: leave out max_input_len and"
                 " max_target_len, and bound them by max_seq_len"
+            )
+        if template == "text" and any(sides.input for sides in bounds.tasks):
+            raise ConfigError(
+                "the records are plain texts, which have no input: leave out max_input_len, and bound them by"
+                " max_target_len or max_seq_len"
             )
         if template == "chat" and not tokenizer.has_chat_template:
             raise DataError(
