@@ -120,10 +120,7 @@ def run_variant(
             if held_out_data is not None:
                 # Planned in line: the planner processes are training's, and its next plans wait for nothing.
                 held_out = stack.enter_context(load(held_out_data, planner.for_forwards()))
-                forwards = PipelineExecutor(built.stage, transport)
-                evaluate = PeriodicEvaluation(
-                    forwards, held_out, built.modules, config.eval, num_steps=run.steps, validated_on=validated
-                )
+                evaluate = _evaluation(config, built, held_out, transport, validated)
             listeners = [*listeners, _saving(context, built, loader, validated)]
             stack.callback(listeners[-1].close)
             stack.enter_context(context.end_request.listening(context.end_signals))
@@ -163,6 +160,19 @@ def _dumping(context: RankContext, config: TrainConfig, planner: Planner) -> Pla
     in line."""
     dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)
     return DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner
+
+
+def _evaluation(
+    config: TrainConfig, built: BuiltModel, held_out: DynaPipeDataLoader, transport: Transport, validated: str
+) -> PeriodicEvaluation:
+    return PeriodicEvaluation(
+        PipelineExecutor(built.stage, transport),
+        held_out,
+        built.modules,
+        config.eval,
+        num_steps=config.run.steps,
+        validated_on=validated,
+    )
 
 
 def _loader_of(context: RankContext, config: TrainConfig) -> Callable[..., DynaPipeDataLoader]:
