@@ -57,7 +57,8 @@ class PlannedSchedule:
     """What steps the `stages` of a rank, whose `submod` are its model parts; made on all ranks at the same point.
 
     `loss_fn(output, target, **loss_kwargs)` is a sum, divided as the loop wants. Micro-batches may have other numbers
-    of rows and positions each, told by what every stage is given: no message says a shape.
+    of rows and positions each, told by what every stage is given: no message says a shape. Stages hand on tensors of
+    the type that their weights have.
     """
 
     def __init__(
@@ -66,17 +67,16 @@ class PlannedSchedule:
         loss_fn: Callable[..., torch.Tensor],
         *,
         hidden_size: int,
-        dtype: str = "float32",
         split_backward: bool = False,
     ) -> None:
         by_stage = stages[0].stage_index_to_group_rank
         ranks = tuple(by_stage[stage] for stage in range(len(by_stage)))
         pp = max(ranks) + 1
         self._topology = Topology(pp=pp, dp=dist.get_world_size() // pp, placement=ranks if len(ranks) > pp else ())
-        self._format = ActivationFormat(hidden_size, dtype, order="bsh")
+        weight = next(stages[0].submod.parameters())
+        self._format = ActivationFormat(hidden_size, str(weight.dtype).removeprefix("torch."), order="bsh")
         self._loss_fn, self._split = loss_fn, split_backward
-        device = next(stages[0].submod.parameters()).device
-        self._parallel = ParallelContext(self._topology, device=device)
+        self._parallel = ParallelContext(self._topology, device=weight.device)
         self._parts = [stage.submod for stage in stages]
         self._stage = TorchStage(
             {stage.stage_index: _PartOfBatch(stage.submod) for stage in stages}, self._loss, parallel=self._parallel
