@@ -8,9 +8,7 @@ other options are refused.
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import NO_ROOM, ConfigError, DataError
+from dynapipe_ext.errors import NO_ROOM, DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint import journal as journals
 from dynapipe_ext.tools.checkpoint.formats import (
@@ -30,7 +28,7 @@ from dynapipe_ext.tools.checkpoint.formats import (
     WriterOptions,
 )
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, settle_config
-from dynapipe_ext.tools.checkpoint.journal import ConversionJournal, Finished
+from dynapipe_ext.tools.checkpoint.journal import ConversionJournal, Finished, absolute
 from dynapipe_ext.tools.checkpoint.recognition import Format, format_of, recognise
 from dynapipe_ext.tools.console import say_loading
 
@@ -54,7 +52,7 @@ class Conversion:
 
     @property
     def partial(self) -> Path:
-        return _partial(self.destination)
+        return journals.partial_folder(self.destination)
 
     @property
     def total_bytes(self) -> int:
@@ -103,8 +101,8 @@ def prepare_conversion(
 
     Errors: ConfigError, DataError; nothing has been written then.
     """
-    source, destination = _absolute(source), _absolute(destination)
-    _refuse_places(source, destination)
+    source, destination = absolute(source), absolute(destination)
+    journals.refuse_places(destination, source)
     read_as, also = _source_format(source, source_format)
     written_as = format_of(target)
     say_loading("torch")  # not before: what is refused above needs none
@@ -113,7 +111,7 @@ def prepare_conversion(
     reader.check()
     if carry is not None:
         reader.files = tuple(carry)
-    writer = written_as.new_writer(_partial(destination), reader, options, **own)
+    writer = written_as.new_writer(journals.partial_folder(destination), reader, options, **own)
     pieces = tuple(writer.pieces())
     _refuse_lost(reader, pieces)
     notices = [f"{source} could also be read as {', '.join(also)}: --from chooses"] if also else []
@@ -153,27 +151,21 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
     Errors: DataError; what is done by then stays in the unfinished folder, and so it does when interrupted.
     """
     partial = conversion.partial
-    with _said_plainly(partial):
-        with ConversionJournal(partial, conversion.identity) as journal:
-            num_resumed = _resume(conversion, journal, advance)
-            _refuse_no_room(conversion, journal)
-            settled_files = journals.files_below(partial)
-            for piece in conversion.pieces:
-                if piece.name not in journal.finished:
-                    settled_files = _write(conversion, journal, piece, settled_files, advance)
-            records = {piece.name: journal.finished[piece.name].record for piece in conversion.pieces}
-            conversion.writer.finish(records)
-            _settle_configs(conversion)
-            for name in journals.files_below(partial) - settled_files:
-                journals.settled(partial, name)
-            if conversion.verify:
-                verify_conversion(conversion, advance)
-            if os.path.lexists(conversion.destination):
-                raise DataError(f"{conversion.destination} has come to exist meanwhile: move it, and run this again")
-            _sync_folders(partial)
-            partial.rename(conversion.destination)
-            _sync_folder(conversion.destination.parent)
-        (conversion.destination / journals.NAME).unlink(missing_ok=True)
+    with _said_plainly(partial), ConversionJournal(partial, conversion.identity) as journal:
+        num_resumed = _resume(conversion, journal, advance)
+        _refuse_no_room(conversion, journal)
+        settled_files = journals.files_below(partial)
+        for piece in conversion.pieces:
+            if piece.name not in journal.finished:
+                settled_files = _write(conversion, journal, piece, settled_files, advance)
+        records = {piece.name: journal.finished[piece.name].record for piece in conversion.pieces}
+        conversion.writer.finish(records)
+        _settle_configs(conversion)
+        for name in journals.files_below(partial) - settled_files:
+            journals.settled(partial, name)
+        if conversion.verify:
+            verify_conversion(conversion, advance)
+        journal.rename(conversion.destination)
     groups = conversion.groups.values()
     return ConversionOutcome(
         sum(len(group.tensors) for group, _ in groups),
@@ -261,15 +253,6 @@ def _settle_configs(conversion: Conversion) -> None:
         settle_config(place, conversion.reader.architecture, conversion.reader.config_fields)
 
 
-def _refuse_places(source: Path, destination: Path) -> None:
-    if os.path.lexists(destination):
-        raise ConfigError(f"{destination} exists: choose another DST, or remove it")
-    if destination.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"{destination} lies inside {source}: choose a DST outside the source")
-    if source.is_relative_to(_partial(destination)):
-        raise ConfigError(f"{source} lies inside the unfinished {_partial(destination)}: choose another DST")
-
-
 def _refuse_lost(reader: CheckpointReader, pieces: Sequence[CheckpointPiece]) -> None:
     """Errors: DataError where a writer plans to leave out a tensor."""
     planned = {group.name for piece in pieces for group, kind in piece.groups if kind == "weight"}
@@ -330,27 +313,3 @@ def _bytes(reader: CheckpointReader, group: TensorGroup, kind: StateKind) -> int
 
 def _piece_bytes(reader: CheckpointReader, piece: CheckpointPiece) -> int:
     return sum(_bytes(reader, group, kind) for group, kind in piece.groups)
-
-
-def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path))
-
-
-def _partial(destination: Path) -> Path:
-    return destination.with_name(f"{destination.name}.partial")
-
-
-def _sync_folders(directory: Path) -> None:
-    for folder, _, _ in os.walk(directory):
-        _sync_folder(Path(folder))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some shared file systems know it for files only
-            raise
-    finally:
-        os.close(descriptor)

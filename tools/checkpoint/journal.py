@@ -1,12 +1,14 @@
 """What an unfinished conversion has done so far, so that the same command goes on where it was stopped.
 
-The journal lies in the unfinished folder: one JSON line that says what is converted and how, then one for each piece
-that is whole on the disk, with the digest of each of its files. A line that was cut by a kill does not count.
+The journal lies in the unfinished folder, which `partial_folder` names: one JSON line that says what is converted and how,
+then one for each piece that is whole on the disk, with the digest of each of its files. A line that was cut by a kill
+does not count.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dynapipe_ext.errors import DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, short
 
 NAME = ".dynapipe-convert.jsonl"
 _FORMAT = "dynapipe-conversion/1"
@@ -71,6 +73,16 @@ class ConversionJournal:
         """A piece whose files are no longer what they were."""
         del self.finished[piece]
         self._append({"piece": piece, "record": None, "files": {}})
+
+    def rename(self, destination: Path) -> None:
+        """The folder is whole: it takes its place, without the journal. Errors: DataError where something is there."""
+        if os.path.lexists(destination):
+            raise DataError(f"{destination} has come to exist meanwhile: move it, and run this again")
+        for folder, _, _ in os.walk(self.directory):
+            _sync_folder(Path(folder))
+        self.directory.rename(destination)
+        _sync_folder(destination.parent)
+        (destination / NAME).unlink(missing_ok=True)
 
     def _hold(self, path: Path) -> None:
         try:
@@ -126,6 +138,28 @@ class ConversionJournal:
         os.fsync(self._file)
 
 
+def absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path))
+
+
+def partial_folder(destination: Path) -> Path:
+    """Where a destination is written before it is whole."""
+    return destination.with_name(f"{destination.name}.partial")
+
+
+def refuse_places(destination: Path, *sources: Path) -> None:
+    """All of them absolute. Errors: ConfigError for a destination that is there, or would lie in what is read, and for
+    what is read and lies where the destination is written."""
+    if os.path.lexists(destination):
+        raise ConfigError(f"{destination} exists: choose another DST, or remove it")
+    partial = partial_folder(destination)
+    for source in sources:
+        if destination.resolve().is_relative_to(source.resolve()):
+            raise ConfigError(f"{destination} lies inside {source}: choose a DST outside the source")
+        if source.resolve().is_relative_to(partial.resolve()):
+            raise ConfigError(f"{source} lies inside the unfinished {partial}: choose another DST")
+
+
 def files_below(directory: Path) -> set[str]:
     """Relative names of all files below `directory`, but the journal."""
     top = os.path.join(directory, "")
@@ -158,3 +192,14 @@ def source_fingerprint(source: Path) -> str:
             stat = (source / name).stat()
             digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some shared file systems know it for files only
+            raise
+    finally:
+        os.close(descriptor)

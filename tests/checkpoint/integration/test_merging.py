@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +220,40 @@ def test_adapters_without_their_module_are_named(
 
 def test_a_merge_that_was_killed_begins_anew(plain: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = plain
-    (tmp_path / "merged.partial").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        merge_adapters(adapter, base, tmp_path / "merged", advance=interrupt)
     (tmp_path / "merged.partial" / "model-00007-of-00009.safetensors").write_bytes(b"x")
     merge_adapters(adapter, base, tmp_path / "merged")
-    assert not list((tmp_path / "merged").glob("model-00007*"))
+    names = {file.name for file in (tmp_path / "merged").iterdir()}
+    assert "model.safetensors" in names
+    assert not [name for name in names if "00007" in name or "dynapipe" in name]
     with pytest.raises(ConfigError, match="merged exists"):
         merge_adapters(adapter, base, tmp_path / "merged")
+
+
+def interrupt(_num_bytes: int) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_merge_touches_nothing_but_what_a_merge_has_begun(plain: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = (Path(shutil.copytree(source, tmp_path / source.name)) for source in plain)
+    unfinished = tmp_path / "out.partial"
+    unfinished.mkdir()
+    (unfinished / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"out\.partial exists and is no unfinished conversion: remove it"):
+        merge_adapters(adapter, base, tmp_path / "out")
+    assert (unfinished / "notes.txt").read_text() == "mine"
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for destination, said in (
+        (base / "in", "lies inside .*base"),
+        (adapter / "in", "lies inside .*adapter"),
+        (tmp_path / "dangling", "dangling exists"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            merge_adapters(adapter, base, destination)
+    for source in (base, adapter):
+        before, moved = set(os.listdir(source)), source.rename(tmp_path / "other.partial")
+        with pytest.raises(ConfigError, match="lies inside the unfinished"):
+            merge_adapters(*(moved if one == source else one for one in (adapter, base)), tmp_path / "other")
+        assert set(os.listdir(moved)) == before
+        moved.rename(source)

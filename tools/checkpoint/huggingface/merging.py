@@ -18,13 +18,20 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.huggingface import quantisation_of
 from dynapipe_ext.tools.checkpoint.files.safetensors_file import SafetensorsSpec, write_safetensors
 from dynapipe_ext.tools.checkpoint.huggingface.adapter_files import Adapters, BesideWeight, read_adapters
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, read_json_object
 from dynapipe_ext.tools.checkpoint.huggingface.folder import SHARD_BYTES, shard_names, stored_tensors, write_shard_index
 from dynapipe_ext.tools.checkpoint.huggingface.quantized import ReadableTensor, dequantised
+from dynapipe_ext.tools.checkpoint.journal import (
+    ConversionJournal,
+    absolute,
+    files_below,
+    partial_folder,
+    refuse_places,
+)
 from dynapipe_ext.tools.files import write_atomic, writing_in
 
 __all__ = ["MergeOutcome", "merge_adapters"]
@@ -76,8 +83,8 @@ def merge_adapters(
     Memory of the largest tensor, its adapters and a few megabytes. Errors: ConfigError, DataError; every adapter
     without its module is named.
     """
-    if destination.exists():
-        raise ConfigError(f"{destination} exists: choose another folder, or remove it")
+    adapter, base, destination = map(absolute, (adapter, base, destination))
+    refuse_places(destination, adapter, base)
     adapters = read_adapters(adapter)
     raw = read_json_object(base / CONFIG, "the folder of the model that the adapters stand beside")
     stored, notices = _tensors_of(base, raw)
@@ -87,17 +94,17 @@ def merge_adapters(
         notices += ("the head is written beside the embedding, to which the base ties it: adapters change one of them",)
     if adapters.base and Path(adapters.base).name != base.resolve().name:
         notices += (f"{adapter} names {adapters.base} as its base: it is merged into {base}",)
-    partial = destination.with_name(f"{destination.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with writing_in(partial):
-        partial.mkdir(parents=True)
+    partial = partial_folder(destination)
+    with writing_in(partial), ConversionJournal(partial, {"to": "merged"}) as journal:
+        for left in files_below(partial):  # by a merge that was killed
+            (partial / left).unlink()
         _write_weights(partial, planned, shard_bytes, advance)
         files = carried_files(base) if carry is None else carry
         own = () if carry is not None else [file for file in carried_files(adapter) if file.name not in _OF_BASE]
         for file in {file.name: file for file in (*files, *own)}.values():
             shutil.copyfile(file, partial / file.name)
         _write_config(partial / CONFIG, base / CONFIG, raw, unties=unties)
-        partial.rename(destination)
+        journal.rename(destination)
     num_bytes = sum(_num_bytes(one) for one in planned.values())
     return MergeOutcome(len(adapters.beside), len(adapters.replacing), len(planned), num_bytes, notices)
 
