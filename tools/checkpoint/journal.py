@@ -1,8 +1,8 @@
 """What an unfinished conversion has done so far, so that the same command goes on where it was stopped.
 
-The journal lies in the unfinished folder, which `partial_folder` names: one JSON line that says what is converted and how,
-then one for each piece that is whole on the disk, with the digest of each of its files. A line that was cut by a kill
-does not count.
+The journal lies in the unfinished folder, which `partial_folder` names: one JSON line that says what is converted and
+how, then one for each piece that is whole on the disk, with the digest of each of its files. A line that was cut by a
+kill does not count.
 """
 
 from __future__ import annotations

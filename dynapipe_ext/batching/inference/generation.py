@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,8 @@ from dynapipe_ext.peak_memory import MeasurePeak, cuda_peak, is_out_of_memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedBatch:
-    """New tokens of the texts `indices`, up to and with the end token; measured peak of the batch, if it was measured.
+    """New tokens of the texts `indices`, up to and with the end token, or the one at which `stopping_criteria` or
+    `stop_strings` are met; measured peak of the batch, if it was measured.
 
     `num_splits`: times that the batch was halved, after running out of memory or because a smaller one had.
     """
@@ -57,8 +58,9 @@ def generate_batches(
     elsewhere (`profiled_peak`, which is slow). A batch that runs out of memory is halved until it fits, and later ones
     as large are halved beforehand.
 
-    Errors: ConfigError for a causal model with right padding, or a learned memory model of another model, device or
-    settings. ExecutionError, once all else is done, naming the texts that do not fit alone.
+    Errors: ConfigError for a causal model with right padding, for stopping criteria beside several beams, or a learned
+    memory model of another model, device or settings. DataError for a text without a token. ExecutionError, once all
+    else is done, naming the texts that do not fit alone.
     """
     num_sequences = generation.get("num_return_sequences", of_generation(model, generation, "num_return_sequences"))
     if num_sequences not in (None, 1):
@@ -104,9 +106,10 @@ def _driven(driver: _Driver, batches: Iterable[Any], sampler: DynamicBatchSample
     """Outputs batch by batch; what they measure goes to the sampler's memory model, if there is a sampler."""
     place, first_bytes, seen = 0, None, set[int]()
     for batch in batches:
-        inputs = {name: x for name, x in batch.items() if isinstance(x, torch.Tensor) and name != "indices"}
+        inputs = _inputs_of(batch)
         num_texts, prompt_len = inputs["input_ids"].shape
         indices = _numbers_of(batch, range(place, place + num_texts), seen)
+        _refuse_empty(inputs, indices)
         done = driver.run(inputs, indices)
         whole = not done.num_splits and max(map(len, done.tokens), default=0) == driver.max_new_tokens
         memory = sampler.memory if sampler is not None else None
@@ -121,6 +124,23 @@ def _driven(driver: _Driver, batches: Iterable[Any], sampler: DynamicBatchSample
             sampler.memory = memory
         place += num_texts
         yield done
+
+
+def _inputs_of(batch: Any) -> BatchTensors:
+    """Errors: DataError for a batch without the tokens of its texts."""
+    named = batch if isinstance(batch, Mapping) else {}
+    inputs = {name: x for name, x in named.items() if isinstance(x, torch.Tensor) and name != "indices"}
+    if "input_ids" not in inputs or inputs["input_ids"].ndim != 2:
+        held = {name: tuple(x.shape) for name, x in inputs.items()} or type(batch).__name__
+        raise DataError(f"a batch has {held}, but needs input_ids of (texts, positions): tokenize it, with padding")
+    return inputs
+
+
+def _refuse_empty(inputs: BatchTensors, indices: Sequence[int]) -> None:
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask", torch.ones_like(ids))
+    if empty := [index for index, of_text in zip(indices, mask, strict=True) if not of_text.any()]:
+        raise DataError(f"text {empty[0]} has no token to go on from: leave it out, or begin texts with a BOS token")
 
 
 def _numbers_of(batch: Any, usual: range, seen: set[int]) -> tuple[int, ...]:
@@ -149,12 +169,24 @@ class _Driver:
     def __init__(
         self, model: Any, max_new_tokens: int, measure: MeasurePeak | None, generation: Mapping[str, Any]
     ) -> None:
-        self.model, self.max_new_tokens, self.measure, self.generation = model, max_new_tokens, measure, generation
+        self.model, self.max_new_tokens, self.measure = model, max_new_tokens, measure
+        self.generation = dict(generation)
         self.too_large: list[tuple[int, int]] = []
         self._failed_positions: int | None = None
         end = generation.get("eos_token_id", of_generation(model, generation, "eos_token_id"))
         end = end.tolist() if isinstance(end, torch.Tensor) else end
         self._ends = set(end) if isinstance(end, list | tuple | set) else {end}
+        self._criteria = [*(self.generation.pop("stopping_criteria", None) or ())]
+        strings = self.generation.pop("stop_strings", of_generation(model, generation, "stop_strings"))
+        if strings and (tokenizer := generation.get("tokenizer")) is not None:  # without one, transformers says so
+            from transformers import StopStringCriteria
+
+            self._criteria.append(StopStringCriteria(tokenizer, strings))
+        if self._criteria and (num_beams := beams_of(model, generation)) > 1:
+            raise ConfigError(
+                f"num_beams is {num_beams} beside stopping criteria, and where they ended a beam is not known: search"
+                " without them, or with one beam"
+            )
 
     def run(self, inputs: BatchTensors, indices: tuple[int, ...]) -> GeneratedBatch:
         waiting, num_splits, peaks = [slice(0, len(indices))], 0, list[int]()
@@ -206,10 +238,14 @@ class _Driver:
             )
         placed = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
         with evaluating(self.model), torch.inference_mode():
-            output = self.model.generate(**placed, max_new_tokens=self.max_new_tokens, **self.generation)
+            stops = _FirstStops(self._criteria)
+            output = self.model.generate(
+                **placed, max_new_tokens=self.max_new_tokens, stopping_criteria=[stops], **self.generation
+            )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        start = inputs["input_ids"].shape[1] if causal else 1
-        return [self._until_end(row) for row in sequences[:, start:].tolist()]
+        start = inputs["input_ids"].shape[1] if causal else stops.prompt_len or 1
+        rows, ends = sequences[:, start:].tolist(), stops.of_rows
+        return [self._until_end(row[:end]) for row, end in zip(rows, ends or [None] * len(rows), strict=True)]
 
     def _ends_in_pad(self, ids: torch.Tensor) -> bool:
         """Of prompts without a mask, as far as the padding has an id of its own."""
@@ -219,6 +255,35 @@ class _Driver:
     def _until_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
         end = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))
         return tuple(tokens[:end])
+
+
+class _FirstStops:
+    """As one of transformers' stopping criteria: all of `criteria`, and at which new token of each row one of them was
+    first met. Rows go on beside others that have not ended: what they are given from there on is no answer."""
+
+    def __init__(self, criteria: Sequence[Callable[..., Any]]) -> None:
+        self._criteria = criteria
+        self._first: torch.Tensor | None = None
+        self.prompt_len = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **keywords: Any) -> torch.Tensor:
+        length = input_ids.shape[1]
+        if self._first is None:
+            self.prompt_len, self._first = length - 1, torch.zeros(len(input_ids), dtype=torch.long)
+        is_met = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        for criterion in self._criteria:
+            is_met |= criterion(input_ids, scores, **keywords)
+        if self._criteria:
+            now = is_met.cpu() & (self._first == 0)
+            self._first[now] = length - self.prompt_len
+        return is_met
+
+    @property
+    def of_rows(self) -> list[int | None]:
+        """Numbers of new tokens, with the one that met a criterion; None where none was met. Empty without criteria."""
+        if not self._criteria or self._first is None:
+            return []
+        return [first or None for first in self._first.tolist()]
 
 
 def _part(inputs: BatchTensors, rows: slice) -> BatchTensors:

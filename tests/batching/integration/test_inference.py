@@ -253,6 +253,57 @@ def test_two_texts_of_one_number_are_refused() -> None:
         generate(llama(), [{**batch, "indices": [1]}], max_new_tokens=2)
 
 
+@pytest.mark.parametrize("end", [1, None])
+def test_answers_end_where_a_criterion_is_met_whatever_the_other_texts_of_the_batch(end: int | None) -> None:
+    model, texts = llama(), texts_of([3, 9, 5, 4, 6, 2, 7, 5])
+    answers = alone(model, texts, eos_token_id=None)
+    places = [place for place, answer in enumerate(answers) if len(answer) > 3]
+    assert len(places) > 2  # else nothing goes on beside what has stopped
+    word = next(token for place in places for token in answers[place][1:3] if token >= 12)  # of two digits: in no other
+    spelled = tokenizer()
+    spelled.add_tokens(["abcdef"])  # transformers spells each token behind it
+
+    def criterion(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return input_ids[:, -1] == word
+
+    expected = [answer[: answer.index(word) + 1] if word in answer else answer for answer in answers]
+    if end is not None:
+        expected = [answer[: answer.index(end) + 1] if end in answer else answer for answer in expected]
+    assert len({len(answer) for answer in expected}) > 1
+    for words in ({"stopping_criteria": [criterion]}, {"stop_strings": [spelled.decode([word])], "tokenizer": spelled}):
+        options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": end, "pad_token_id": 0, **words}
+        assert generate(model, loader_of(texts, 4), **options) == expected
+        with pytest.raises(ConfigError, match="num_beams is 2 beside stopping criteria"):
+            generate(model, loader_of(texts, 4), num_beams=2, **options)
+
+
+def test_tokens_that_a_decoder_is_given_are_not_new_ones() -> None:
+    model, batch = t5(), dict(tokenizer()(texts_of([3, 5]), padding=True, return_tensors="pt"))
+    for given in ([[0, 5, 6]] * 2, [[5, 6]] * 2):  # with its first token, or the model puts that before
+        begun = torch.tensor(given)
+        whole = model.generate(**batch, decoder_input_ids=begun, max_new_tokens=4)
+        made = generate(model, [{**batch, "decoder_input_ids": begun}], max_new_tokens=4)
+        assert made == [[token for token in row if token] for row in whole[:, 3:].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (
+            {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])},
+            "text 1 has no",
+        ),
+        ({"input_ids": torch.ones(1, 0).long()}, "text 0 has no token"),
+        ({"inputs_embeds": torch.ones(1, 2, 32)}, r"a batch has .*inputs_embeds.* but needs input_ids"),
+        ({"input_ids": torch.ones(3).long()}, r"a batch has .*\(3,\).* but needs input_ids of \(texts, positions\)"),
+        (torch.ones(2, 3).long(), "a batch has Tensor, but needs input_ids"),
+    ],
+)
+def test_a_batch_without_tokens_to_go_on_from_is_refused(batch: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        generate(llama(), [batch], max_new_tokens=2)
+
+
 def test_several_sequences_a_text_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_return_sequences is 2"):
         generate(llama(), [], max_new_tokens=2, num_return_sequences=2)
