@@ -24,12 +24,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, check_integer
 
 Packing = Literal["best-fit", "in-order"]
 PackedAttention = Literal["positions", "block-mask", "cu_seqlens"]
 
-_UNREAD = ("completion_mask", "assistant_masks", "loss_weights")  # of other collators
+_READ = frozenset({"input_ids", "labels", "loss_mask", "position_ids", "attention_mask"})
+_NUMBERS = frozenset({"id", "idx", "index", "length"})  # of a document, and nothing that a model or a loss reads
 IGNORED = -100  # the label that transformers' losses leave out
 
 
@@ -148,8 +149,9 @@ class PackingCollator:
     """A `collate_fn` for a DataLoader or Trainer: features in, inputs of a causal transformers model out.
 
     A feature maps input_ids and, if they are to differ from them, labels (aligned; -100 carries no loss) and loss_mask
-    (true where a token is to be predicted) to flat sequences. Rows hold at most `max_tokens` positions, None for one
-    row; `pad_multiple` rounds S up.
+    (true where a token is to be predicted) to flat sequences. Texts, the numbers id, idx, index and length, and
+    token_type_ids that are all 0 are left aside; other columns are refused, since a row has no place for them. Rows
+    hold at most `max_tokens` positions, None for one row; `pad_multiple` rounds S up.
     """
 
     max_tokens: int | None = None
@@ -164,11 +166,15 @@ class PackingCollator:
             raise ConfigError(f"attention is {self.attention!r}: choose from {choices}")
         if self.packing not in get_args(Packing):
             raise ConfigError(f"packing is {self.packing!r}: choose from {', '.join(map(repr, get_args(Packing)))}")
-        if self.pad_multiple < 1 or (self.max_tokens is not None and self.max_tokens < self.pad_multiple):
-            raise ConfigError(
-                f"pad_multiple is {self.pad_multiple} with rows of {self.max_tokens} tokens: it must be 1 or more and"
-                " no more than a row"
-            )
+        check_integer("pad_multiple", self.pad_multiple, least=1)
+        check_integer("pad_token_id", self.pad_token_id, least=0)
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, least=1)
+            if self.max_tokens < self.pad_multiple:
+                raise ConfigError(
+                    f"pad_multiple is {self.pad_multiple} but rows have {self.max_tokens} tokens: it must be no more"
+                    " than a row"
+                )
 
     def pack(self, features: Sequence[Mapping[str, Any]]) -> PackedRows:
         """The arrays of a batch. Errors: DataError for a feature that cannot be packed, by its place."""
@@ -240,12 +246,13 @@ def _document(place: int, feature: Mapping[str, Any]) -> tuple[npt.NDArray[np.in
     """Tokens and aligned labels of a feature."""
     if "input_ids" not in feature:
         raise DataError(f"feature {place} has {', '.join(sorted(feature)) or 'nothing'} but no input_ids: tokenize it")
-    if unread := [name for name in _UNREAD if name in feature]:
-        raise DataError(
-            f"feature {place} has {unread[0]}, which says where there is loss and is not read: give it as loss_mask, or"
-            " remove the column"
-        )
-    tokens = _flat(place, "input_ids", feature["input_ids"])
+    tokens = _flat(place, "input_ids", feature["input_ids"], least=0)
+    for name, value in feature.items():
+        if name not in _READ and not _is_aside(place, name, value, tokens):
+            raise DataError(
+                f"feature {place} has {name}, for which packed rows have no place: remove the column, or give it as"
+                " loss_mask where it says which tokens are to be predicted"
+            )
     if "position_ids" in feature:
         positions = _flat(place, "position_ids", feature["position_ids"], tokens)
         if not np.array_equal(positions, np.arange(len(tokens))):
@@ -255,19 +262,36 @@ def _document(place: int, feature: Mapping[str, Any]) -> tuple[npt.NDArray[np.in
             )
     if "attention_mask" in feature and not _flat(place, "attention_mask", feature["attention_mask"], tokens).all():
         raise DataError(f"feature {place} is padded already (its attention_mask has zeros): tokenize without padding")
-    labels = tokens if feature.get("labels") is None else _flat(place, "labels", feature["labels"], tokens)
+    labels = tokens if feature.get("labels") is None else _flat(place, "labels", feature["labels"], tokens, least=0)
     if feature.get("loss_mask") is not None:
         labels = np.where(_flat(place, "loss_mask", feature["loss_mask"], tokens) != 0, labels, IGNORED)
     return tokens, labels
 
 
-def _flat(place: int, name: str, values: Any, like: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+def _is_aside(place: int, name: str, value: Any, tokens: npt.NDArray[np.int64]) -> bool:
+    """Whether a row of this feature is the same without the column."""
+    if name == "token_type_ids":  # tokenizers write them unasked
+        return not _flat(place, name, value, tokens).any()
+    return value is None or isinstance(value, str) or (name in _NUMBERS and np.ndim(value) == 0)
+
+
+def _flat(
+    place: int, name: str, values: Any, like: npt.NDArray[np.int64] | None = None, *, least: int | None = None
+) -> npt.NDArray[np.int64]:
+    """`values`, none below `least` but `IGNORED`; as many as `like` has."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} of feature {place} is no array ({error}): give a flat sequence of integers") from error
+    if array.ndim != 1 or (array.size and array.dtype.kind not in ("iu" if least == 0 else "iub")):
         raise DataError(
             f"{name} of feature {place} has shape {array.shape} and type {array.dtype}: a flat sequence of integers is"
             " expected"
         )
+    if array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise DataError(f"{name} of feature {place} has {array.max()}: integers here have at most 64 bits, with a sign")
+    if least is not None and (wrong := array[(array < least) & ((array != IGNORED) | (name != "labels"))]).size:
+        raise DataError(f"{name} of feature {place} has {wrong[0]}: give ids from 0, and {IGNORED} in labels alone")
     if like is not None and len(array) != len(like):
         raise DataError(f"{name} of feature {place} has {len(array)} entries but input_ids has {len(like)}: align them")
     return array.astype(np.int64)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ def documents() -> list[dict[str, Any]]:
 
 def llama(attention: str, dtype: str = "float32") -> Any:
     pytest.importorskip("transformers")
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -48,7 +48,6 @@ def documents_kernel() -> str:
 
 def gpt2(attention: str) -> Any:
     pytest.importorskip("transformers")
-    import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -70,7 +69,6 @@ def gpt2(attention: str) -> Any:
 
 def apart(model: Any, features: list[dict[str, Any]]) -> list[Any]:
     """Logits of each document in a forward of its own."""
-    import torch
 
     with torch.no_grad():
         return [model(input_ids=torch.tensor([f["input_ids"]]), use_cache=False).logits[0] for f in features]
@@ -78,7 +76,6 @@ def apart(model: Any, features: list[dict[str, Any]]) -> list[Any]:
 
 def furthest(model: Any, collator: PackingCollator, *, like: Any = None, **changes: Any) -> float:
     """Largest difference of a packed logit from that of the document alone, on model `like` (by default the same)."""
-    import torch
 
     features = documents()
     packed = collator.pack(features)
@@ -171,7 +168,6 @@ def test_logits_in_float64_differ_by_rounding_alone() -> None:
 
 
 def test_one_document_without_padding_has_the_same_bits_packed_or_not() -> None:
-    import torch
 
     model, feature = llama("sdpa"), documents()[3]
     with torch.no_grad():
@@ -179,7 +175,6 @@ def test_one_document_without_padding_has_the_same_bits_packed_or_not() -> None:
 
 
 def test_the_batch_avoids_the_two_traps_of_sdpa_that_it_would_otherwise_fall_into() -> None:
-    import torch
 
     model, collator = llama("sdpa"), PackingCollator()
     batch = collator(documents())
@@ -191,7 +186,6 @@ def test_the_batch_avoids_the_two_traps_of_sdpa_that_it_would_otherwise_fall_int
 
 @pytest.mark.parametrize(("attention", "kernel"), [("positions", "sdpa"), ("cu_seqlens", "documents")])
 def test_loss_and_gradients_are_the_sums_over_single_documents(attention: Any, kernel: str) -> None:
-    import torch
     from torch.nn.functional import cross_entropy
 
     features = documents()
@@ -217,7 +211,6 @@ def test_loss_and_gradients_are_the_sums_over_single_documents(attention: Any, k
 
 
 def test_document_attention_refuses_what_it_would_get_wrong() -> None:
-    import torch
 
     model = llama(documents_kernel())
     with pytest.raises(ConfigError, match="cu_seqlens"):
@@ -227,6 +220,12 @@ def test_document_attention_refuses_what_it_would_get_wrong() -> None:
         model(**{**batch, "cu_seq_lens_q": batch["cu_seq_lens_q"][:-1]})
     with pytest.raises(ConfigError, match="soft cap"):
         model(**batch, softcap=30.0)
+
+
+def test_what_changes_nothing_of_a_row_is_left_aside() -> None:
+    aside = {"text": "one two", "id": 7, "length": np.int64(2), "token_type_ids": [0, 0], "labels": None, "task": None}
+    plain = PackingCollator().pack([{"input_ids": [1, 2]}])
+    assert np.array_equal(PackingCollator().pack([{"input_ids": [1, 2], **aside}]).labels, plain.labels)
 
 
 def test_a_data_loader_takes_it_with_worker_processes() -> None:
@@ -250,8 +249,25 @@ def test_a_data_loader_takes_it_with_worker_processes() -> None:
         ([{"input_ids": [[1, 2]]}], "flat sequence"),
         ([{"input_ids": [1.5]}], "flat sequence"),
         ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "padded already"),
-        ([{"input_ids": [1, 2], "completion_mask": [0, 1]}], "has completion_mask, which says where there is loss"),
-        ([{"input_ids": [1, 2], "assistant_masks": [0, 1]}], "has assistant_masks, which says"),
+        *(
+            ([{"input_ids": [1, 2], name: value}], f"feature 0 has {name}, for which packed rows have no place: remove")
+            for name, value in [
+                ("completion_mask", [0, 1]),
+                ("assistant_masks", [0, 1]),
+                ("token_type_ids", [0, 1]),
+                ("pixel_values", np.zeros((3, 4))),
+                ("loss_weight", 0.5),
+                ("prompt_length", 1),
+                ("label", 1),
+            ]
+        ),
+        ([{"input_ids": torch.ones(2, dtype=torch.bfloat16)}], "input_ids of feature 0 is no array"),
+        ([{"input_ids": [[1], [1, 2]]}], "input_ids of feature 0 is no array"),
+        ([{"input_ids": np.array([1, 2**63 + 5], np.uint64)}], "has 9223372036854775813: integers here have"),
+        ([{"input_ids": [5, -5]}], "input_ids of feature 0 has -5: give ids from 0"),
+        ([{"input_ids": [5, IGNORED]}], "input_ids of feature 0 has -100"),
+        ([{"input_ids": [True, False]}], "type bool: a flat sequence"),
+        ([{"input_ids": [5, 6], "labels": [IGNORED, -1]}], "labels of feature 0 has -1"),
         ([{"input_ids": [1, 2], "position_ids": [5, 6]}], "has position_ids of its own"),
     ],
 )
@@ -262,7 +278,15 @@ def test_a_feature_that_cannot_be_packed_is_refused_by_name(features: Any, says:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"attention": "flash"}, {"packing": "first-fit"}, {"pad_multiple": 0}, {"max_tokens": 4, "pad_multiple": 8}],
+    [
+        {"attention": "flash"},
+        {"packing": "first-fit"},
+        {"pad_multiple": 0},
+        {"max_tokens": 4, "pad_multiple": 8},
+        {"max_tokens": "8"},
+        {"max_tokens": 7.5},
+        {"pad_token_id": -1},
+    ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
