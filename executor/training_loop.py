@@ -67,7 +67,7 @@ class SkipPolicy:
             before = f", after {self._skips} steps that were skipped in a row" if self._skips else ""
             raise NotFiniteError(
                 f"{reason}{before}; no weight was changed: lower lr or look at these samples, or let single steps pass"
-                ' with [optimizer] nan_policy = "skip"'
+                ' with [optimizer] nan_policy = "skip" (--nan-policy skip)'
             )
         self._skips += 1
         return Refused(reason)

@@ -24,6 +24,7 @@ from dynapipe_ext.batch.topology import (
 )
 from dynapipe_ext.costs.blocks import BlockAttention
 from dynapipe_ext.costs.floor import GrowingTimes
+from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.layers import HEAD_MESSAGE_BYTES, LayerPart, parts_of_stages
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import (
@@ -55,7 +56,24 @@ from dynapipe_ext.costs.states import (
     states_of_stages,
 )
 from dynapipe_ext.errors import ConfigError, PlanError, check_integer, short
+from dynapipe_ext.field_types import check_field_types
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
+
+_MOST_FACTOR = 1_000_000
+
+
+def check_rates(values: Any) -> None:
+    """Errors: ConfigError for rates by which times do not fit into 64 bits."""
+    for name, least in (("flops_per_s", 1e6), ("bandwidth_bytes_per_s", 1.0)):
+        if not getattr(values, name) >= least:
+            raise ConfigError(f"{name} is {short(getattr(values, name))} but must be at least {least:g}")
+
+
+def check_bytes_factors(values: Any) -> None:
+    """Errors: ConfigError for a factor of stored bytes that cannot be."""
+    for name in ("layer_bytes_factor", "head_bytes_factor"):
+        if not 0 <= getattr(values, name) <= _MOST_FACTOR:
+            raise ConfigError(f"{name} is {short(getattr(values, name))} but must be 0 to {_MOST_FACTOR:,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +85,8 @@ class MeasuredAdapters:
     head_bytes_factor: float
 
     def __post_init__(self) -> None:
-        for name in ("layer_bytes_factor", "head_bytes_factor"):
-            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name} of adapters is {short(value)} but must be finite and cannot be negative")
+        check_field_types(self)
+        check_bytes_factors(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +174,16 @@ class AnalyticCosts:
     measured_adapters: MeasuredAdapters | None = None
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         checked_topology(self.architecture, self.topology, self.ep)
         _ = self.sliced_head
         check_states(self.state_recipe, self.zero_stage, self.offload)
         if self.state_recipe == "fp32":
             raise ConfigError("state_recipe is 'fp32': give megatron, mixed or deepspeed, and for fp32 param_bytes 4")
-        for name in ("flops_per_s", "bandwidth_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)} but must be above 0")
-        for name in ("overhead_ns", "layer_overhead_ns", "latency_ns", "layer_bytes_factor", "head_bytes_factor"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)} but must be finite and cannot be negative")
+        check_rates(self)
+        for name in ("overhead_ns", "layer_overhead_ns", "latency_ns"):
+            check_integer(name, getattr(self, name), least=0, most=INFEASIBLE)
+        check_bytes_factors(self)
         if not 0 <= self.capacity_factor < math.inf or (self.capacity_factor and not self.architecture.num_experts):
             raise ConfigError(
                 f"capacity_factor is {self.capacity_factor} with num_experts {self.architecture.num_experts}: it must"
@@ -175,10 +191,6 @@ class AnalyticCosts:
             )
         check_integer("num_moments", self.num_moments, least=0, most=8)
         check_tax(self.width_tax)
-        if self.activation_bytes_per_value not in (2, 4) or self.param_bytes not in (2, 4):
-            raise ConfigError(
-                f"values of {self.activation_bytes_per_value} and parameters of {self.param_bytes} bytes: give 2 or 4"
-            )
 
     @property
     def num_stages(self) -> int:

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute
 from dynapipe_ext.batch.topology import DTYPE_OF_WIDTH, ActivationFormat, ReplicaCollectives, Topology
 from dynapipe_ext.batch.vocabulary import refuse_spread
+from dynapipe_ext.costs.analytic import check_bytes_factors, check_rates
 from dynapipe_ext.costs.floor import Floor
-from dynapipe_ext.costs.grid import flat_shapes
+from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage, stage_layers
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.memory import states
@@ -36,7 +37,8 @@ from dynapipe_ext.costs.model import (
     within_layers,
 )
 from dynapipe_ext.costs.states import StateRecipe
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, check_integer
+from dynapipe_ext.field_types import check_field_types
 from dynapipe_ext.models.architecture import Architecture
 
 # Left out of descriptions, where they are as before costs knew them.
@@ -288,6 +290,11 @@ class EncoderDecoderRunCosts:
     width_tax: float = UNCOUNTED_TAX
 
     def __post_init__(self) -> None:
+        check_field_types(self)
+        check_bytes_factors(self)
+        check_rates(self)
+        check_integer("latency_ns", self.latency_ns, least=0, most=INFEASIBLE)
+        check_integer("layer_overhead_ns", self.layer_overhead_ns, least=0, most=INFEASIBLE)
         refuse_spread(self.topology, "a model with a decoder side")
         _ = self._counted, self.stage_layers  # refuse what cannot be cut
 

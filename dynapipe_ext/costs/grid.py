@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, short
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -104,7 +104,9 @@ class Grid:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Grid:
-        axes = [[int(x) for x in axis] for axis in raw["axes"]]
+        axes = [list(axis) for axis in raw["axes"]]
+        if not all(type(x) is int and 0 < x < INFEASIBLE for axis in axes for x in axis):
+            raise DataError(f"grid axes {short(axes)} must be rows and lengths: whole numbers, above 0")
         num_points = int(np.prod([len(axis) for axis in axes]))
         if any(axis != sorted(set(axis)) or not axis for axis in axes):
             raise DataError(f"grid axes {axes} must be ascending and not empty")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from dynapipe_ext.batch.micro_batches import (
+    ALL_RECOMPUTES,
     LAYER_RECOMPUTES,
     MicroBatch,
     Recompute,
@@ -18,7 +20,8 @@ from dynapipe_ext.batch.micro_batches import (
 )
 from dynapipe_ext.batch.topology import StageLayers, Topology, layers_of_cut, refuse_half_layers
 from dynapipe_ext.core import native
-from dynapipe_ext.costs.grid import WHOLE_SHARE, BoolArray, FloatArray, Grid
+from dynapipe_ext.costs.grid import INFEASIBLE, WHOLE_SHARE, BoolArray, FloatArray, Grid
+from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture
 
 LayerKind = Literal["encoder", "decoder", "postprocess", "attention", "mlp"]
@@ -32,6 +35,32 @@ _PRICES = ("forward_ms", "backward_ms", WEIGHT, "stored_mb", "peak_mb")  # the r
 HEAD_PEAK = "peak_mb"  # a column that not every measurement of a head has
 # Of a position, between parts of a head, beside hidden states: the log of the sum so far, and the target's logit.
 HEAD_MESSAGE_BYTES = 2 * 4
+
+
+def check_grids(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> None:
+    """Errors: ConfigError for none, for a grid of no layer, and for columns that its layer needs or nobody reads."""
+    if not grids:
+        raise ConfigError("a cost table needs at least one grid")
+    for (recompute, kind), grid in grids.items():
+        name = f"the grid of {short(kind)} under recompute {short(recompute)}"
+        if recompute not in ALL_RECOMPUTES or kind not in get_args(LayerKind):
+            raise ConfigError(
+                f"{name} is of no layer: give one of {', '.join(get_args(LayerKind))} under one of"
+                f" {', '.join(ALL_RECOMPUTES)}"
+            )
+        of_bytes = set(COLUMNS[2:]) & set(grid.columns)
+        needed = COLUMNS[:2] if kind == "postprocess" and not of_bytes else COLUMNS
+        if missing := [column for column in needed if column not in grid.columns]:
+            raise ConfigError(f"{name} has no column {missing[0]}: measure again")
+        if unread := [column for column in grid.columns if column not in (*COLUMNS, WEIGHT)]:
+            raise ConfigError(f"{name} has a column {short(unread[0])}: columns are {', '.join((*COLUMNS, WEIGHT))}")
+
+
+def check_bytes(*tables: Mapping[Any, float]) -> None:
+    """Errors: ConfigError for numbers of bytes that cannot be."""
+    for name, size in itertools.chain.from_iterable(table.items() for table in tables):
+        if not 0 <= size <= INFEASIBLE:
+            raise ConfigError(f"bytes of {name} are {short(size)} but must be 0 to {INFEASIBLE:,}: measure again")
 
 
 def kinds_of(grids: Mapping[tuple[Recompute, LayerKind], Grid]) -> tuple[Recompute, ...]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, check_integer
 
 _NS = 1_000_000_000
 
@@ -26,8 +26,7 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        if self.latency_ns < 0:
-            raise ConfigError(f"latency_ns of a link is {self.latency_ns} but cannot be negative")
+        check_integer("latency_ns of a link", self.latency_ns, least=0, most=1 << 50)
         if not 1 <= self.bytes_per_s <= 1e15:
             raise ConfigError(f"bytes_per_s of a link is {self.bytes_per_s:g}: give 1 to 1e15")
 
@@ -56,8 +55,7 @@ class Links:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        if self.ranks_per_node < 1:
-            raise ConfigError(f"ranks_per_node is {self.ranks_per_node} but must be at least 1")
+        check_integer("ranks_per_node", self.ranks_per_node, least=1)
 
     @classmethod
     def uniform(cls, link: Link) -> Links:

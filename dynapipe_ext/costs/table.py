@@ -28,6 +28,8 @@ from dynapipe_ext.costs.layers import (
     SLICED_HEAD,
     WEIGHT,
     LayerKind,
+    check_bytes,
+    check_grids,
     equivalent_shape,
     first_decoder_stage,
     grids_of,
@@ -65,7 +67,9 @@ from dynapipe_ext.costs.packed_rows import (
 )
 from dynapipe_ext.costs.pieces import PieceSurcharges
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
-from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.errors import ConfigError, DataError, PlanError, check_integer
+from dynapipe_ext.field_types import check_field_types
+from dynapipe_ext.models.architecture import MOST_LAYERS
 
 FORMAT = "dynapipe-costs/1"
 # What was not known to tables from the start is left out where it says nothing: these read as they always did.
@@ -133,28 +137,23 @@ class CostTable:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_field_types(self)
+        check_grids(self.grids)
+        check_bytes(self.parameter_bytes, self.packed_bytes, self.once_bytes)
+        check_integer("num_layers", self.num_layers, least=1, most=MOST_LAYERS)
+        check_integer("num_decoder_layers", self.num_decoder_layers, least=0, most=MOST_LAYERS)
         if not 0 <= self.split_w <= 1:
             raise ConfigError(f"split_w is {self.split_w} but is a share of the backward: give 0 to 1")
-        if self.comm_gbps <= 0 or self.comm_latency_us < 0:
+        if self.comm_gbps < 1e-6 or not 0 <= self.comm_latency_us <= 1e9:
             raise ConfigError(
-                f"a link of {self.comm_gbps} Gbit/s and {self.comm_latency_us} us cannot be: above 0, 0 or more"
+                f"a link of {self.comm_gbps} Gbit/s and {self.comm_latency_us} us cannot be: 1e-6 or more, 0 to 1e9"
             )
-        if len(self.state_parts) != 2 or min(self.state_parts) < 0 or self.value_bytes not in (2, 4):
-            raise ConfigError(
-                f"states {self.state_parts} and values of {self.value_bytes} bytes: give two parts, 2 or 4"
-            )
-        if self.lm_head not in ("last", "every"):
-            raise ConfigError(f"lm_head is {self.lm_head!r}: give 'last' or 'every'")
-        if not self.grids:
-            raise ConfigError("a cost table needs at least one grid")
-        if (num_stages := len(self.topology.layer_stages)) > self.total_layers or self.num_layers < 1:
-            raise ConfigError(f"{self.total_layers} layers cannot fill {num_stages} stages: lower pp or add layers")
+        if len(self.state_parts) != 2 or not all(0 <= part < 1000 for part in self.state_parts):
+            raise ConfigError(f"state_parts are {self.state_parts} but must be two numbers of 0 to below 1000")
+        if self.value_bytes not in (2, 4):
+            raise ConfigError(f"value_bytes is {self.value_bytes} but must be 2 or 4")
         layers_per_stage = self.topology.layers_per_stage
-        if layers_per_stage and sum(layers_per_stage) != self.total_layers:
-            raise ConfigError(
-                f"layers_per_stage {layers_per_stage} sums to {sum(layers_per_stage)} but the model has"
-                f" {self.total_layers} layers"
-            )
+        _ = self.topology.with_layers(self.total_layers)  # refuses a cut that does not have as many
         if self.has_decoder or not self._prices_halves:
             who = "a model with a decoder side" if self.has_decoder else "a cost table without grids of both halves"
             refuse_half_layers(layers_per_stage, who)
@@ -524,9 +523,9 @@ class CostTable:
                 **{
                     "grids": {(grid["recompute"], grid["layer"]): Grid.from_json(grid) for grid in raw["grids"]},
                     "parameter_bytes": {name: float(value) for name, value in raw["parameter_bytes"].items()},
-                    "hidden_size": int(raw["hidden_size"]),
-                    "num_layers": int(raw["num_layers"]),
-                    "num_decoder_layers": int(raw.get("num_decoder_layers", 0)),
+                    "hidden_size": raw["hidden_size"],
+                    "num_layers": raw["num_layers"],
+                    "num_decoder_layers": raw.get("num_decoder_layers", 0),
                     "topology": topology_from_json(raw["topology"]),
                     "lm_head": raw["lm_head"],
                     "split_w": float(raw["split_w"]),
@@ -538,7 +537,7 @@ class CostTable:
                     "packed_bytes": {kind: float(value) for kind, value in raw.get("packed_bytes", {}).items()},
                     "packed_layers": packed_from_json(raw.get("packed_layers", ())),
                     "once_bytes": {kind: float(value) for kind, value in raw.get("once_bytes", {}).items()},
-                    "value_bytes": int(raw.get("value_bytes", VALUE_BYTES)),
+                    "value_bytes": raw.get("value_bytes", VALUE_BYTES),
                     "pieces": PieceSurcharges.from_json(raw["pieces"]) if "pieces" in raw else None,
                     "blocks": {
                         int(width): MeasuredBlock.from_json(one) for width, one in raw.get("blocks", {}).items()
@@ -546,7 +545,7 @@ class CostTable:
                     "provenance": dict(raw["provenance"]),
                 }
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise DataError(f"cost table cannot be read: {type(error).__name__} {error}") from error
 
     @classmethod

@@ -10,7 +10,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.errors import ConfigError, check_integer, short
+from dynapipe_ext.field_types import check_field_types
 from dynapipe_ext.models.rope_scaling import LongRope, RopeScaling, Yarn
 
 
@@ -60,12 +61,8 @@ FAMILIES: tuple[PublishedFamily, ...] = get_args(PublishedFamily)
 ENCODER_DECODER_FAMILIES = ("t5", "mt5")
 VOCAB_MULTIPLE = 128  # Megatron's: rows of an embedding are a multiple of it
 MOST = 1 << 31  # largest value of any size: far above every model, and products of sizes still fit
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 _DTYPES = ("float32", "bfloat16", "float16")
-_CHOICES = {"activation": get_args(Activation), "position": get_args(Position), "norm": get_args(Norm)} | {
-    "norm_placement": get_args(NormPlacement),
-    "router_score": get_args(RouterScore),
-}
 # JSON leaves these out at their defaults, so that older cost files keep their fingerprints.
 _LATER = (
     "norm_placement", "zero_centered_norm", "qk_norm_whole", "norm_topk_prob", "shared_ffn_hidden_size",
@@ -306,22 +303,18 @@ class Architecture:
         return without_defaults(values)
 
     def __post_init__(self) -> None:
+        check_field_types(self)
         if self.family not in (*FAMILIES, "gpt", "transformers"):
             raise ConfigError(f"family {self.family!r} is not known: give one of {', '.join(FAMILIES)}")
         for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-                raise ConfigError(f"{name} is {short(value)} but must be an integer of 1 to {MOST:,}")
+            check_integer(name, getattr(self, name), least=1, most=MOST)
         for name in ("num_layers", "num_decoder_layers", "num_experts"):
-            if not 0 <= getattr(self, name) <= _MOST_LAYERS:
-                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be at most {_MOST_LAYERS:,}")
+            if not 0 <= getattr(self, name) <= MOST_LAYERS:
+                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be at most {MOST_LAYERS:,}")
         if self.num_heads % self.num_query_groups:
             raise ConfigError(
                 f"num_heads {self.num_heads} must be a multiple of num_query_groups {self.num_query_groups}"
             )
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} is {short(getattr(self, name))}: give one of {', '.join(choices)}")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not known: give one of {', '.join(_DTYPES)}")
         if (self.num_decoder_layers > 0) != (self.family in ENCODER_DECODER_FAMILIES):

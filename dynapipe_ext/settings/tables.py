@@ -314,7 +314,9 @@ class OptimizerSettings:
     weight_decay: float = setting(0.01, "--weight-decay", "not of norms and biases", "W", at_least=0, at_most=1e6)
     clip_grad: float = setting(1.0, "--clip-grad", "of all gradients; 0: off", "NORM", at_least=0)
     distributed: bool = setting(False)
-    nan_policy: Literal["stop", "skip"] = setting("stop")
+    nan_policy: Literal["stop", "skip"] = setting(
+        "stop", "--nan-policy", "what follows a loss or gradients that are not finite"
+    )
     max_skips: int = setting(3, at_least=1)
     deterministic: bool = setting(
         False, "--deterministic", "same bits under every plan, pp and dp of the same micro-batches"

@@ -69,17 +69,21 @@ class TrainConfig:
     named: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False)
 
     @classmethod
-    def read(cls, path: str | Path) -> TrainConfig:
-        """Errors: ConfigError naming the file, and the table and name that are unknown or of the wrong type."""
+    def read(cls, path: str | Path, over: TrainConfig | None = None) -> TrainConfig:
+        """The settings that a file names, on top of `over` (None: the defaults).
+
+        Errors: ConfigError naming the file, and the table and name that are unknown or of the wrong type.
+        """
         try:
             raw = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of settings") from error
-        config = cls.from_json(raw, where=str(path))
-        return replace(config, named=frozenset((table, name) for table, values in raw.items() for name in values))
+        over = over or cls()
+        config = cls.from_json(raw, str(path), over)
+        return replace(config, named=over.named | {(table, name) for table, values in raw.items() for name in values})
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
+    def from_json(cls, raw: Mapping[str, Any], where: str = "config", over: TrainConfig | None = None) -> TrainConfig:
         """Errors: ConfigError naming `where`, table, name, value and bound."""
         tables = declared_tables()
         refuse_unknown(raw, tables, where)
@@ -87,7 +91,7 @@ class TrainConfig:
             raise ConfigError(f"{where}: {not_tables[0]} must be a table like [{not_tables[0]}]")
         for name, values in raw.items():
             refuse_unknown(values, tables[name], f"{where}: [{name}]", tables)
-        return cls()._with(raw, where)
+        return (over or cls())._with(raw, where)
 
     def to_json(self) -> dict[str, Any]:
         return {

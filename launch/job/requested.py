@@ -84,20 +84,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from(args: argparse.Namespace) -> TrainConfig:
-    """The file's settings, or those of the run to go on with, or the defaults, with the flags on top."""
+    """The defaults, or the settings of the run to go on with, with the file's on top, and the flags on top of these."""
     refuse_below(args, 0, "show_samples")
     if args.epochs == 0:
         raise ConfigError("--epochs is 0, no pass over the data: give more, or --steps")
     if args.epochs is not None and args.steps is not None:
         raise ConfigError(f"--epochs {args.epochs:g} and --steps {args.steps} both say how long to train: give one")
     config = TrainConfig()
-    if args.config:
-        config = TrainConfig.read(args.config)
-    elif args.resume:
+    if args.resume:
         settings = run_to_resume(args.resume) / "config.toml"
-        if not settings.is_file():
+        if settings.is_file():
+            config = replace(TrainConfig.read(settings), named=frozenset({("plan", "layout")}))  # all of it was settled
+        elif not args.config:
             raise ConfigError(f"--resume {args.resume} holds no run, as it has no config.toml: name a run's directory")
-        config = replace(TrainConfig.read(settings), named=frozenset({("plan", "layout")}))  # all of it was settled
+    if args.config:
+        config = TrainConfig.read(args.config, config)
     if args.resume:
         if args.init_from is not None:
             raise ConfigError(f"--resume {args.resume} has weights of its own: leave out --init-from {args.init_from}")

@@ -208,6 +208,8 @@ def keeping_what_ran(directory: RunDirectory) -> Iterator[None]:
     except BaseException as error:
         if directory.has_begun:
             _report_early_end(directory.path, reason_of(error), _own_command())
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
+            print("dynapipe: ended before the first step: nothing was saved; give the command again", file=sys.stderr)
         raise
 
 

@@ -150,8 +150,8 @@ def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(job, ran):
     found = ran[job]
     assert len({tuple(messages) for messages, _ in found}) == 1
     (loss, gradient), _ = found[0]
-    assert f"step 1 is not finite (loss nan): the loss of micro-batch 1 of replica 1 (samples {samples}) is nan" in loss
-    assert "step 2 is not finite" in gradient
+    assert f"step 2 is not finite (loss nan): the loss of micro-batch 1 of replica 1 (samples {samples}) is nan" in loss
+    assert "step 3 is not finite" in gradient
     assert CULPRIT in gradient
     assert "no weight was changed" in gradient
     assert all(is_same for _, is_same in found)
@@ -165,5 +165,5 @@ def test_steps_are_skipped_up_to_the_number_in_a_row(ran):
 
 
 def test_a_step_without_target_tokens_changes_nothing_and_says_so(ran):
-    expected = Refused("step 1 has no target tokens: it has nothing to learn from")
+    expected = Refused("step 2 has no target tokens: it has nothing to learn from")
     assert ran[aimless] == [(expected, True)] * 8

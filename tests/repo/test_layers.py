@@ -88,6 +88,7 @@ RIM = {
     ),
     "deepspeed": ("executor/stages/deepspeed/*.py",),
     "transformers": (
+        "dynapipe_ext/batching/inference/generation.py",  # its stopping criterion of strings
         "dynapipe_ext/batching/inference/memory_profiling.py",  # builds the user's model
         "dynapipe_ext/data/preprocessing/transformers_encoder.py",  # tokenizers that only it can load
         "dynapipe_ext/batch/document_attention.py",  # registers an attention that keeps documents apart

@@ -188,7 +188,7 @@ def test_packed_documents_attend_and_store_scores_within_themselves() -> None:
     [
         ({"ep": 3}, "ep is 3"),
         ({"ep": 16}, "divide dp 8"),
-        ({"zero_stage": 5}, "ZeRO stage 5"),
+        ({"zero_stage": 5}, "zero_stage is 5 but must be one of"),
         ({"capacity_factor": -1.0}, "capacity_factor is -1.0 with num_experts 8"),
     ],
 )

@@ -16,6 +16,7 @@ from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.models.named_models import read_model
 from dynapipe_ext.settings.train_config import TrainConfig, declared_tables
+from dynapipe_ext.tools.files import toml_of
 
 QUICKSTART = Path("launch/configs/quickstart.toml")
 
@@ -294,6 +295,19 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     parser = argparse.ArgumentParser()
     requested.add_arguments(parser)
     return requested.config_from(parser.parse_args(arguments))
+
+
+def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path) -> None:
+    run_dir, file = tmp_path / "run", tmp_path / "more.toml"
+    run_dir.mkdir()
+    begun = TrainConfig().with_values(optimizer={"lr": 7e-4, "min_lr": 7e-5}, topology={"tp": 1}, run={"steps": 9})
+    (run_dir / "config.toml").write_text(toml_of(begun.to_json(), "Settings."))
+    file.write_text('[optimizer]\nnan_policy = "skip"\n[run]\nsteps = 12\n')
+    going_on = begun.with_values(optimizer={"nan_policy": "skip"}, run={"steps": 12, "run_dir": str(run_dir)})
+    assert parse_train(["--resume", str(run_dir), "--config", str(file)]) == going_on
+    by_flags = ["--resume", str(run_dir), "--nan-policy", "skip", "--steps", "12"]
+    assert parse_train(by_flags) == going_on
+    assert parse_train([*by_flags, "--config", str(file), "--steps", "15"]).run.steps == 15
 
 
 QWEN = {

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.launch.run.outcome import filled_trace, page_notes
+from dynapipe_ext.launch.job.run_directory import RunDirectory
+from dynapipe_ext.launch.run.outcome import filled_trace, keeping_what_ran, page_notes
 from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
@@ -32,6 +35,15 @@ def test_the_predicted_timeline_of_ranks_that_fill_their_waits_is_theirs() -> No
         assert max(span.num_bytes for span in spans) <= peak_bytes(schedule, costs)[rank]
         moved += [span.label for span in spans] != [str(action) for action in actions]
     assert moved
+
+
+@pytest.mark.parametrize(("error", "says"), [(KeyboardInterrupt(), True), (SystemExit(143), True), (OSError(), False)])
+def test_a_run_that_is_ended_before_its_first_step_says_that_nothing_was_saved(
+    error: BaseException, says: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(type(error)), RunDirectory(str(tmp_path / "run")) as directory, keeping_what_ran(directory):
+        raise error
+    assert ("ended before the first step: nothing was saved" in capsys.readouterr().err) == says
 
 
 def test_whole_backwards_have_nothing_to_fill_waits_with() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import resource
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.events import CostsFit, EvalDone, StepDone
 from dynapipe_ext.models.flops import Positions
 from dynapipe_ext.tools import step_listeners
-from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo, least_evaluation
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo, least_evaluation, summary_table
 from dynapipe_ext.tools.account.run_events import (
     EventsFile,
     VariantLabel,
@@ -160,6 +162,17 @@ def test_the_least_validation_loss_is_among_those_of_the_last_ones_data(
     for evaluation in done:
         series.add(a_step(evaluation.step, evaluation=evaluation))
     assert series.least_evaluation is (None if least is None else done[least])
+
+
+def test_steps_that_changed_nothing_are_counted_and_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "events.jsonl", a_step(0), a_step(1, refused="the loss is nan"), a_step(2))
+    report = report_of(read_events(path), unfinished=None)
+    assert report.result.refused == ((2, "the loss is nan"),)
+    report.write(tmp_path / "report.json")
+    assert RunReport.read(tmp_path / "report.json") == report
+    console = Console(width=120, file=io.StringIO())
+    console.print(summary_table(report))
+    assert "steps that changed no weight" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_report_of_no_step_and_of_none_gathered_claims_nothing(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class RunResult:
     all): `cpu_s` of all ranks together, and `work`, from which FLOPs are counted. Per rank, in rank order:
     `predicted_peak_bytes` and `measured_peak_bytes` (None: unknown). `evaluations` are in the order of their steps.
     `furthest_off` is the shape with the largest prediction error over the run. `fits` has the steps after which costs
-    were fitted; `preferences` the steps that learned some, by number.
+    were fitted; `preferences` the steps that learned some, by number; `refused` those that changed no weight, and why.
     """
 
     name: str
@@ -78,6 +78,7 @@ class RunResult:
     furthest_off: DriftingShape | None = None
     fits: tuple[tuple[int, CostsFit], ...] = ()
     preferences: tuple[tuple[int, PreferenceFigures], ...] = ()
+    refused: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         steps = len(self.losses)
@@ -172,6 +173,9 @@ class RunResult:
             "evaluations": [evaluation_json(done) for done in self.evaluations],
             "furthest_off": self.furthest_off and asdict(self.furthest_off),
             "fits": [{"after": number, **asdict(fit)} for number, fit in self.fits],
+            **(
+                {"refused": [{"step": step, "reason": reason} for step, reason in self.refused]} if self.refused else {}
+            ),
             "peak_bytes": {
                 "predicted": None if self.predicted_peak_bytes is None else list(self.predicted_peak_bytes),
                 "measured": None if self.measured_peak_bytes is None else list(self.measured_peak_bytes),
@@ -325,6 +329,10 @@ def _result(fields: Fields) -> RunResult:
         preferences=tuple(
             ((of_step := Fields(figures, f"preferences[{i}]")).one("step", int), preferences_from(of_step))
             for i, figures in enumerate(fields.one("preferences", list) if fields.has("preferences") else ())
+        ),
+        refused=tuple(
+            ((of_step := Fields(one, f"refused[{i}]")).one("step", int), of_step.one("reason", str))
+            for i, one in enumerate(fields.one("refused", list) if fields.has("refused") else ())
         ),
         predicted_peak_bytes=None if peaks.raw("predicted") is None else peaks.many("predicted", int),
         measured_peak_bytes=None if peaks.raw("measured") is None else peaks.many("measured", int),
@@ -491,7 +499,9 @@ def _measured_rows(report: RunReport) -> Iterator[tuple[str, str, str]]:
 
 
 def _fitted_rows(result: RunResult) -> Iterator[tuple[str, str, str]]:
-    """(label, measured, predicted) of fitted costs and of evaluations, where the run has any."""
+    """(label, measured, predicted) of steps without effect, fitted costs and evaluations, where the run has any."""
+    if result.refused:
+        yield "steps that changed no weight", f"{len(result.refused)} (the last: {result.refused[-1][0]})", ""
     if (off := result.furthest_off) is not None:
         yield f"furthest off: {off}", seconds(off.measured_s), seconds(off.predicted_s)
     for number, fit in result.fits:

@@ -225,6 +225,7 @@ def _result(label: VariantLabel, steps: Sequence[StepDone]) -> RunResult:
         preferences=tuple((done.number, done.preferences) for done in steps if done.preferences is not None),
         furthest_off=_furthest_off_in_sum([ranks.furthest_off for ranks in gathered]),
         fits=tuple((done.number, done.fit) for done in steps if done.fit is not None),
+        refused=tuple((done.number, done.refused) for done in steps if done.refused),
     )
 
 

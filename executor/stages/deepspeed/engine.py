@@ -174,11 +174,11 @@ class DeepSpeedOptimizer:
         num_not_finite, num_targets = summed.tolist()
         if num_not_finite:
             return self._policy.refused(
-                f"step {plan.step} is not finite (loss {executed.loss:g}, on {num_not_finite:.0f} ranks)"
+                f"step {plan.step + 1} is not finite (loss {executed.loss:g}, on {num_not_finite:.0f} ranks)"
             )
         self._policy.passed()
         if not num_targets:
-            return Refused(f"step {plan.step} has no target tokens: it has nothing to learn from")
+            return Refused(f"step {plan.step + 1} has no target tokens: it has nothing to learn from")
         norm = self._engine_norm()
         with named_collectives(f"step {plan.step}, update"):
             self._engine.step()

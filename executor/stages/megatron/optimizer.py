@@ -42,7 +42,7 @@ class StepGuard:
             return self._refuse(executed)
         self._policy.passed()
         if num_targets == 0:
-            return Refused(f"step {plan.step} has no target tokens: it has nothing to learn from")
+            return Refused(f"step {plan.step + 1} has no target tokens: it has nothing to learn from")
         return None
 
     def _is_finite(self, loss: float) -> bool:
@@ -53,7 +53,7 @@ class StepGuard:
         return math.isfinite(loss) and all(math.isfinite(value) for value in map(float, largest))
 
     def _refuse(self, executed: ExecutedStep) -> Refused:
-        step = executed.plan.step
+        step = executed.plan.step + 1
         of_ranks = [fault for rank in gather_json(list(self._faults(executed)), self._device) for fault in rank]
         faults = list(dict.fromkeys(fault for _, fault in sorted(map(tuple, of_ranks))))
         reasons = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")

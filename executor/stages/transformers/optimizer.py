@@ -78,11 +78,11 @@ class TransformersOptimizer:
         total, num_not_finite, num_targets = summed.tolist()
         if num_not_finite:
             return self._policy.refused(
-                f"step {plan.step} is not finite (loss {executed.loss:g}): {self._said(executed)}"
+                f"step {plan.step + 1} is not finite (loss {executed.loss:g}): {self._said(executed)}"
             )
         self._policy.passed()
         if not num_targets:
-            return Refused(f"step {plan.step} has no target tokens: it has nothing to learn from")
+            return Refused(f"step {plan.step + 1} has no target tokens: it has nothing to learn from")
         total /= 1 if self._parallel is None else self._parallel.topology.dp
         norm = math.sqrt(self._exact_total(squares, plan) if self._deterministic else total)
         scale = self._clip_grad / (norm + 1e-6) if 0 < self._clip_grad < norm else 1.0
