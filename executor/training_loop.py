@@ -30,6 +30,7 @@ from dynapipe_ext.settings.tables import EvalSettings
 from dynapipe_ext.timeline import Span
 
 NanPolicy = Literal["stop", "skip"]
+_MOST_FAULTS, _MOST_SAMPLES = 3, 8  # that a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,22 @@ class ExecutedStep:
     plan: ExecutionPlan
     loss: float
     losses: Mapping[int, float] = field(default_factory=dict)
+
+    def loss_faults(self) -> Iterator[str]:
+        """A sentence for each micro-batch of this rank whose loss is not finite, with its samples."""
+        for micro_batch, loss in self.losses.items():
+            if not math.isfinite(loss):
+                samples = [sample.index for sample in self.plan.micro_batches[micro_batch].samples]
+                shown = ", ".join(map(str, samples[:_MOST_SAMPLES])) + (", …" * (len(samples) > _MOST_SAMPLES))
+                where = f"micro-batch {micro_batch} of replica {self.plan.dp_rank}"
+                yield f"the loss of {where} (samples {shown}) is {loss:g}"
+
+
+def joined_faults(of_ranks: Iterable[Iterable[str]]) -> str:
+    """What ranks say of a step, each sentence once, and of many the first."""
+    faults = list(dict.fromkeys(fault for rank in of_ranks for fault in rank))
+    more = f"; and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
+    return "; ".join(faults[:_MOST_FAULTS]) + more
 
 
 @dataclass(frozen=True, slots=True)

@@ -422,12 +422,15 @@ def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> N
 
 def _refuse_other_rule(checkpoint: Path, config: TrainConfig, trained: Mapping[str, Any]) -> None:
     rule = training_rule(config).to_json()
-    for name, saved in trained.items():
-        if saved != rule.get(name):
-            raise DataError(
-                f"{checkpoint} was trained with {name} {saved} but this run has {rule.get(name)}: resume with the same"
-                " data and settings, or begin a new run"
-            )
+    if others := {name: saved for name, saved in trained.items() if saved != rule.get(name)}:
+        before, now = (
+            ", ".join(f"{name} {values[name]}" for name in others if values.get(name) is not None)
+            for values in (trained, rule)
+        )
+        raise DataError(
+            f"{checkpoint} was trained with {before} but this run has {now}: resume with the same data and settings, or"
+            " begin a new run"
+        )
 
 
 def refuse_other_first_weights(checkpoint: Path, config: TrainConfig, first_weights: str) -> None:

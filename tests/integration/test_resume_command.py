@@ -101,7 +101,7 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preload
     assert f"has done {STEPS} steps and steps is {STEPS}: raise --steps" in said
     settings = (whole / "config.toml").read_text()
     for flags, says in (
-        (("--tokens-per-batch", "777"), "was trained with tokens_per_batch 1024 but this run has 777"),
+        (("--tokens-per-batch", "777"), "was trained with tokens_per_batch 1024 but this run has tokens_per_batch 777"),
         (("--dtype", "bfloat16"), "holds another model: dtype"),
     ):
         more = ("--steps", str(STEPS + 1), "--weight-decay", "0.5", *flags)

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from dynapipe_ext.errors import ConfigError, DataError, in_one_line, named_collectives, short
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.stages.megatron_cpu import uncompiled
-from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy
+from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy, joined_faults
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.settings.tables import OptimizerSettings
 
@@ -173,8 +174,10 @@ class DeepSpeedOptimizer:
             self._parallel.sum_over_job(summed)
         num_not_finite, num_targets = summed.tolist()
         if num_not_finite:
+            faults = joined_faults(gather_json(list(executed.loss_faults()), self._largest.device))
             return self._policy.refused(
-                f"step {plan.step + 1} is not finite (loss {executed.loss:g}, on {num_not_finite:.0f} ranks)"
+                f"step {plan.step + 1} is not finite (loss {executed.loss:g}, on {num_not_finite:.0f} ranks):"
+                f" {faults or 'losses are finite, and gradients are not'}"
             )
         self._policy.passed()
         if not num_targets:

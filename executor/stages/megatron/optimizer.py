@@ -16,10 +16,8 @@ from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.executor.stages.megatron.exact import ExactNorm
 from dynapipe_ext.executor.stages.megatron.model import global_names, take_unrounded
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
-from dynapipe_ext.executor.training_loop import ExecutedStep, NanPolicy, Refused, SkipPolicy
+from dynapipe_ext.executor.training_loop import ExecutedStep, NanPolicy, Refused, SkipPolicy, joined_faults
 from dynapipe_ext.settings.tables import LrSchedule, OptimizerSettings
-
-_MOST_SAMPLES = 8
 
 
 class StepGuard:
@@ -55,8 +53,7 @@ class StepGuard:
     def _refuse(self, executed: ExecutedStep) -> Refused:
         step = executed.plan.step + 1
         of_ranks = [fault for rank in gather_json(list(self._faults(executed)), self._device) for fault in rank]
-        faults = list(dict.fromkeys(fault for _, fault in sorted(map(tuple, of_ranks))))
-        reasons = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+        reasons = joined_faults([[fault for _, fault in sorted(map(tuple, of_ranks))]])
         reason = f"step {step} is not finite (loss {executed.loss:g}): {reasons}"
         return self._policy.refused(reason)
 
@@ -65,12 +62,7 @@ class StepGuard:
         came to first (the last layer's)."""
         plan, me = executed.plan, dist.get_rank()
         if _counts_losses():
-            for micro_batch, loss in executed.losses.items():
-                if not math.isfinite(loss):
-                    samples = [sample.index for sample in plan.micro_batches[micro_batch].samples]
-                    shown = ", ".join(map(str, samples[:_MOST_SAMPLES])) + (", …" * (len(samples) > _MOST_SAMPLES))
-                    where = f"micro-batch {micro_batch} of replica {plan.dp_rank}"
-                    yield 0, f"the loss of {where} (samples {shown}) is {loss:g}"
+            yield from ((0, fault) for fault in executed.loss_faults())
         named = list(self._named_parameters(plan.stages))
         for _, name, parameter in named:
             if not torch.isfinite(parameter).all():

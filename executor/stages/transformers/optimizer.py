@@ -15,10 +15,9 @@ from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
 from dynapipe_ext.executor.stages.chunk_runner import gradient_of
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates, step_count, update_in_one_pass
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
-from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy
+from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy, joined_faults
 from dynapipe_ext.settings.tables import OptimizerSettings
 
-_MOST_FAULTS = 3
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -112,17 +111,10 @@ class TransformersOptimizer:
     def _said(self, executed: ExecutedStep) -> str:
         """What all ranks see of a step that is not finite."""
         own = list(self._faults(executed))
-        of_ranks = [own] if self._parallel is None else gather_json(own, self._device)
-        faults = list(dict.fromkeys(fault for rank in of_ranks for fault in rank))
-        more = f"; and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
-        return "; ".join(faults[:_MOST_FAULTS]) + more
+        return joined_faults([own] if self._parallel is None else gather_json(own, self._device))
 
     def _faults(self, executed: ExecutedStep) -> Iterator[str]:
-        for micro_batch, loss in executed.losses.items():
-            if not math.isfinite(loss):
-                samples = [sample.index for sample in executed.plan.micro_batches[micro_batch].samples]
-                where = f"micro-batch {micro_batch} of replica {executed.plan.dp_rank}"
-                yield f"the loss of {where} (samples {samples}) is {loss:g}"
+        yield from executed.loss_faults()
         for parameter, name in self._names.items():
             if not torch.isfinite(gradient_of(parameter)).all():
                 yield f"the gradient of {name} is not finite"
