@@ -104,7 +104,7 @@ Collate = Callable[[MicroBatch, Sequence[Any]], Mapping[str, Any]]
 
 
 class Dataset(Protocol):
-    """Random access to samples, and the lengths of all of them: (N,), (N, 2) or (N, 3), as in `lengths.py`.
+    """Random access to samples, and the lengths of all of them: (N,), (N, 2) or (N, 3).
 
     A loader's state tells one that has a `samples_fingerprint`, a text that changes with any sample, from others of the
     same lengths.
@@ -122,7 +122,7 @@ class DynaPipeDataLoader:
     """Iterating yields `(micro_batches, plan)` for each step of one epoch; the next iteration is the next epoch.
 
     `micro_batches` has one dictionary of torch tensors for each micro-batch of this replica, in the plan's order, made
-    by `collate_fn(micro_batch, samples)` (default: `data.collate.collate`, of pairs `data.pairs.collate_pairs`).
+    by `collate_fn(micro_batch, samples)` (default: `collate`, of pairs `collate_pairs`).
     Arguments that torch's DataLoader has mean the same; these are new or differ:
 
     planner: plans a global batch; equal on all ranks. batch_size | tokens_per_batch: size of a global batch over all

@@ -64,9 +64,9 @@ class StepTrial:
 def times_of_whole_ns(
     least_ns: int, *, longest_ns: int, overhead_ns: int, depth: int, most_rows: int
 ) -> tuple[float, float]:
-    """What a step of whole samples may hope for, and what it is expected to take: the least over numbers of rows of
-    their work `least_ns` on the busiest replica, a row's overhead each, and half or all of the time in which `depth`
-    ranks fill and drain with the longest sample, or with a mean row.
+    """(hoped, expected) time of a step of whole samples, with the best number of rows: the work `least_ns` of the
+    busiest replica, an overhead for each row, and half (hoped) or all (expected) of the time in which `depth` ranks
+    fill and drain with the longest sample, or with a mean row.
 
     >>> times_of_whole_ns(100, longest_ns=10, overhead_ns=1, depth=4, most_rows=16)
     (125.0, 143)

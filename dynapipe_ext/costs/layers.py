@@ -273,10 +273,10 @@ def parameters_by_stage(
     halves: Sequence[tuple[int, int]] = (),
     topology: Topology | None = None,
 ) -> FloatArray:
-    """Of every stage its layers, and of `halves` its attentions and MLPs alone; of the "embedding" one copy on the
-    first stage and one where the decoder begins; where
-    known, the "head" on the last stage and, unless an embedding is there, the "tied_head"; the "encoder_norm" where
-    the encoder ends; and "position_biases" once for each side that it has layers of.
+    """Parameters of every stage: those of its layers, and of the `halves` of layers that it has alone; an "embedding"
+    on the first stage and where the decoder begins; the "head" on the last stage, where there is one, and the "tied_head"
+    there unless it has an embedding; the "encoder_norm" where the encoder ends; "position_biases" once for each of
+    encoder and decoder that the stage has layers of.
 
     Over the stages of a `topology` embedding and head are divided as it says.
     """

@@ -146,7 +146,7 @@ class RowPackings:
         sizes = graded_sizes(whole, max(1, int(_FULL * whole * room / tokens)), step, dp)
         rows: list[list[SampleLength]] = [[] for _ in sizes]
         filled = [[0, 0] for _ in sizes]
-        loads = [sizes[0] - size for size in sizes]  # what a smaller row has less counts as if it were there already
+        loads = [sizes[0] - size for size in sizes]  # A smaller row counts as if it held the difference already.
         if not fill_lightest(self.samples, self.weights, self.dearest_first, rows, loads, filled, self.rule.room):
             return None
         return tuple(self._row(row) for row in rows if row)

@@ -166,7 +166,7 @@ class PeriodicCheckpoints:
         is_best = self._is_best(done)
         if is_best and done.evaluation is not None:
             self._least_loss = done.evaluation.loss
-        own_vote = SaveVote(is_best or self._is_due(done), self._request.signal)
+        own_vote = SaveVote(is_best or self._falls_due(done), self._request.signal)
         vote = SaveVote.from_number(self._saver.most(own_vote.to_number(), done.number))
         is_last = done.number >= self._num_steps
         if vote.saves or is_last:
@@ -183,15 +183,16 @@ class PeriodicCheckpoints:
     def _is_best(self, done: StepDone) -> bool:
         return self._settings.keep_best and done.evaluation is not None and done.evaluation.loss < self._least_loss
 
-    def _is_due(self, done: StepDone) -> bool:
+    def _falls_due(self, done: StepDone) -> bool:
+        """Whether to save now. Where that fails for want of room, it is said, and falls due again after a while."""
         every, minutes = self._settings.save_every, self._settings.save_minutes
         if every > 0 and done.number % every == 0:
             return True
         if minutes == "auto":
-            return every <= 0 and self._is_due_unasked(done)  # saves that were asked for stay the newest
+            return every <= 0 and self._falls_due_unasked(done)  # saves that were asked for stay the newest
         return minutes > 0 and self._clock() - self._saved_s >= 60 * minutes
 
-    def _is_due_unasked(self, done: StepDone) -> bool:
+    def _falls_due_unasked(self, done: StepDone) -> bool:
         after_s = max(AUTO_SAVE_S, self._save_took_s / _MOST_SHARE)
         if self._unasked is None or self._clock() - self._saved_s < after_s:
             return False

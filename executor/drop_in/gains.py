@@ -24,12 +24,12 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 
-_MOST_STEPS = 10_000  # that are kept for a log, which a loop of another kind may never write
+_MOST_STEPS = 10_000  # At most so many steps are kept for a log, since some loops never write one.
 
 
 class ActionClock:
-    """Times the actions of a rank's step: on an accelerator by events in its queue, which nothing waits for before the
-    next step."""
+    """Times the actions of a rank's step. On an accelerator it puts events into the queue; the next step reads them, so
+    that nothing waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"

@@ -44,9 +44,9 @@ from dynapipe_ext.reproducible import non_negative_least_squares
 Sign = Callable[[str], None]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SHAPES = ((1, 32), (2, 64), (4, 128), (2, 512), (8, 128))  # rows, positions
-# An accelerator does those within the time it takes to be asked: of its rate they say nothing. Positions in all, and of
-# a row; the larger ones where they fit in memory. By these the steps of tests/bench/results/h100.json were told 10 %
-# too fast, by shapes from 256 positions on 23 %.
+# (positions in all, positions of a row) for accelerators, the larger ones where they fit in memory. The small shapes
+# above say nothing of an accelerator's rate: it finishes them while it is asked for the next. Fitted to these, steps of
+# tests/bench/results/h100.json were predicted 10 % too fast; fitted to shapes from 256 positions on, 23 %.
 _LARGE_SHAPES = ((4096, 1024), (8192, 512), (8192, 1024), (16384, 2048), (16384, 4096))
 _SHORT = 64  # positions of the samples that fill a row of MASKED_ROW
 _FEWEST_SHAPES = 2

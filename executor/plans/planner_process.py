@@ -197,7 +197,8 @@ class PlannerJob:
     num_samples: int = 0  # rows of the lengths that follow on standard input
     num_columns: int = 3  # integers of each row; four of pairs of documents
     order_size: int | None = None  # and of the sampler's order after them, if there is one
-    parent_pid: int = 0  # whose end is this process's own; 0: only that of its input, for the kernel watches a thread
+    # This process ends when that one does. 0: it ends with its input alone, since the kernel watches a thread.
+    parent_pid: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

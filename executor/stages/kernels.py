@@ -175,8 +175,8 @@ class Columns:
 def softmax_stats(
     products_NV: torch.Tensor, labels_N: torch.Tensor, columns: Columns, *, has_all: bool
 ) -> torch.Tensor:
-    """(3, N), float32, of logits: the largest, the sum of exponentials above it, and the label's, 0 where it is no
-    column's, or NaN where `has_all` says that it should be one's: all but -100, which is left aside."""
+    """Shape (3, N), float32: the largest logit, the sum of exp(logit - largest), and the label's logit. A label without
+    a column gives 0; with `has_all`, which says that all columns are here, it gives NaN, but 0 for -100."""
     from dynapipe_ext.executor.stages.triton_kernels import softmax_stats_kernel
 
     num_positions, num_rows = products_NV.shape

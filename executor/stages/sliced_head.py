@@ -85,8 +85,8 @@ def losses_in_slices(x: torch.Tensor, labels: torch.Tensor, head: Head, *, slice
     """Cross-entropy of every position, of the shape of `labels`, in float32 (float64 of such values).
 
     `x` is (*labels.shape, hidden size), its first dimension divided where the head says so. The gradient of the weight
-    goes where those of linear layers go: use by use, a slice being a use, where sums are exact, so that their bits do
-    not tell how many slices there were, as long as all are of `slice_len` positions.
+    goes where those of linear layers go. Where sums are exact, each slice adds its own: the sum has the same bits for
+    any number of slices, if all of them have `slice_len` positions.
     """
     most, log_sums, target = head_stats_in_slices(x, labels, head, slice_len=slice_len)
     return log_sums - (target - most)

@@ -3,7 +3,8 @@
 A part adds its logits to two numbers of every position: the log of the sum of exponentials over all parts so far, and
 the target's logit (0 before the part that has it). Hidden states go on as they came. The last part's loss is their
 difference. Backwards are gradients of these numbers, so that each part's weight is a stage's own, and no sum goes over
-ranks: the telescope of exp(lse before - lse) over the parts behind is this part's share of the softmax.
+ranks: each later part multiplies the gradient by exp(lse before it - lse behind it), and the product of these factors
+is this part's share of the softmax.
 """
 
 from __future__ import annotations

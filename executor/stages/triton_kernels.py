@@ -104,9 +104,9 @@ def softmax_stats_kernel(
     HAS_ALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of logits, the products (N, V) times `scale`: stats (3, N), the largest, the sum of exponentials above it, and
-    the label's, 0 where its row is not here or it is -100, or NaN where all rows are. From `num_ids` on, logits are the
-    lowest."""
+    """Logits are the products (N, V) times `scale`; columns from `num_ids` on count as the lowest. Writes stats (3, N):
+    the largest logit, the sum of exp(logit - largest), and the label's logit: 0 where the label is -100 or on another
+    rank, NaN where all rows are here and it is not among them."""
     position = tl.program_id(0).to(tl.int64)
     row = products + position * num_rows
     most = tl.full((), -float("inf"), tl.float32)

@@ -36,7 +36,7 @@ from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.console import counted
 
 _SHORTEST = SampleLength(0, 1, 0, 1)
-_MOST_ACTIVATIONS = 2  # of counted ones, which this device's layers may keep: room that suggestions leave
+_MOST_ACTIVATIONS = 2  # Suggestions leave room for layers that keep twice the counted bytes.
 _ENGINES: tuple[dict[str, Any], ...] = (
     {"stage": 1},
     {"stage": 3},

@@ -277,7 +277,7 @@ def run_local(
                         init_method=init_method,
                     )
                     name = f"rank {rank}"
-                    is_first = partial(_is_first_failure, scratch.path / _FAILED, name)
+                    is_first = partial(_claim_first_failure, scratch.path / _FAILED, name)
                     ranks.append(Supervised.fork(name, partial(_rank, rank_main, env), is_first))
             _watch(ranks, timeout_s, StandingStill(stopped_s), scratch.path / _FAILED, stacks_asked)
         except (SystemExit, KeyboardInterrupt):
@@ -320,7 +320,7 @@ def end_all(processes: Sequence[Supervised], grace_s: float = _GRACE_S) -> None:
         process.release()
 
 
-def _is_first_failure(place: Path, name: str) -> bool:
+def _claim_first_failure(place: Path, name: str) -> bool:
     """Whether this is the first call of the job; the file at `place` keeps the first caller's name."""
     try:
         with place.open("x") as file:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dynapipe_ext.evaluating import ModuleWithModes
 from dynapipe_ext.executor.checkpoints.folder import RunState
 from dynapipe_ext.executor.checkpoints.saving import Saver
 from dynapipe_ext.executor.events import PreferenceFigures
 from dynapipe_ext.executor.protocols import Stage
+from dynapipe_ext.executor.training_loop import Optimizer
 
 
 class TrainedStage(Stage, Protocol):
@@ -34,8 +36,8 @@ class BuiltModel:
     `held_bytes()`: of weights, gradients and optimizer states."""
 
     stage: TrainedStage
-    optimizer: Any
-    modules: Sequence[Any]
+    optimizer: Optimizer
+    modules: Sequence[ModuleWithModes]
     description: dict[str, Any]
     saver: Callable[[Path, int], Saver]
     num_trained: int

@@ -239,5 +239,5 @@ def _tell_torchrun(error: Exception, cause: str) -> None:
 
     try:
         raise ExecutionError(cause) from (None if isinstance(error, DynaPipeError) else error)
-    except ExecutionError as told:
-        get_error_handler().record_exception(told)
+    except ExecutionError as final_error:
+        get_error_handler().record_exception(final_error)

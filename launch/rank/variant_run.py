@@ -303,7 +303,8 @@ def _built(
 
 
 def _least_loss_so_far(context: RankContext, validated: str) -> float:
-    """Of the validations before this one, where the run goes on and they are of the same; the best is kept by it."""
+    """The least validation loss before this resume, of the same data and kind of loss; infinite for a new run. It
+    decides which checkpoint is the best."""
     job = context.job
     if job.resumed is None or not job.config.checkpoint.keep_best:
         return math.inf

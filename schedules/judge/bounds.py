@@ -30,7 +30,7 @@ _MOST_IN_64_BITS = 2.0**61  # of times that are added up
 class ReplicaBounds:
     """Lower bounds in ns of one replica's makespan, over all orders of its micro-batches; 0 for an idle replica.
 
-    stage: the busiest rank's whole work, after the least that comes before and before the least that comes after it.
+    stage: the busiest rank's work, plus the shortest time before its first action and after its last.
     chain: the longest dependency chain of one micro-batch. heads_tails: the preemptive one-machine bound, at least
     both. byte_time: byte-seconds that cannot be avoided over the bytes that the limit leaves free; None where no limit
     was given, and for forwards alone, which hold nothing from one to the next.

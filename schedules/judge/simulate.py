@@ -194,7 +194,7 @@ def bubble_ratio(spans: Sequence[Sequence[SpanNs]]) -> float:
 def simulate(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
     """The step as a Trace: one track a pipeline rank, spans in order of time, `shape` left empty.
 
-    Every rank has a core or device of its own (else: `simulate_shared`). Errors: PlanError as simulate_ns.
+    Every rank has a core or device of its own (else: `simulate_shared_ns`). Errors: PlanError as simulate_ns.
     """
     return trace_of(schedule, costs, simulate_ns(schedule, costs))
 

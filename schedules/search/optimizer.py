@@ -37,14 +37,15 @@ from dynapipe_ext.schedules.search.problem import (
 )
 from dynapipe_ext.splits.padded import Cut
 
-TRIAL = 500  # of the effort, for each of several starts
-_COOLING = 1000  # of the effort: after it a move may cost half of what the first may
-_REPLICAS = 4  # that one measure of effort is for
-_MANY = 16  # replicas, and micro-batches of each, from which on the search has fewer moves:
-_LONG = 8  # as many as for replicas of so many, but no fewer than half of the effort
-_ROWS = 12  # likewise, where samples come in pieces, which are many rows: moves are fewer, as each costs more
-_STEADY = 256  # by one part in so many of its time a step may take longer, if it loses less where times are disturbed
-_CORE_HAS_NO_CAP = 1 << 20  # how the native core is told of a rule without a cap
+TRIAL = 500  # moves for each of several starts
+_COOLING = 1000  # After so many moves, a move may cost half of what the first may.
+_REPLICAS = 4  # One measure of effort is for so many replicas.
+# From 16 replicas of 16 micro-batches on, a search makes only as many moves as for replicas of 8 micro-batches, but at
+# least half of the effort. Where samples come in pieces, rows are many and a move costs more: moves are so many that
+# they cost what they would with 12 rows.
+_MANY, _LONG, _ROWS = 16, 8, 12
+_STEADY = 256  # A step may take 1/256 longer as predicted, if it loses less where times are disturbed.
+_CORE_HAS_NO_CAP = 1 << 20  # The native core takes this for a rule without a cap.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

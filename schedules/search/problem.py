@@ -47,15 +47,15 @@ class Chosen(NamedTuple):
 class DispatchRule:
     """How a free rank chooses its next action.
 
-    extra: stage s holds at most S - s + `extra` micro-batches; where samples come in pieces, as many more as the
-    longest has pieces but one (the warm-up of Seq1F1B, arXiv 2406.03488). None: as many as memory allows.
+    extra: stage s holds at most S - s + `extra` micro-batches. With pieces it holds (pieces of the longest sample) - 1
+    more (the warm-up of Seq1F1B, arXiv 2406.03488). None: as many as memory allows.
     rhythm: 0: gradients go first. 1: after a gradient a forward goes first. 2: forwards always go first, and the rank
     even waits for them (with `extra` 0 that is the order of 1F1B).
     patience: a W may delay the next known arrival by up to `patience` quarters of its own time.
     most_pending: with more W's pending than this a W goes first. None: never for that reason.
 
-    Short stages, such as hold a part of a head alone, are not in these: what is ready there goes first, and takes no
-    turn of a forward or a gradient.
+    The rule does not apply to short stages, such as a part of a head alone. Their actions run as soon as they are
+    ready, and do not count as turns of forwards or gradients.
     """
 
     extra: int | None

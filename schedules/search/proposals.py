@@ -50,10 +50,10 @@ Replicas = list[list[MicroBatch]]
 MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
-_MOVES_A_TRY = 1000  # of the effort, for each number of packed rows that is tried about the best
-_LEVELLING = 50  # moves for each cut, whatever the effort: what is searched from there is then the same
-_MOST_ROWS = 100  # a replica, in packings that a short search begins with; once there are as many, no more are tried
-_MOST_FEW = 8  # splits of a few samples by each of three objectives
+_MOVES_A_TRY = 1000  # One number of packed rows near the best is tried for each so many moves of the effort.
+_LEVELLING = 50  # Each cut is levelled by so many moves whatever the effort, so that searches begin at the same place.
+_MOST_ROWS = 100  # A short search begins with packings of at most so many rows a replica.
+_MOST_FEW = 8  # Few samples are split by each of three objectives into at most so many proposals.
 
 
 @dataclass(frozen=True, slots=True)

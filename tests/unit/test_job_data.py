@@ -119,7 +119,10 @@ def test_a_run_goes_on_with_the_samples_it_was_trained_on_alone_though_their_fil
         refuse_other_data(tmp_path, trained, run_data(trained))
         for changes, says in (
             ({"run": {"seed": 11}}, f"was trained with seed {trained.run.seed} but this run has seed 11"),
-            ({"data": {"tokens_per_batch": 64}}, "was trained with tokens_per_batch 8192 but this run has tokens_per_batch 64"),
+            (
+                {"data": {"tokens_per_batch": 64}},
+                "was trained with tokens_per_batch 8192 but this run has tokens_per_batch 64",
+            ),
             ({"data": {"drop_last": True}}, "was trained with drop_last False but this run has drop_last True"),
         ):
             with pytest.raises(DataError, match=says):

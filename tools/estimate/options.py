@@ -109,8 +109,8 @@ def pad_multiple(strategy: Strategy) -> int:
 
 
 def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
-    """All strategies that use every device and divide the model; under placement "auto" those of one stage a rank, of
-    which `placed_otherwise` makes others."""
+    """All strategies that use every device and divide the model. Under placement "auto" each has one stage a rank:
+    `placed_otherwise` derives the other placements from it."""
     cluster, a, limits = question.cluster, question.architecture, question.limits
     for tp in _divisors(cluster.world_size):
         if limits.tp and tp not in limits.tp:

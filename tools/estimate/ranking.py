@@ -121,9 +121,9 @@ AS_FAST = 0.95  # of the fastest rate: an estimate cannot distinguish such optio
 _WORTH = 0.97  # a batch is large enough if it has this share of the rate of a batch twice as large
 _FINALISTS = 4
 _PROMISING = 4  # strategies of one stage a rank that are also tried with several
-_HOPE = 1.15  # an option is not planned where it would have to be so many times as fast as expected
-_OTHERS = 4  # of the planned options, one in so many may be what `dynapipe train` does not run
-_MOST_REPLICAS = 32  # that are planned of a step; of equal samples one tells of all
+_HOPE = 1.15  # An option is planned only if 1.15 times its expected rate would win.
+_OTHERS = 4  # One in 4 planned options may be one that `dynapipe train` does not run.
+_MOST_REPLICAS = 32  # At most so many replicas of a step are planned. Of equal samples, one stands for all.
 
 Advance = Callable[[int], None]
 

@@ -102,8 +102,8 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: Par
 
 
 def compile_nothing() -> None:
-    """Have DeepSpeed's engines on a CPU start without a compiler: of an extension for sums over a machine's ranks, and
-    torch's, which takes 3 s of each rank to load and comes with an optimizer that engines import to know it."""
+    """Let DeepSpeed's engines on a CPU start without compiling. They would build an extension for sums over the ranks
+    of a machine. They would also load torch's compiler (3 s a rank), since they import the Muon optimizer."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -192,7 +192,8 @@ class DeepSpeedOptimizer:
         return norm if engine_norm is None else float(engine_norm)
 
     def _engine_norm(self) -> float:
-        """Where the engine tells none, which then holds all gradients; not a number where it was told not to."""
+        """The gradient norm for engines that report none. Without ZeRO this rank holds all gradients and their squares
+        are summed; with ZeRO it is NaN."""
         if self._engine.zero_optimization_stage():
             return math.nan
         own = [p.grad for p in self._engine.module.parameters() if p.grad is not None and not is_other_stages(p)]

@@ -100,8 +100,8 @@ def initialize_weights(model: Any, config: Any, *, seed: int) -> None:
 def fill_weights(model: Any, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill a part's weights, every one, from whole tensors by name; rows of a padded vocabulary are zero.
 
-    Of a tensor that is not the same in the weights' precision what was given stays beside the weight, until
-    `take_unrounded` has it. Errors: DataError for a tensor that is missing or misshapen.
+    Where rounding to the weight's precision changes a tensor, its unrounded values stay beside the weight until
+    `take_unrounded` removes them. Errors: DataError for a tensor that is missing or misshapen.
     """
     from megatron.core import parallel_state
 
@@ -126,7 +126,7 @@ def fill_weights(model: Any, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def take_unrounded(parameter: torch.Tensor) -> torch.Tensor | None:
-    """What `fill_weights` was given of a weight, in float32, where the weight is rounded; once."""
+    """The unrounded float32 values that `fill_weights` kept beside a weight, or None. The first call removes them."""
     unrounded: torch.Tensor | None = parameter.__dict__.pop("unrounded", None)
     return unrounded
 

@@ -169,8 +169,8 @@ class _LatentAngles:
 
 
 class _PlacedAngles:
-    """Megatron's rotary angles of a row that does not begin at 0: one for each position of a packed row with a piece,
-    which Megatron takes for a table of that length; of padded rows those of a slice."""
+    """Megatron's rotary angles for rows that do not begin at position 0. A packed row with a piece gets one angle for
+    each position, which Megatron takes for a table of that length. A padded row gets the angles of its rank's slice."""
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary

@@ -45,10 +45,10 @@ _TOLERANCE = 1e-4  # of the largest logit, in float32
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """A model by its class and its configuration, equal where what they say is."""
+    """A model. Two are equal where the texts of their class and configuration are."""
 
     whole: Any
-    said: str
+    description: str
     config: Any = field(compare=False)
 
 
