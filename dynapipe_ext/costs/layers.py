@@ -274,9 +274,9 @@ def parameters_by_stage(
     topology: Topology | None = None,
 ) -> FloatArray:
     """Parameters of every stage: those of its layers, and of the `halves` of layers that it has alone; an "embedding"
-    on the first stage and where the decoder begins; the "head" on the last stage, where there is one, and the "tied_head"
-    there unless it has an embedding; the "encoder_norm" where the encoder ends; "position_biases" once for each of
-    encoder and decoder that the stage has layers of.
+    on the first stage and where the decoder begins; the "head" on the last stage, and the "tied_head" there unless it
+    has an embedding; the "encoder_norm" where the encoder ends; "position_biases" once for each of encoder and decoder
+    that the stage has layers of.
 
     Over the stages of a `topology` embedding and head are divided as it says.
     """

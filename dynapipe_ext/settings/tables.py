@@ -63,7 +63,7 @@ class TopologySettings:
 
     tp: int = setting(2, "--tp", "tensor parallel ranks", at_least=1, at_most=1 << 16)
     pp: int = setting(2, "--pp", "pipeline ranks", at_least=1, at_most=1 << 16)
-    dp: int = setting(2, "--dp", "data parallel replicas", at_least=1, at_most=1 << 20)
+    dp: int = setting(2, "--dp", "data parallel replicas", at_least=1, at_most=1 << 16)
     width: Literal["auto"] | int = setting(
         1,
         "--width",
@@ -285,7 +285,9 @@ class PlanSettings(PlanRules):
 
     layout: Layout = with_default(PlanRules, "layout", "packed")
     costs: str = setting("", "--costs", "cost model as JSON (default: measure this machine)", "FILE")
-    memory_limit_gb: float = setting(1.0, "--memory-limit-gb", "of a rank, 10^9 bytes", "GB", above=0)
+    memory_limit_gb: float = setting(
+        1.0, "--memory-limit-gb", "of a rank, 10^9 bytes", "GB", at_least=1e-9, at_most=1e9
+    )
     adapt_costs: bool = setting(False, "--adapt-costs", "fit costs in the run where far off")
 
     @property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Literal, get_args
 
 from dynapipe_ext.costs.model import CostModel
@@ -11,7 +11,9 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.drop_in.entry_shapes import ShapeOf
 from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.settings.declared import declared
 from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
+from dynapipe_ext.settings.tables import PlanSettings
 
 _TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
 _OF_MEGATRON = ("schedule", "fill_waits", "loss_norm", "recompute", "replica_counts")
@@ -40,9 +42,8 @@ class DropInSettings(PlanRules):
     timeout_s: float = _TIMEOUT_S
 
     def __post_init__(self) -> None:
-        limit = self.memory_limit_gb
-        if limit is not None and not 0 < limit < math.inf:
-            raise ConfigError(f"memory_limit_gb is {limit} but must be above 0: give the gigabytes of a rank's device")
+        if (limit := self.memory_limit_gb) is not None:
+            declared(PlanSettings)["memory_limit_gb"].checked(float(limit) if isinstance(limit, Real) else limit)
         if self.placement not in get_args(MegatronPlacement):
             choices = ", ".join(get_args(MegatronPlacement))
             raise ConfigError(f"placement is {self.placement!r}: choose from {choices}")

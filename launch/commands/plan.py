@@ -42,7 +42,6 @@ from dynapipe_ext.tools.show.plan import (
     rendered_plan,
 )
 
-_MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _MOST_LIMIT_S = 1e6
 _PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
 
@@ -113,7 +112,6 @@ def run(args: argparse.Namespace) -> int:
             _show_file(args.show, console)
         return 0
     config = _config(args)
-    _refuse_too_many_ranks(config)
     layout_is_named = args.layout is not None or ("plan", "layout") in config.named
     priced = settled_planning(args, config, layout_is_named=layout_is_named)
     planning = priced.planning
@@ -267,12 +265,6 @@ def _refuse_no_numbers(file: PlanFile, path: str) -> None:
         for name, value in claimed.items():
             if math.isnan(value):
                 raise DataError(f"{path}: {name} is not a number: write the plan again, or ask check-plan what it is")
-
-
-def _refuse_too_many_ranks(config: TrainConfig) -> None:
-    for name, most in (("tp", _MOST_TP), ("dp", _MOST_DP)):
-        if (value := getattr(config.topology, name)) > most:
-            raise ConfigError(f"{name} is {value} but a plan has at most {most:,}: lower it")
 
 
 def best_in_time(

@@ -32,7 +32,6 @@ from dynapipe_ext.settings.train_config import DEGREES, TrainConfig, add_flag
 from dynapipe_ext.tools.console import counted
 from dynapipe_ext.tools.files import parse_json
 
-MOST_BYTES = 1 << 60  # of a rank
 MOST_HIDDEN_SIZE = 1 << 20
 _MOST_DIGITS = 18
 _MOST_COLUMNS = 3
@@ -162,14 +161,9 @@ def _of_counted(args: argparse.Namespace, config: TrainConfig) -> Priced:
 
 
 def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
-    """Of a rank. Errors: ConfigError where costs are given without it, or it is out of bounds."""
+    """Of a rank. Errors: ConfigError where costs are given without it."""
     if args.costs and not args.config and args.memory_limit_gb is None:
         raise ConfigError("costs do not say how much memory a rank has: give --memory-limit-gb")
-    limit_gb = config.plan.memory_limit_gb
-    if not 1 <= limit_gb * 1e9 <= MOST_BYTES:
-        raise ConfigError(
-            f"the memory limit is {limit_gb:g} GB but must make 1 B to 2^60 B a rank: give that of its device"
-        )
     return config.plan.memory_limit_bytes
 
 

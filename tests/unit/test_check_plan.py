@@ -354,7 +354,7 @@ def test_the_verdict_is_a_plain_table_in_a_pipe(sound: tuple[Path, Raw], capsys:
         *(
             (lambda raw, name=name, value=value: raw["topology"].__setitem__(name, value), says)
             for value in (10**9, 10**12)
-            for name, says in (("dp", "each of 0..dp-1 once"), ("pp", "has lists of 2"), ("tp", "at most 1,048,576"))
+            for name, says in (("dp", "each of 0..dp-1 once"), ("pp", "has lists of 2"), ("tp", "at most 65,536"))
         ),
         (lambda raw: _first(raw)["predicted"].__setitem__("peak_bytes", [1, 10**400]), "peak_bytes[1] is 1000000000"),
         (lambda raw: _first(raw)["predicted"].__setitem__("makespan_s", 10**400), "makespan_s is 1000000000"),

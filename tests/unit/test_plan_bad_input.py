@@ -66,12 +66,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--extra", "0", "5"], "--extra DEC is 5 but there is no decoder side to add it to: give 0, or add it to ENC"),
         (["--hidden-size", "32"], "--hidden-size is 32 but the model has 128: leave it out"),
         (["--truncate", "9" * 30], "--truncate is 999999"),
-        (["--memory-limit-gb", "1e27"], "memory_limit_gb is 1e+27 but must be at most 1,000,000,000"),
-        (["--memory-limit-gb", "1e-12"], "the memory limit is 1e-12 GB"),
+        (["--memory-limit-gb", "1e27"], "memory_limit_gb is 1e+27 but must be at least 1e-09 and at most"),
+        (
+            ["--memory-limit-gb", "1e-12"],
+            "memory_limit_gb is 1e-12 but must be at least 1e-09",
+        ),
         (["--memory-limit-gb", "1e300"], "memory_limit_gb is 1e+300"),
         (["--effort", "9" * 23], "effort is " + "9" * 23 + " but must be at least 0 and at most 1,000,000,000"),
         (["--pad-multiple", "9" * 23], "pad_multiple is 999"),
-        (["--dp", "1000000000"], "dp is 1000000000 but must be at least 1 and at most 1,048,576"),
+        (["--dp", "1000000000"], "dp is 1000000000 but must be at least 1 and at most 65,536"),
         (["--json", "/proc/plan.json"], "/proc/plan.json cannot be written"),
     ],
 )

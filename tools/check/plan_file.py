@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from dynapipe_ext.batch.topology import Topology, Vocabulary, widths_of
 from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.settings.declared import declared
+from dynapipe_ext.settings.tables import TopologySettings
 from dynapipe_ext.tools.files import Fields, read_json
 
 FORMAT = "dynapipe-plan/1"
@@ -24,7 +26,6 @@ _FIELDS = (
     "reproducible",
     "time_limit_s",
 )
-_MOST_TP = 1 << 20
 _MOST_POSITIONS = 1 << 31  # of a row; and rows
 _MOST_SECONDS = 1e9
 
@@ -95,8 +96,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
         if width > 1:
             needs = f"dp {dp} in blocks of width {width} needs each of 0..{dp // width - 1} once"
         raise ConfigError(f"{path}: the replicas have dp_rank {shown} but {needs}")
-    if tp > _MOST_TP:
-        raise ConfigError(f"{path}: tp is {tp} but must be at most {_MOST_TP:,}: correct the topology")
+    declared(TopologySettings)["tp"].checked(tp, f"{path}: ")
     read = [_read_replica(*replicas[numbers.index(dp_rank)]) for dp_rank in range(dp // width)]
     for dp_rank, replica in enumerate(read):
         if len(replica.ranks) != pp and pp > 0:
