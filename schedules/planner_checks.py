@@ -9,9 +9,8 @@ from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, To
 from dynapipe_ext.costs.adjustments import AdjustedCosts
 from dynapipe_ext.costs.model import CostModel, PricesMicroBatches, UserCosts
 from dynapipe_ext.errors import ConfigError, PlanError, short
+from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
 from dynapipe_ext.settings.plan_rules import PlanRules
-
-_MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
 
 
 def check_forward_only(rules: PlanRules) -> None:
@@ -56,7 +55,7 @@ def class_of_costs(costs: CostModel) -> str:
 def check_bounds(memory_limit_bytes: float, seed: int, num_cores: int | None) -> None:
     """Refuse a memory limit, seed or number of cores that cannot be. Errors: ConfigError naming value and bound."""
     limit = memory_limit_bytes
-    if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= _MOST_BYTES:
+    if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= NO_LIMIT_BYTES:
         raise ConfigError(
             f"memory_limit_bytes is {short(limit)} but must be a number of 1 to 2^60: give the bytes of one rank's"
             " device"

@@ -21,10 +21,10 @@ from dynapipe_ext.costs.model import PricesMicroBatches
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 _EFFORT = 500  # moves of the search: more than a tenth of a percent is seldom left to those of a Planner's default
-_NO_LIMIT_BYTES = 1 << 60
 _RULES: dict[str, Any] = {
     "layout": "packed", "pad_multiple": 1, "recompute": "none", "effort": _EFFORT
 }  # fmt: skip
@@ -148,7 +148,7 @@ def plan_micro_batches(
     planner = Planner(
         topology,
         _cost_model(costs, topology),
-        _NO_LIMIT_BYTES if memory_limit_bytes is None else _plain(memory_limit_bytes),
+        NO_LIMIT_BYTES if memory_limit_bytes is None else _plain(memory_limit_bytes),
         max_tokens=_plain(max_tokens),
         **{name: _plain(rule) for name, rule in {**_RULES, **rules}.items()},
     )

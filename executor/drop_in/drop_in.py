@@ -282,6 +282,7 @@ class ForwardBackward:
                 given=given_shapes,
                 split_backward=settings.split_backward,
                 limit_bytes=settings.limit_bytes,
+                effort=settings.effort,
             )
             compare = compare and (is_new_kind or not given_shapes.as_given)
             plan = given_plan(planner, model.groups.pp, compare=compare)

@@ -20,11 +20,10 @@ from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import peak_bytes
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule
 from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
 from dynapipe_ext.schedules.step_plan import StepPlan, plan_of_schedule
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
-
-_EFFORT = 8000  # moves, as a Planner's default
-_NO_LIMIT = 1 << 60
+from dynapipe_ext.settings.plan_rules import PlanRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +65,7 @@ class GivenPlanner:
     given: GivenShapes
     split_backward: bool = False
     limit_bytes: int | None = None
+    effort: int = PlanRules().effort
     fill_waits: bool = field(default=False, init=False)
 
     @property
@@ -74,7 +74,7 @@ class GivenPlanner:
 
     @property
     def memory_limit_bytes(self) -> float:
-        return _NO_LIMIT if self.limit_bytes is None else self.limit_bytes
+        return NO_LIMIT_BYTES if self.limit_bytes is None else self.limit_bytes
 
     @property
     def activation_format(self) -> ActivationFormat:
@@ -110,7 +110,7 @@ class GivenPlanner:
             return forward_schedule(costs, stage_ranks)
         if self._keeps_megatrons:
             return self._of_megatron()
-        limit = _NO_LIMIT
+        limit = NO_LIMIT_BYTES
         if self.limit_bytes is not None:
             limit = self.limit_bytes - reserve_bytes
         elif self.pipeline.in_v:  # which is no schedule of Megatron's
@@ -120,7 +120,7 @@ class GivenPlanner:
         else:
             return self._of_megatron()  # where bytes are unknown, its order is the one that is known to fit
         best = optimize(
-            costs, memory_limit_bytes=limit, split=self.split_backward, effort=_EFFORT, stage_ranks=stage_ranks
+            costs, memory_limit_bytes=limit, split=self.split_backward, effort=self.effort, stage_ranks=stage_ranks
         )
         return in_forward_order(best) if self.given.are_alike else best
 

@@ -28,6 +28,7 @@ from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
 from dynapipe_ext.schedules.step_plan import plan_of_schedule
 
 _EFFORT = 500
@@ -162,7 +163,7 @@ def plan_of_shapes(
     )
     costs = TokenCosts(topology.num_stages, ns_per_token=_NS_A_TOKEN).evaluate(micro_batches)
     schedule = optimize(
-        costs, memory_limit_bytes=1 << 60, split=split, effort=_EFFORT, stage_ranks=topology.stage_ranks
+        costs, memory_limit_bytes=NO_LIMIT_BYTES, split=split, effort=_EFFORT, stage_ranks=topology.stage_ranks
     )
     proven = prove(plan_of_schedule(schedule, micro_batches, costs), activation_format, ReplicaCollectives())
     return replace(proven.plans[0][place.pp_rank], dp_rank=place.dp_rank)

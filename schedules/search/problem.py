@@ -19,6 +19,7 @@ from dynapipe_ext.schedules.judge.simulate import SharedCores
 from dynapipe_ext.splits.padded import Cut
 
 NEVER = 1 << 60  # a makespan that no order has
+NO_LIMIT_BYTES = 1 << 60  # Sums of bytes, and of bytes times time, stay within the integers of both cores.
 _MOST_WEIGHT = 4
 _ALLOWANCE = 4096  # a move may cost up to one part in so many at first
 

@@ -26,6 +26,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample, prepare
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.drop_in import drop_in
 from dynapipe_ext.executor.drop_in.arguments import ScriptSettings, add_arguments
 from dynapipe_ext.executor.drop_in.conversations import HostShare, kept_conversations
 from dynapipe_ext.executor.drop_in.corpora import DataArguments
@@ -466,6 +467,21 @@ def test_every_stage_takes_micro_batches_of_one_shape_in_the_order_of_the_data(
     if not forward_only:
         megatrons = interleaved_1f1b(pp, count, topology.num_stages // pp)
         assert max(peak_bytes(schedule, step_plan.costs[0])) <= max(peak_bytes(megatrons, step_plan.costs[0]))
+
+
+def test_a_loops_own_micro_batches_are_searched_with_the_effort_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = GivenShapes(shapes=tuple((1, length) for length in (700, 8, 256, 64, 16, 128, 700, 8, 64, 256)))
+    planners: list[GivenPlanner] = []
+    monkeypatch.setattr(drop_in, "given_plan", lambda planner, *_, **__: planners.append(planner))
+    monkeypatch.setattr(drop_in, "_say", lambda *_: None)
+    for effort in (0, 3000):
+        model: Any = Namespace(plans={}, pipeline=pipeline(Topology(pp=4)), groups=Namespace(pp=None))
+        loop = ForwardBackward(DropInSettings(effort=effort, memory_limit_gb=1e3))
+        loop._given_plan(model, shapes, compare=False)
+    few, many = (planner.plan(planner.samples(), step=0).makespan_s for planner in planners)
+    assert many < few
 
 
 def test_pieces_are_asked_for_by_the_command_line_or_by_the_script() -> None:
