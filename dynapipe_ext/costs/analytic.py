@@ -55,8 +55,7 @@ from dynapipe_ext.costs.states import (
     rows_on_rank,
     states_of_stages,
 )
-from dynapipe_ext.errors import ConfigError, PlanError, check_integer, short
-from dynapipe_ext.field_types import check_field_types
+from dynapipe_ext.errors import ConfigError, PlanError, check_field_types, check_integer, short
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
 
 _MOST_FACTOR = 1_000_000

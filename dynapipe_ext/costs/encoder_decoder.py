@@ -37,8 +37,7 @@ from dynapipe_ext.costs.model import (
     within_layers,
 )
 from dynapipe_ext.costs.states import StateRecipe
-from dynapipe_ext.errors import ConfigError, check_integer
-from dynapipe_ext.field_types import check_field_types
+from dynapipe_ext.errors import ConfigError, check_field_types, check_integer
 from dynapipe_ext.models.architecture import Architecture
 
 # Left out of descriptions, where they are as before costs knew them.

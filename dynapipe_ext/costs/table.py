@@ -67,8 +67,7 @@ from dynapipe_ext.costs.packed_rows import (
 )
 from dynapipe_ext.costs.pieces import PieceSurcharges
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
-from dynapipe_ext.errors import ConfigError, DataError, PlanError, check_integer
-from dynapipe_ext.field_types import check_field_types
+from dynapipe_ext.errors import ConfigError, DataError, PlanError, check_field_types, check_integer
 from dynapipe_ext.models.architecture import MOST_LAYERS
 
 FORMAT = "dynapipe-costs/1"

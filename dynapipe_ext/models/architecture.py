@@ -10,8 +10,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from dynapipe_ext.errors import ConfigError, check_integer, short
-from dynapipe_ext.field_types import check_field_types
+from dynapipe_ext.errors import ConfigError, check_field_types, check_integer, short
 from dynapipe_ext.models.rope_scaling import LongRope, RopeScaling, Yarn
 
 
