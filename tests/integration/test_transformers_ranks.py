@@ -62,8 +62,14 @@ def tensors_of(plan: ExecutionPlan) -> list[dict[str, torch.Tensor]]:
     return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in batches]
 
 
-def steps(env: Any, topology: Topology, parts_of: Callable[[int], list[TransformersPart]], **options: Any):
-    """Losses of two steps on a rank, and its weights."""
+def steps(
+    env: Any,
+    topology: Topology,
+    parts_of: Callable[[int], list[TransformersPart]],
+    saved: Path | None = None,
+    **options: Any,
+):
+    """Losses of two steps on a rank, and its weights, which all ranks then save in one folder."""
     dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size)
     parallel = ParallelContext(topology, timeout_s=LIMIT_S)
     parts = parts_of(parallel.coordinates.pp_rank)
@@ -75,14 +81,22 @@ def steps(env: Any, topology: Topology, parts_of: Callable[[int], list[Transform
         losses.append(executor.execute(plan, tensors_of(plan)))
         optimizer.step()
     weights = {name: p.detach().clone() for part in parts for name, p in part.model.named_parameters()}
+    if saved is not None:
+        for _ in range(2):
+            try:
+                save_parts(parts, saved, parallel=parallel, writes=parallel.coordinates.dp_rank == 0)
+            except ConfigError as error:
+                losses.append(str(error))
     dist.barrier()
     dist.destroy_process_group()
     return losses, weights
 
 
-def test_two_stages_and_two_replicas_out_of_a_folder_train_the_whole_model(run_ranks, folder):
+def test_two_stages_and_two_replicas_out_of_a_folder_train_the_whole_model_and_save_it(run_ranks, folder, tmp_path):
+    saved = tmp_path / "saved"
+
     def main(env):
-        return steps(env, GRID, lambda pp_rank: parts_of_folder(folder, GRID, pp_rank), split_backward=True)
+        return steps(env, GRID, lambda pp_rank: parts_of_folder(folder, GRID, pp_rank), saved, split_backward=True)
 
     ranks = run_ranks(4, main)
     model = tiny_model("gpt2")
@@ -92,14 +106,19 @@ def test_two_stages_and_two_replicas_out_of_a_folder_train_the_whole_model(run_r
         expected.append(one_by_one(model, SAMPLES)[0])
         optimizer.step()
     whole = dict(model.named_parameters())
-    for losses, weights in ranks:
+    for (*losses, refused), weights in ranks:
         assert losses == pytest.approx(expected, rel=1e-5)
+        assert "saved exists: name a new folder" in refused
         for name, weight in weights.items():
             torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-5, msg=name)
     assert {name for _, weights in ranks for name in weights} == set(whole)
     embedding = "transformer.wte.weight"  # lies on both ends
     copies = [weights[embedding] for _, weights in ranks]
     assert all(torch.equal(copy, copies[0]) for copy in copies)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    held = {name: weight for _, weights in ranks for name, weight in weights.items()}
+    assert {name for name, _ in loaded.named_parameters()} == set(held)
+    assert all(torch.equal(weight, held[name]) for name, weight in loaded.named_parameters())
 
 
 def test_deterministic_steps_have_the_same_bits_on_every_topology(run_ranks, folder):
