@@ -78,8 +78,11 @@ class TrainConfig:
             raw = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of settings") from error
+        refuse_unknown(raw, declared_tables(), str(path))
+        if not_tables := [name for name in raw if not isinstance(raw[name], Mapping)]:
+            raise ConfigError(f"{path}: {not_tables[0]} must be a table like [{not_tables[0]}]")
+        config = cls.from_json(raw if over is None else with_replaced(raw, over), str(path), over)
         over = over or cls()
-        config = cls.from_json(raw, str(path), over)
         return replace(config, named=over.named | {(table, name) for table, values in raw.items() for name in values})
 
     @classmethod
@@ -432,9 +435,8 @@ def settings_of_flags(
 ) -> Tables:
     """The settings in `tables`, overridden by the flags of the command line: what replaces settings of `config`.
 
-    A flag that replaces another setting resets that one: `--steps` the epochs, `--batch-size` the tokens of a batch,
-    `--placement` the stages of a rank and their layers, another `--pp` these layers. With `of_file` degrees of
-    parallelism without a flag stay those of the file. Else they are 1, once one of them has a flag.
+    What a flag replaces is reset (`with_replaced`). With `of_file` degrees of parallelism without a flag stay those of
+    the file. Else they are 1, once one of them has a flag.
     """
     settings: Tables = {table: dict(tables.get(table, {})) for table in declared_tables()}
     for table, declared_settings in declared_tables().items():
@@ -442,17 +444,40 @@ def settings_of_flags(
             value = getattr(args, one.flag.lstrip("-").replace("-", "_"), None) if one.flag else None
             if value is not None:
                 settings[table][name] = tuple(value) if isinstance(value, list) else value
-    run, topology, data = settings["run"], settings["topology"], settings["data"]
-    if "steps" in run:
-        run["epochs"] = 0.0
-    if topology.get("pp", config.topology.pp) != config.topology.pp:  # its stages are others
-        settings["topology"] = topology = {"layers_per_stage": ()} | topology
-    if "placement" in topology:  # another one's stages and layers are not for it
-        settings["topology"] = topology = {"stages_per_rank": 0, "layers_per_stage": ()} | topology
-    if topology.get("vocabulary") == "auto":  # which chooses layers
-        settings["topology"] = topology = {"layers_per_stage": ()} | topology
-    if not of_file and topology.keys() & {*DEGREES}:
-        settings["topology"] = dict.fromkeys(DEGREES, 1) | topology
-    if "batch_size" in data or "tokens_per_batch" in data:
-        settings["data"] = {"batch_size": 0, "tokens_per_batch": 0} | data
+    settings = with_replaced(settings, config)
+    if not of_file and settings["topology"].keys() & {*DEGREES}:
+        settings["topology"] = dict.fromkeys(DEGREES, 1) | settings["topology"]
     return {table: values for table, values in settings.items() if values}
+
+
+# Each row has settings of which one is given: whoever names some of them resets the others to these values.
+_ALTERNATIVES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    ("data", {"batch_size": 0, "tokens_per_batch": 0}),
+    ("data", {"path": "", "mixture": ()}),
+    ("eval", {"path": "", "fraction": 0.0}),
+    ("optimizer", {"warmup_steps": 0, "warmup_fraction": 0.0}),
+)
+
+
+def with_replaced(tables: Mapping[str, Mapping[str, Any]], config: TrainConfig) -> Tables:
+    """Settings that go on top of `config`, with those that they replace reset: `steps` the epochs, one of a row of
+    alternatives the others, a placement the stages of a rank and their layers, another `pp` these layers (of one rank
+    the placement, too)."""
+    replaced: Tables = {table: dict(values) for table, values in tables.items()}
+    if "steps" in replaced.get("run", {}):
+        replaced["run"] = {"epochs": 0.0} | replaced["run"]
+    for table, alternatives in _ALTERNATIVES:
+        if replaced.get(table, {}).keys() & alternatives.keys():
+            replaced[table] = {**alternatives, **replaced[table]}
+    if topology := replaced.get("topology"):
+        others: dict[str, Any] = {}
+        if topology.get("pp", config.topology.pp) != config.topology.pp:  # its stages are others
+            others["layers_per_stage"] = ()
+            if topology["pp"] == 1:
+                others |= {"placement": "", "stages_per_rank": 0, "vocabulary": "whole"}
+        if "placement" in topology:  # another one's stages and layers are not for it
+            others |= {"stages_per_rank": 0, "layers_per_stage": ()}
+        if topology.get("vocabulary") == "auto":  # which chooses layers
+            others["layers_per_stage"] = ()
+        replaced["topology"] = others | topology
+    return replaced

@@ -310,6 +310,59 @@ def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path)
     assert parse_train([*by_flags, "--config", str(file), "--steps", "15"]).run.steps == 15
 
 
+@pytest.mark.parametrize(
+    ("of_run", "named", "expected"),
+    [
+        ({"data": {"batch_size": 10}}, "[data]\ntokens_per_batch = 600", {"data": {"batch_size": 0}}),
+        ({"data": {"path": "a"}}, '[data]\nmixture = ["b", "c"]', {"data": {"path": ""}}),
+        ({"data": {"mixture": ["b", "c"]}}, '[data]\npath = "a"', {"data": {"mixture": ()}}),
+        ({"eval": {"fraction": 0.2, "every": 2}}, '[eval]\npath = "e"', {"eval": {"fraction": 0.0, "every": 2}}),
+        (
+            {"optimizer": {"warmup_fraction": 0.2}},
+            "[optimizer]\nwarmup_steps = 5",
+            {"optimizer": {"warmup_fraction": 0}},
+        ),
+        ({"run": {"epochs": 2.0}}, "[run]\nsteps = 5", {"run": {"epochs": 0.0, "steps": 5}}),
+        (
+            {
+                "topology": {
+                    "pp": 2,
+                    "placement": "interleaved",
+                    "stages_per_rank": 2,
+                    "layers_per_stage": (1, 1, 1.5, 0.5),
+                }
+            },
+            "[topology]\npp = 1",
+            {"topology": {"placement": "", "stages_per_rank": 0, "layers_per_stage": ()}},
+        ),
+        (
+            {
+                "topology": {
+                    "pp": 2,
+                    "placement": "interleaved",
+                    "stages_per_rank": 2,
+                    "layers_per_stage": (1, 1, 1.5, 0.5),
+                }
+            },
+            "[topology]\npp = 4",
+            {"topology": {"placement": "interleaved", "stages_per_rank": 2, "layers_per_stage": ()}},
+        ),
+    ],
+)
+def test_what_a_file_beside_a_resumed_run_replaces_is_reset(
+    of_run: dict[str, Any], named: str, expected: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir, file = tmp_path / "run", tmp_path / "more.toml"
+    run_dir.mkdir()
+    data = {"tokens_per_batch": 0, "batch_size": 9, **of_run.get("data", {})}
+    begun = TrainConfig().with_values(**of_run | {"data": data})
+    (run_dir / "config.toml").write_text(toml_of(begun.to_json(), "Settings."))
+    file.write_text(named)
+    config = parse_train(["--resume", str(run_dir), "--config", str(file)])
+    for table, values in expected.items():
+        assert {name: getattr(getattr(config, table), name) for name in values} == values
+
+
 QWEN = {
     **{"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     **{"num_hidden_layers": 6, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 512},
