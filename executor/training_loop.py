@@ -138,6 +138,8 @@ class PeriodicEvaluation:
 
     Every evaluation takes the same global batches by the same plans: the loader, its own, starts from its first place
     each time. `modules` are in evaluation mode (no dropout) meanwhile; afterwards each layer is in the mode it was in.
+    After each batch all ranks ask `is_ending(step)`, which all answer alike: where the run is to end, the evaluation is
+    left out.
     """
 
     def __init__(
@@ -149,9 +151,11 @@ class PeriodicEvaluation:
         *,
         num_steps: int,
         validated_on: str = "",
+        is_ending: Callable[[int], bool] = lambda step: False,
     ) -> None:
         self._executor, self._loader, self._modules = executor, loader, modules
         self._settings, self._num_steps, self._validated_on = settings, num_steps, validated_on
+        self._is_ending = is_ending
         self._start = loader.state_dict()
 
     def __call__(self, step: int) -> EvalDone | None:
@@ -160,8 +164,19 @@ class PeriodicEvaluation:
         if not self._settings.every or (number % self._settings.every and number < self._num_steps):
             return None
         self._loader.load_state_dict(self._start)
+        left_out = False
+
+        def until_the_end() -> Iterator[LoadedStep]:
+            nonlocal left_out
+            for loaded in self._loader:
+                yield loaded
+                if left_out := self._is_ending(step):
+                    return
+
         with evaluating(*self._modules):
-            result = evaluate(self._executor, self._loader, self._settings.steps or None)
+            result = evaluate(self._executor, until_the_end(), self._settings.steps or None)
+        if left_out:
+            return None
         epoch = self._start["epoch"]
         return EvalDone(
             step=step,
@@ -209,6 +224,9 @@ class StepExecutors:
     traced: PipelineExecutor
     recorder: SpanRecorder
 
+    def of(self, *, is_recorded: bool) -> PipelineExecutor:
+        return self.traced if is_recorded else self.plain
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
@@ -235,7 +253,8 @@ class LoopHooks:
     `micro_batch_losses()` are the stage's, of the step that has run: they name a loss that is not finite;
     `preferences()` are the whole step's.
     `begins(plan)` is called before each step runs, since a step that hangs has no end to listen to. `evaluate(step)` is
-    called after each step's update, before the listeners, which receive its result. `watch` compares plans with
+    called after each step's update, before the listeners, which receive its result. `stops(place)` is called on all
+    ranks where a step that is not finite ends the run, with the loader's state before it. `watch` compares plans with
     measured times, and may have the loader plan with other costs from the next step on.
     """
 
@@ -246,6 +265,7 @@ class LoopHooks:
     preferences: Callable[[], PreferenceFigures | None] = lambda: None
     begins: Callable[[ExecutionPlan], None] = lambda plan: None
     evaluate: Callable[[int], EvalDone | None] = lambda step: None
+    stops: Callable[[Mapping[str, Any]], None] = lambda place: None
     watch: CostWatch | None = None
 
 
@@ -267,7 +287,7 @@ def train_steps(
     for place, micro_batches, plan in _steps(loader):
         is_recorded = settings.is_traced(plan.step) or (hooks.watch is not None and hooks.watch.records(plan.step))
         hooks.begins(plan)
-        ran = _run_step(executors.traced if is_recorded else executors.plain, optimizer, hooks, plan, micro_batches)
+        ran = _run_step(executors.of(is_recorded=is_recorded), optimizer, hooks, place, plan, micro_batches)
         spans = executors.recorder.take()
         actions = () if hooks.watch is None else hooks.watch.seen(plan, spans)
         totals = totals.and_step(
@@ -370,13 +390,19 @@ def _run_step(
     executor: PipelineExecutor,
     optimizer: Optimizer,
     hooks: LoopHooks,
+    place: Mapping[str, Any],
     plan: ExecutionPlan,
     micro_batches: Sequence[Batch],
 ) -> _RanStep:
+    """`place`: the loader's state before the step."""
     start_s, learning_rate = time.perf_counter(), optimizer.lr
     loss = executor.execute(plan, micro_batches)
     executed_s = time.perf_counter()
-    updated = optimizer.step(ExecutedStep(plan, loss, hooks.micro_batch_losses()))
+    try:
+        updated = optimizer.step(ExecutedStep(plan, loss, hooks.micro_batch_losses()))
+    except NotFiniteError:
+        hooks.stops(place)
+        raise
     return _RanStep(
         loss=loss,
         preferences=hooks.preferences(),

@@ -8,9 +8,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -159,6 +159,7 @@ class PeriodicCheckpoints:
         self._num_steps, self._num_samples, self._progress, self._clock = num_steps, num_samples, progress, clock
         self._saved_s, self._save_took_s, self._unasked = clock(), 0.0, unasked
         self._least_loss, self._saved = least_validation_loss, saved
+        self._unsaved: StepDone | None = None  # the last step, until a save has it
 
     def step_done(self, done: StepDone) -> None:
         self._progress = self._progress.and_step(done.loss, self._num_samples(done))
@@ -169,16 +170,27 @@ class PeriodicCheckpoints:
         own_vote = SaveVote(is_best or self._falls_due(done), self._request.signal)
         vote = SaveVote.from_number(self._saver.most(own_vote.to_number(), done.number))
         is_last = done.number >= self._num_steps
+        self._unsaved = done
         if vote.saves or is_last:
-            start_s = self._clock()
-            self._saver.save(self._state(done, self._progress))
-            self._saved_s = self._clock()
-            self._save_took_s = self._saved_s - start_s
-            self._saved(done, self._save_took_s)
+            self._save(done)
         if is_last or vote.end_signal is not None:
             self._saver.advance(wait=True)
         if vote.end_signal is not None:
             raise SystemExit(128 + vote.end_signal)
+
+    def save_last(self, place: Mapping[str, Any]) -> None:
+        """Save the run as its last step left it, where no save has that: the step after it changed nothing and ends the
+        run. `place` is the loader's state between the two."""
+        if (done := self._unsaved) is not None:
+            self._save(done, place)
+            self._saver.advance(wait=True)
+
+    def _save(self, done: StepDone, place: Mapping[str, Any] | None = None) -> None:
+        start_s, state = self._clock(), self._state(done, self._progress)
+        self._saver.save(state if place is None else replace(state, loader=dict(place)))
+        self._saved_s, self._unsaved = self._clock(), None
+        self._save_took_s = self._saved_s - start_s
+        self._saved(done, self._save_took_s)
 
     def _is_best(self, done: StepDone) -> bool:
         return self._settings.keep_best and done.evaluation is not None and done.evaluation.loss < self._least_loss

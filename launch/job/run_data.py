@@ -433,6 +433,19 @@ def _refuse_other_rule(checkpoint: Path, config: TrainConfig, trained: Mapping[s
         )
 
 
+def refuse_other_training(checkpoint: Path, config: TrainConfig) -> None:
+    """Errors: DataError where other weights train than before, or another engine trains them."""
+    saved = read_manifest(checkpoint).run.settings
+    for table, setting, words in (("lora", "enabled", "adapters"), ("deepspeed", "config", "a DeepSpeed engine")):
+        had, has = bool(saved.get(table, {}).get(setting)), bool(getattr(getattr(config, table), setting))
+        if had != has:
+            before, now = "with" if had else "without", "with" if has else "without"
+            raise DataError(
+                f"{checkpoint} was trained {before} {words} and this run is {now}: resume with the same [{table}], or"
+                " begin a new run from its model (--output, then --model)"
+            )
+
+
 def refuse_other_first_weights(checkpoint: Path, config: TrainConfig, first_weights: str) -> None:
     """Errors: DataError for others than those that a run began with, before anything of it is changed."""
     saved = read_manifest(checkpoint).run.first_weights

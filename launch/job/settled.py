@@ -73,6 +73,7 @@ from dynapipe_ext.launch.job.run_data import (
     data_lines,
     refuse_other_data,
     refuse_other_first_weights,
+    refuse_other_training,
     refuse_pieces,
     run_data,
     shown_forms,
@@ -304,6 +305,8 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
     Errors: ConfigError, DataError and PlanError.
     """
     named, compare = request.layout_is_named, request.compare
+    if request.resumed is not None:
+        refuse_other_training(request.resumed, request.config)
     config = settled_cut(request.config, machine.proven_cut, layout_is_named=named, compare=compare)
     request = replace(request, config=config)
     assert request.address is not None

@@ -298,6 +298,8 @@ def _ended_well(ranks: Sequence[Supervised], save_s: float) -> bool:
         _wait_for_all(ranks, min(_POLL_S, max(0.0, deadline_s - time.monotonic())))
         if any(rank.poll() not in (None, 0, _SAVED_STATUS) for rank in ranks):
             break
+    if time.monotonic() >= deadline_s and any(rank.poll() is None for rank in ranks):
+        say_at_once(f"the ranks did not end within {save_s:g} s and are ended now: steps since the last save are lost")
     return bool(ranks) and all(rank.poll() == 0 for rank in ranks)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,7 @@ def run_variant(
     goes on from; one that `is_compared` with it begins anew, and is neither saved nor evaluated.
     """
     config, device, job = variant.config, context.device, context.job
-    me, run = topology_of(config).coordinates(context.rank), config.run
+    run = config.run
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     architecture, loss = architecture_of(config, job.data.whole.vocab_size), _loss_of(config)
@@ -110,6 +111,7 @@ def run_variant(
     log = None if context.log is None else replace(context.log, variant=variant.name)
     listeners = listeners if log is None else [*listeners, log]
     evaluate: Callable[[int], EvalDone | None] = _never
+    stops: Callable[[Mapping[str, Any]], None] = _never
     with ExitStack() as stack:
         stack.callback(transport.close)
         load = _loader_of(context, config)
@@ -120,9 +122,10 @@ def run_variant(
             if held_out_data is not None:
                 # Planned in line: the planner processes are training's, and its next plans wait for nothing.
                 held_out = stack.enter_context(load(held_out_data, planner.for_forwards()))
-                evaluate = _evaluation(config, built, held_out, transport, validated)
-            listeners = [*listeners, _saving(context, built, loader, validated)]
-            stack.callback(listeners[-1].close)
+                evaluate = _evaluation(context, built, held_out, transport, validated)
+            checkpoints = _saving(context, built, loader, validated)
+            listeners, stops = [*listeners, checkpoints], checkpoints.save_last
+            stack.callback(checkpoints.close)
             stack.enter_context(context.end_request.listening(context.end_signals))
         yield from train_steps(
             loader,
@@ -130,21 +133,30 @@ def run_variant(
             built.optimizer,
             LoopSettings(num_steps=run.steps, log_every=run.log_every, traced_steps=run.traced_steps),
             listeners,
-            LoopHooks(
-                gather=partial(_gather, device=device),
-                own_bytes=partial(_own_bytes, built, device),
-                counts_work=lambda plan: me.pp_rank == me.tp_rank == me.dp_rank % plan.width == 0,
-                micro_batch_losses=built.stage.losses,
-                preferences=built.stage.preferences,
-                begins=log.step_begins if log is not None else lambda plan: None,
+            replace(
+                _hooks(context, config, built, log),
                 evaluate=evaluate,
+                stops=stops,
                 watch=_cost_watch(context, config, planner, loader, is_compared=is_compared),
             ),
         )
 
 
-def _never(_step: int) -> None:
-    """In the place of an evaluation."""
+def _hooks(context: RankContext, config: TrainConfig, built: BuiltModel, log: RankLog | None) -> LoopHooks:
+    """What the loop of any variant calls on this rank."""
+    me = topology_of(config).coordinates(context.rank)
+    return LoopHooks(
+        gather=partial(_gather, device=context.device),
+        own_bytes=partial(_own_bytes, built, context.device),
+        counts_work=lambda plan: me.pp_rank == me.tp_rank == me.dp_rank % plan.width == 0,
+        micro_batch_losses=built.stage.losses,
+        preferences=built.stage.preferences,
+        begins=log.step_begins if log is not None else lambda plan: None,
+    )
+
+
+def _never(_: object) -> None:
+    """In the place of an evaluation, or of a save."""
 
 
 def variant_planner(job: SettledJob, costs: CostModel, config: TrainConfig) -> Planner:
@@ -163,8 +175,17 @@ def _dumping(context: RankContext, config: TrainConfig, planner: Planner) -> Pla
 
 
 def _evaluation(
-    config: TrainConfig, built: BuiltModel, held_out: DynaPipeDataLoader, transport: Transport, validated: str
+    context: RankContext, built: BuiltModel, held_out: DynaPipeDataLoader, transport: Transport, validated: str
 ) -> PeriodicEvaluation:
+    config = context.job.config
+
+    def is_ending(step: int) -> bool:
+        with named_collectives(f"step {step}, whether the evaluation goes on"):
+            ends = any(gather_json(context.end_request.signal is not None, context.device))
+        if ends and context.rank == 0:
+            say_at_once(f"validation: none after step {step + 1}, since the run was asked to end")
+        return ends
+
     return PeriodicEvaluation(
         PipelineExecutor(built.stage, transport),
         held_out,
@@ -172,6 +193,7 @@ def _evaluation(
         config.eval,
         num_steps=config.run.steps,
         validated_on=validated,
+        is_ending=is_ending,
     )
 
 

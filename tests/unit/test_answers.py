@@ -238,6 +238,18 @@ def test_a_result_within_the_models_turn_carries_no_loss() -> None:
         rendered(template, called(SUN, words="Look."))
 
 
+@pytest.mark.parametrize(
+    ("template", "number"), [(CHATML, 4), (of_roles("<|u|>{{ m.content }}", EARLIER_DROPPED, "<|a|>"), 2)]
+)
+def test_a_thought_that_a_template_drops_is_refused(template: str, number: int) -> None:
+    messages = chat(*TURNS)["messages"]
+    messages[number - 1]["reasoning_content"] = "Rain is wet."
+    with pytest.raises(DataError, match=rf"the chat template leaves out the thought of message {number} \(reasoning"):
+        rendered(template, {"messages": messages})
+    messages[number - 1]["reasoning_content"] = ""
+    assert "Yes." in rendered(template, {"messages": messages})
+
+
 def test_a_call_ends_with_what_begins_its_result_where_answers_have_no_end() -> None:
     template = of_each("<|u|>{{ m.content }}", "<|a|>{{ m.content }}" + CALL, "<|o|>{{ m.content }}", before=TOOLS)
     call = '<call>sun{"in": "Rome"}</call>'

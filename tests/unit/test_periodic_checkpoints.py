@@ -126,6 +126,21 @@ def test_a_run_saves_by_steps_by_the_clock_and_after_its_last_step() -> None:
     assert steps_saved(CheckpointSettings(save_every=3), first=4) == [6, 7]
 
 
+def test_a_step_that_ends_the_run_has_the_one_before_it_saved_where_no_save_has_it() -> None:
+    kept = Kept()
+    settings = CheckpointSettings(save_every=2)
+    checkpoints = PeriodicCheckpoints(
+        kept, settings, state, EndRequest(60), num_steps=9, num_samples=lambda _: 1, progress=RunProgress()
+    )
+    checkpoints.save_last({"step": 0})
+    assert not kept.saved  # no step has run
+    for step in range(3):
+        checkpoints.step_done(a_step(step))
+    checkpoints.save_last({"step": 3})
+    checkpoints.save_last({"step": 3})
+    assert [(run.step, run.loader, run.num_samples) for run in kept.saved] == [(2, {}, 2), (3, {"step": 3}, 3)]
+
+
 def test_a_run_of_more_than_minutes_saves_unasked_where_there_is_room_and_not_for_long() -> None:
     """Rank 0 decides; the others have nothing to decide by."""
     lacks: list[str] = []

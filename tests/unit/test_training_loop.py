@@ -13,6 +13,7 @@ import torch
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.errors import NotFiniteError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import AllRanks, EvalDone, Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
@@ -207,6 +208,46 @@ def test_every_evaluation_takes_the_same_batches() -> None:
     assert first is not None
     assert again is not None
     assert (again.loss, again.real_tokens, again.num_samples) == (first.loss, first.real_tokens, 6)
+
+
+def test_an_evaluation_is_left_out_after_the_batch_in_which_the_run_was_asked_to_end() -> None:
+    run, asked = Run(), []
+    planner = Planner(Topology(), TokenCosts(num_stages=1), memory_limit_bytes=1e9, format=ActivationFormat(16))
+
+    def is_ending(step: int) -> bool:
+        asked.append(step)
+        return len(asked) == 2
+
+    with DynaPipeDataLoader(Samples(), planner.for_forwards(), batch_size=2) as loader:
+        evaluation = PeriodicEvaluation(
+            run.executors.plain, loader, [run.model], EvalSettings(every=1), num_steps=9, is_ending=is_ending
+        )
+        assert evaluation(4) is None
+        assert asked == [4, 4]  # of more batches
+        assert run.model.training
+        assert evaluation(5) is not None
+
+
+def test_a_step_that_ends_the_run_says_where_the_loader_was_before_it() -> None:
+    kept, stopped = Kept(), []
+    run = Run()
+
+    class Ends:
+        lr = 0.1
+
+        def step(self, executed: ExecutedStep) -> float:
+            if executed.plan.step == 4:
+                raise NotFiniteError("step 5 is not finite")
+            return run.step(executed)
+
+    hooks = LoopHooks(stops=stopped.append)
+    with pytest.raises(NotFiniteError):
+        for _ in train_steps(run.loader, run.executors, Ends(), LoopSettings(num_steps=NUM_STEPS), [kept], hooks):
+            pass
+    assert [done.number for done in kept.steps] == [1, 2, 3, 4]
+    other = Run()
+    other.loader.load_state_dict(stopped[0])
+    assert next(iter(other.loader))[1].step == 4
 
 
 def _loss_of(model: Any) -> float:

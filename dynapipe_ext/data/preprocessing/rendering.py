@@ -278,6 +278,12 @@ class Renderer:
                 raise DataError(
                     f"{where}: the chat template leaves out message {number}, of role {role!r}: {_NO_ROLE[role]}"
                 )
+            thought = message.get("reasoning_content") or message.get("thinking")
+            if isinstance(thought, str) and not is_in(thought.strip(), whole):
+                raise DataError(
+                    f"{where}: the chat template leaves out the thought of message {number} (reasoning_content): remove"
+                    " it from the record, or take a template that writes it"
+                )
             if not all(is_in(words, whole) for words in words_of_calls(message.get("tool_calls"))):
                 raise DataError(
                     f"{where}: the chat template leaves out the tool_calls of message {number}: {_NO_ROLE['tool']}"

@@ -176,7 +176,7 @@ class DeepSpeedOptimizer:
         if num_not_finite:
             faults = joined_faults(gather_json(list(executed.loss_faults()), self._largest.device))
             return self._policy.refused(
-                f"step {plan.step + 1} is not finite (loss {executed.loss:g}, on {num_not_finite:.0f} ranks):"
+                f"step {plan.step + 1} is not finite (loss {executed.loss:g}, seen on ranks: {num_not_finite:.0f}):"
                 f" {faults or 'losses are finite, and gradients are not'}"
             )
         self._policy.passed()
