@@ -21,6 +21,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loops.replaced import replaced
@@ -74,10 +75,11 @@ class PlannedSchedule:
         ranks = tuple(by_stage[stage] for stage in range(len(by_stage)))
         pp = max(ranks) + 1
         self._topology = Topology(pp=pp, dp=dist.get_world_size() // pp, placement=ranks if len(ranks) > pp else ())
-        weight = next(stages[0].submod.parameters())
-        self._format = ActivationFormat(hidden_size, str(weight.dtype).removeprefix("torch."), order="bsh")
+        weights = [weight for stage in stages for weight in stage.submod.parameters() if weight.is_floating_point()]
+        device = weights[0].device if weights else torch.device("cpu")
+        self._format = ActivationFormat(hidden_size, _common_type(weights, device), order="bsh")
         self._loss_fn, self._split = loss_fn, split_backward
-        self._parallel = ParallelContext(self._topology, device=weight.device)
+        self._parallel = ParallelContext(self._topology, device=device)
         self._parts = [stage.submod for stage in stages]
         self._stage = TorchStage(
             {stage.stage_index: _PartOfBatch(stage.submod) for stage in stages}, self._loss, parallel=self._parallel
@@ -109,12 +111,24 @@ class PlannedSchedule:
         for parameter, gradient in before:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if losses is not None:
-            losses[:] = [torch.tensor(loss) for _, loss in sorted(self._stage.losses().items())]
+            losses[:] = [torch.tensor(loss, dtype=torch.float64) for _, loss in sorted(self._stage.losses().items())]
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:
         """What a step divides by its divisor, which this one already has."""
         loss: torch.Tensor = self._loss_fn(output, batch["target"], **batch["loss_kwargs"]) * batch["divisor"]
         return loss
+
+
+def _common_type(weights: Sequence[torch.Tensor], device: torch.device) -> str:
+    """Of the weights of all ranks, which all call this. Errors: ConfigError, on all, where there are several."""
+    own = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights})
+    types = sorted({name for of_rank in gather_json(own, device) for name in of_rank})
+    if len(types) != 1:
+        raise ConfigError(
+            f"the model parts have weights of {' and '.join(types) or 'no type'}, so what stages exchange has no one"
+            " type: give all parts one"
+        )
+    return types[0]
 
 
 class _PartOfBatch(torch.nn.Module):

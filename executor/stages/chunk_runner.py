@@ -146,8 +146,8 @@ class GradientAccumulator(Protocol):
 class PlainAccumulator(GradientAccumulator):
     """Floating-point sums in arrival order, replicas in one flat sum.
 
-    Micro-batches add up in the parameter's dtype, replicas in float32: with bfloat16 weights and many micro-batches
-    a step, small gradients are lost in the first sum.
+    Micro-batches add up in the parameter's dtype, replicas in float32, or float64 where a weight has it: with bfloat16
+    weights and many micro-batches a step, small gradients are lost in the first sum.
     """
 
     def __init__(
@@ -175,7 +175,8 @@ class PlainAccumulator(GradientAccumulator):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self._sum_over_replicas is not None and self._parameters:
-            flat = torch.cat([_grad(parameter).reshape(-1).float() for parameter in self._parameters])
+            wide = torch.float64 if any(p.dtype == torch.float64 for p in self._parameters) else torch.float32
+            flat = torch.cat([_grad(parameter).reshape(-1).to(wide) for parameter in self._parameters])
             self._sum_over_replicas(flat)
             _scatter(flat, self._parameters)
         sum_over_copies(self._copies)

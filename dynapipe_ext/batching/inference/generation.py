@@ -177,15 +177,16 @@ class _Driver:
         end = end.tolist() if isinstance(end, torch.Tensor) else end
         self._ends = set(end) if isinstance(end, list | tuple | set) else {end}
         self._criteria = [*(self.generation.pop("stopping_criteria", None) or ())]
-        strings = self.generation.pop("stop_strings", of_generation(model, generation, "stop_strings"))
-        if strings and (tokenizer := generation.get("tokenizer")) is not None:  # without one, transformers says so
+        if strings := self.generation.pop("stop_strings", of_generation(model, generation, "stop_strings")):
+            if (tokenizer := generation.get("tokenizer")) is None:
+                raise ConfigError(f"stop_strings is {strings!r} but no tokenizer says how tokens spell: give tokenizer")
             from transformers import StopStringCriteria
 
             self._criteria.append(StopStringCriteria(tokenizer, strings))
-        if self._criteria and (num_beams := beams_of(model, generation)) > 1:
+        ahead = {"num_beams": beams_of(model, generation) > 1, "assistant_model": "assistant_model" in generation}
+        if self._criteria and (several := [name for name, is_set in ahead.items() if is_set]):
             raise ConfigError(
-                f"num_beams is {num_beams} beside stopping criteria, and where they ended a beam is not known: search"
-                " without them, or with one beam"
+                f"{several[0]} beside stopping criteria: where they end an answer is not known then, so leave one out"
             )
 
     def run(self, inputs: BatchTensors, indices: tuple[int, ...]) -> GeneratedBatch:
@@ -231,10 +232,16 @@ class _Driver:
         causal = not self.model.config.is_encoder_decoder
         mask = inputs.get("attention_mask")
         ends_in_padding = mask is not None and not bool(mask[:, -1].all())
-        if causal and (ends_in_padding or (mask is None and self._ends_in_pad(inputs["input_ids"]))):
+        is_unmasked = mask is None and self._ends_in_pad(inputs["input_ids"])
+        if causal and (ends_in_padding or is_unmasked):
             raise ConfigError(
                 "prompts of a causal model are padded on the right, so it would go on from padding: set"
                 ' tokenizer.padding_side = "left"'
+            )
+        if is_unmasked:
+            raise ConfigError(
+                "texts of a batch end in padding and no attention_mask says so, so the model would read it: give the"
+                " tokenizer's attention_mask"
             )
         placed = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
         with evaluating(self.model), torch.inference_mode():
@@ -243,14 +250,14 @@ class _Driver:
                 **placed, max_new_tokens=self.max_new_tokens, stopping_criteria=[stops], **self.generation
             )
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        start = inputs["input_ids"].shape[1] if causal else stops.prompt_len or 1
+        start = inputs["input_ids"].shape[1] if causal else stops.prompt_len if "decoder_input_ids" in inputs else 1
         rows, ends = sequences[:, start:].tolist(), stops.of_rows
         return [self._until_end(row[:end]) for row, end in zip(rows, ends or [None] * len(rows), strict=True)]
 
     def _ends_in_pad(self, ids: torch.Tensor) -> bool:
         """Of prompts without a mask, as far as the padding has an id of its own."""
         pad = self.generation.get("pad_token_id", of_generation(self.model, self.generation, "pad_token_id"))
-        return isinstance(pad, int) and pad not in self._ends and bool((ids[:, -1] == pad).any())
+        return isinstance(pad, int) and len(ids) > 1 and bool((ids[:, -1] == pad).any())
 
     def _until_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
         end = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))

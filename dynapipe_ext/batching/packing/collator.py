@@ -19,6 +19,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -30,7 +31,8 @@ Packing = Literal["best-fit", "in-order"]
 PackedAttention = Literal["positions", "block-mask", "cu_seqlens"]
 
 _READ = frozenset({"input_ids", "labels", "loss_mask", "position_ids", "attention_mask"})
-_NUMBERS = frozenset({"id", "idx", "index", "length"})  # of a document, and nothing that a model or a loss reads
+# Tokenizers write these beside the tokens, and sort documents by them; no model or loss reads them.
+_BESIDE = frozenset({"special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "length"})
 IGNORED = -100  # the label that transformers' losses leave out
 
 
@@ -149,9 +151,10 @@ class PackingCollator:
     """A `collate_fn` for a DataLoader or Trainer: features in, inputs of a causal transformers model out.
 
     A feature maps input_ids and, if they are to differ from them, labels (aligned; -100 carries no loss) and loss_mask
-    (true where a token is to be predicted) to flat sequences. Texts, the numbers id, idx, index and length, and
-    token_type_ids that are all 0 are left aside; other columns are refused, since a row has no place for them. Rows
-    hold at most `max_tokens` positions, None for one row; `pad_multiple` rounds S up.
+    (true where a token is to be predicted) to flat sequences. Trainer drops loss_mask unless remove_unused_columns is
+    False; labels it keeps. Texts, single numbers, mappings, what tokenizers write beside tokens, and token_type_ids
+    that are all 0 are left aside. Weights and other arrays of numbers are refused, since a row has no place for them.
+    Rows hold at most `max_tokens` positions, None for one row; `pad_multiple` rounds S up.
     """
 
     max_tokens: int | None = None
@@ -244,14 +247,16 @@ class PackingCollator:
 
 def _document(place: int, feature: Mapping[str, Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Tokens and aligned labels of a feature."""
+    if not isinstance(feature, Mapping):
+        raise DataError(f"feature {place} is of type {type(feature).__name__}: give a mapping with input_ids")
     if "input_ids" not in feature:
         raise DataError(f"feature {place} has {', '.join(sorted(feature)) or 'nothing'} but no input_ids: tokenize it")
     tokens = _flat(place, "input_ids", feature["input_ids"], least=0)
     for name, value in feature.items():
         if name not in _READ and not _is_aside(place, name, value, tokens):
             raise DataError(
-                f"feature {place} has {name}, for which packed rows have no place: remove the column, or give it as"
-                " loss_mask where it says which tokens are to be predicted"
+                f"feature {place} has {name}, for which packed rows have no place: remove the column (what says which"
+                " tokens are to be predicted goes as loss_mask, and each document is a feature of its own)"
             )
     if "position_ids" in feature:
         positions = _flat(place, "position_ids", feature["position_ids"], tokens)
@@ -272,7 +277,13 @@ def _is_aside(place: int, name: str, value: Any, tokens: npt.NDArray[np.int64]) 
     """Whether a row of this feature is the same without the column."""
     if name == "token_type_ids":  # tokenizers write them unasked
         return not _flat(place, name, value, tokens).any()
-    return value is None or isinstance(value, str) or (name in _NUMBERS and np.ndim(value) == 0)
+    if name in _BESIDE or value is None or isinstance(value, str | bytes | Mapping):
+        return True
+    if hasattr(value, "shape"):
+        return len(value.shape) == 0 and "weight" not in name
+    if isinstance(value, Sequence):
+        return not any(isinstance(one, Number | Sequence) and not isinstance(one, str | bytes) for one in value)
+    return "weight" not in name
 
 
 def _flat(
@@ -283,6 +294,8 @@ def _flat(
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
         raise DataError(f"{name} of feature {place} is no array ({error}): give a flat sequence of integers") from error
+    if least is None and array.dtype.kind == "f" and np.isin(array, (0, 1)).all():
+        array = array.astype(np.int64)  # a mask
     if array.ndim != 1 or (array.size and array.dtype.kind not in ("iu" if least == 0 else "iub")):
         raise DataError(
             f"{name} of feature {place} has shape {array.shape} and type {array.dtype}: a flat sequence of integers is"

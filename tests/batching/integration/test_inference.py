@@ -244,6 +244,13 @@ def test_right_padding_without_a_mask_is_refused_for_a_causal_model() -> None:
         generate(model, [{"input_ids": batch["input_ids"]}], max_new_tokens=2)
 
 
+def test_padding_that_no_mask_tells_an_encoder_of_is_refused() -> None:
+    batch = tokenizer("right")(texts_of([3, 9]), padding=True, return_tensors="pt")
+    with pytest.raises(ConfigError, match="end in padding and no attention_mask says so"):
+        generate(t5(), [{"input_ids": batch["input_ids"]}], max_new_tokens=2)
+    assert generate(t5(), [dict(batch)], max_new_tokens=2)
+
+
 def test_two_texts_of_one_number_are_refused() -> None:
     batch = dict(tokenizer()(texts_of([3, 3]), padding=True, return_tensors="pt"))
     for batches in ([batch, {**batch, "indices": [1, 2]}], [{**batch, "indices": torch.tensor([7, 7])}]):
@@ -273,8 +280,11 @@ def test_answers_end_where_a_criterion_is_met_whatever_the_other_texts_of_the_ba
     for words in ({"stopping_criteria": [criterion]}, {"stop_strings": [spelled.decode([word])], "tokenizer": spelled}):
         options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": end, "pad_token_id": 0, **words}
         assert generate(model, loader_of(texts, 4), **options) == expected
-        with pytest.raises(ConfigError, match="num_beams is 2 beside stopping criteria"):
-            generate(model, loader_of(texts, 4), num_beams=2, **options)
+        for more in ({"num_beams": 2}, {"assistant_model": model}):
+            with pytest.raises(ConfigError, match=f"{next(iter(more))} beside stopping criteria"):
+                generate(model, loader_of(texts, 4), **options, **more)
+    with pytest.raises(ConfigError, match="no tokenizer says how tokens spell"):
+        generate(model, loader_of(texts, 4), max_new_tokens=2, stop_strings=["w5"])
 
 
 def test_tokens_that_a_decoder_is_given_are_not_new_ones() -> None:

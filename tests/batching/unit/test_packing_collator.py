@@ -223,7 +223,12 @@ def test_document_attention_refuses_what_it_would_get_wrong() -> None:
 
 
 def test_what_changes_nothing_of_a_row_is_left_aside() -> None:
-    aside = {"text": "one two", "id": 7, "length": np.int64(2), "token_type_ids": [0, 0], "labels": None, "task": None}
+    aside = {
+        **{"text": "one two", "id": 7, "length": [2], "token_type_ids": [0, 0], "labels": None, "task": None},
+        **{"special_tokens_mask": [1, 0], "offset_mapping": [(0, 3), (3, 7)], "overflow_to_sample_mapping": 3},
+        **{"messages": [{"role": "user"}], "tags": ["a", "b"], "meta": {"source": 3}, "score": 0.5, "label": 1},
+        **{"is_first": True, "raw": b"ab", "attention_mask": [1.0, 1.0], "loss_mask": np.ones(2)},
+    }
     plain = PackingCollator().pack([{"input_ids": [1, 2]}])
     assert np.array_equal(PackingCollator().pack([{"input_ids": [1, 2], **aside}]).labels, plain.labels)
 
@@ -257,10 +262,11 @@ def test_a_data_loader_takes_it_with_worker_processes() -> None:
                 ("token_type_ids", [0, 1]),
                 ("pixel_values", np.zeros((3, 4))),
                 ("loss_weight", 0.5),
-                ("prompt_length", 1),
-                ("label", 1),
+                ("seq_lengths", [1, 1]),
+                ("frames", [[0.1, 0.2]]),
             ]
         ),
+        ([[1, 2, 3]], "feature 0 is of type list: give a mapping with input_ids"),
         ([{"input_ids": torch.ones(2, dtype=torch.bfloat16)}], "input_ids of feature 0 is no array"),
         ([{"input_ids": [[1], [1, 2]]}], "input_ids of feature 0 is no array"),
         ([{"input_ids": np.array([1, 2**63 + 5], np.uint64)}], "has 9223372036854775813: integers here have"),
