@@ -47,6 +47,7 @@ def install_advice(extra: str) -> str:
 _MOST_SHOWN = 40
 _MOST_INT = 2**63 - 1  # what arrays hold
 _KIND_WORDS = {bool: "true or false", int: "an integer of at most 64 bits", float: "a number", str: "a text"}
+_OF_NO_TYPE = object()
 _MOST_TIMEOUT_S = 10**9  # what clocks and locks can wait for
 
 
@@ -133,12 +134,15 @@ def check_integer(name: str, value: object, *, least: int, most: int | None = No
     raise ConfigError(f"{name} is {short(value)} but must be an integer {wording}")
 
 
-def check_field_types(values: Any) -> None:
-    """Errors: ConfigError for a field that is not of its type. NaN and integers of more than 64 bits are of none;
-    integers pass for floats, and numpy's numbers for Python's."""
+def settle_field_types(values: Any) -> None:
+    """Have every field of a frozen dataclass be of its declared type: numpy's numbers, and fractions, become Python's,
+    lists tuples. Errors: ConfigError for a field of another type; NaN and integers of more than 64 bits are of none."""
     for name, kind in _kinds(values.__class__).items():
-        if not _is_of(value := getattr(values, name), kind):
+        settled = _settled(value := getattr(values, name), kind)
+        if settled is _OF_NO_TYPE:
             raise ConfigError(f"{name} is {short(value)} but must be {_words(kind)}")
+        if settled is not value:
+            object.__setattr__(values, name, settled)
 
 
 @cache
@@ -147,21 +151,36 @@ def _kinds(owner: type) -> Mapping[str, Any]:
     return {field.name: hints[field.name] for field in fields(owner)}
 
 
-def _is_of(value: object, kind: Any) -> bool:
+def _settled(value: Any, kind: Any) -> Any:
+    """The value as one of that kind, or `_OF_NO_TYPE`."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
     origin = get_origin(kind)
     if origin in (Union, UnionType):
-        return any(_is_of(value, one) for one in get_args(kind))
+        settled = (_settled(value, one) for one in get_args(kind))
+        return next((one for one in settled if one is not _OF_NO_TYPE), _OF_NO_TYPE)
     if origin is Literal:
-        return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+        same = (one for one in get_args(kind) if isinstance(value, bool) == isinstance(one, bool))
+        is_plain = isinstance(value, str | Real)
+        return next((one for one in same if is_plain and value == one), _OF_NO_TYPE)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_is_of(one, get_args(kind)[0]) for one in value)
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, Integral) and abs(int(value)) <= _MOST_INT
-    if kind is float:
-        return _is_of(value, int) if isinstance(value, Integral) else isinstance(value, Real) and not math.isnan(value)
-    return isinstance(value, origin or kind)
+        listed = value if isinstance(value, tuple | list) else [_OF_NO_TYPE]
+        members = tuple(_settled(one, get_args(kind)[0]) for one in listed)
+        return _OF_NO_TYPE if any(one is _OF_NO_TYPE for one in members) else members
+    if isinstance(value, Real) and not isinstance(value, bool) and kind in (int, float):
+        return _settled_number(value, kind)
+    return value if isinstance(value, origin or kind) and (kind is bool or not isinstance(value, bool)) else _OF_NO_TYPE
+
+
+def _settled_number(value: Real, kind: Any) -> Any:
+    if isinstance(value, Integral) or (kind is int and isinstance(value, float) and value.is_integer()):
+        whole = int(value)
+        if abs(whole) <= _MOST_INT:
+            return value if isinstance(value, int) else whole
+        return float(whole) if kind is float else _OF_NO_TYPE
+    if kind is int or math.isnan(value):
+        return _OF_NO_TYPE
+    return value if isinstance(value, float) else float(value)
 
 
 def _words(kind: Any) -> str:

@@ -118,7 +118,9 @@ def documents_of(lengths: LengthArray) -> LengthArray:
 def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:
     """Samples of anybody's making, or of their lengths. Errors: DataError for the first that cannot be planned."""
     is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str | bytes)
-    if not is_list and not (isinstance(lengths, np.ndarray) and lengths.ndim):
+    if not is_list and hasattr(lengths, "__array__") and getattr(lengths, "ndim", False):
+        lengths = np.asarray(lengths)  # of torch or pandas
+    elif not is_list:
         raise DataError(f"lengths are {short(lengths)} but must be a list of SampleLength or of integers, or an array")
     are_samples = len(lengths) and isinstance(lengths[0], SampleLength)
     samples = (

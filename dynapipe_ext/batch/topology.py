@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
@@ -152,6 +153,8 @@ class Topology:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "width"):
             value = getattr(self, name)
+            if isinstance(value, Integral) and not isinstance(value, int):  # numpy's
+                object.__setattr__(self, name, value := int(value))
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r} but must be an integer of at least 1")
             if value > _MOST_OF_A_DEGREE:

@@ -55,7 +55,7 @@ from dynapipe_ext.costs.states import (
     rows_on_rank,
     states_of_stages,
 )
-from dynapipe_ext.errors import ConfigError, PlanError, check_field_types, check_integer, short
+from dynapipe_ext.errors import ConfigError, PlanError, check_integer, settle_field_types, short
 from dynapipe_ext.models.architecture import Architecture, kinds_of_ranges
 
 _MOST_FACTOR = 1_000_000
@@ -84,7 +84,7 @@ class MeasuredAdapters:
     head_bytes_factor: float
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        settle_field_types(self)
         check_bytes_factors(self)
 
 
@@ -173,7 +173,7 @@ class AnalyticCosts:
     measured_adapters: MeasuredAdapters | None = None
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        settle_field_types(self)
         checked_topology(self.architecture, self.topology, self.ep)
         _ = self.sliced_head
         check_states(self.state_recipe, self.zero_stage, self.offload)

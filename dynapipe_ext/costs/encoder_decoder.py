@@ -37,7 +37,7 @@ from dynapipe_ext.costs.model import (
     within_layers,
 )
 from dynapipe_ext.costs.states import StateRecipe
-from dynapipe_ext.errors import ConfigError, check_field_types, check_integer
+from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types
 from dynapipe_ext.models.architecture import Architecture
 
 # Left out of descriptions, where they are as before costs knew them.
@@ -289,7 +289,7 @@ class EncoderDecoderRunCosts:
     width_tax: float = UNCOUNTED_TAX
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        settle_field_types(self)
         check_bytes_factors(self)
         check_rates(self)
         check_integer("latency_ns", self.latency_ns, least=0, most=INFEASIBLE)

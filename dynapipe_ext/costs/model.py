@@ -26,7 +26,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, Offload, ReplicaCollec
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.floor import ROUNDING_NS, Floor, GrowingTimes, PaddedTimes
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, PlanError, short
 
 IntArray = npt.NDArray[np.int64]
 
@@ -428,7 +428,16 @@ class UserCosts:
         return self.prices.num_stages
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        return self.prices.evaluate(micro_batches)
+        costs = self.prices.evaluate(micro_batches)
+        for name in _TABLES:
+            table, shape = getattr(costs, name), (self.num_stages - name.startswith("transfer"), len(micro_batches))
+            is_table = isinstance(table, np.ndarray) and np.issubdtype(table.dtype, np.integer) and table.shape == shape
+            if not is_table or (table.size and table.min() < 0):
+                raise ConfigError(
+                    f"{name} of {type(self.prices).__name__} is {short(table)} but must be an array of integers from 0"
+                    f" on, of shape {shape}: correct its evaluate"
+                )
+        return costs
 
     def evaluate_shapes(
         self,

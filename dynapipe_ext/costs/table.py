@@ -67,7 +67,7 @@ from dynapipe_ext.costs.packed_rows import (
 )
 from dynapipe_ext.costs.pieces import PieceSurcharges
 from dynapipe_ext.costs.states import EXACT_SUM_BYTES, refused_tie
-from dynapipe_ext.errors import ConfigError, DataError, PlanError, check_field_types, check_integer
+from dynapipe_ext.errors import ConfigError, DataError, PlanError, check_integer, settle_field_types
 from dynapipe_ext.models.architecture import MOST_LAYERS
 
 FORMAT = "dynapipe-costs/1"
@@ -136,7 +136,7 @@ class CostTable:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        settle_field_types(self)
         check_grids(self.grids)
         check_bytes(self.parameter_bytes, self.packed_bytes, self.once_bytes)
         check_integer("num_layers", self.num_layers, least=1, most=MOST_LAYERS)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
-from dynapipe_ext.errors import ConfigError, check_field_types, check_integer, short
+from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types, short
 from dynapipe_ext.models.rope_scaling import LongRope, RopeScaling, Yarn
 
 
@@ -302,7 +302,7 @@ class Architecture:
         return without_defaults(values)
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        settle_field_types(self)
         if self.family not in (*FAMILIES, "gpt", "transformers"):
             raise ConfigError(f"family {self.family!r} is not known: give one of {', '.join(FAMILIES)}")
         for name in _AT_LEAST_ONE:

@@ -9,7 +9,7 @@ with torchtitan.planned_loop():
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -60,7 +60,7 @@ class PlannedSchedule:
 
     `loss_fn(output, target, **loss_kwargs)` is a sum, divided as the loop wants. Micro-batches may have other numbers
     of rows and positions each, told by what every stage is given: no message says a shape. Stages hand on tensors of
-    the type that their weights have.
+    the type of the first stage's first weight.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class PlannedSchedule:
         ranks = tuple(by_stage[stage] for stage in range(len(by_stage)))
         pp = max(ranks) + 1
         self._topology = Topology(pp=pp, dp=dist.get_world_size() // pp, placement=ranks if len(ranks) > pp else ())
-        weights = [weight for stage in stages for weight in stage.submod.parameters() if weight.is_floating_point()]
-        device = weights[0].device if weights else torch.device("cpu")
-        self._format = ActivationFormat(hidden_size, _common_type(weights, device), order="bsh")
+        weights = {stage.stage_index: next(stage.submod.parameters(), None) for stage in stages}
+        device = next((w.device for w in weights.values() if w is not None), torch.device("cpu"))
+        self._format = ActivationFormat(hidden_size, _first_type(weights, device), order="bsh")
         self._loss_fn, self._split = loss_fn, split_backward
         self._parallel = ParallelContext(self._topology, device=device)
         self._parts = [stage.submod for stage in stages]
@@ -111,7 +111,7 @@ class PlannedSchedule:
         for parameter, gradient in before:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if losses is not None:
-            losses[:] = [torch.tensor(loss, dtype=torch.float64) for _, loss in sorted(self._stage.losses().items())]
+            losses[:] = [torch.tensor(loss) for _, loss in sorted(self._stage.losses().items())]
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:
         """What a step divides by its divisor, which this one already has."""
@@ -119,16 +119,14 @@ class PlannedSchedule:
         return loss
 
 
-def _common_type(weights: Sequence[torch.Tensor], device: torch.device) -> str:
-    """Of the weights of all ranks, which all call this. Errors: ConfigError, on all, where there are several."""
-    own = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights})
-    types = sorted({name for of_rank in gather_json(own, device) for name in of_rank})
-    if len(types) != 1:
-        raise ConfigError(
-            f"the model parts have weights of {' and '.join(types) or 'no type'}, so what stages exchange has no one"
-            " type: give all parts one"
-        )
-    return types[0]
+def _first_type(weights: Mapping[int, torch.Tensor | None], device: torch.device) -> str:
+    """That of the first stage's first weight, where it has one: all ranks call this with the `weights` of theirs.
+    Errors: ConfigError, on all, where no stage has any."""
+    own = [[stage, str(w.dtype).removeprefix("torch.")] for stage, w in weights.items() if w is not None]
+    types = sorted(tuple(one) for of_rank in gather_json(own, device) for one in of_rank)
+    if not types:
+        raise ConfigError("no model part has a weight, so what stages exchange has no type: give parts with weights")
+    return str(types[0][1])
 
 
 class _PartOfBatch(torch.nn.Module):

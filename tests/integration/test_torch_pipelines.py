@@ -91,9 +91,9 @@ def stepped(env: Any, placement: tuple[int, ...], split: bool, dtype: torch.dtyp
     for _ in range(2):  # gradients add up
         schedule.step(kwarg_mbs=[{"positions": one["positions"]} for one in batches], **keywords)
     expected_losses, gradients = one_process(len(placement), dtype)
-    near = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.01}
+    rel, least = {torch.float64: (1e-13, 1e-15), torch.float32: (1e-5, 1e-6), torch.bfloat16: (0.03, 0.01)}[dtype]
     same = all(
-        torch.allclose(parameter.grad, 2 * gradients[f"{s}.{name}"], **near)
+        torch.allclose(parameter.grad, 2 * gradients[f"{s}.{name}"], rtol=rel, atol=least)
         for s in own
         for name, parameter in chain[s].named_parameters()
     )
@@ -101,7 +101,7 @@ def stepped(env: Any, placement: tuple[int, ...], split: bool, dtype: torch.dtyp
     with pytest.raises(ConfigError, match="no outputs are kept"):
         schedule.step(return_outputs=True)
     if losses is not None:
-        same &= torch.allclose(torch.stack(losses), torch.tensor(expected_losses), **near)
+        same &= torch.allclose(torch.stack(losses), torch.tensor(expected_losses), rtol=max(rel, 1e-6))
     return same
 
 
@@ -115,14 +115,17 @@ def whether_changed(call: Any, weights: list[torch.nn.Parameter], changed: set[b
 
 def steps(env: Any) -> list[bool]:
     found = [stepped(env, *case) for case in (((0, 1), False), ((0, 1), True), ((0, 1, 0, 1), False))]
-    found += [stepped(env, (0, 1, 1, 0), True), stepped(env, (0, 1), False, torch.bfloat16)]
+    found += [
+        stepped(env, (0, 1, 1, 0), True),
+        *(stepped(env, (0, 1), False, dtype) for dtype in (torch.bfloat16, torch.float64)),
+    ]
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
 def test_model_parts_have_the_losses_and_gradients_of_one_process(run_ranks: Any) -> None:
-    assert run_ranks(2, steps) == [[True] * 5] * 2
+    assert run_ranks(2, steps) == [[True] * 6] * 2
 
 
 def test_a_stage_that_is_told_no_shape_is_refused() -> None:

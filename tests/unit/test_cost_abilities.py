@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dynapipe_ext.batch.micro_batches import MicroBatch
+from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import AdjustedCosts, FittedTimes, TimeCorrection
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -130,3 +131,21 @@ def test_a_published_model_survives_json_and_a_damaged_one_is_refused(name: str)
     for damage in ({"position": "polar"}, {"no_such": 1}, {"rope_scaling": {"kind": "linear", "factr": 2.0}}):
         with pytest.raises(ConfigError):
             Architecture.from_json({**raw, **damage})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"forward_ns": [[1, 1]]}, "forward_ns of Wrong is .* but must be an array of integers"),
+        ({"transfer_ns": np.zeros((2, 1), np.int64)}, r"transfer_ns of Wrong is .* of shape \(1, 1\)"),
+        ({"stored_bytes": np.full((2, 1), -5)}, "stored_bytes of Wrong is .* from 0 on"),
+        ({"backward_ns": np.zeros((2, 1))}, "backward_ns of Wrong is .* array of integers"),
+    ],
+)
+def test_prices_of_ones_own_that_are_no_prices_are_refused(change: dict[str, Any], says: str) -> None:
+    class Wrong(Own):
+        def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+            return replace(super().evaluate(micro_batches), **change)
+
+    with pytest.raises(ConfigError, match=says):
+        as_cost_model(Wrong()).evaluate([MicroBatch(tuple(sample_lengths([5])))])

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adjustments import FittedTimes, TimeCorrection, adjusted
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DynaPipeError
 from tests.unit.test_costs_pieces import table
 from tests.unit.test_costs_stage_inputs import MODELS
@@ -97,3 +103,24 @@ def test_a_model_of_other_types_is_refused_whoever_makes_it() -> None:
     for name, other in (("qkv_bias", 5), ("gated_mlp", {}), ("rope_theta", "x"), ("top_k", 10**30)):
         with pytest.raises(ConfigError, match=rf"{name} is .* but must be "):
             cost_model_from_json({**raw, "architecture": {**raw["architecture"], name: other}})
+
+
+def test_numbers_of_numpy_and_whole_floats_are_pythons_then() -> None:
+    raw: Any = cost_model_to_json(PRICED["counted"])
+    plain = MODELS["counted"]
+    other = replace(
+        plain,
+        latency_ns=np.int64(plain.latency_ns),
+        flops_per_s=Fraction(plain.flops_per_s),
+        flash=np.bool_(plain.flash),
+        param_bytes=np.int64(plain.param_bytes),
+        overhead_ns=float(plain.overhead_ns),
+    )
+    assert other == plain
+    assert json.dumps(cost_model_to_json(other)) == json.dumps(raw)
+    tokens = TokenCosts(np.int64(2), ns_per_token=np.int64(7), stage_scale=np.array([1.0, 2.0]))  # type: ignore[arg-type]
+    assert tokens == TokenCosts(2, ns_per_token=7, stage_scale=(1.0, 2.0))
+    assert tokens.fingerprint() == TokenCosts(2, ns_per_token=7, stage_scale=(1.0, 2.0)).fingerprint()
+    assert json.dumps(Topology(pp=np.int64(2)).to_json()) == json.dumps(Topology(pp=2).to_json())  # type: ignore[arg-type]
+    read = cost_model_from_json({**raw, "latency_ns": float(raw["latency_ns"])})
+    assert read.fingerprint() == plain.fingerprint()

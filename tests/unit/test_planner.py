@@ -343,3 +343,14 @@ def test_a_setting_with_more_digits_than_python_prints_is_refused() -> None:
 def test_settings_at_their_bounds_are_taken() -> None:
     Planner(Topology(pp=2), COSTS, 2.0**60, -5, effort=10**9, max_tokens=1 << 40, pad_multiple=1 << 24)
     Planner(Topology(pp=2), COSTS, np.int64(1), 1 << 70, effort=0, max_tokens=0, pad_multiple=1)
+
+
+def test_lengths_of_torch_and_pandas_are_those_of_a_list() -> None:
+    torch, pandas = pytest.importorskip("torch"), pytest.importorskip("pandas")
+    lengths = [12, 7, 35, 41]
+    planner = Planner(Topology(), TokenCosts(1), memory_limit_bytes=1e9, effort=20)
+    plan = planner.plan(lengths)
+    for others in (torch.tensor(lengths), pandas.Series(lengths), np.array(lengths, np.int32)):
+        assert planner.plan(others).batch == plan.batch
+    with pytest.raises(DataError, match="must be a list of SampleLength or of integers"):
+        planner.plan(torch.tensor(5))
