@@ -18,7 +18,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.examples import generate_examples
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.job.configured import check_fits, make_planner, topology_of, variants
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search import optimizer
