@@ -433,8 +433,9 @@ class UserCosts:
             table, shape = getattr(costs, name), (self.num_stages - name.startswith("transfer"), len(micro_batches))
             is_table = isinstance(table, np.ndarray) and np.issubdtype(table.dtype, np.integer) and table.shape == shape
             if not is_table or (table.size and table.min() < 0):
+                held = " ".join(repr(table).split())
                 raise ConfigError(
-                    f"{name} of {type(self.prices).__name__} is {short(table)} but must be an array of integers from 0"
+                    f"{name} of {type(self.prices).__name__} is {short(held)} but must be an array of integers from 0"
                     f" on, of shape {shape}: correct its evaluate"
                 )
         return costs

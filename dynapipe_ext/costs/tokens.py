@@ -62,8 +62,9 @@ class TokenCosts:
         for name in self.__slots__:
             value = getattr(self, name)
             if isinstance(value, np.ndarray | np.generic):
-                value = value.tolist()
-            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+                object.__setattr__(self, name, value := value.tolist())
+            if name == "stage_scale" and isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
         if type(self.num_stages) is not int or self.num_stages < 1:
             raise ConfigError(f"num_stages is {short(self.num_stages)} but must be an integer of at least 1")
         for name, value in asdict(self).items():
