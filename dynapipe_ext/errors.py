@@ -1,5 +1,5 @@
-"""The errors of this package, and the words they share: which known name somebody may have meant, bytes,
-and bounds."""
+"""The errors of this package, and what messages share: which known name somebody may have meant, bytes, bounds, and
+types of fields."""
 
 from __future__ import annotations
 

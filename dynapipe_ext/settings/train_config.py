@@ -78,23 +78,23 @@ class TrainConfig:
             raw = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of settings") from error
-        refuse_unknown(raw, declared_tables(), str(path))
-        if not_tables := [name for name in raw if not isinstance(raw[name], Mapping)]:
-            raise ConfigError(f"{path}: {not_tables[0]} must be a table like [{not_tables[0]}]")
-        config = cls.from_json(raw if over is None else with_replaced(raw, over), str(path), over)
         over = over or cls()
+        config = cls.from_json(raw, str(path), over)
         return replace(config, named=over.named | {(table, name) for table, values in raw.items() for name in values})
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], where: str = "config", over: TrainConfig | None = None) -> TrainConfig:
-        """Errors: ConfigError naming `where`, table, name, value and bound."""
-        tables = declared_tables()
+        """The settings of `raw`, on top of `over` (None: the defaults), with what they replace reset.
+
+        Errors: ConfigError naming `where`, table, name, value and bound.
+        """
+        tables, over = declared_tables(), over or cls()
         refuse_unknown(raw, tables, where)
         if not_tables := [name for name in raw if not isinstance(raw[name], Mapping)]:
             raise ConfigError(f"{where}: {not_tables[0]} must be a table like [{not_tables[0]}]")
         for name, values in raw.items():
             refuse_unknown(values, tables[name], f"{where}: [{name}]", tables)
-        return (over or cls())._with(raw, where)
+        return over._with(with_replaced(raw, over), where)
 
     def to_json(self) -> dict[str, Any]:
         return {

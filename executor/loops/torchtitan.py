@@ -21,7 +21,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCollectives, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.device import gather_json
+from dynapipe_ext.executor.device import gather_json, rank_device
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loops.replaced import replaced
@@ -76,7 +76,8 @@ class PlannedSchedule:
         pp = max(ranks) + 1
         self._topology = Topology(pp=pp, dp=dist.get_world_size() // pp, placement=ranks if len(ranks) > pp else ())
         weights = {stage.stage_index: next(stage.submod.parameters(), None) for stage in stages}
-        device = next((w.device for w in weights.values() if w is not None), torch.device("cpu"))
+        own = rank_device(torch.cuda.current_device() if torch.cuda.is_available() else 0)  # of parts without weights
+        device = next((w.device for w in weights.values() if w is not None), own)
         self._format = ActivationFormat(hidden_size, _first_type(weights, device), order="bsh")
         self._loss_fn, self._split = loss_fn, split_backward
         self._parallel = ParallelContext(self._topology, device=device)

@@ -202,12 +202,13 @@ def test_the_bounds_themselves_are_allowed(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["[data]\nbatch_size = 4", "[data]\ntokens_per_batch = 0"],
+    ["[data]\nbatch_size = 4\ntokens_per_batch = 64", "[data]\ntokens_per_batch = 0"],
     ids=["both", "neither"],
 )
 def test_exactly_one_size_of_the_global_batch_is_given(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"tokens_per_batch is .* and batch_size is .*: set exactly one"):
         from_toml(tmp_path, text)
+    assert from_toml(tmp_path, "[data]\nbatch_size = 4").data.tokens_per_batch == 0
 
 
 @pytest.mark.parametrize(
