@@ -137,8 +137,14 @@ def check_integer(name: str, value: object, *, least: int, most: int | None = No
 def settle_field_types(values: Any) -> None:
     """Have every field of a frozen dataclass be of its declared type: numpy's numbers, and fractions, become Python's,
     lists tuples. Errors: ConfigError for a field of another type; NaN and integers of more than 64 bits are of none."""
-    for name, kind in _kinds(values.__class__).items():
-        settled = _settled(value := getattr(values, name), kind)
+    for name, (kind, words) in _kinds(values.__class__).items():
+        value = getattr(values, name)
+        if words:
+            if type(value) is str and value in words:
+                continue
+        elif type(value) is kind and (kind not in (int, float) or -_MOST_INT <= value <= _MOST_INT):
+            continue  # what most are, in a fraction of the time
+        settled = _settled(value, kind)
         if settled is _OF_NO_TYPE:
             raise ConfigError(f"{name} is {short(value)} but must be {_words(kind)}")
         if settled is not value:
@@ -146,9 +152,16 @@ def settle_field_types(values: Any) -> None:
 
 
 @cache
-def _kinds(owner: type) -> Mapping[str, Any]:
+def _kinds(owner: type) -> Mapping[str, tuple[Any, frozenset[str]]]:
+    """The declared type of each field, and its words where it is a choice of some."""
     hints = get_type_hints(owner)
-    return {field.name: hints[field.name] for field in fields(owner)}
+    kinds = {field.name: hints[field.name] for field in fields(owner)}
+    choices = {name: get_args(kind) if get_origin(kind) is Literal else () for name, kind in kinds.items()}
+    return {name: (kind, frozenset(filter(_is_text, choices[name]))) for name, kind in kinds.items()}
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _settled(value: Any, kind: Any) -> Any:
