@@ -248,6 +248,14 @@ class Topology:
     def world_size(self) -> int:
         return self.tp * self.pp * self.dp
 
+    def check_num_ranks(self, num_ranks: int) -> None:
+        """Errors: ConfigError for other than `world_size`."""
+        if num_ranks != self.world_size:
+            raise ConfigError(
+                f"{num_ranks} ranks were started but tp {self.tp} x pp {self.pp} x dp {self.dp} needs"
+                f" {self.world_size}: change --nproc-per-node or the topology"
+            )
+
     @property
     def num_replicas(self) -> int:
         """Blocks of `width` data parallel ranks; each runs micro-batches of its own."""

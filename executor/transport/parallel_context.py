@@ -28,11 +28,7 @@ class ParallelContext:
         check_timeout(timeout_s)
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group before ParallelContext")
-        if dist.get_world_size() != topology.world_size:
-            raise ConfigError(
-                f"{dist.get_world_size()} ranks were started but tp {topology.tp} x pp {topology.pp} x dp"
-                f" {topology.dp} needs {topology.world_size}: change --nproc-per-node or the topology"
-            )
+        topology.check_num_ranks(dist.get_world_size())
         rank = dist.get_rank()
         self.topology = topology
         self.coordinates: Coordinates = topology.coordinates(rank)

@@ -92,7 +92,7 @@ def _train(env: RankEnv, job: SettledJob | JobRequest, end_signals: EndSignals, 
     if isinstance(job, JobRequest):
         job = _requested_by_all(env, meeting, job)
     config = job.config
-    _refuse_number_of_ranks(env, config)
+    topology_of(config).check_num_ranks(env.world_size)  # on all ranks, before they connect
     device = _prepared_device(env, config)
     if env.rank == 0 and isinstance(job, JobRequest):
         job = settled_job(job, _RanksMachine(env, device), Console(stderr=True, highlight=False))
@@ -131,16 +131,6 @@ def _requested_by_all(env: RankEnv, meeting: Meeting, request: JobRequest) -> Jo
             f"memory_limit_gb: {least['memory_limit_gb']:g}, the least of all ranks ({own_gb:g} here)", file=sys.stderr
         )
     return replace(request, config=config.with_values(plan=least))
-
-
-def _refuse_number_of_ranks(env: RankEnv, config: TrainConfig) -> None:
-    """Errors: ConfigError, on all ranks before they connect."""
-    topology = topology_of(config)
-    if env.world_size != topology.world_size:
-        raise ConfigError(
-            f"{env.world_size} ranks were started but tp {topology.tp} x pp {topology.pp} x dp {topology.dp} needs"
-            f" {topology.world_size}: change --nproc-per-node or the topology"
-        )
 
 
 def _prepared_device(env: RankEnv, config: TrainConfig) -> Any:
