@@ -210,7 +210,11 @@ def check_stages(topology: TopologySettings, plan: PlanSettings, where: str) -> 
     name = "linear" if placement == "auto" else placement  # tried ones are made later
     try:
         layers = Topology(pp=topology.pp, placement=placement_of(name, topology.pp, topology.stages_per_rank or None))
-        placed = layers if topology.vocabulary == "auto" else spread_vocabulary(layers, topology.vocabulary)
+        placed = (
+            layers
+            if topology.vocabulary == "auto" or topology.vocabulary == "whole"
+            else spread_vocabulary(layers, topology.vocabulary)
+        )
     except ConfigError as error:
         raise ConfigError(f"{where}: [topology] {error}") from error
     check_placed(plan.schedule, placed, f"{where}: [plan] ")

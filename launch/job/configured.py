@@ -113,7 +113,7 @@ def placed_stages(config: TrainConfig) -> Topology:
         placement = placement_of(name, t.pp, t.stages_per_rank or None)
     width = 1 if t.width == "auto" else t.width
     layers = Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement, width=width)
-    return layers if t.vocabulary == "auto" else spread_vocabulary(layers, t.vocabulary)
+    return layers if t.vocabulary == "auto" or t.vocabulary == "whole" else spread_vocabulary(layers, t.vocabulary)
 
 
 def runs_half_layers(config: TrainConfig) -> bool:
