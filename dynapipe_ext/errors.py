@@ -190,7 +190,7 @@ def _settled_number(value: Real, kind: Any) -> Any:
         whole = int(value)
         if abs(whole) <= _MOST_INT:
             return value if isinstance(value, int) else whole
-        return float(whole) if kind is float else _OF_NO_TYPE
+        return float(whole) if kind is float and abs(whole) < 1e300 else _OF_NO_TYPE
     if kind is int or math.isnan(value):
         return _OF_NO_TYPE
     return value if isinstance(value, float) else float(value)

@@ -429,8 +429,10 @@ class UserCosts:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         costs = self.prices.evaluate(micro_batches)
-        for name in _TABLES:
-            table, shape = getattr(costs, name), (self.num_stages - name.startswith("transfer"), len(micro_batches))
+        stages, count = self.num_stages, len(micro_batches)
+        shapes = {name: (stages - name.startswith("transfer"), count) for name in _TABLES} | {"static_bytes": (stages,)}
+        for name, shape in shapes.items():
+            table = getattr(costs, name)
             is_table = isinstance(table, np.ndarray) and np.issubdtype(table.dtype, np.integer) and table.shape == shape
             if not is_table or (table.size and table.min() < 0):
                 held = " ".join(repr(table).split())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class TokenCosts:
     width_tax: float = UNCOUNTED_TAX
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in (one.name for one in fields(self)):
             value = getattr(self, name)
             if isinstance(value, np.ndarray | np.generic):
                 object.__setattr__(self, name, value := value.tolist())

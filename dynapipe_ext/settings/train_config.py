@@ -448,13 +448,16 @@ def settings_of_flags(
             value = getattr(args, one.flag.lstrip("-").replace("-", "_"), None) if one.flag else None
             if value is not None:
                 settings[table][name] = tuple(value) if isinstance(value, list) else value
+    if settings["data"].keys() & {"batch_size", "tokens_per_batch"}:  # also for --batch-size 0, which is no size
+        settings["data"] = {"batch_size": 0, "tokens_per_batch": 0} | settings["data"]
     settings = with_replaced(settings, config)
     if not of_file and settings["topology"].keys() & {*DEGREES}:
         settings["topology"] = dict.fromkeys(DEGREES, 1) | settings["topology"]
     return {table: values for table, values in settings.items() if values}
 
 
-# Each row has settings of which one is given: whoever names some of them resets the others to these values.
+# Each row has settings of which one is given: whoever gives some of them resets the others to these values, which mean
+# that they are not given. No step of warm-up is an answer, too.
 _ALTERNATIVES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("data", {"batch_size": 0, "tokens_per_batch": 0}),
     ("data", {"path": "", "mixture": ()}),
@@ -471,7 +474,8 @@ def with_replaced(tables: Mapping[str, Mapping[str, Any]], config: TrainConfig) 
     if "steps" in replaced.get("run", {}):
         replaced["run"] = {"epochs": 0.0} | replaced["run"]
     for table, alternatives in _ALTERNATIVES:
-        if replaced.get(table, {}).keys() & alternatives.keys():
+        given = {name for name, value in replaced.get(table, {}).items() if value or name == "warmup_steps"}
+        if given & alternatives.keys():
             replaced[table] = {**alternatives, **replaced[table]}
     if topology := replaced.get("topology"):
         others: dict[str, Any] = {}

@@ -179,11 +179,11 @@ class PeriodicCheckpoints:
             raise SystemExit(128 + vote.end_signal)
 
     def save_last(self, place: Mapping[str, Any]) -> None:
-        """Save the run as its last step left it, where no save has that: the step after it changed nothing and ends the
-        run. `place` is the loader's state between the two."""
+        """Save the run as its last step left it, where no save has that, and wait for saves under way: the step after
+        it changed nothing and ends the run. `place` is the loader's state between the two."""
         if (done := self._unsaved) is not None:
             self._save(done, place)
-            self._saver.advance(wait=True)
+        self._saver.advance(wait=True)
 
     def _save(self, done: StepDone, place: Mapping[str, Any] | None = None) -> None:
         start_s, state = self._clock(), self._state(done, self._progress)

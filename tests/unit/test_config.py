@@ -364,6 +364,26 @@ def test_what_a_file_beside_a_resumed_run_replaces_is_reset(
         assert {name: getattr(getattr(config, table), name) for name in values} == values
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        "[data]\nbatch_size = 0",
+        "[data]\nmixture = []",
+        '[eval]\npath = ""',
+        "[optimizer]\nwarmup_fraction = 0.0",
+    ],
+)
+def test_an_alternative_that_is_named_as_not_given_replaces_nothing(tmp_path: Path, named: str) -> None:
+    (tmp_path / "named.toml").write_text(named)
+    begun = TrainConfig().with_values(
+        data={"path": "a"}, eval={"fraction": 0.2, "every": 2}, optimizer={"warmup_steps": 7}
+    )
+    assert TrainConfig.read(tmp_path / "named.toml", begun) == begun
+    (tmp_path / "none.toml").write_text("[optimizer]\nwarmup_steps = 0")
+    rising = begun.with_values(optimizer={"warmup_steps": 0, "warmup_fraction": 0.2})
+    assert TrainConfig.read(tmp_path / "none.toml", rising).optimizer.warmup_fraction == 0
+
+
 QWEN = {
     **{"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     **{"num_hidden_layers": 6, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 512},

@@ -139,6 +139,7 @@ def test_a_step_that_ends_the_run_has_the_one_before_it_saved_where_no_save_has_
     checkpoints.save_last({"step": 3})
     checkpoints.save_last({"step": 3})
     assert [(run.step, run.loader, run.num_samples) for run in kept.saved] == [(2, {}, 2), (3, {"step": 3}, 3)]
+    assert kept.waited.count(True) == 3  # also for a save that is under way
 
 
 def test_a_run_of_more_than_minutes_saves_unasked_where_there_is_room_and_not_for_long() -> None:

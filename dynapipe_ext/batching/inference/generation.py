@@ -18,6 +18,8 @@ from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
 from dynapipe_ext.evaluating import evaluating
 from dynapipe_ext.peak_memory import MeasurePeak, cuda_peak, is_out_of_memory
 
+_AHEAD = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # they try several tokens at once
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedBatch:
@@ -163,6 +165,14 @@ def _has_padding(inputs: BatchTensors) -> bool:
     return "attention_mask" in inputs and not bool(inputs["attention_mask"].all())
 
 
+def _stop_strings(model: Any, generation: Mapping[str, Any]) -> Any:
+    """Those in force: of the call, else of the configuration that it passes, else of the model's."""
+    if "stop_strings" in generation:
+        return generation["stop_strings"]
+    passed = getattr(generation.get("generation_config"), "stop_strings", None)
+    return passed or getattr(model.generation_config, "stop_strings", None)
+
+
 class _Driver:
     """Runs batches, halving what does not fit; remembers how large that was, and the texts that never did."""
 
@@ -177,16 +187,18 @@ class _Driver:
         end = end.tolist() if isinstance(end, torch.Tensor) else end
         self._ends = set(end) if isinstance(end, list | tuple | set) else {end}
         self._criteria = [*(self.generation.pop("stopping_criteria", None) or ())]
-        if strings := self.generation.pop("stop_strings", of_generation(model, generation, "stop_strings")):
+        if strings := _stop_strings(model, generation):
+            self.generation["stop_strings"] = None  # transformers would stop by its own, and not say where
             if (tokenizer := generation.get("tokenizer")) is None:
                 raise ConfigError(f"stop_strings is {strings!r} but no tokenizer says how tokens spell: give tokenizer")
             from transformers import StopStringCriteria
 
             self._criteria.append(StopStringCriteria(tokenizer, strings))
-        ahead = {"num_beams": beams_of(model, generation) > 1, "assistant_model": "assistant_model" in generation}
-        if self._criteria and (several := [name for name, is_set in ahead.items() if is_set]):
+        ahead = ["num_beams"] if beams_of(model, generation) > 1 else []
+        ahead += [name for name in _AHEAD if generation.get(name, of_generation(model, generation, name)) is not None]
+        if self._criteria and ahead:
             raise ConfigError(
-                f"{several[0]} beside stopping criteria: where they end an answer is not known then, so leave one out"
+                f"{ahead[0]} beside stopping criteria: where they end an answer is not known then, so leave one out"
             )
 
     def run(self, inputs: BatchTensors, indices: tuple[int, ...]) -> GeneratedBatch:
@@ -245,19 +257,27 @@ class _Driver:
             )
         placed = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
         with evaluating(self.model), torch.inference_mode():
-            stops = _FirstStops(self._criteria)
-            output = self.model.generate(
-                **placed, max_new_tokens=self.max_new_tokens, stopping_criteria=[stops], **self.generation
-            )
+            start = inputs["input_ids"].shape[1] if causal else self._decoder_start(inputs.get("decoder_input_ids"))
+            stops = _FirstStops(self._criteria, start)
+            criteria: dict[str, Any] = {"stopping_criteria": [stops]} if self._criteria else {}
+            output = self.model.generate(**placed, max_new_tokens=self.max_new_tokens, **criteria, **self.generation)
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        start = inputs["input_ids"].shape[1] if causal else stops.prompt_len if "decoder_input_ids" in inputs else 1
         rows, ends = sequences[:, start:].tolist(), stops.of_rows
         return [self._until_end(row[:end]) for row, end in zip(rows, ends or [None] * len(rows), strict=True)]
 
+    def _decoder_start(self, given: torch.Tensor | None) -> int:
+        """Where a decoder's new tokens begin, behind those it is given: transformers puts its first before them."""
+        first = self.generation.get(
+            "decoder_start_token_id", of_generation(self.model, self.generation, "decoder_start_token_id")
+        )
+        first = getattr(self.model.config, "decoder_start_token_id", None) if first is None else first
+        return 1 if given is None else given.shape[1] + all(token != first for token in given[:, 0].tolist())
+
     def _ends_in_pad(self, ids: torch.Tensor) -> bool:
-        """Of prompts without a mask, as far as the padding has an id of its own."""
+        """Of prompts without a mask: whether some end in more padding than others."""
         pad = self.generation.get("pad_token_id", of_generation(self.model, self.generation, "pad_token_id"))
-        return isinstance(pad, int) and len(ids) > 1 and bool((ids[:, -1] == pad).any())
+        num_trailing = (ids == pad).int().flip(1).cumprod(1).sum(1) if isinstance(pad, int) else torch.zeros(1)
+        return bool(num_trailing.max() > num_trailing.min())
 
     def _until_end(self, tokens: Sequence[int]) -> tuple[int, ...]:
         end = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))
@@ -268,29 +288,24 @@ class _FirstStops:
     """As one of transformers' stopping criteria: all of `criteria`, and at which new token of each row one of them was
     first met. Rows go on beside others that have not ended: what they are given from there on is no answer."""
 
-    def __init__(self, criteria: Sequence[Callable[..., Any]]) -> None:
-        self._criteria = criteria
+    def __init__(self, criteria: Sequence[Callable[..., Any]], prompt_len: int) -> None:
+        self._criteria, self._prompt_len = criteria, prompt_len
         self._first: torch.Tensor | None = None
-        self.prompt_len = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **keywords: Any) -> torch.Tensor:
         length = input_ids.shape[1]
         if self._first is None:
-            self.prompt_len, self._first = length - 1, torch.zeros(len(input_ids), dtype=torch.long)
+            self._first = torch.zeros(len(input_ids), dtype=torch.long)
         is_met = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
         for criterion in self._criteria:
             is_met |= criterion(input_ids, scores, **keywords)
-        if self._criteria:
-            now = is_met.cpu() & (self._first == 0)
-            self._first[now] = length - self.prompt_len
+        self._first[is_met.cpu() & (self._first == 0)] = length - self._prompt_len
         return is_met
 
     @property
     def of_rows(self) -> list[int | None]:
         """Numbers of new tokens, with the one that met a criterion; None where none was met. Empty without criteria."""
-        if not self._criteria or self._first is None:
-            return []
-        return [first or None for first in self._first.tolist()]
+        return [] if self._first is None else [first or None for first in self._first.tolist()]
 
 
 def _part(inputs: BatchTensors, rows: slice) -> BatchTensors:
@@ -301,4 +316,5 @@ def _part(inputs: BatchTensors, rows: slice) -> BatchTensors:
         return part
     used = part["attention_mask"].any(dim=0).nonzero().flatten().tolist() or [0]
     columns = slice(used[0], used[-1] + 1)
-    return {name: x[:, columns] if x.ndim == 2 and x.shape[1] == prompt_len else x for name, x in part.items()}
+    of_prompt = {n for n, x in part.items() if x.ndim == 2 and x.shape[1] == prompt_len and "decoder" not in n}
+    return {name: x[:, columns] if name in of_prompt else x for name, x in part.items()}

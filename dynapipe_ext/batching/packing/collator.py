@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, Literal, get_args
@@ -275,15 +275,25 @@ def _document(place: int, feature: Mapping[str, Any]) -> tuple[npt.NDArray[np.in
 
 def _is_aside(place: int, name: str, value: Any, tokens: npt.NDArray[np.int64]) -> bool:
     """Whether a row of this feature is the same without the column."""
+    if value is None or name in _BESIDE or isinstance(value, str | bytes | Mapping):
+        return True
     if name == "token_type_ids":  # tokenizers write them unasked
         return not _flat(place, name, value, tokens).any()
-    if name in _BESIDE or value is None or isinstance(value, str | bytes | Mapping):
-        return True
-    if hasattr(value, "shape"):
-        return len(value.shape) == 0 and "weight" not in name
-    if isinstance(value, Sequence):
-        return not any(isinstance(one, Number | Sequence) and not isinstance(one, str | bytes) for one in value)
-    return "weight" not in name
+    try:
+        array = np.asarray(list(value) if isinstance(value, Set) else value)
+    except (TypeError, ValueError, RuntimeError):  # of unequal lengths, or a tensor that numpy cannot hold
+        return not hasattr(value, "shape") and not _holds_numbers(value)
+    if array.ndim == 0:
+        return "weight" not in name
+    if array.dtype.kind == "O":
+        return not _holds_numbers(array.tolist())
+    return not array.size or array.dtype.kind not in "biufc"
+
+
+def _holds_numbers(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_holds_numbers, value))
+    return isinstance(value, Number) or hasattr(value, "shape")
 
 
 def _flat(
@@ -292,7 +302,7 @@ def _flat(
     """`values`, none below `least` but `IGNORED`; as many as `like` has."""
     try:
         array = np.asarray(values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"{name} of feature {place} is no array ({error}): give a flat sequence of integers") from error
     if least is None and array.dtype.kind == "f" and np.isin(array, (0, 1)).all():
         array = array.astype(np.int64)  # a mask

@@ -280,20 +280,47 @@ def test_answers_end_where_a_criterion_is_met_whatever_the_other_texts_of_the_ba
     for words in ({"stopping_criteria": [criterion]}, {"stop_strings": [spelled.decode([word])], "tokenizer": spelled}):
         options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": end, "pad_token_id": 0, **words}
         assert generate(model, loader_of(texts, 4), **options) == expected
-        for more in ({"num_beams": 2}, {"assistant_model": model}):
+        assert generate(model, loader_of(texts, 4), **options, assistant_model=None) == expected
+        for more in ({"num_beams": 2}, {"assistant_model": model}, {"prompt_lookup_num_tokens": 3}):
             with pytest.raises(ConfigError, match=f"{next(iter(more))} beside stopping criteria"):
                 generate(model, loader_of(texts, 4), **options, **more)
     with pytest.raises(ConfigError, match="no tokenizer says how tokens spell"):
         generate(model, loader_of(texts, 4), max_new_tokens=2, stop_strings=["w5"])
 
 
+def test_the_stop_strings_in_force_are_those_of_the_call_then_of_its_configuration_then_of_the_model() -> None:
+    from transformers import GenerationConfig
+
+    model, texts, spelled = llama(), texts_of([3, 9, 5, 4]), tokenizer()
+    spelled.add_tokens(["abcdef"])
+    options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 0, "tokenizer": spelled}
+    answers = generate(model, loader_of(texts, 1), **options)
+    words = [token for answer in answers for token in answer[1:4] if token >= 12]
+    mine, other = words[0], next(word for word in words if word != words[0])
+
+    def expected(word: int) -> list[list[int]]:
+        return [answer[: answer.index(word) + 1] if word in answer else answer for answer in answers]
+
+    of_mine, of_other = spelled.decode([mine]), spelled.decode([other])
+    model.generation_config.stop_strings = [of_other]
+    assert generate(model, loader_of(texts, 4), **options) == expected(other)
+    assert generate(model, loader_of(texts, 4), **options, stop_strings=[of_mine]) == expected(mine)
+    assert generate(model, loader_of(texts, 4), **options, stop_strings=None) == answers
+    passed = GenerationConfig(stop_strings=[of_mine])
+    assert generate(model, loader_of(texts, 4), **options, generation_config=passed) == expected(mine)
+    assert generate(model, loader_of(texts, 4), **options, generation_config=GenerationConfig()) == expected(other)
+
+
 def test_tokens_that_a_decoder_is_given_are_not_new_ones() -> None:
-    model, batch = t5(), dict(tokenizer()(texts_of([3, 5]), padding=True, return_tensors="pt"))
+    model, batch = t5(), dict(tokenizer("right")(texts_of([3, 2]), padding=True, return_tensors="pt"))
     for given in ([[0, 5, 6]] * 2, [[5, 6]] * 2):  # with its first token, or the model puts that before
         begun = torch.tensor(given)
         whole = model.generate(**batch, decoder_input_ids=begun, max_new_tokens=4)
-        made = generate(model, [{**batch, "decoder_input_ids": begun}], max_new_tokens=4)
-        assert made == [[token for token in row if token] for row in whole[:, 3:].tolist()]
+        expected = [[token for token in row if token] for row in whole[:, 3:].tolist()]
+        small = t5()
+        SmallDevice(small, 5)  # room for one text at a time
+        for device in (model, small):
+            assert generate(device, [{**batch, "decoder_input_ids": begun}], max_new_tokens=4) == expected
 
 
 @pytest.mark.parametrize(

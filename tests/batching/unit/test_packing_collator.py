@@ -227,6 +227,7 @@ def test_what_changes_nothing_of_a_row_is_left_aside() -> None:
         **{"text": "one two", "id": 7, "length": [2], "token_type_ids": [0, 0], "labels": None, "task": None},
         **{"special_tokens_mask": [1, 0], "offset_mapping": [(0, 3), (3, 7)], "overflow_to_sample_mapping": 3},
         **{"messages": [{"role": "user"}], "tags": ["a", "b"], "meta": {"source": 3}, "score": 0.5, "label": 1},
+        **{"names": np.array(["a", "b"]), "ragged": [["a", "b"], ["c"]], "none": np.array([]), "pairs": [("a", "b")]},
         **{"is_first": True, "raw": b"ab", "attention_mask": [1.0, 1.0], "loss_mask": np.ones(2)},
     }
     plain = PackingCollator().pack([{"input_ids": [1, 2]}])
@@ -264,6 +265,9 @@ def test_a_data_loader_takes_it_with_worker_processes() -> None:
                 ("loss_weight", 0.5),
                 ("seq_lengths", [1, 1]),
                 ("frames", [[0.1, 0.2]]),
+                ("ragged", [[1], [2, 3]]),
+                ("tensors", [torch.zeros(3)]),
+                ("numbers", {1, 2}),
             ]
         ),
         ([[1, 2, 3]], "feature 0 is of type list: give a mapping with input_ids"),
