@@ -165,14 +165,6 @@ def _has_padding(inputs: BatchTensors) -> bool:
     return "attention_mask" in inputs and not bool(inputs["attention_mask"].all())
 
 
-def _stop_strings(model: Any, generation: Mapping[str, Any]) -> Any:
-    """Those in force: of the call, else of the configuration that it passes, else of the model's."""
-    if "stop_strings" in generation:
-        return generation["stop_strings"]
-    passed = getattr(generation.get("generation_config"), "stop_strings", None)
-    return passed or getattr(model.generation_config, "stop_strings", None)
-
-
 class _Driver:
     """Runs batches, halving what does not fit; remembers how large that was, and the texts that never did."""
 
@@ -187,7 +179,7 @@ class _Driver:
         end = end.tolist() if isinstance(end, torch.Tensor) else end
         self._ends = set(end) if isinstance(end, list | tuple | set) else {end}
         self._criteria = [*(self.generation.pop("stopping_criteria", None) or ())]
-        if strings := _stop_strings(model, generation):
+        if strings := generation.get("stop_strings", of_generation(model, generation, "stop_strings")):
             self.generation["stop_strings"] = None  # transformers would stop by its own, and not say where
             if (tokenizer := generation.get("tokenizer")) is None:
                 raise ConfigError(f"stop_strings is {strings!r} but no tokenizer says how tokens spell: give tokenizer")

@@ -35,9 +35,10 @@ def beams_of(model: Any, generation: Mapping[str, Any]) -> int:
 
 
 def of_generation(model: Any, generation: Mapping[str, Any], name: str) -> Any:
-    """A setting of the configuration that `model.generate` follows: the one that is passed, else the model's."""
-    passed = generation.get("generation_config")
-    return getattr(model.generation_config if passed is None else passed, name, None)
+    """A setting of the configuration that `model.generate` follows: of the one that is passed, where that has it, else
+    of the model's."""
+    passed = getattr(generation.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if passed is None else passed
 
 
 def measured_on(model: Any, *, max_new_tokens: int, num_beams: int) -> MeasuredOn:

@@ -365,6 +365,19 @@ def test_a_configuration_that_is_passed_says_where_answers_end() -> None:
         generate(model, [], max_new_tokens=2, generation_config=several)
 
 
+def test_a_configuration_that_is_passed_leaves_the_models_end_where_it_has_none() -> None:
+    from transformers import GenerationConfig
+
+    model, texts = llama(), texts_of([3, 9, 5, 4])
+    model.generation_config.eos_token_id = None
+    word = generate(model, loader_of(texts, 4), max_new_tokens=NEW_TOKENS, pad_token_id=0)[0][2]
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = word, 0
+    expected = generate(model, loader_of(texts, 1), max_new_tokens=NEW_TOKENS)
+    assert len({len(answer) for answer in expected}) > 1
+    passed = GenerationConfig(top_k=5)
+    assert generate(model, loader_of(texts, 4), max_new_tokens=NEW_TOKENS, generation_config=passed) == expected
+
+
 def test_a_column_of_a_table_is_read_by_places() -> None:
     class Column:
         """Read by labels, iterated by places."""
