@@ -216,6 +216,11 @@ class EvalDone:
         return self.step + 1
 
 
+def losses_compare(one: str, other: str) -> bool:
+    """Whether validation losses of two names (`validated_on`) are of the same, as far as both are known."""
+    return not one or not other or one == other
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """The end of a step, as one rank saw it.

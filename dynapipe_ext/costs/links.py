@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import ConfigError, check_integer
 
@@ -26,7 +27,7 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        check_integer("latency_ns of a link", self.latency_ns, least=0, most=1 << 50)
+        check_integer("latency_ns of a link", self.latency_ns, least=0, most=INFEASIBLE)
         if not 1 <= self.bytes_per_s <= 1e15:
             raise ConfigError(f"bytes_per_s of a link is {self.bytes_per_s:g}: give 1 to 1e15")
 

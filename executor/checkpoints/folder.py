@@ -27,6 +27,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import MOMENT_BYTES
 from dynapipe_ext.errors import FORBIDDEN, MOST_NAME_BYTES, NO_ROOM, DataError, format_bytes, reason, short
+from dynapipe_ext.executor.events import losses_compare
 from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.models.architecture import without_defaults
 
@@ -298,13 +299,13 @@ def best(root: Path) -> Path:
 
 def least_validation_loss(root: Path, validated_on: str) -> float:
     """Of the complete checkpoints that can be read and were validated so; infinite where there is none."""
-    losses = [run.validation_loss for run in _evaluated(root) if _compares(run.validated_on, validated_on)]
+    losses = [run.validation_loss for run in _evaluated(root) if losses_compare(run.validated_on, validated_on)]
     return min((loss for loss in losses if loss is not None), default=math.inf)
 
 
 def is_validated_anew(root: Path, validated_on: str) -> bool:
     """Whether a checkpoint that can be read was validated otherwise than now."""
-    return any(not _compares(run.validated_on, validated_on) for run in _evaluated(root))
+    return any(not losses_compare(run.validated_on, validated_on) for run in _evaluated(root))
 
 
 def _evaluated(root: Path) -> Iterator[RunState]:
@@ -315,16 +316,11 @@ def _evaluated(root: Path) -> Iterator[RunState]:
                 yield run
 
 
-def _compares(one: str, other: str) -> bool:
-    """Whether validation losses so named are of the same, as far as both are known."""
-    return not one or not other or one == other
-
-
 def _of_least_score(folders: Sequence[Path]) -> Path:
     runs = [read_manifest(folder).run for folder in folders]
     newest = next((run.validated_on for run in reversed(runs) if run.validation_loss is not None), "")
     scores = [
-        (run if _compares(run.validated_on, newest) else replace(run, validation_loss=None)).score for run in runs
+        (run if losses_compare(run.validated_on, newest) else replace(run, validation_loss=None)).score for run in runs
     ]
     return folders[scores.index(min(scores))]
 

@@ -298,6 +298,9 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     return requested.config_from(parser.parse_args(arguments))
 
 
+INTERLEAVED = {"pp": 2, "placement": "interleaved", "stages_per_rank": 2, "layers_per_stage": (1, 1, 1.5, 0.5)}
+
+
 def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path) -> None:
     run_dir, file = tmp_path / "run", tmp_path / "more.toml"
     run_dir.mkdir()
@@ -325,26 +328,12 @@ def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path)
         ),
         ({"run": {"epochs": 2.0}}, "[run]\nsteps = 5", {"run": {"epochs": 0.0, "steps": 5}}),
         (
-            {
-                "topology": {
-                    "pp": 2,
-                    "placement": "interleaved",
-                    "stages_per_rank": 2,
-                    "layers_per_stage": (1, 1, 1.5, 0.5),
-                }
-            },
+            {"topology": INTERLEAVED},
             "[topology]\npp = 1",
             {"topology": {"placement": "", "stages_per_rank": 0, "layers_per_stage": ()}},
         ),
         (
-            {
-                "topology": {
-                    "pp": 2,
-                    "placement": "interleaved",
-                    "stages_per_rank": 2,
-                    "layers_per_stage": (1, 1, 1.5, 0.5),
-                }
-            },
+            {"topology": INTERLEAVED},
             "[topology]\npp = 4",
             {"topology": {"placement": "interleaved", "stages_per_rank": 2, "layers_per_stage": ()}},
         ),

@@ -21,7 +21,7 @@ from rich.text import Text
 from dynapipe_ext.batch.micro_batches import ALL_RECOMPUTES
 from dynapipe_ext.batch.topology import Topology, Vocabulary
 from dynapipe_ext.errors import DataError, format_bytes
-from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone, PreferenceFigures
+from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone, PreferenceFigures, losses_compare
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.tools.console import counted, percent, seconds, step_range
 from dynapipe_ext.tools.files import Fields, read_json, write_atomic
@@ -369,7 +369,7 @@ def least_evaluation(evaluations: Iterable[EvalDone]) -> EvalDone | None:
     """That of the least finite loss, among those of the samples and the kind of loss that the last one is of."""
     least: EvalDone | None = None
     for done in evaluations:
-        if least is not None and least.validated_on and done.validated_on not in ("", least.validated_on):
+        if least is not None and not losses_compare(least.validated_on, done.validated_on):
             least = None
         if math.isfinite(done.loss) and (least is None or done.loss < least.loss):
             least = done
