@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Every check of the project: sets up .venv, then ruff, mypy and pytest. The first argument may name one suite:
-# `batching` and `checkpoint` are the wings, `training` is all the rest. Other arguments are passed on to pytest.
+# `batching`, `checkpoint`, `estimate`, `loops` and `preprocessing` are the wings, `training` is all the rest. Other
+# arguments are passed on to pytest.
 #
 #   bash tests/run.sh
 #   bash tests/run.sh checkpoint
@@ -17,7 +18,7 @@ unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters start: none need compil
 cd "$root"
 
 case ${1:-} in
-    batching | checkpoint) set -- "tests/$1" "${@:2}" ;;
+    batching | checkpoint | estimate | loops | preprocessing) set -- "tests/$1" "${@:2}" ;;
     training) set -- tests/{contract,golden,gpu,integration,property,repo,unit} "${@:2}" ;;
 esac
 

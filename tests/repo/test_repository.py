@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.limits import LIMIT_S
 from tests.support.pages import all_pages, readme_commands, table_commands
+from tests.support.wings import WINGS
 
 TOP_LEVEL = {
     "pyproject.toml",
@@ -39,7 +40,7 @@ LONGER_FUNCTIONS = {
 README_TESTS = "tests/integration/test_quickstart.py"
 PROFILED = "tests/integration/test_profile_command.py::test_a_model_is_measured_and_its_table_plans"
 ESTIMATED = (
-    "tests/integration/test_estimate_train.py::"
+    "tests/estimate/integration/test_estimate_train.py::"
     "test_the_best_option_for_this_model_and_cluster_is_trained_within_its_memory"
 )
 CONVERTED = (
@@ -126,7 +127,7 @@ TESTED_COMMANDS = {
         "tests/integration/test_pieces.py::test_a_run_in_pieces_has_the_losses_of_one_with_whole_samples"
     ),
     "torchrun $TORCHRUN_ARGUMENTS -m dynapipe_ext.megatron pretrain_gpt.py $ARGUMENTS [--dynapipe-…]": (
-        "tests/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
+        "tests/loops/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
     ),
     "dynapipe compare runs/packed runs/padded --html both.html": (
         "tests/unit/test_compare_command.py::test_runs_of_other_settings_and_lengths_are_told_apart"
@@ -153,7 +154,7 @@ TESTED_COMMANDS = {
         "test_compare_runs_the_usual_ways_beside_a_v_on_the_same_tokens_over_epochs_that_end_small"
     ),
     "torchrun … -m dynapipe_ext.megatron pretrain_gpt.py …": (
-        "tests/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
+        "tests/loops/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
     ),
     "dynapipe launch --config mine.toml --run-dir runs/mine": (
         "tests/unit/test_launch_command.py::test_on_one_machine_torchrun_starts_all_ranks_with_the_flags_of_train"
@@ -246,12 +247,13 @@ def test_every_check_of_the_suite_is_run_by_one_command(root: Path) -> None:
 
 
 def test_every_folder_of_tests_is_in_one_suite(root: Path) -> None:
-    """`tests/run.sh batching` and `checkpoint` run the folder of that name, `training` all others."""
+    """`tests/run.sh WING` runs the folder of that name, `training` all others."""
     script = (root / "tests/run.sh").read_text()
     (wings,) = re.findall(r"^ *([\w| ]+)\) set -- \"tests/\$1\"", script, re.MULTILINE)
     (others,) = re.findall(r"^ *training\) set -- tests/\{([\w,]+)\}", script, re.MULTILINE)
     with_tests = {file.relative_to(root / "tests").parts[0] for file in (root / "tests").rglob("test_*.py")}
-    assert sorted([*wings.replace(" ", "").split("|"), *others.split(",")]) == sorted(with_tests)
+    assert wings.replace(" ", "").split("|") == sorted(WINGS)
+    assert sorted([*WINGS, *others.split(",")]) == sorted(with_tests)
 
 
 def test_ci_builds_the_site_and_trains_by_every_file_of_a_release_on_every_python(root: Path) -> None:

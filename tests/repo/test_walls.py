@@ -1,15 +1,15 @@
-"""Walls: no circles of imports, and two wings that are entered by their doors alone."""
+"""Walls: no circles of imports, and wings that are entered by their doors alone."""
 
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.import_graph import Graph, ImportGraphs, circle, import_graphs, reached
+from tests.support.wings import CHECKPOINT, WINGS, Wing
 
 # They offer names of every layer above them, so what they import is no dependency of theirs.
 FACADES = {"dynapipe_ext", "dynapipe_ext.megatron"}
@@ -21,62 +21,6 @@ SHARED_FOLDERS = {
     "dynapipe_ext.schedules",
     "dynapipe_ext.tools.checkpoint",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wing:
-    """A part that one need not open to work on training. `owners` are modules outside that may look past its doors."""
-
-    root: str
-    doors: tuple[str, ...]
-    visitors: tuple[str, ...]  # may import the doors
-    owners: tuple[str, ...] = ()
-    needs: tuple[str, ...]  # patterns of what the wing may import from outside
-
-    def holds(self, module: str) -> bool:
-        return module == self.root or module.startswith(f"{self.root}.")
-
-
-BATCHING = Wing(
-    root="dynapipe_ext.batching",
-    doors=(
-        "dynapipe_ext.batching.inference",
-        "dynapipe_ext.batching.packing",
-        "dynapipe_ext.batching.sampling",
-    ),
-    visitors=(),
-    owners=("dynapipe_ext.launch.commands.collect_memory", "dynapipe_ext.launch.commands.train_memory_model"),
-    needs=(
-        "dynapipe_ext.batch.*",
-        "dynapipe_ext.costs.model",
-        "dynapipe_ext.data.batches",
-        "dynapipe_ext.errors",
-        "dynapipe_ext.evaluating",
-        "dynapipe_ext.lazy",
-        "dynapipe_ext.models.named_models",
-        "dynapipe_ext.peak_memory",
-        "dynapipe_ext.reproducible",
-    ),
-)
-CHECKPOINT = Wing(
-    root="dynapipe_ext.tools.checkpoint",
-    doors=("dynapipe_ext.tools.checkpoint",),
-    visitors=(
-        "dynapipe_ext.launch.commands.convert",
-        "dynapipe_ext.launch.job.model_folder",
-        "dynapipe_ext.launch.run.trained_model",
-    ),
-    needs=(
-        "dynapipe_ext.errors",
-        "dynapipe_ext.executor.checkpoints.folder",  # a run's own checkpoints say which model they are of
-        "dynapipe_ext.executor.stages.megatron.gather",  # weights of a running model
-        "dynapipe_ext.executor.stages.megatron.stage",
-        "dynapipe_ext.executor.stages.megatron.head",  # which rows a rank has of a weight
-        "dynapipe_ext.lazy",
-        "dynapipe_ext.models.*",
-        "dynapipe_ext.tools.*",
-    ),
-)
 
 
 def wall_faults(graph: Graph, wing: Wing) -> list[str]:
@@ -149,7 +93,7 @@ def test_every_import_names_a_module_that_is_there(root: Path, all_sources: Any)
     assert gone == []
 
 
-@pytest.mark.parametrize("wing", [BATCHING, CHECKPOINT], ids=lambda wing: wing.root)
+@pytest.mark.parametrize("wing", WINGS.values(), ids=WINGS.keys())
 def test_a_wing_is_entered_by_its_doors_and_needs_little_from_outside(wing: Wing, graphs: ImportGraphs) -> None:
     assert wall_faults(graphs.with_types, wing) == []
 
@@ -166,8 +110,21 @@ def test_what_breaks_a_wall_is_found(module: str, imported: str) -> None:
     assert wall_faults({module: frozenset({imported})}, CHECKPOINT) == [f"{module} imports {imported}"]
 
 
-def test_training_reaches_nothing_of_the_wing_of_batching(graphs: ImportGraphs) -> None:
+def test_no_wing_imports_another(graphs: ImportGraphs) -> None:
+    pairs = [
+        f"{module} imports {name}"
+        for module, imported in graphs.with_types.items()
+        for name in imported
+        for one in WINGS.values()
+        for other in WINGS.values()
+        if one is not other and one.holds(module) and other.holds(name)
+    ]
+    assert pairs == []
+
+
+@pytest.mark.parametrize("wing", ["batching", "estimate", "loops"])
+def test_training_reaches_nothing_of_a_wing(wing: str, graphs: ImportGraphs) -> None:
     inner = {module: names for module, names in graphs.at_run_time.items() if module not in FACADES}
     ranks = [module for module in inner if module.startswith("dynapipe_ext.launch.rank.")]
     assert len(ranks) > 5
-    assert [module for module in reached(inner, ranks) if BATCHING.holds(module)] == []
+    assert [module for module in reached(inner, ranks) if WINGS[wing].holds(module)] == []

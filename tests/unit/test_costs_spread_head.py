@@ -14,19 +14,16 @@ from dynapipe_ext.batch.topology import Topology, Vocabulary
 from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.estimated import Strategy
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import reading_stages
 from dynapipe_ext.costs.memory import stage_parameters
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.costs.profiled import parameter_counts
 from dynapipe_ext.costs.states import parameters_per_stage
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.settings.tables import LoraSettings
 from tests.unit.test_costs_table import gpt, t5
-from tests.unit.test_estimate_70b import question
 
 HIDDEN, VOCAB, LAYERS, PP = 64, 768, 6, 3
 MODEL = replace(
@@ -212,17 +209,3 @@ def test_who_cannot_spread_a_vocabulary_says_so(tmp_path: Path) -> None:
     for message, make in refused.items():
         with pytest.raises(ConfigError, match=message):
             make()
-
-
-def test_an_estimate_counts_the_head_on_every_stage_that_has_a_part() -> None:
-    topology = spread_vocabulary(Topology(pp=4).with_layers(80), "head")
-    whole, spread = (
-        question().costs(Strategy(topology=one), "padded") for one in (Topology(pp=4).with_layers(80), topology)
-    )
-    batch = [MicroBatch(sample_lengths([512]))]
-    assert (spread.head_bytes(batch)[3:] > 0).all()
-    assert not spread.head_bytes(batch)[:3].any()
-    held = [costs.evaluate(batch).static_bytes for costs in (whole, spread)]
-    assert held[0].sum() == held[1].sum()
-    assert held[1].max() < held[0].max()
-    assert parameter_counts(MODEL, 2)["head"] > 0

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
+from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength, sample_lengths
 from dynapipe_ext.batch.topology import Topology
+from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.costs.cluster import DEVICES, Cluster
 from dynapipe_ext.costs.estimated import Strategy
 from dynapipe_ext.costs.memory import stage_parameters
@@ -178,3 +179,16 @@ def test_memory_by_part_is_the_peak_that_the_planner_proved(answer):
     plan = planner.plan(question().data.batch(option.tokens_per_batch, 0), step=0)
     peaks = np.max([prediction.peak_bytes for prediction in plan.predictions], axis=0)
     assert [stage.total for stage in planned_memory(plan, option.costs, 0)] == peaks.tolist()
+
+
+def test_an_estimate_counts_the_head_on_every_stage_that_has_a_part() -> None:
+    topology = spread_vocabulary(Topology(pp=4).with_layers(80), "head")
+    whole, spread = (
+        question().costs(Strategy(topology=one), "padded") for one in (Topology(pp=4).with_layers(80), topology)
+    )
+    batch = [MicroBatch(sample_lengths([512]))]
+    assert (spread.head_bytes(batch)[3:] > 0).all()
+    assert not spread.head_bytes(batch)[:3].any()
+    held = [costs.evaluate(batch).static_bytes for costs in (whole, spread)]
+    assert held[0].sum() == held[1].sum()
+    assert held[1].max() < held[0].max()
