@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,15 +30,17 @@ DUMP_FORMAT, DUMPED_PLANNER_FORMAT = "dynapipe-dump/1", "dynapipe-dumped-planner
 
 class DumpingPlanner:
     """A planner whose plans become files in `directory` as their steps begin, which the loader that is given it says.
-    Of a step planned again, the last plan stays.
+    Of a step planned again, the last plan stays. Where the directory takes no more, one line on stderr says so, and
+    planning goes on.
 
-    Errors of `plan`: besides the planner's own, DataError where the directory cannot be written.
+    Errors of `plan`: besides the planner's own, DataError for a directory that never took a file.
     """
 
     def __init__(self, planner: Planner, directory: str | Path) -> None:
         self.planner = planner
         self.directory = Path(directory)
         self._planner_file = ""
+        self._takes_no_more = False
 
     @property
     def topology(self) -> Topology:
@@ -68,11 +71,22 @@ class DumpingPlanner:
         unreserved: StepPlan | None = None,
     ) -> StepPlan:
         step_plan = self.planner.plan(samples, step=step, reserve_bytes=reserve_bytes, unreserved=unreserved)
+        if not self._takes_no_more:
+            try:
+                self._dump(samples, step_plan, step, reserve_bytes)
+            except DataError as error:
+                if not any(self.directory.glob("planner-*.json")):
+                    raise
+                self._takes_no_more = True
+                print(f"dynapipe: {error}; no plan is kept from step {step + 1} on", file=sys.stderr, flush=True)
+        return step_plan
+
+    def _dump(self, samples: Sequence[SampleLength], step_plan: StepPlan, step: int, reserve_bytes: int) -> None:
         if not self._planner_file:
             described = self.planner.to_json()
-            text = json.dumps({"format": DUMPED_PLANNER_FORMAT, "planner": described})
-            self._planner_file = planner_file(described)
-            _write(self.directory / self._planner_file, text)
+            name = planner_file(described)
+            _write(self.directory / name, json.dumps({"format": DUMPED_PLANNER_FORMAT, "planner": described}))
+            self._planner_file = name
         dump = {
             "format": DUMP_FORMAT,
             "planner": self._planner_file,
@@ -84,11 +98,10 @@ class DumpingPlanner:
             "replicas": replicas_json(step_plan),
         }
         _write(self._place_ahead(step), json.dumps(dump))
-        return step_plan
 
     def begins(self, step: int) -> None:
         """Show the plan of a step that is to run now, where it was planned here and no rank has shown it before."""
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # none is there, or none can be moved: then it stays one of a step ahead
             self._place_ahead(step).replace(self.directory / f"step-{step:06d}.json")
 
     def _place_ahead(self, step: int) -> Path:

@@ -6,18 +6,19 @@ import os
 import re
 import socket
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.events import Listener, StepDone
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Recorder
 from dynapipe_ext.launch.job.configured import Variant
+from dynapipe_ext.launch.processes.cluster import say_at_once
 from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.run.page import LivePage, PageListener
 from dynapipe_ext.settings.tables import DebugSettings
@@ -29,22 +30,37 @@ from dynapipe_ext.tools.progress import StepProgress
 from dynapipe_ext.tools.step_listeners import TensorBoardFile, WandbRun
 
 
+class LogFile:
+    """An open file of lines. Where it takes no more, one line on stderr says so, and what follows is left out."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._takes_no_more = False
+
+    def write(self, text: str) -> None:
+        if self._takes_no_more:
+            return
+        try:
+            with writing_in(self._file.name):
+                self._file.write(text)
+        except DataError as error:
+            self._takes_no_more = True
+            say_at_once(f"{error}; no more is written there, and the run goes on")
+
+
 @dataclass(frozen=True, slots=True)
 class RankLog:
     """A listener to the steps of a rank, and to their beginnings. `variant` opens its lines where it is not empty.
 
-    At `every_action`, a step begins with all its instructions. Errors: DataError where the file cannot be written.
+    At `every_action`, a step begins with all its instructions.
     """
 
-    file: TextIO
+    file: LogFile
     every_action: bool
     variant: str = ""
 
     def say(self, text: str) -> None:
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        opening = f"{now} {self.variant}: " if self.variant else f"{now} "
-        with writing_in(self.file.name):
-            self.file.write("".join(f"{opening}{line}\n" for line in text.splitlines()))
+        self.file.write(_dated(text, self.variant))
 
     def step_begins(self, plan: ExecutionPlan) -> None:
         shapes = " ".join(
@@ -72,6 +88,12 @@ class RankLog:
     def close(self) -> None: ...
 
 
+def _dated(text: str, variant: str = "") -> str:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    opening = f"{now} {variant}: " if variant else f"{now} "
+    return "".join(f"{opening}{line}\n" for line in text.splitlines())
+
+
 @dataclass(frozen=True, slots=True)
 class LoggingRecorder:
     """Gives each span on, and a line of the log."""
@@ -89,7 +111,7 @@ def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
     """A rank's log while it runs, which goes on where an earlier attempt ended; None where none is asked for.
 
     An error that ends the rank is its last entry, with the calls that led to it. Errors: ConfigError for a place that
-    cannot be written.
+    cannot be opened; DataError for one without room for the first line.
     """
     if not settings.log_dir:
         yield None
@@ -101,18 +123,44 @@ def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another [debug] log_dir") from error
     try:
-        log = RankLog(file, settings.log_level == "debug")
-        log.say(f"rank {env.rank} of {env.world_size} is process {os.getpid()} on {socket.gethostname()}")
+        with writing_in(path):
+            file.write(
+                _dated(f"rank {env.rank} of {env.world_size} is process {os.getpid()} on {socket.gethostname()}")
+            )
+        log = RankLog(LogFile(file), settings.log_level == "debug")
         try:
             yield log
         except BaseException as error:
-            with suppress(DataError):
-                log.say("ended by an error\n" + "".join(traceback.format_exception(error)))
+            log.say("ended by an error\n" + "".join(traceback.format_exception(error)))
             raise
         log.say("ended well")
     finally:
-        with suppress(OSError):  # what a full disk could not take has been told by `say`
+        with suppress(OSError):  # what a full disk could not take has been told by `LogFile`
             file.close()
+
+
+@dataclass(slots=True)
+class Dispensable:
+    """A listener that a run does without. Where `inner` fails, one line says why, and it hears of no more steps."""
+
+    inner: Listener
+    name: str
+    failed: bool = False
+
+    def step_done(self, done: StepDone) -> None:
+        if not self.failed:
+            self._attempt(lambda: self.inner.step_done(done), f"after step {done.number}")
+
+    def close(self) -> None:
+        self._attempt(self.inner.close, "at the end")
+
+    def _attempt(self, act: Callable[[], None], when: str) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001  (loggers of others raise what they like)
+            if not self.failed:
+                say_at_once(f"{self.name}: no more is written {when}, and the run goes on: {in_one_line(error)}")
+            self.failed = True
 
 
 def written(config: TrainConfig, page: LivePage, variant: Variant, index: int) -> list[Listener]:
@@ -121,9 +169,10 @@ def written(config: TrainConfig, page: LivePage, variant: Variant, index: int) -
     events = EventsFile(run_dir / EVENTS_FILE, variant.name)
     listeners: list[Listener] = [events, PageListener(page, variant.name)]
     if config.run.wandb and not index:
-        listeners.append(WandbRun(config.run.wandb, run_dir, config.to_json()))
+        listeners.append(Dispensable(WandbRun(config.run.wandb, run_dir, config.to_json()), "Weights & Biases"))
     if config.run.tensorboard:
-        listeners.append(TensorBoardFile(run_dir / "tensorboard" / (re.sub(r"\W+", "-", variant.name))))
+        folder = run_dir / "tensorboard" / re.sub(r"\W+", "-", variant.name)
+        listeners.append(Dispensable(TensorBoardFile(folder), "TensorBoard"))
     return listeners
 
 

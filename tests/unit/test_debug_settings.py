@@ -1,19 +1,23 @@
 """DynaPipe's variables mean the settings that flags and files give; a rank's log ends with why the rank did."""
 
 import argparse
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands import launch as launch_command
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.processes.env import RankEnv, debug_settings, kv_store_url
-from dynapipe_ext.launch.rank.rank_log import rank_log
+from dynapipe_ext.launch.rank.rank_log import Dispensable, LogFile, RankLog, rank_log
 from dynapipe_ext.launch.store import asked_store
 from dynapipe_ext.settings.tables import DebugSettings
 from dynapipe_ext.settings.train_config import TrainConfig
+from tests.support.steps import a_step
 
 VARIABLES = {
     "DYNAPIPE_DEBUG": "DEBUG",
@@ -140,6 +144,39 @@ def test_a_log_on_a_full_disk_ends_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "rank-00003.log").symlink_to("/dev/full")
     with pytest.raises(DataError, match=r"rank-00003\.log"), rank_log(DebugSettings(log_dir=str(tmp_path)), env(3)):
         pytest.fail("the first line has no room")
+
+
+def test_a_log_whose_disk_fills_says_so_once_and_the_rank_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    with suppress(OSError), open("/dev/full", "a", buffering=1) as file:  # what closes it fails again
+        log = RankLog(LogFile(file), every_action=False)
+        log.say("this has no room")
+        replace(log, variant="another").say("nor this")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("/dev/full cannot be written (No space left on device): make room")
+    assert line.endswith("; no more is written there, and the run goes on")
+
+
+def test_a_logger_of_others_that_fails_says_so_once_and_the_run_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    class Failing:
+        steps = 0
+
+        def step_done(self, done: StepDone) -> None:
+            self.steps += 1
+            if done.number > 1:
+                raise ConnectionError("no such host")
+
+        def close(self) -> None:
+            raise ConnectionError("still no such host")
+
+    failing = Failing()
+    listener = Dispensable(failing, "Weights & Biases")
+    for step in range(4):
+        listener.step_done(a_step(step))
+    listener.close()
+    assert failing.steps == 2
+    assert capfd.readouterr().err == (
+        "Weights & Biases: no more is written after step 2, and the run goes on: ConnectionError: no such host\n"
+    )
 
 
 def test_no_log_is_kept_unasked_and_a_place_that_is_none_is_named(tmp_path: Path) -> None:

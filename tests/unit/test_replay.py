@@ -1,6 +1,7 @@
 """A dumped step is planned again to the same bits, and what differs is shown by where it stands."""
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,24 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"file/planner.* cannot be written \(File exists\)"):
         DumpingPlanner(PLANNER, tmp_path / "file").plan(SAMPLES, step=0)
+
+
+def test_a_directory_that_fills_is_named_once_and_planning_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planner = DumpingPlanner(PLANNER, tmp_path)
+    planner.plan(SAMPLES, step=0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        plans = [planner.plan(SAMPLES, step=step) for step in (1, 2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert plans == [PLANNER.plan(SAMPLES, step=step) for step in (1, 2)]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ".step-000001.json cannot be written (File too large): make room" in line
+    assert line.endswith("; no plan is kept from step 2 on")
+    assert {path.name for path in tmp_path.iterdir() if "planner" not in path.name} == {".step-000000.json"}
 
 
 def test_of_compared_ways_the_configured_one_alone_dumps() -> None:
