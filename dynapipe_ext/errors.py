@@ -177,6 +177,8 @@ def _settled(value: Any, kind: Any) -> Any:
         is_plain = isinstance(value, str | Real)
         return next((one for one in same if is_plain and value == one), _OF_NO_TYPE)
     if origin is tuple:
+        if getattr(value, "ndim", 0) == 1:
+            value = value.tolist()
         listed = value if isinstance(value, tuple | list) else [_OF_NO_TYPE]
         members = tuple(_settled(one, get_args(kind)[0]) for one in listed)
         return _OF_NO_TYPE if any(one is _OF_NO_TYPE for one in members) else members

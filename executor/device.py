@@ -135,6 +135,13 @@ def gather_bytes(data: bytes, device: Any, *, group: Any = None, to_first: bool 
     return [bytes(row[: int(size)].cpu().numpy()) for row, size in zip(rows, sizes, strict=bool(rows))]
 
 
+def most_of_ranks(number: int, device: torch.device) -> int:
+    """The largest of all ranks' numbers, on every rank."""
+    numbers = torch.tensor([number], dtype=torch.int64, device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return int(numbers.item())
+
+
 def gather_json(value: Any, device: Any, group: Any = None) -> list[Any]:
     """The `value` of every rank, anything that JSON holds, on every rank in their order."""
     return [json.loads(text) for text in gather_bytes(json.dumps(value).encode(), device, group=group)]

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
-from dynapipe_ext.errors import ConfigError, check_integer, short
+from dynapipe_ext.errors import ConfigError, check_integer, settle_field_types, short
 
 _MOST_OF_A_DEGREE = 1 << 20
 PlacementName = Literal["linear", "interleaved", "v"]
@@ -151,14 +150,12 @@ class Topology:
     vocabulary: Vocabulary = "whole"
 
     def __post_init__(self) -> None:
+        settle_field_types(self)
         for name in ("tp", "pp", "dp", "width"):
-            value = getattr(self, name)
-            if isinstance(value, Integral) and not isinstance(value, int):  # numpy's
-                object.__setattr__(self, name, value := int(value))
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} is {value!r} but must be an integer of at least 1")
-            if value > _MOST_OF_A_DEGREE:
-                raise ConfigError(f"{name} is {short(value)} but must be at most {_MOST_OF_A_DEGREE:,}")
+            if not 1 <= (value := getattr(self, name)) <= _MOST_OF_A_DEGREE:
+                raise ConfigError(
+                    f"{name} is {short(value)} but must be an integer of at least 1, and at most {_MOST_OF_A_DEGREE:,}"
+                )
         if self.width not in widths_of(self.dp):
             fitting = ", ".join(map(str, widths_of(self.dp)))
             raise ConfigError(

@@ -428,17 +428,20 @@ class UserCosts:
         return self.prices.num_stages
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        costs = self.prices.evaluate(micro_batches)
-        stages, count = self.num_stages, len(micro_batches)
+        return self._checked("evaluate", self.prices.evaluate(micro_batches), len(micro_batches))
+
+    def _checked(self, method: str, costs: MicroBatchCosts, count: int) -> MicroBatchCosts:
+        """Errors: ConfigError for what are no prices of `count` micro-batches."""
+        stages = self.num_stages
         shapes = {name: (stages - name.startswith("transfer"), count) for name in _TABLES} | {"static_bytes": (stages,)}
         for name, shape in shapes.items():
-            table = getattr(costs, name)
+            table = getattr(costs, name, None)
             is_table = isinstance(table, np.ndarray) and np.issubdtype(table.dtype, np.integer) and table.shape == shape
             if not is_table or (table.size and table.min() < 0):
                 held = " ".join(repr(table).split())
                 raise ConfigError(
                     f"{name} of {type(self.prices).__name__} is {short(held)} but must be an array of integers from 0"
-                    f" on, of shape {shape}: correct its evaluate"
+                    f" on, of shape {shape}: correct its {method}"
                 )
         return costs
 
@@ -450,7 +453,9 @@ class UserCosts:
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
         if isinstance(self.prices, PricesShapes):
-            return self.prices.evaluate_shapes(rows, encoder_len, decoder_len, recompute)
+            costs = self.prices.evaluate_shapes(rows, encoder_len, decoder_len, recompute)
+            count = len(flat_shapes(rows, encoder_len, decoder_len)[0])
+            return self._checked("evaluate_shapes", costs, count)
         shapes = np.stack(flat_shapes(rows, encoder_len, decoder_len), axis=1).tolist()
         equal = [
             MicroBatch(tuple(SampleLength(i, encoder, decoder) for i in range(count)), "padded", recompute)

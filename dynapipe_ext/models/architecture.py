@@ -341,8 +341,9 @@ class Architecture:
         for name in ("no_rope_every", "attention_chunk", "temperature_floor"):
             if not 0 <= getattr(self, name) <= MOST:
                 raise ConfigError(f"{name} is {short(getattr(self, name))} but must be 0 to {MOST:,}")
-        if self.norm_eps <= 0 or not math.isfinite(self.norm_eps):
-            raise ConfigError(f"norm_eps is {self.norm_eps} but must be above 0")
+        for name, value in (("norm_eps", self.norm_eps), ("rope_theta", self.rope_theta)):
+            if value <= 0 or not math.isfinite(value):
+                raise ConfigError(f"{name} is {short(value)} but must be above 0, and finite")
 
     @property
     def query_size(self) -> int:

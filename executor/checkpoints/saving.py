@@ -31,7 +31,7 @@ from dynapipe_ext.executor.checkpoints.folder import (
     needed_and_free,
     unwritable_number,
 )
-from dynapipe_ext.executor.device import gather_json
+from dynapipe_ext.executor.device import gather_json, most_of_ranks
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.settings.tables import CheckpointSettings
@@ -270,7 +270,7 @@ class SavingRanks:
             result = work()
         except self._faults as error:
             fault = self.fault_of(error)
-        if self._most(bool(fault.text)):
+        if most_of_ranks(bool(fault.text), self._device):
             self.raise_first([WriteFault(*fault_json) for fault_json in gather_json(fault.to_json(), self._device)])
         return cast(_T, result)
 
@@ -285,7 +285,7 @@ class SavingRanks:
         if dist.get_rank() == 0:
             with suppress(OSError):
                 folders.tidy(self._root)
-        self._most(0)
+        most_of_ranks(0, self._device)
         first = next((fault for fault in faults if fault.number), None)
         if first is None:
             text = next(fault.text for fault in faults if fault.text)
@@ -299,12 +299,7 @@ class SavingRanks:
     def most(self, number: int, step: int) -> int:
         """The largest of every rank's number: what one of them asks for after so many steps, all do."""
         with named_collectives(f"agreement of all ranks on a checkpoint of step {step}"):
-            return self._most(number)
-
-    def _most(self, number: int) -> int:
-        numbers = torch.tensor([number], dtype=torch.int64, device=self._device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        return int(numbers.item())
+            return most_of_ranks(number, self._device)
 
 
 class SavingTogether:

@@ -27,7 +27,7 @@ from dynapipe_ext.executor.checkpoints.folder import (
     least_validation_loss,
 )
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, UnaskedSaves
-from dynapipe_ext.executor.device import gather_bytes, gather_json, send_bytes
+from dynapipe_ext.executor.device import gather_bytes, gather_json, most_of_ranks, send_bytes
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import EvalDone, Listener, RankFigures, StepDone
@@ -181,7 +181,7 @@ def _evaluation(
 
     def is_ending(step: int) -> bool:
         with named_collectives(f"step {step}, whether the evaluation goes on"):
-            ends = any(gather_json(context.end_request.signal is not None, context.device))
+            ends = bool(most_of_ranks(context.end_request.signal is not None, context.device))
         if ends and context.rank == 0:
             say_at_once(f"validation: none after step {step + 1}, since the run was asked to end")
         return ends

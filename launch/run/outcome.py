@@ -55,13 +55,8 @@ from dynapipe_ext.schedules.judge.simulate import held_bytes
 from dynapipe_ext.settings.tables import PlanSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span, Trace, merge
-from dynapipe_ext.tools.account.report import (
-    RunFacts,
-    StoreInfo,
-    compare_table,
-    shared_cores_note,
-    summary_table,
-)
+from dynapipe_ext.tools.account.report import RunFacts, StoreInfo, shared_cores_note
+from dynapipe_ext.tools.account.report_tables import compare_table, summary_table
 from dynapipe_ext.tools.account.run_events import (
     EVENTS_FILE,
     VariantLabel,

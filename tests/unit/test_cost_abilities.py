@@ -70,6 +70,15 @@ def test_shapes_of_a_model_of_ones_own_are_priced_by_itself_where_it_does() -> N
     assert priced == [3]
 
 
+def test_shapes_that_a_model_of_ones_own_prices_wrongly_are_refused_by_name() -> None:
+    class OneTooFew(Own):
+        def evaluate_shapes(self, rows: Any, encoder_len: Any, decoder_len: Any = 0, recompute: Any = "none") -> Any:
+            return TOKENS.evaluate_shapes(rows[1:], encoder_len[1:], decoder_len, recompute)
+
+    with pytest.raises(ConfigError, match=r"forward_ns of OneTooFew .* of shape \(2, 3\): correct its evaluate_shapes"):
+        as_cost_model(OneTooFew()).evaluate_shapes([1, 2, 1], [3, 4, 5])
+
+
 def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
     own = as_cost_model(Own())
     assert as_cost_model(own) is own

@@ -211,6 +211,8 @@ def test_published_models_have_their_published_sizes(name: str) -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16}, "use_sliding_window"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,3 +166,25 @@ def test_a_limit_that_no_placement_keeps_is_refused_with_the_reason() -> None:
 def test_sampled_batches_are_spread_over_the_epoch() -> None:
     assert sampled_batches(1) == (0,)
     assert sampled_batches(10) == (0, 3, 6)
+
+
+def test_a_topology_takes_lists_and_arrays_of_numpy() -> None:
+    topology = Topology(pp=np.int64(2), placement=[0, 1], layers_per_stage=np.array([3, 2.5]))  # type: ignore[arg-type]
+    assert topology == Topology(pp=2, placement=(0, 1), layers_per_stage=(3, 2.5))
+    assert hash(topology) == hash(Topology(pp=2, placement=(0, 1), layers_per_stage=(3, 2.5)))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"placement": 3}, "placement is 3 but must be a list"),
+        ({"placement": "01"}, "placement is '01' but must be a list"),
+        ({"layers_per_stage": ("a", 1)}, r"layers_per_stage is \('a', 1\) but must be a list, each a number"),
+        ({"tp": 1.5}, "tp is 1.5 but must be an integer"),
+        ({"dp": 0}, "dp is 0 but must be an integer of at least 1, and at most 1,048,576"),
+        ({"dp": 1 << 21}, "dp is 2097152 but must be an integer of at least 1, and at most 1,048,576"),
+    ],
+)
+def test_a_topology_of_other_values_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Topology(**{"pp": 2, **values})

@@ -16,7 +16,8 @@ from rich.table import Table
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.flops import Positions, Work
-from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, StoreInfo, compare_table, summary_table
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, StoreInfo
+from dynapipe_ext.tools.account.report_tables import compare_table, summary_table
 from dynapipe_ext.tools.show.run_words import NextMove, next_moves_table
 
 

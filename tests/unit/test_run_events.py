@@ -18,7 +18,8 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.events import CostsFit, EvalDone, StepDone
 from dynapipe_ext.models.flops import Positions
 from dynapipe_ext.tools import step_listeners
-from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo, least_evaluation, summary_table
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo, least_evaluation
+from dynapipe_ext.tools.account.report_tables import summary_table
 from dynapipe_ext.tools.account.run_events import (
     EventsFile,
     VariantLabel,
