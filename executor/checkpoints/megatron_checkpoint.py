@@ -271,19 +271,21 @@ class CheckpointSaver:
             self._pending = self._started(run)
         self.advance(wait=not self._background)
 
-    def advance(self, *, wait: bool = False) -> None:
-        """End a save in the background once all ranks have written; `wait` until then. Every rank calls it."""
+    def advance(self, *, wait: bool = False) -> bool:
+        """End a save in the background once all ranks have written; `wait` until then. Every rank calls it. Whether
+        none is under way any more."""
         pending = self._pending
         if pending is None:
-            return
+            return True
         with named_collectives(f"checkpoint of step {pending.run.step}"):
             if wait:
                 pending.thread.join()
             elif self.most(pending.thread.is_alive(), pending.run.step):
-                return
+                return False
             self._pending = None
             tensors = pending.writer.finish(self._ranks, self._device)
             self._ranks.on_first(lambda: self._publish(pending, tensors))
+        return True
 
     def _started(self, run: RunState) -> _Pending:
         from megatron.core import dist_checkpointing

@@ -108,7 +108,9 @@ class SaveVote:
 class Saver(Protocol):
     def save(self, run: RunState) -> None: ...
 
-    def advance(self, *, wait: bool = False) -> None: ...
+    def advance(self, *, wait: bool = False) -> bool:
+        """Bring a save in the background forward, to its end where `wait`; whether none is under way any more."""
+        ...
 
     def most(self, number: int, step: int) -> int:
         """The largest of every rank's number after so many steps."""
@@ -135,7 +137,8 @@ class PeriodicCheckpoints:
     Saves are due by `settings`; rank 0 has what `unasked` ones need, and decides on those. Where settings keep the best
     checkpoint, a save is also due for a validation loss below all before, and below `least_validation_loss`, that of
     the checkpoints which a resumed run already has. `state(done, progress)` describes the run after a step; `progress`
-    begins at that of a resumed run. `saved(done, seconds)` is told of each save, for which training waited so long.
+    begins at that of a resumed run. `saved(done, seconds)` is told of each save once its checkpoint is whole;
+    `seconds` is what training waited for it.
     `num_samples(done)` counts the samples of the step's batch. Once a signal has asked any rank to end, all ranks save
     and raise SystemExit with 128 and the signal's number.
     """
@@ -160,10 +163,11 @@ class PeriodicCheckpoints:
         self._saved_s, self._save_took_s, self._unasked = clock(), 0.0, unasked
         self._least_loss, self._saved = least_validation_loss, saved
         self._unsaved: StepDone | None = None  # the last step, until a save has it
+        self._under_way: tuple[StepDone, float] | None = None  # the save that `saved` is to be told of
 
     def step_done(self, done: StepDone) -> None:
         self._progress = self._progress.and_step(done.loss, self._num_samples(done))
-        self._saver.advance()
+        self._advance()
         is_best = self._is_best(done)
         if is_best and done.evaluation is not None:
             self._least_loss = done.evaluation.loss
@@ -174,7 +178,7 @@ class PeriodicCheckpoints:
         if vote.saves or is_last:
             self._save(done)
         if is_last or vote.end_signal is not None:
-            self._saver.advance(wait=True)
+            self._advance(wait=True)
         if vote.end_signal is not None:
             raise SystemExit(128 + vote.end_signal)
 
@@ -183,14 +187,22 @@ class PeriodicCheckpoints:
         it changed nothing and ends the run. `place` is the loader's state between the two."""
         if (done := self._unsaved) is not None:
             self._save(done, place)
-        self._saver.advance(wait=True)
+        self._advance(wait=True)
 
     def _save(self, done: StepDone, place: Mapping[str, Any] | None = None) -> None:
         start_s, state = self._clock(), self._state(done, self._progress)
+        if self._under_way is not None:
+            self._advance(wait=True)
         self._saver.save(state if place is None else replace(state, loader=dict(place)))
         self._saved_s, self._unsaved = self._clock(), None
         self._save_took_s = self._saved_s - start_s
-        self._saved(done, self._save_took_s)
+        self._under_way = done, self._save_took_s
+        self._advance()
+
+    def _advance(self, *, wait: bool = False) -> None:
+        if self._saver.advance(wait=wait) and self._under_way is not None:
+            self._saved(*self._under_way)
+            self._under_way = None
 
     def _is_best(self, done: StepDone) -> bool:
         return self._settings.keep_best and done.evaluation is not None and done.evaluation.loss < self._least_loss
@@ -286,14 +298,15 @@ class SavingRanks:
             with suppress(OSError):
                 folders.tidy(self._root)
         most_of_ranks(0, self._device)
+        move = "resume" if folders.checkpoints(self._root) else "start the run anew, of which nothing was saved"
         first = next((fault for fault in faults if fault.number), None)
         if first is None:
             text = next(fault.text for fault in faults if fault.text)
-            raise ExecutionError(f"the checkpoint was not saved: {text}: look there, then resume")
+            raise ExecutionError(f"the checkpoint was not saved: {text}: look there, then {move}")
         is_full = first.number in NO_ROOM and self._num_bytes > 0
         room = f"; one {needed_and_free(self._root, self._num_bytes)}" if is_full else ""
         raise NoRoomError(
-            f"the checkpoint was not saved: {first.text}{room}: {writing_move(first.number)}, then resume"
+            f"the checkpoint was not saved: {first.text}{room}: {writing_move(first.number)}, then {move}"
         )
 
     def most(self, number: int, step: int) -> int:
@@ -354,7 +367,8 @@ class SavingTogether:
         self._published(folders.publish(part, manifest))
         folders.retain(self._root, last=self._settings.keep_last, best=self._settings.keep_best)
 
-    def advance(self, *, wait: bool = False) -> None:
+    def advance(self, *, wait: bool = False) -> bool:
         """Nothing goes on in the background."""
+        return True
 
     def close(self) -> None: ...

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.chunk_runner import (
     NO_COPIES,
@@ -66,20 +65,22 @@ class ExactSums:
     def _nothing(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(parameter, dtype=torch.int64), self._bounds.new_zeros(())
 
-    def check(self) -> None:
-        """Errors: ExecutionError where a sum may have left the range of fixed point."""
-        too_large = self._bounds[self._bounds.isfinite() & (self._bounds >= _LIMIT)]
-        if too_large.numel():
-            raise ExecutionError(
-                f"gradients as large as {float(too_large.max()):.3g} leave the fixed-point range {_LIMIT:.3g} of exact"
-                " sums: lower the learning rate, clip, or sum without deterministic mode (the plain accumulator)"
-            )
-
     def value(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The sum in float64, to be rounded once; NaN where a gradient was not finite."""
+        """The sum in float64, to be rounded once. NaN where a gradient was not finite; infinite where the sum may have
+        left the range of fixed point (`gradient_fault` says so)."""
         total, bound = self._of[parameter]
         value = total.double().div_(_SCALE)
+        value = torch.where(bound < _LIMIT, value, torch.inf)
         return torch.where(bound.isfinite(), value, torch.nan)
+
+
+def gradient_fault(name: str, gradient: torch.Tensor, *, is_exact: bool) -> str:
+    """What is wrong with the gradient of the weight `name`; empty for a finite one. `is_exact`: `ExactSums` made it."""
+    if torch.isfinite(gradient).all():
+        return ""
+    if is_exact and not torch.isnan(gradient).any():
+        return f"the gradient of {name} is above {_LIMIT:.3g}, which exact sums do not hold (leave out --deterministic)"
+    return f"the gradient of {name} is not finite"
 
 
 class Float32Accumulator(GradientAccumulator):
@@ -125,7 +126,6 @@ class ExactAccumulator(GradientAccumulator):
 
     The same micro-batch gradients give the same bits in every order, on every split over replicas, whether the uses of
     a weight lie on one rank or on two. `in_float32` leaves them in `parameter.main_grad`, for weights of 16 bits.
-    Errors: ExecutionError where a sum leaves the range of fixed point.
     """
 
     by_use = True
@@ -160,7 +160,6 @@ class ExactAccumulator(GradientAccumulator):
             self._sums.sum_all(self._sum_over_replicas)
         for weight, over_copies in self._copies.items():
             self._sums.sum_over(over_copies, [weight])
-        self._sums.check()
         for parameter in self._sums.parameters:
             if self._in_float32:
                 parameter.main_grad = self._sums.value(parameter).float()  # type: ignore[attr-defined]

@@ -28,6 +28,7 @@ from dynapipe_ext.launch.job.model_folder import (
     usual_rates,
     usual_settings,
 )
+from dynapipe_ext.launch.job.own_outputs import is_own_output
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
 from dynapipe_ext.launch.job.run_data import named_files
 from dynapipe_ext.launch.job.run_directory import (
@@ -270,7 +271,8 @@ def _refuse_place(flag: str, output: str, config: TrainConfig, run_dir: str, *, 
         raise ConfigError(f"{flag} {output} is where the run writes what is its own: choose a folder beside {own}")
     if place.exists() and not place.is_dir():
         raise ConfigError(f"{flag} {output} is a file: choose a folder")
-    if place.is_dir() and any(place.iterdir()) and not overwrite:
+    is_own = bool(run_dir) and is_own_output(Path(run_dir), output)
+    if place.is_dir() and any(place.iterdir()) and not overwrite and not is_own:
         raise ConfigError(f"{flag} {output} holds something: choose another folder, or lose that by --overwrite")
 
 

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from dynapipe_ext.errors import ConfigError, format_bytes
 from dynapipe_ext.executor.checkpoints.folder import AUTO_SAVE_S, lacks_room
+from dynapipe_ext.launch.job.own_outputs import OUTPUTS_FILE
 from dynapipe_ext.launch.processes.scratch import FileLock, is_held
 from dynapipe_ext.settings.tables import CheckpointSettings
 from dynapipe_ext.tools.account.report import RunReport
@@ -33,6 +34,7 @@ _LEFT_BY_A_RUN = (
     "emulated.html",
     HISTORY_FILE,
     "index.html",
+    OUTPUTS_FILE,
     "loss.png",  # of older versions, as is trace.html
     "tensorboard",
     "trace.chrome.json",

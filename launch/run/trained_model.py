@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
 from dynapipe_ext.executor.checkpoints.folder import MANIFEST, MODEL_FOLDER, OPTIMIZER_FILES, read_manifest
+from dynapipe_ext.launch.job.own_outputs import is_own_output, note_output
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import writing_in
@@ -23,18 +25,18 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
     best where `keep_best` is set. Yields a line for each written folder.
 
     A folder appears whole or not at all: it is written beside its place and renamed, over what is there where
-    `overwrite` allows it. Errors: DataError; the run and its checkpoints stay.
+    `overwrite` allows it or the run wrote that itself. Errors: DataError; the run and its checkpoints stay.
     """
     settings = config.checkpoint
-    if settings.output:
-        step = _put(settings.output, lambda place: _write(config, run_dir, place), overwrite=overwrite)
-        yield f"the model after step {step} is in {settings.output} ({settings.save_format})"
-    if settings.output_merged:
-        step = _put(settings.output_merged, lambda place: _write_merged(config, run_dir, place), overwrite=overwrite)
-        yield f"the base with the adapters after step {step} merged in is in {settings.output_merged} (hf)"
+    if output := settings.output:
+        step = _put(output, run_dir, lambda place: _write(config, run_dir, place), overwrite=overwrite)
+        yield f"the model after step {step} is in {output} ({settings.save_format})"
+    if output := settings.output_merged:
+        step = _put(output, run_dir, lambda place: _write_merged(config, run_dir, place), overwrite=overwrite)
+        yield f"the base with the adapters after step {step} merged in is in {output} (hf)"
 
 
-def _put(output: str, write: Callable[[Path], int], *, overwrite: bool) -> int:
+def _put(output: str, run_dir: Path, write: Callable[[Path], int], *, overwrite: bool) -> int:
     """Have a folder written, and put it in its place; what `write` returns."""
     place = Path(os.path.realpath(output))  # where it is a link, what that points to is replaced
     with writing_in(place.parent):
@@ -44,6 +46,9 @@ def _put(output: str, write: Callable[[Path], int], *, overwrite: bool) -> int:
         shutil.rmtree(left, ignore_errors=True)
     with writing_in(written):
         step = write(written)
+    overwrite = overwrite or is_own_output(run_dir, output)
+    with suppress(DataError):  # without it, who goes on with the run needs --overwrite
+        note_output(run_dir, output, written)
     old = place.with_name(f".{place.name}.old")
     try:
         if place.is_dir() and (overwrite or not any(place.iterdir())):

@@ -16,9 +16,10 @@ import transformers
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.pairs import PairSample
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
+from dynapipe_ext.launch.job.requested import refuse_output
 from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.run.trained_model import write_trained_model
 from dynapipe_ext.models.named_models import read_model
@@ -240,6 +241,23 @@ def test_a_model_whose_place_was_taken_meanwhile_is_whole_beside_it(trained: Pat
         list(write_trained_model(config, run, overwrite=False))
     assert (tmp_path / "out" / "notes").exists()
     assert tensors_in(tmp_path / ".out.written")
+
+
+def test_a_run_replaces_the_output_that_it_wrote_itself_and_no_other(trained: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.symlink_to(trained / CASES[1].name / "run")
+    config = TrainConfig.read(run / "config.toml").with_values(checkpoint={"output": str(tmp_path / "out")})
+    for _ in range(2):
+        (line,) = write_trained_model(config, run, overwrite=False)
+        refuse_output(config, str(run), overwrite=False)
+    assert line == f"the model after step {STEPS} is in {tmp_path / 'out'} (hf)"
+    with pytest.raises(ConfigError, match="out holds something: choose another folder, or lose that by --overwrite"):
+        refuse_output(config, str(tmp_path / "another"), overwrite=False)
+    (tmp_path / "out" / "notes").touch()
+    with pytest.raises(ConfigError, match="out holds something: choose another folder, or lose that by --overwrite"):
+        refuse_output(config, str(run), overwrite=False)
+    with pytest.raises(DataError, match=r"out cannot be put in place"):
+        list(write_trained_model(config, run, overwrite=False))
 
 
 def test_a_wider_checkpoint_is_rounded_to_the_weights_and_whole_in_their_masters(

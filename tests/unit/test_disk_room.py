@@ -83,8 +83,8 @@ def test_what_another_start_may_not_meet_is_no_want_of_room(number: int, lasts: 
             errno.ENOSPC,
             "No space left on device; one takes about 5 B below .*, where .* are free: make room there, then",
         ),
-        (errno.EROFS, "Read-only file system: make it writable, then resume"),
-        (errno.EACCES, "Permission denied: make it writable, then resume"),
+        (errno.EROFS, "Read-only file system: make it writable, then start the run anew, of which nothing was saved"),
+        (errno.EACCES, "Permission denied: make it writable, then start the run anew, of which nothing was saved"),
     ],
 )
 def test_a_place_that_is_forbidden_is_not_said_to_lack_room(

@@ -40,8 +40,9 @@ class Kept:
     def save(self, run: RunState) -> None:
         self.saved.append(run)
 
-    def advance(self, *, wait: bool = False) -> None:
+    def advance(self, *, wait: bool = False) -> bool:
         self.waited.append(wait)
+        return True
 
     def most(self, number: int, step: int) -> int:
         return max(number, self.others.to_number())
@@ -164,7 +165,40 @@ def test_what_was_saved_is_waited_for_at_the_end_alone() -> None:
     steps_saved(CheckpointSettings(save_every=3), saver=kept)
     with pytest.raises(SystemExit):
         steps_saved(CheckpointSettings(), saver=ended)
-    assert (kept.waited, ended.waited) == ([False] * 7 + [True], [False, True])
+    assert [wait.index(True) == len(wait) - 1 for wait in (kept.waited, ended.waited)] == [True, True]
+
+
+def test_a_save_in_the_background_is_told_of_once_it_is_whole() -> None:
+    class InBackground(Kept):
+        """Each save takes three looks at it, or a wait."""
+
+        looks = 0
+
+        def save(self, run: RunState) -> None:
+            assert not self.looks
+            super().save(run)
+            self.looks = 3
+
+        def advance(self, *, wait: bool = False) -> bool:
+            self.looks = 0 if wait else max(0, self.looks - 1)
+            return not self.looks
+
+    told: list[tuple[int, int]] = []  # after so many steps, of the checkpoint of so many
+    checkpoints = PeriodicCheckpoints(
+        InBackground(),
+        CheckpointSettings(save_every=4),
+        state,
+        EndRequest(60),
+        num_steps=9,
+        num_samples=lambda _: 1,
+        progress=RunProgress(),
+        saved=lambda done, _: told.append((len(steps), done.number)),
+    )
+    steps: list[int] = []
+    for step in range(9):
+        steps.append(step)
+        checkpoints.step_done(a_step(step))
+    assert told == [(6, 4), (9, 8), (9, 9)]  # the last save waits for the one before it, and the end for the last
 
 
 def test_a_lower_validation_loss_than_any_before_is_saved_where_the_best_is_kept() -> None:

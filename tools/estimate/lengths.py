@@ -120,6 +120,8 @@ def file_data(table: LengthArray, path: str, architecture: Architecture, truncat
         cut = int(((encoder > truncate) | (decoder > truncate)).sum())
         encoder, decoder = np.minimum(encoder, truncate), np.minimum(decoder, truncate)
         notes.append(f"{cut:,} cut at {truncate:,}")
+    if beyond := int((encoder > architecture.max_seq_len).sum()):
+        notes.append(f"{beyond:,} longer than the {architecture.max_seq_len:,} positions that the model was made for")
     data = _data(encoder, decoder, ", ".join(notes), is_file=True)
     return _checked(data, architecture, "--truncate")
 

@@ -211,6 +211,8 @@ def train_fault(question: Question, strategy: Strategy) -> str:
         return f"states are those of {question.recipe}, not Megatron's"
     if VOCAB_MULTIPLE % s.topology.tp:
         return f"tp {s.topology.tp} is no power of two up to {VOCAB_MULTIPLE}"
+    if not a.num_decoder_layers and (longest := question.data.longest.encoder) > a.max_seq_len:
+        return f"a sample has {longest:,} positions and the model takes {a.max_seq_len:,}: --truncate cuts there"
     return ""
 
 

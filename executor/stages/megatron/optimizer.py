@@ -13,6 +13,7 @@ from dynapipe_ext.errors import ExecutionError, NotFiniteError, named_collective
 from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import OptimizerPlace
+from dynapipe_ext.executor.stages.accumulator import gradient_fault
 from dynapipe_ext.executor.stages.megatron.exact import ExactNorm
 from dynapipe_ext.executor.stages.megatron.model import global_names, take_unrounded
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
@@ -24,8 +25,10 @@ class StepGuard:
     """Refuses steps whose loss or gradients are not finite (see `SkipPolicy`), or that have no target token; one per
     rank."""
 
-    def __init__(self, chunks: Chunks, policy: NanPolicy = "stop", max_skips: int = 0) -> None:
-        self._chunks, self._policy = chunks, SkipPolicy(policy, max_skips)
+    def __init__(
+        self, chunks: Chunks, policy: NanPolicy = "stop", max_skips: int = 0, *, is_exact: bool = False
+    ) -> None:
+        self._chunks, self._policy, self._is_exact = chunks, SkipPolicy(policy, max_skips), is_exact
         self._device = next(chunks[0].parameters()).device
 
     def check(self, executed: ExecutedStep) -> Refused | None:
@@ -69,8 +72,9 @@ class StepGuard:
                 yield 1, f"the weight {name} already was not finite on rank {me}"
                 return
         for stage, name, parameter in reversed(named):
-            if not torch.isfinite(parameter.main_grad).all():  # type: ignore[attr-defined]
-                yield 2 + plan.num_stages - stage, f"the gradient of {name} is not finite on rank {me}"
+            gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            if fault := gradient_fault(name, gradient, is_exact=self._is_exact):
+                yield 2 + plan.num_stages - stage, f"{fault} on rank {me}"
                 return
 
     def _named_parameters(self, stages: Sequence[int]) -> Iterator[tuple[int, str, torch.nn.Parameter]]:
@@ -153,7 +157,7 @@ class MegatronOptimizer:
         self._fill_masters(chunks)
         for optimizer in self._optimizer.chained_optimizers:
             update_in_one_pass(optimizer.optimizer)
-        self._guard = StepGuard(chunks, settings.nan_policy, settings.max_skips)
+        self._guard = StepGuard(chunks, settings.nan_policy, settings.max_skips, is_exact=settings.deterministic)
         self._num_updates = 0
         self._scheduler = learning_rates(self._optimizer, settings, num_steps=num_steps)
 

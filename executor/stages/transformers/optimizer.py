@@ -12,6 +12,7 @@ from dynapipe_ext.errors import ConfigError, named_collectives
 from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
+from dynapipe_ext.executor.stages.accumulator import gradient_fault
 from dynapipe_ext.executor.stages.chunk_runner import gradient_of
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates, step_count, update_in_one_pass
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
@@ -116,8 +117,8 @@ class TransformersOptimizer:
     def _faults(self, executed: ExecutedStep) -> Iterator[str]:
         yield from executed.loss_faults()
         for parameter, name in self._names.items():
-            if not torch.isfinite(gradient_of(parameter)).all():
-                yield f"the gradient of {name} is not finite"
+            if fault := gradient_fault(name, gradient_of(parameter), is_exact=self._deterministic):
+                yield fault
                 return
 
     @property

@@ -115,6 +115,18 @@ def test_the_settings_are_those_of_the_option_and_train_takes_them(small, tmp_pa
     assert shape == read_model(small)[0]
 
 
+def test_samples_longer_than_the_model_are_estimated_and_said_not_to_train(tmp_path, capsys):
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("5000\n5\n4\n")
+    words = ["--model", "llama-2-7b", "--gpus-per-node", "8", "--lengths", str(lengths), *QUICK[:4]]
+    assert run(*words, "--write", str(tmp_path / "b.toml")) == 2
+    said = capsys.readouterr()
+    assert "1 longer than the 4,096 positions that the model was made for" in said.out
+    assert "a sample has 5,000 positions and the model takes 4,096: --truncate cuts there" in said.out
+    assert run(*words, "--write", str(tmp_path / "b.toml"), "--truncate") == 0
+    assert TrainConfig.read(tmp_path / "b.toml").model.max_seq_len == 4096
+
+
 def test_an_encoder_decoder_is_written_with_room_for_input_and_target_together(tmp_path):
     path = tmp_path / "t5.toml"
     words = ["--model", "t5-small", "--gpus-per-node", "2", *QUICK[:4], "--tokens-per-batch", "4096:8192"]
