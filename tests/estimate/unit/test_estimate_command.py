@@ -119,10 +119,9 @@ def test_samples_longer_than_the_model_are_estimated_and_said_not_to_train(tmp_p
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("5000\n5\n4\n")
     words = ["--model", "llama-2-7b", "--gpus-per-node", "8", "--lengths", str(lengths), *QUICK[:4]]
-    assert run(*words, "--write", str(tmp_path / "b.toml")) == 2
-    said = capsys.readouterr()
-    assert "1 longer than the 4,096 positions that the model was made for" in said.out
-    assert "a sample has 5,000 positions and the model takes 4,096: --truncate cuts there" in said.out
+    with pytest.raises(ConfigError, match="a sample has 5,000 positions and the model takes 4,096: --truncate cuts"):
+        run(*words, "--write", str(tmp_path / "b.toml"))
+    assert "1 longer than the 4,096 positions that the model was made for" in capsys.readouterr().out
     assert run(*words, "--write", str(tmp_path / "b.toml"), "--truncate") == 0
     assert TrainConfig.read(tmp_path / "b.toml").model.max_seq_len == 4096
 
