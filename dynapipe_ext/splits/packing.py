@@ -400,7 +400,7 @@ def _too_large(micro_batches: Sequence[MicroBatch], num_bytes: IntArray, max_byt
     worst = int(num_bytes.argmax())
     samples = micro_batches[worst].samples
     longest = max(samples, key=lambda s: s.tokens)
-    return PlanError(
-        f"a packed row of {len(samples)} samples (the longest is {longest.index} with {longest.tokens} positions) needs"
-        f" {num_bytes[worst]} B but {max_bytes} B is the limit: lower max_tokens, recompute more or raise tp"
-    )
+    row, move = f"sample {longest.index} with {longest.tokens:,} positions", "recompute more, or raise tp or the limit"
+    if len(samples) > 1:
+        row, move = f"a packed row of {len(samples)} samples, the longest {row},", f"lower max_tokens, {move}"
+    return PlanError(f"{row} needs {num_bytes[worst]:,} B but {max_bytes:,} B is the limit: {move}")

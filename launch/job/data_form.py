@@ -193,8 +193,8 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
         field = chat_field(record) or MESSAGES
         raise ConfigError(
             f"{where}: the record has {field!r}, which needs the chat template of a decoder-only model, but the"
-            f" tokenizer is {data.tokenizer!r}: name such a model's folder by --model, or its tokenizer's by"
-            " --tokenizer; give an encoder-decoder input and target"
+            f" tokenizer is {data.tokenizer!r}: give such a model's folder as"
+            " --tokenizer (train takes it as --model, too), and an encoder-decoder input and target"
         )
     return DataForm(None, fields, unread)
 

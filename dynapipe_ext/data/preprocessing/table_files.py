@@ -140,14 +140,17 @@ def table_rows(file: Path, raw: IO[bytes], pieces: PieceReader, delimiter: str) 
             names[0] = names[0] or "index"  # as pandas writes it
             if len(set(names)) < len(names) or not all(names):
                 raise DataError(
-                    f"{file}: its first row must name each column once, but is {', '.join(map(repr, row[:9]))}: add one"
+                    f"{file}: its first row must name each column once, but is {', '.join(map(repr, row[:9]))}: add"
+                    " such a row, or give each column a name of its own"
                 )
             continue
         number += 1
         if len(row) != len(names):
+            is_short = len(row) < len(names)
+            move = "write the missing ones" if is_short else f"quote values that hold the delimiter {delimiter!r}"
             raise DataError(
-                f"{file}, row {number}: it has {len(row)} values for the {len(names)} columns"
-                f" {', '.join(map(repr, names[:9]))}: quote values that hold the delimiter {delimiter!r}"
+                f"{file}, row {number} (up to line {rows.line_num}): it has {len(row)} values for the"
+                f" {len(names)} columns {', '.join(map(repr, names[:9]))}: {move}"
             )
         yield json.dumps(dict(zip(names, row, strict=True)), ensure_ascii=False).encode(), raw.tell()
     if not number:
