@@ -29,9 +29,8 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     >>> did_you_mean("zbv", ["zb-h1", "zb-v"]), did_you_mean("--stpes", ["--steps"]), did_you_mean("x", ["tp"])
     ("; did you mean 'zb-v'?", "; did you mean '--steps'?", '')
     """
-    alike = difflib.get_close_matches(
-        word.lower(), words := {choice.lower(): choice for choice in choices}, n=1, cutoff=_ALIKE
-    )
+    words = {choice.lower().lstrip("-"): choice for choice in choices}  # dashes make no two flags alike
+    alike = difflib.get_close_matches(word.lower().lstrip("-"), words, n=1, cutoff=_ALIKE)
     return f"; did you mean {words[alike[0]]!r}?" if alike else ""
 
 

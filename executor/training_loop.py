@@ -81,10 +81,11 @@ class SkipPolicy:
     def refused(self, reason: str) -> Refused:
         """The step is left out. Errors: NotFiniteError where it may not be."""
         if self._skips == self._max_skips:
-            before = f", after {self._skips} steps that were skipped in a row" if self._skips else ""
+            before, move = "", 'let single steps pass with [optimizer] nan_policy = "skip" (--nan-policy skip)'
+            if self._skips:
+                before, move = f", after {self._skips} steps that were skipped in a row", "raise [optimizer] max_skips"
             raise NotFiniteError(
-                f"{reason}{before}; no weight was changed: lower lr or look at these samples, or let single steps pass"
-                ' with [optimizer] nan_policy = "skip" (--nan-policy skip)'
+                f"{reason}{before}; no weight was changed: lower lr or look at these samples, or {move}"
             )
         self._skips += 1
         return Refused(reason)

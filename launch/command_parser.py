@@ -38,8 +38,7 @@ class CommandParser(argparse.ArgumentParser):
             words = [word.partition("=")[0] for word in self._line_words]
             for word in words[: words.index("--") if "--" in words else None]:
                 if word.startswith("--") and word not in self._option_string_actions:
-                    flags = {*self._option_string_actions} - {"-h", "--help"}
-                    self.error(f"unknown {word}{did_you_mean(word, flags)}")
+                    self.error(f"unknown {word}{did_you_mean(word, self._option_string_actions)}")
         parsed, unknown = super().parse_known_args(self._with_lists_joined(self._line_words), namespace)
         if unknown:
             self.error(f"unknown {' '.join(unknown)}")

@@ -16,6 +16,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
+from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron.optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused
@@ -28,7 +29,7 @@ from tests.support.rank_jobs import in_turn
 
 ALL = Topology(tp=2, pp=2, dp=2)
 FEW = (2, 1, 1, 1)  # samples of each micro-batch
-CULPRIT = "decoder.layers.1.mlp.linear_fc1.weight"
+CULPRIT, NORM = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.input_layernorm.weight"
 
 
 class Rank:
@@ -36,13 +37,15 @@ class Rank:
 
     def __init__(self, env, settings: OptimizerSettings) -> None:
         join(env)
-        self.case, self.me = Case(ALL, distributed_optimizer=settings.distributed), ALL.coordinates(env.rank)
+        self.case = Case(ALL, distributed_optimizer=settings.distributed, is_deterministic=settings.deterministic)
+        self.me = ALL.coordinates(env.rank)
         self.model, self.ddp, _ = build(self.case, ALL, env.rank)
         self.optimizer = MegatronOptimizer([self.ddp], self.ddp.config, settings, num_steps=20)
         self.transport = StrictTransport(
             ALL, env.rank, make_pipeline_groups(ALL, env.rank, timeout_s=LIMIT_S), timeout_s=LIMIT_S
         )
-        self.stage = MegatronStage([self.ddp])
+        exact = ExactMegatronGradients([self.ddp]) if settings.deterministic else None
+        self.stage = MegatronStage([self.ddp], gradients=exact)
         self.executor = PipelineExecutor(self.stage, self.transport)
 
     def step(self, step: int, spoil=None):
@@ -90,17 +93,17 @@ def without_targets(plan: ExecutionPlan, batches) -> ExecutionPlan:
     return replace(plan, micro_batches=bare)
 
 
-def spoiled(distributed: bool):
-    """What is said of a loss and of a gradient that are not finite, and whether nothing changed."""
+def spoiled(culprit: str, factor: float, **settings: bool):
+    """What is said of a loss that is not finite and of a gradient times `factor`, and whether nothing changed."""
 
     def main(env) -> tuple[list[str], bool]:
-        rank = Rank(env, OptimizerSettings(clip_grad=0.0, distributed=distributed))
+        rank = Rank(env, OptimizerSettings(clip_grad=0.0, **settings))
         assert isinstance(rank.step(0), float)
         before = rank.held()
         messages = [rank.step(1, bad_loss)]
-        culprits = [p for name, p in rank.model.named_parameters() if name == CULPRIT]
+        culprits = [p for name, p in rank.model.named_parameters() if name == culprit]
         if rank.me == ALL.coordinates(1):  # one tensor parallel rank of the first stage of one replica
-            culprits[0].register_hook(lambda gradient: gradient * torch.inf)
+            culprits[0].register_hook(lambda gradient: gradient * factor)
         messages.append(rank.step(2))
         is_same = same(before, rank.held())
         rank.leave()
@@ -140,10 +143,15 @@ def ran():
     return in_turn({job: (8, main) for job, main in JOBS.items()})
 
 
-JOBS = {"plain": spoiled(distributed=False), "zero1": spoiled(distributed=True), skipping: skipping, aimless: aimless}
+SPOILED = {
+    "plain": spoiled(CULPRIT, torch.inf),
+    "zero1": spoiled(CULPRIT, torch.inf, distributed=True),
+    "exact": spoiled(NORM, 1e20, deterministic=True),  # finite, and above what exact sums hold
+}
+JOBS = {**SPOILED, skipping: skipping, aimless: aimless}
 
 
-@pytest.mark.parametrize("job", ["plain", "zero1"])
+@pytest.mark.parametrize("job", SPOILED)
 def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(job, ran):
     plan = lower(step_plan_of(Case(ALL), 1, FEW), ActivationFormat(32))[1][0]
     samples = ", ".join(str(sample.index) for sample in plan.micro_batches[1].samples)
@@ -152,7 +160,8 @@ def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(job, ran):
     (loss, gradient), _ = found[0]
     assert f"step 2 is not finite (loss nan): the loss of micro-batch 1 of replica 1 (samples {samples}) is nan" in loss
     assert "step 3 is not finite" in gradient
-    assert CULPRIT in gradient
+    assert (NORM if job == "exact" else CULPRIT) in gradient
+    assert ("is above 2.62e+05, which exact sums do not hold" in gradient) == (job == "exact")
     assert "no weight was changed" in gradient
     assert all(is_same for _, is_same in found)
 
@@ -161,6 +170,7 @@ def test_steps_are_skipped_up_to_the_number_in_a_row(ran):
     for kinds, last, changed in ran[skipping]:
         assert kinds == [float, Refused, float, Refused, str]
         assert "after 1 steps that were skipped in a row" in last
+        assert last.endswith("or raise [optimizer] max_skips")
         assert changed == [False, True, False, False]
 
 

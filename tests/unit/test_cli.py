@@ -135,6 +135,7 @@ def test_a_wrong_argument_is_status_2_with_the_usage(arguments: list[str], capsy
     [
         (["trian"], "dynapipe: error: argument COMMAND: 'trian' is unknown: choose from"),
         (["trian"], "; did you mean 'train'?"),
+        (["plan", "--html", "x"], "dynapipe plan: error: unknown --html (dynapipe plan --help says more)"),
         (["train", "--setps", "3"], "dynapipe train: error: unknown --setps; did you mean '--steps'?"),
         (
             ["plan", "--memory-limit-g=3"],

@@ -357,7 +357,12 @@ def test_items_of_an_array_do_not_depend_on_how_it_is_read(data):
         ("d.jsonl.gz", gzip.compress(gzip.compress(JSONL)), "is no text but compressed by gzip"),
         ("d.xlsx", b"PK\x03\x04 and more", "is no text but a zip archive or a workbook of Excel: unpack it, or save"),
         ("d.json", b"PAR1 and more", "is no text but Parquet: rename it to .parquet"),
-        ("d.csv", b"text,n\na,1,2\n", "row 1: it has 3 values for the 2 columns 'text', 'n'"),
+        ("d.csv", b"text,n\na,1,2\n", r"row 1 \(up to line 2\): it has 3 values for the 2 columns 'text', 'n': quote"),
+        (
+            "d.csv",
+            b"text,n\n\na\n",
+            r"row 1 \(up to line 3\): it has 1 values for the 2 columns 'text', 'n': write the missing",
+        ),
         ("d.csv", b'text,n\na,1\n"b,2\n', "row 2: not read as a table"),
         ("d.csv", b"text,n\ra,1\r", "row 1: not read as a table .*: end lines by LF, not by CR alone"),
         ("d.csv", b"text,text\na,1\n", "its first row must name each column once, but is 'text', 'text'"),
