@@ -19,6 +19,9 @@ ALONE = "-"  # the place of JSON that stands alone on standard output
 _MOST_INT = 1 << 63  # integers beyond it break other programs and float()
 
 
+_READERS = {"dynapipe-plan/1": "dynapipe plan --show", "dynapipe-dump/1": "dynapipe replay"}
+
+
 def read_json(path: str | Path, file_format: str, what: str) -> dict[str, Any]:
     """The object in a JSON file of this "format". Errors: DataError for other files, naming the line where JSON
     breaks."""
@@ -30,8 +33,11 @@ def read_json(path: str | Path, file_format: str, what: str) -> dict[str, Any]:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}): give {what} that a run wrote") from error
     actual = data.get("format") if isinstance(data, dict) else None
     if actual != file_format:
+        if isinstance(data, dict) and data.keys() == {"error", "status"}:
+            raise DataError(f"{path} says why a command failed, {short(data['error'])}: run that again, or give {what}")
+        reader = f", which {_READERS[actual]} reads," if isinstance(actual, str) and actual in _READERS else ""
         raise DataError(
-            f"{path} has format {short(actual)} but {file_format!r} is needed: give {what}, or write it again"
+            f"{path} has format {short(actual)}{reader} but {file_format!r} is needed: give {what}, or write it again"
         )
     return dict(data)
 

@@ -206,10 +206,10 @@ def run(args: argparse.Namespace) -> int:
             "outputs": [str(path) for outcome in outcomes for path in outcome.outputs],
             "files": len(files),
             "samples": sum(outcome.num_samples for outcome in outcomes),
+            "kept_samples": sum(outcome.num_kept_samples for outcome in outcomes),
             "tokens": sum(outcome.num_tokens for outcome in outcomes),
             "truncated": sum(outcome.num_truncated for outcome in outcomes),
             "skipped": sum(outcome.num_skipped for outcome in outcomes),
-            "kept_samples": sum(outcome.num_kept_samples for outcome in outcomes),
             "already_there": all(outcome.reused for outcome in outcomes),
             "vocab_size": encoder.vocab_size,
             "dtype": settings.dtype(encoder).name,
@@ -393,7 +393,8 @@ def _report(args: argparse.Namespace, facts: dict[str, Any]) -> None:
             value = f"{value:,}"
         elif isinstance(value, bool):
             value = "yes" if value else "no"
-        table.add_row(name.replace("_", " "), "none" if value is None else str(value))
+        label = "of these, by an interrupted run" if name == "kept_samples" else name.replace("_", " ")
+        table.add_row(label, "none" if value is None else str(value))
     deliver(args.json, facts, table)
 
 

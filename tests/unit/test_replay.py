@@ -139,7 +139,8 @@ def test_a_dump_in_the_words_of_older_runs_is_planned_again(
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"format": "other"}, "has format 'other'"),
+        ({"format": "other"}, "has format 'other' but 'dynapipe-dump/1' is needed: give a step's dump"),
+        ({"format": "dynapipe-plan/1"}, "'dynapipe-plan/1', which dynapipe plan --show reads, but 'dynapipe-dump/1'"),
         ({"planner": "../planner.json"}, "must be the name of a file beside it"),
         ({"planner": "planner-gone.json"}, "cannot be read"),
         ({"samples": [[0, 12, 0]]}, "samples[0] is [0, 12, 0]"),
@@ -159,6 +160,13 @@ def test_a_dump_that_is_none_is_refused(
     status, said = replay(path, capsys)
     assert says in said
     assert said.startswith("dynapipe: error: ")
+    assert status == 2
+
+
+def test_the_error_of_a_command_that_failed_is_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"error": "no memory", "status": 2}))
+    status, said = replay(tmp_path / "plan.json", capsys)
+    assert "plan.json says why a command failed, 'no memory': run that again, or give a step's dump" in said
     assert status == 2
 
 
