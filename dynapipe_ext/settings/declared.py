@@ -120,7 +120,7 @@ class Setting:
         if _origin(self.kind) is Literal:
             options["choices"] = tuple(filter(None, self.choices))
         if self.nargs or self.kind == tuple[str, ...]:
-            options["nargs"] = self.nargs or "+"
+            options |= {"nargs": self.nargs or "+", "action": "extend"}  # given twice, it has the values of both
         return options
 
 

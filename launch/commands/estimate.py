@@ -102,7 +102,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--tokens", type=float, metavar="N", help="real tokens of the whole run, for days and cost")
     data.add_argument("--tokens-per-batch", metavar="N|LOW:HIGH", help="real tokens of a step; searched within a range")
     data.add_argument("--max-samples", type=int, metavar="N", help=f"of a global batch (default: {_MOST_SAMPLES})")
-    add_flag(data, "data.path", "training data that --write names", default=())
+    add_flag(data, "data.path", "training data that --write names", default=[])
 
 
 def _add_ways(parser: argparse.ArgumentParser) -> None:

@@ -111,6 +111,7 @@ def _add_input(reading: argparse._ArgumentGroup) -> None:
     reading.add_argument(
         "--input",
         nargs="+",
+        action="extend",
         required=True,
         metavar="FILE",
         help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx; a folder, whose tree the output mirrors",
@@ -118,7 +119,9 @@ def _add_input(reading: argparse._ArgumentGroup) -> None:
     reading.add_argument("--input-format", choices=get_args(Form), help="form of the files (default: by their names)")
     add_flags(reading, "data.template", "data.loss_on", "data.input_key", "data.target_key", "data.text_key")
     reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="--input-key and --target-key")
-    reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields with text; other fields are ignored")
+    reading.add_argument(
+        "--json-keys", nargs="+", action="extend", metavar="KEY", help="fields with text; other fields are ignored"
+    )
     reading.add_argument("--json-key", metavar="KEY", help="Fast-LLM's: one such field")
     reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")
     reading.add_argument(

@@ -30,7 +30,7 @@ from dynapipe_ext.launch.job.model_folder import (
 )
 from dynapipe_ext.launch.job.own_outputs import is_own_output
 from dynapipe_ext.launch.job.room import Place, refuse_no_room
-from dynapipe_ext.launch.job.run_data import named_files
+from dynapipe_ext.launch.job.run_data import named_files, refuse_missing_file
 from dynapipe_ext.launch.job.run_directory import (
     CHECKPOINTS,
     is_unfinished,
@@ -160,6 +160,7 @@ def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str 
     if place is not None:
         refuse_no_room(config, place)
         if not args.resume:
+            refuse_missing_file(config)
             refuse_other_ids(config)
         _open_weights(config)
     address, secret = store_and_secret(args, secret)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -140,7 +141,9 @@ def missing_file(config: TrainConfig) -> str:
     """What to say of the first named file that is not on this machine; empty where all are."""
     for setting, path in named_files(config).items():
         is_path = setting not in ("[data] tokenizer", "[model] architecture") or os.sep in path
-        if is_path and not Path(path).exists():
+        may_be_glob = setting.startswith(("[data] path", "[data] mixture", "[eval] path"))
+        is_there = Path(path).exists() or (may_be_glob and any(glob.iglob(path, recursive=True)))
+        if is_path and not is_there:
             return f"{setting} is {path}, which is not on this machine{_download(setting, path)}"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints.folder import Manifest, RunState
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import OptimizerPlace
+from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.run_data import (
     data_lines,
     refuse_missing_file,
@@ -279,6 +281,19 @@ def test_a_name_of_the_hub_is_said_to_need_a_download(key: str) -> None:
         ConfigError, match=rf"\[data\] {key} is .*`hf download{kind} some-org/alpaca_52k --local-dir DI"
     ):
         refuse_missing_file(config)
+
+
+def test_patterns_name_data_and_a_flag_given_twice_has_the_files_of_both(tmp_path: Path) -> None:
+    for name in ("a1.txt", "a2.txt", "b.txt"):
+        (tmp_path / name).write_text("text\n")
+    refuse_missing_file(TrainConfig().with_values(data={"path": f"{tmp_path}/a*.txt"}))
+    with pytest.raises(ConfigError, match=r"\[data\] path is .*c\*\.txt, which is not on this machine"):
+        refuse_missing_file(TrainConfig().with_values(data={"path": f"{tmp_path}/c*.txt"}))
+    parser = argparse.ArgumentParser()
+    requested.add_arguments(parser)
+    words = ["--data", f"{tmp_path}/a?.txt=2", "--data", f"{tmp_path}/b.txt=1", "--tokenizer", "bytes"]
+    config = requested.config_from(parser.parse_args(words))
+    assert config.data.mixture == (f"{tmp_path}/a?.txt=2", f"{tmp_path}/b.txt=1")
 
 
 def test_a_mixture_may_have_folders_of_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
