@@ -435,7 +435,7 @@ class UserCosts:
         stages = self.num_stages
         shapes = {name: (stages - name.startswith("transfer"), count) for name in _TABLES} | {"static_bytes": (stages,)}
         for name, shape in shapes.items():
-            table = getattr(costs, name, None)
+            table: Any = getattr(costs, name, None)
             is_table = isinstance(table, np.ndarray) and np.issubdtype(table.dtype, np.integer) and table.shape == shape
             if not is_table or (table.size and table.min() < 0):
                 held = " ".join(repr(table).split())

@@ -46,7 +46,9 @@ class PlanRules:
     schedule: ScheduleName = setting("adaptive", "--schedule", "of the pipeline")
     rule: SplitRule = setting("dynapipe-ext")
     pad_multiple: int = setting(8, "--pad-multiple", "rows are rounded up to it", at_least=1, at_most=1 << 24)
-    max_tokens: int = setting(0, at_least=0, at_most=1 << 40)
+    max_tokens: int = setting(
+        0, "--max-tokens", "most positions of a micro-batch; 0: as memory allows", at_least=0, at_most=1 << 40
+    )
     effort: int = setting(8000, "--effort", "moves tried by the search", at_least=0, at_most=10**9)
     split_backward: bool = setting(False, "--split-backward", "run B as I and W")
     fill_waits: bool = setting(False, "--fill-waits", "run W while a transfer is waited for")

@@ -237,6 +237,9 @@ class DeferredGradients:
         for weight in weights:
             setattr(weight, _QUEUE, self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # weights that are saved have no queue
+
     @contextmanager
     def deferring(self) -> Iterator[DeferredWork]:
         """Within: weight gradients of linear layers are put off, into the list that this yields."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.executor.stages.chunk_runner import deferred_of
+from dynapipe_ext.executor.stages.replaced_forward import has_other_forward, replace_forward
 
 
 class _Use(torch.autograd.Function):
@@ -35,19 +36,19 @@ class _Use(torch.autograd.Function):
 def hand_over_each_use(module: Any) -> None:
     """Have a module that one forward calls several times (an embedding of both sides, biases of all layers) hand over
     the gradient of its weight call by call, where linear layers do; autograd would add them up."""
-    forward = module.forward
+    own = type(module).forward
 
-    def once(*arguments: Any, **options: Any) -> Any:
+    def once(module: Any, *arguments: Any, **options: Any) -> Any:
         weight, is_lent = module.weight, "weight" in module.__dict__
         module.__dict__["weight"] = _Use.apply(weight)  # type: ignore[no-untyped-call]
         try:
-            return forward(*arguments, **options)
+            return own(module, *arguments, **options)
         finally:
             del module.__dict__["weight"]
             if is_lent:
                 module.__dict__["weight"] = weight
 
-    module.forward = once
+    replace_forward(module, once)
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -66,7 +67,9 @@ class _SplitLinear(torch.autograd.Function):
         # Under saved-tensor hooks the weight that comes back from the saved tensors is another object, without the
         # attribute that says where its gradient goes.
         ctx.weight = weight
-        return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
+        output = torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
+        # With a bias it may be a view, which no operation in its place may follow.
+        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -80,7 +83,9 @@ class _SplitLinear(torch.autograd.Function):
             return x_grad, None, bias_grad, None
         pair = x.reshape(-1, x.shape[-1]), flat_grad
         inputs, output_grads = pair[::-1] if ctx.transposed else pair  # the gradient of W^T, transposed
-        if (queue := deferred_of(ctx.weight)) is not None:
+        # A weight's own hooks are called by autograd alone.
+        is_hooked = ctx.weight._backward_hooks or ctx.weight._post_accumulate_grad_hooks
+        if not is_hooked and (queue := deferred_of(ctx.weight)) is not None:
             queue.take(ctx.weight, inputs, output_grads)
             return x_grad, None, bias_grad, None
         return x_grad, output_grads.t().matmul(inputs).to(ctx.weight.dtype), bias_grad, None
@@ -90,21 +95,30 @@ def make_linears_splittable(module: torch.nn.Module) -> list[torch.Tensor]:
     """Route every torch.nn.Linear of a module through a function that can put weight gradients off; its weights.
 
     So are the linear layers of GPT-2 in transformers, which keep their weight transposed and are called Conv1D.
-    Results are those of the layer's own; the change is to this module's instances, not to torch.
+    Results are those of the layer's own; the change is to this module's instances, not to torch. Layers whose forward
+    someone else has replaced stay as they are.
     """
     weights: list[torch.Tensor] = []
     for layer in module.modules():
         transposed = _is_conv1d(layer)
-        if transposed or type(layer) is torch.nn.Linear:
-
-            def forward(x: torch.Tensor, layer: Any = layer, transposed: bool = transposed) -> torch.Tensor:
-                bias = layer.bias if layer.bias is None else _as_computed(layer.bias)
-                output: torch.Tensor = _SplitLinear.apply(_as_computed(x), layer.weight, bias, transposed)  # type: ignore[no-untyped-call]
-                return output
-
-            layer.forward = forward
+        if (transposed or type(layer) is torch.nn.Linear) and not has_other_forward(layer):
+            replace_forward(layer, _transposed_linear if transposed else _linear)
             weights.append(layer.weight)  # type: ignore[arg-type]
     return weights
+
+
+def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return _applied(layer, x, transposed=False)
+
+
+def _transposed_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return _applied(layer, x, transposed=True)
+
+
+def _applied(layer: Any, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    bias = layer.bias if layer.bias is None else _as_computed(layer.bias)
+    output: torch.Tensor = _SplitLinear.apply(_as_computed(x), layer.weight, bias, transposed)  # type: ignore[no-untyped-call]
+    return output
 
 
 def with_shared_weights(chunks: Sequence[object]) -> list[bool]:

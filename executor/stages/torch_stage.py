@@ -83,7 +83,7 @@ class TorchStage:
         self._stages = tuple(modules) if isinstance(modules, Mapping) else None
         self._calls = [with_batch(chunk, chunk) for chunk in chunks]
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
-        self._doubts_loss = True  # in the first step, until it was seen to heed the weights of positions
+        self._loss_check = LossCheck(loss)
         gradients = accumulator(trained, parallel.sum_over_replicas if parallel else None)
         self._orders = [False] * len(chunks)
 
@@ -144,7 +144,7 @@ class TorchStage:
         return frozenset(stage for stage, orders in zip(self._plan.stages, self._orders, strict=True) if orders)
 
     def finish_step(self) -> float:
-        self._doubts_loss = False
+        self._loss_check.end()
         return self._runner.finish_step(self._parallel.sum_over_job if self._parallel else _only_rank)
 
     def losses(self) -> dict[int, float]:
@@ -167,8 +167,7 @@ class TorchStage:
         if stage != self._plan.num_stages - 1:
             return output
         loss = self._loss(output, batch)
-        if self._doubts_loss:
-            self._doubts_loss = not _heeds_weights(self._loss, output, batch, loss)
+        self._loss_check(output, batch, loss)
         return loss
 
 
@@ -214,29 +213,46 @@ def _refuse_other_arguments(loss: LossFunction) -> None:
         raise ConfigError(f"the loss takes {signature} but must be a function of (output, batch)") from None
 
 
-def _heeds_weights(function: LossFunction, output: Any, batch: Batch, loss: Any) -> bool:
-    """Whether the loss changes with the weights of its positions; False where this micro-batch does not tell.
+class LossCheck:
+    """Looks in the first step whether a loss is a sum over positions that heeds their weights. It calls the loss a few
+    times more; random numbers stay as they are.
 
-    Errors: ConfigError for one that does not: a mean, or a sum over padding and inputs, too.
+    Errors of a call: ConfigError for a mean, and for a sum over padding and inputs, too.
     """
-    weights = batch.get("loss_weights")
-    if not isinstance(weights, torch.Tensor) or not isinstance(loss, torch.Tensor) or loss.dim():
-        return False
-    if not loss.isfinite() or not loss or (weights == 1).all():  # where all count, a sum without weights is right
-        return False
-    with torch.no_grad():
-        doubled = function(output, {**batch, "loss_weights": 2 * weights})
-    if isinstance(doubled, torch.Tensor) and torch.equal(doubled, loss):
-        raise ConfigError(
-            'the loss stays as it is where batch["loss_weights"] are doubled: it is a mean, or leaves them aside, and'
-            ' the step would not be that of its target tokens: return (losses * batch["loss_weights"]).sum()'
-        )
-    if _is_mean(function, output, batch, weights):
-        raise ConfigError(
-            "the loss of some positions stays as it is where all of them are there twice: it is a mean over positions,"
-            ' which the step divides once more: return (losses * batch["loss_weights"]).sum()'
-        )
-    return True
+
+    def __init__(self, function: LossFunction) -> None:
+        self._function = function
+        self._may_be_mean = self._may_leave_weights = True
+
+    def end(self) -> None:
+        """The first step is over."""
+        self._may_be_mean = self._may_leave_weights = False
+
+    def __call__(self, output: Any, batch: Batch, loss: Any) -> None:
+        """Of one micro-batch, which may not tell."""
+        weights = batch.get("loss_weights")
+        is_sum = isinstance(weights, torch.Tensor) and isinstance(loss, torch.Tensor) and not loss.dim()
+        if not self._may_leave_weights or not is_sum or not loss.isfinite() or not loss:
+            return
+        devices = [output.device] if isinstance(output, torch.Tensor) and output.is_cuda else []
+        with torch.random.fork_rng(devices), torch.no_grad():
+            if not (weights == 1).all():  # where all count, a sum without weights is right
+                self._refuse_unheeded(output, batch, loss, weights)
+            if self._may_be_mean and _is_mean(self._function, output, batch, weights):
+                raise ConfigError(
+                    "the loss of some positions stays as it is where all of them are there twice: it is a mean over"
+                    ' positions, which the step divides once more: return (losses * batch["loss_weights"]).sum()'
+                )
+            self._may_be_mean = False
+
+    def _refuse_unheeded(self, output: Any, batch: Batch, loss: torch.Tensor, weights: torch.Tensor) -> None:
+        doubled = self._function(output, {**batch, "loss_weights": 2 * weights})
+        if isinstance(doubled, torch.Tensor) and torch.equal(doubled, loss):
+            raise ConfigError(
+                'the loss stays as it is where batch["loss_weights"] are doubled: it is a mean, or leaves them aside,'
+                ' and the step would not be that of its target tokens: return (losses * batch["loss_weights"]).sum()'
+            )
+        self._may_leave_weights = False
 
 
 def _is_mean(function: LossFunction, output: Any, batch: Batch, weights: torch.Tensor) -> bool:
@@ -248,9 +264,8 @@ def _is_mean(function: LossFunction, output: Any, batch: Batch, weights: torch.T
     place = slice(at[0], at[0] + 1), slice(at[1], at[1] + _FEW)
     few = {name: x[place] for name, x in batch.items() if isinstance(x, torch.Tensor) and x.shape[:2] == weights.shape}
     try:
-        with torch.no_grad():
-            once = function(output[place], {**batch, **few})
-            twice = function(output[place].repeat(2, *[1] * (output.dim() - 1)), {**batch, **_doubled(few)})
+        once = function(output[place], {**batch, **few})
+        twice = function(output[place].repeat(2, *[1] * (output.dim() - 1)), {**batch, **_doubled(few)})
     except Exception:  # noqa: BLE001  one that reads what else is in the batch
         return False
     if not isinstance(once, torch.Tensor) or not isinstance(twice, torch.Tensor):

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens of a text (default: {_MAX_LENGTH}, or the model's room)",
     )
     parser.add_argument("--max-rows", type=int, default=1024, metavar="N", help="texts of a batch")
-    parser.add_argument("--max-tokens", type=int, default=16384, metavar="N", help="padded tokens of a batch")
+    add_flag(parser, "plan.max_tokens", "padded tokens of a batch", default=16384)
     of_memory = "of 10^9 bytes; a batch whose measured peak above the weights is higher counts as out of memory"
     add_flag(parser, "plan.memory_limit_gb", of_memory)
     add_flag(parser, "run.seed", "of lengths, tokens and drawn shapes", default=0)

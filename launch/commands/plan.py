@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, "topology.vocabulary")
     add_flags(parser, "plan.layout", "plan.schedule")
     add_flag(parser, "plan.pad_multiple", "rows are rounded up to it (default: that of --config, else 8; CSV: 1)")
-    add_flags(parser, "plan.effort")
+    add_flags(parser, "plan.max_tokens", "plan.effort")
     add_flag(parser, "run.seed", "of the data order and the search (default: 0)")
     parser.add_argument(
         "--time-limit",

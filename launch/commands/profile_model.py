@@ -86,9 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-decoder-len", type=int, metavar="N", help="of an encoder-decoder's targets (default: the longest row)"
     )
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="most rows x length, of both sides (default: 4 x the longest row)"
-    )
+    add_flag(parser, "plan.max_tokens", "most rows x length, of both sides (default: 4 x the longest row)")
     parser.add_argument("--recompute", default=LAYER_RECOMPUTES, type=_kinds, metavar="KIND,…", help="kinds to measure")
     parser.add_argument("--error-target", type=float, default=0.05, metavar="E", help="mean error of times")
     parser.add_argument("--max-shapes", type=int, default=24, metavar="N", help="most shapes to measure")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.batch.micro_batches import as_length_array
+from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import analytic_costs, architecture_of, global_batches
-from dynapipe_ext.launch.run.next_moves import next_moves
+from dynapipe_ext.launch.run.next_moves import _changes, next_moves
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.show.run_words import NextMove
 from tests.support.steps import a_step
@@ -69,3 +71,14 @@ def test_trials_end_with_their_seconds(step_s: float, most: int) -> None:
 
 def test_a_run_without_steps_has_nothing_to_be_planned_on() -> None:
     assert moves_of(num_steps=0) == ({}, 0)
+
+
+def test_every_move_is_a_flag_of_train() -> None:
+    parser = argparse.ArgumentParser()
+    requested.add_arguments(parser)
+    plan = {"layout": "padded", "max_tokens": 1024}
+    changes = list(_changes(TrainConfig().with_values(topology=TOPOLOGY, plan=plan), tied_embeddings=True))
+    assert len(changes) > 6
+    for change in changes:
+        values = vars(parser.parse_args(change.flags.split()))
+        assert values[change.flags.split()[0].lstrip("-").replace("-", "_")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -222,6 +224,7 @@ PARTLY_TARGETS[-1]["loss_weights"][0, 0] = 0
             lambda m: run(TorchStage(m, lambda x, batch: losses_of(x, batch).mean()), batches=PARTLY_TARGETS),
             r"stays as it is .* it is a mean",
         ),
+        (lambda m: run(TorchStage(m, lambda x, batch: losses_of(x, batch).mean())), "it is a mean over positions"),
         (
             lambda m: run(TorchStage(m, mean_of_targets), batches=PARTLY_TARGETS),
             r"where batch\[\"loss_weights\"\] are doubled: it is a mean",
@@ -335,3 +338,73 @@ def test_a_frozen_first_stage_sends_its_output_and_needs_no_backward():
     (output,) = stage.forward(0, 0, ())
     assert stage.backward(0, 0, (torch.ones_like(output),)) == ()
     assert all(p.grad is None for p in model.parameters())
+
+
+def split_step(model: torch.nn.Module, loss=loss_sum) -> float:
+    return run(TorchStage(model, loss), plan_of(split_backward=True))
+
+
+def test_copies_of_a_model_whose_backwards_were_split_have_weights_of_their_own():
+    model, tokens = model_of(), torch.arange(5)[None]
+    split_step(model)
+    copied, average = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    before = model(tokens).detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    for other in (copied, average, torch.load(saved, weights_only=False)):
+        assert torch.equal(other(tokens), before)
+    assert not torch.equal(model(tokens), before)
+    split_step(copied)  # one that is split again
+
+
+def test_hooks_of_weights_are_called_under_split_backwards_too():
+    found = {}
+    for split in (False, True):
+        model, seen = model_of(), []
+        model[1].weight.register_hook(lambda gradient: gradient * 0.5)
+        model[1].weight.register_post_accumulate_grad_hook(lambda weight, seen=seen: seen.append(weight.grad is None))
+        run(TorchStage(model, loss_sum), plan_of(split_backward=split))
+        assert seen
+        assert not any(seen)
+        found[split] = [parameter.grad for parameter in model.parameters()]
+    for whole, split in zip(found[False], found[True], strict=True):
+        torch.testing.assert_close(split, whole)
+
+
+def test_a_layer_whose_forward_someone_replaced_keeps_it():
+    model = model_of()
+    own = model[1].forward
+    model[1].forward = lambda x: 2 * own(x)
+    replaced = model[1].forward
+    split_step(model)
+    assert model[1].forward is replaced
+
+
+def test_what_follows_a_split_layer_may_be_computed_in_its_place():
+    found = []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*model_of(), torch.nn.ReLU(inplace=in_place))
+        split_step(model)
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_looking_at_the_loss_leaves_random_numbers_as_they_are():
+    def noisy(logits: torch.Tensor, batch) -> torch.Tensor:
+        return loss_sum(torch.nn.functional.dropout(logits, 0.3), batch)
+
+    states = []
+    for check in (True, False):
+        model = model_of()
+        stage = TorchStage(model, noisy)
+        if not check:
+            stage._loss_check.end()
+        torch.manual_seed(5)
+        run(stage)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)

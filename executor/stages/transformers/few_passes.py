@@ -12,7 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from dynapipe_ext.executor.device import runs_kernels
 from dynapipe_ext.executor.stages.kernels import GatedActivation, gated_pair, turn_rows
+from dynapipe_ext.executor.stages.replaced_forward import replace_forward
 
 # Of weight x (x / root of the mean square) in float32, rounded before or after it is weighted.
 _NORMS = frozenset({"0dcf5f011ba2ed45", "152131c0d8a8a799"})
@@ -40,11 +41,11 @@ def compute_in_few_passes(model: torch.nn.Module) -> None:
         if "forward" in vars(module):
             continue
         if (digest := code_digest(forward)) in _NORMS:
-            module.forward = MethodType(_norm, module)
+            replace_forward(module, _norm)
         elif digest in _GATED_MLPS and type(module.act_fn).__name__ in _ACTIVATIONS:
-            module.forward = MethodType(_gated_mlp, module)
+            replace_forward(module, _gated_mlp)
         elif (turning := _with_turns(forward)) is not None:
-            module.forward = MethodType(turning, module)
+            replace_forward(module, turning)
 
 
 @cache

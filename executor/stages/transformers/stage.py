@@ -75,7 +75,9 @@ class TransformersStage(TorchStage):
         options: dict[str, Any] = {"accumulator": accumulator, "parallel": parallel, "joined": joined}
         super().__init__(self._parts, loss, restarts_attention=True, measure_bytes=measure_bytes, **options)
         self._shares_rows = False
-        self._doubts_loss = self._takes_logits = not isinstance(loss, LossOfLogits)
+        self._takes_logits = not isinstance(loss, LossOfLogits)
+        if not self._takes_logits:
+            self._loss_check.end()
         self._device = next(self._parts[0].parameters()).device
 
     def start_step(self, plan: ExecutionPlan) -> None:
