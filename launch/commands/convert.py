@@ -16,7 +16,7 @@ from dynapipe_ext.batch.topology import refuse_half_layers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending, flag_of, refuse_below
 from dynapipe_ext.models.tensors import num_parameters
-from dynapipe_ext.settings.train_config import add_flag, add_flags
+from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.checkpoint import FORMATS, TARGETS, WriterOptions
 from dynapipe_ext.tools.console import deliver
 from dynapipe_ext.tools.progress import WorkProgress
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flag(parser, "topology.tp", "tensor parallel ranks (default: 1)")
     add_flag(parser, "topology.pp", "pipeline ranks (default: 1)")
-    add_flags(parser, "topology.layers_per_stage")
+    add_flag(parser, "topology.layers_per_stage", "layers of each stage, whole ones")
     parser.add_argument("--ep", type=int, metavar="N", help="expert parallel ranks, with --to megatron (default: 1)")
     parser.add_argument("--vpp", type=int, metavar="N", help="stages of a pipeline rank, likewise (default: 1)")
     parser.add_argument(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dynapipe_ext.costs.states import StateBytes, state_bytes
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import engine_saver, load_engine
@@ -18,6 +19,7 @@ from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.stage import LossOfLogits, TransformersStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.job.configured import topology_of, trained_recipe
+from dynapipe_ext.launch.processes.cluster import say_at_once
 from dynapipe_ext.launch.rank.built_model import BuiltModel
 from dynapipe_ext.launch.rank.transformers_run import model_description, rank_parts
 from dynapipe_ext.models.architecture import Architecture
@@ -80,7 +82,10 @@ def build_deepspeed(
 def _stage(
     config: TrainConfig, engine: Any, parts: list[TransformersPart], parallel: ParallelContext, loss: LossOfLogits
 ) -> TransformersStage:
-    measures = parallel.device.type == "cpu" and config.deepspeed.zero_stage < 3
+    is_cpu, gathers_weights = parallel.device.type == "cpu", config.deepspeed.zero_stage == 3
+    if is_cpu and gathers_weights and dist.get_rank() == 0:
+        say_at_once("memory: measured figures are of weights and states alone, since ZeRO 3 on CPUs hides activations")
+    measures = is_cpu and not gathers_weights
     return engine_stage(engine, parts, parallel=parallel, loss=loss, measure_bytes=measures)
 
 

@@ -24,7 +24,7 @@ from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.interchange import run_costs_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import DynaPipeError, in_one_line
-from dynapipe_ext.executor.checkpoints.folder import checkpoints
+from dynapipe_ext.executor.checkpoints.folder import checkpoints, read_manifest
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.plans.dump import forget_plans_ahead
 from dynapipe_ext.executor.proven_step import prove_step
@@ -132,9 +132,21 @@ def resume_run(job: SettledJob, facts: RunFacts, step: int) -> RunSoFar:
         _link_data(run_dir, job.data)  # it may have been moved
     forget_fitted(run_dir, step)
     events = resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
-    note(run_dir, "resumed", step, f"{counted(facts.topology.world_size, 'rank')}, {facts.device}")
+    other_loss = _other_loss(job)
+    note(run_dir, "resumed", step, f"{counted(facts.topology.world_size, 'rank')}, {facts.device}{other_loss}")
+    if other_loss:
+        print(f"note: goes on after step {step}{other_loss}: do not compare the two", file=sys.stderr, flush=True)
     point_latest_at(run_dir)
     return RunSoFar.of(events)
+
+
+def _other_loss(job: SettledJob) -> str:
+    """Which loss a run that goes on learns by, where that was another one before."""
+    now = job.config.preferences.loss
+    before = (
+        now if job.resumed is None else read_manifest(job.resumed).run.settings.get("preferences", {}).get("loss", "")
+    )
+    return "" if before == now else f", by the loss {now or 'of texts'} instead of {before or 'that of texts'}"
 
 
 def _link_data(run_dir: Path, data: RunData) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import NO_ROOM, DataError
+from dynapipe_ext.errors import NO_ROOM, DataError, format_bytes
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint import journal as journals
 from dynapipe_ext.tools.checkpoint.formats import (
@@ -179,11 +179,22 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
 
 
 def verify_conversion(conversion: Conversion, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
-    """Read the written checkpoint back and compare every tensor with the source, by digests of all its bits.
+    """Read the written checkpoint back and compare every tensor with the source, by digests of all its bits. Files of
+    torch.save must have the check sums that they were saved with.
 
-    Errors: DataError naming every tensor that differs.
+    Errors: DataError naming every tensor that differs, or a file that is damaged.
     """
-    source, written = conversion.reader, conversion.target_format.open(conversion.partial)
+    from dynapipe_ext.tools.checkpoint.files.torch_file import checking_sums  # torch, which refusals need not
+
+    with checking_sums():
+        source = conversion.source_format.open(conversion.source)
+        if conversion.identity.get("drop_mtp"):
+            source.drop_prediction_layers()
+        _compare(conversion, source, advance)
+
+
+def _compare(conversion: Conversion, source: CheckpointReader, advance: Callable[[int], None]) -> None:
+    written = conversion.target_format.open(conversion.partial)
     written.check()
     if tensor_groups(written.architecture) != tensor_groups(source.architecture):
         raise DataError(f"{conversion.partial} reads back as another model: {written.architecture}")
@@ -265,7 +276,7 @@ def _refuse_no_room(conversion: Conversion, journal: ConversionJournal) -> None:
     needed, free = conversion.distinct_bytes - done, shutil.disk_usage(conversion.partial).free
     if needed > free:
         raise DataError(
-            f"{conversion.partial} needs {needed / 1e9:.1f} GB more, but its disk has {free / 1e9:.1f} GB: free some"
+            f"{conversion.partial} needs {format_bytes(needed)} more, but its disk has {format_bytes(free)}: free some"
             " and run the same command again, or choose another DST"
         )
 
@@ -289,7 +300,7 @@ def _said_plainly(partial: Path) -> Iterator[None]:
         error = raised if isinstance(raised, OSError) else raised.__context__  # torch.save hides it behind its own
         if not isinstance(error, OSError):
             raise
-        where = error.filename or partial
+        where = error.filename2 or error.filename or partial  # of a copy: where to
         if error.errno in NO_ROOM:
             raise DataError(
                 f"{where} cannot be written, the disk or the quota is full ({error.strerror}): free some space and run"

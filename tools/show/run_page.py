@@ -256,8 +256,8 @@ def _compared(run: RunSoFar) -> str:
 def _memory(run: RunSoFar) -> str:
     """The most bytes of each rank, measured and predicted."""
     ranks, topology = run.own.gathered, run.facts.topology
-    if ranks is None or not any(ranks.peak_bytes):
-        return ""
+    if ranks is None or not any(ranks.peak_bytes) or len(ranks.peak_bytes) != topology.world_size:
+        return ""  # also of a run that has gone on with other ranks, until they have run a step
     most = max(*ranks.peak_bytes, *ranks.predicted_peak_bytes, 1)
     rows = []
     for rank, (measured, predicted) in enumerate(zip(ranks.peak_bytes, ranks.predicted_peak_bytes, strict=False)):

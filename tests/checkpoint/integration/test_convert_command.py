@@ -37,7 +37,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(converter.shutil, "disk_usage", lambda path: usage(1000, 900, 100))
     assert to_hf(origin, tmp_path / "target") == 2
-    assert "GB more, but its disk has 0.0 GB" in capsys.readouterr().err
+    assert "kB more, but its disk has 100 B: free some" in capsys.readouterr().err
     assert not list((tmp_path / "target.partial").glob("*.safetensors"))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.models.tensors import TensorGroup
 from dynapipe_ext.tools.checkpoint.converter import ConversionOutcome, convert, prepare_conversion
@@ -242,3 +242,23 @@ def test_experts_and_stages_that_cannot_be_laid_out_so_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         converted(models(variant), tmp_path / "there", to, **options)
+
+
+@pytest.mark.parametrize("form", ["bin", "megatron", "megatron-legacy", "deepspeed"])
+def test_a_flipped_bit_in_a_file_of_torch_save_is_found_by_verify(form: str, models: Models, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    if form == "bin":
+        source.mkdir()
+        (source / "config.json").write_bytes((models("llama-tied") / "config.json").read_bytes())
+        torch.save(tensors_in(models("llama-tied")), source / "pytorch_model.bin")
+    else:
+        converted(models("llama-tied"), source, form)
+    converted(source, tmp_path / "good", "hf", verify=True)
+    files = [file for file in source.rglob("*") if file.suffix in (".bin", ".pt", ".distcp")]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    largest.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{largest.name}: the bytes of .*/data/\d+ are not those that were saved"):
+        converted(source, tmp_path / "bad", "hf", verify=True)
+    assert not (tmp_path / "bad").exists()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -49,6 +51,7 @@ def read_tree(
         file.seek(0)
         if head.startswith(b"PK"):
             with zipfile.ZipFile(file) as archive:
+                _check_sums(record, archive)
                 zipped = _Zip(record.path, file, archive)
                 return load(zipped.pickle(), record.path, zipped.locate, classes, tensor)
         if _PLAIN_MAGIC.to_bytes(10, "little") not in head:
@@ -56,6 +59,29 @@ def read_tree(
         return _read_plain(record.path, file, classes, tensor)
 
     return _guarded(record, "file of torch.save", read)
+
+
+_SUMS_CHECKED: ContextVar[set[ArchiveRecord] | None] = ContextVar("records whose sums are right", default=None)
+
+
+@contextmanager
+def checking_sums() -> Iterator[None]:
+    """Within: each archive that is read is first read whole, and has the check sums that it was saved with, or is
+    refused. Files from before torch 1.6 have none."""
+    token = _SUMS_CHECKED.set(set())
+    try:
+        yield
+    finally:
+        _SUMS_CHECKED.reset(token)
+
+
+def _check_sums(record: ArchiveRecord, archive: zipfile.ZipFile) -> None:
+    checked = _SUMS_CHECKED.get()
+    if checked is None or record in checked:
+        return
+    if (damaged := archive.testzip()) is not None:
+        raise DataError(f"{record.path}: the bytes of {damaged} are not those that were saved (CRC-32): copy it again")
+    checked.add(record)
 
 
 def read_pickle(path: Path) -> Any:
