@@ -31,7 +31,7 @@ from dynapipe_ext.data.batches import (
 )
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.data.pairs import collate_pairs, pair_borders
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.plans.channel import PlanChannel, PlanDelivery
 from dynapipe_ext.executor.plans.dump import DumpingPlanner, forget_plans_ahead
@@ -39,6 +39,7 @@ from dynapipe_ext.executor.protocols import Batch, Store
 from dynapipe_ext.executor.proven_step import ProvenStep, StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 
+_MOST_WORKERS = 1 << 12
 _SLICE_S = 0.5  # how late Ctrl-C may be noticed that comes as a wait begins: Python looks for it only around one
 
 
@@ -160,6 +161,7 @@ class DynaPipeDataLoader:
         store: str | StoreAddress | Store | None = None,
         delivery: PlanDelivery = PlanDelivery(),  # noqa: B008 (frozen)
     ) -> None:
+        _refuse_types(collate_fn, shuffle, num_workers)
         _refuse_together(sampler, shuffle, num_workers, delivery)
         self.dataset, self.planner = dataset, planner
         self.exposed_planning_s = 0.0
@@ -397,6 +399,15 @@ class DynaPipeDataLoader:
                     f"sample {planned.index} has {sample.positions} positions but the dataset's `lengths` say {most}:"
                     " the rest would never be trained; give the number of tokens less one, or shorter samples"
                 )
+
+
+def _refuse_types(collate_fn: object, shuffle: object, num_workers: object) -> None:
+    """Errors: ConfigError for what is no function, no bool or no number of processes."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise ConfigError(f"collate_fn is {short(collate_fn)} but must be a function (micro_batch, samples)")
+    if shuffle is not None and not isinstance(shuffle, bool | np.bool_):
+        raise ConfigError(f"shuffle is {short(shuffle)} but must be True, False or None")
+    check_integer("num_workers", num_workers, least=0, most=_MOST_WORKERS)
 
 
 def _refuse_together(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import count
 from typing import Any
 
@@ -18,7 +18,7 @@ from dynapipe_ext.batch.micro_batches import LengthArray, SampleLength, as_sampl
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import PricesMicroBatches
-from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.problem import NO_LIMIT_BYTES
@@ -145,6 +145,11 @@ def plan_micro_batches(
             "max_tokens is 0 and memory_limit_bytes is None, so nothing limits micro-batches: give the positions of"
             " one, the bytes of a rank, or both"
         )
+    if not isinstance(topology, Topology):
+        raise ConfigError(f"topology is {short(topology)} but must be a Topology: give such as Topology(tp=2, pp=4)")
+    known = {field.name for field in fields(Planner)}
+    if unknown := next((name for name in rules if name not in known), None):
+        raise ConfigError(f"{unknown} is no rule of plans{did_you_mean(unknown, known)} (PlanRules has all)")
     planner = Planner(
         topology,
         _cost_model(costs, topology),

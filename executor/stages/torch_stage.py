@@ -231,8 +231,9 @@ class LossCheck:
     def __call__(self, output: Any, batch: Batch, loss: Any) -> None:
         """Of one micro-batch, which may not tell."""
         weights = batch.get("loss_weights")
-        is_sum = isinstance(weights, torch.Tensor) and isinstance(loss, torch.Tensor) and not loss.dim()
-        if not self._may_leave_weights or not is_sum or not loss.isfinite() or not loss:
+        if not self._may_leave_weights or not isinstance(weights, torch.Tensor) or not isinstance(loss, torch.Tensor):
+            return
+        if loss.dim() or not loss.isfinite() or not loss:
             return
         devices = [output.device] if isinstance(output, torch.Tensor) and output.is_cuda else []
         with torch.random.fork_rng(devices), torch.no_grad():

@@ -338,6 +338,9 @@ def test_a_failure_of_planning_reaches_the_consumer() -> None:
         ({"tokens_per_batch": 0}, "at least 1"),
         ({"sampler": [0, 1], "shuffle": True}, "leave out shuffle"),
         ({"num_workers": -1}, "num_workers is -1"),
+        ({"num_workers": 1.5}, "num_workers is 1.5 but must be an integer of 0 to 4096"),
+        ({"collate_fn": 5}, "collate_fn is 5 but must be a function"),
+        ({"shuffle": "no"}, "shuffle is 'no' but must be True, False or None"),
         ({"num_workers": 2, "delivery": PlanDelivery(prefetch_steps=1)}, "prefetch_steps is 1"),
         ({"num_workers": 2}, "num_workers=2 needs a store"),
         (

@@ -87,13 +87,17 @@ def test_caps_and_bytes_hold_and_every_sample_runs_once_or_the_call_refuses_by_n
         ([1 << 31] * 3 + [1], {"max_tokens": 1 << 32}, PlanError, "takes longer.*or truncate"),
         ([5], {"max_tokens": 0}, ConfigError, "max_tokens is 0 and memory_limit_bytes is None.*give the positions"),
         ([5], {"max_tokens": -1}, ConfigError, "max_tokens is -1"),
+        ([5], {"max_tokens": 8, "layot": "packed"}, ConfigError, "layot is no rule of plans; did you mean 'layout'"),
+        ([5], {"max_tokens": 8, "topology": None}, ConfigError, "topology is None but must be a Topology"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_its_value_bound_and_next_move(
     lengths: Any, rules: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        plan_micro_batches(lengths, Topology(pp=2, dp=2), costs_of(2), **{"max_tokens": 1000, **rules})
+        plan_micro_batches(
+            lengths, costs=costs_of(2), **{"topology": Topology(pp=2, dp=2), "max_tokens": 1000, **rules}
+        )
 
 
 @pytest.mark.parametrize("counts", ["free", "equal"])
