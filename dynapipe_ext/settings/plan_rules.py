@@ -156,9 +156,10 @@ def check_placed(schedule: ScheduleName, topology: Topology, where: str = "") ->
         case "v":
             is_placed, stages = placement == "v, 2 stages a rank", "two stages a rank in a V"
     if not is_placed:
+        move = f"take placement {needed!r}" if topology.vocabulary == "whole" else "leave the vocabulary whole"
         raise ConfigError(
             f"{where}schedule {schedule!r} is for {stages}, but the placement is {topology.stage_ranks} ({placement}):"
-            f" take placement {needed!r}, or the adaptive schedule, which runs under any"
+            f" {move}, or take the adaptive schedule, which runs under any"
         )
 
 

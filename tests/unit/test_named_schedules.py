@@ -98,7 +98,7 @@ def test_several_stages_a_rank_wait_less_than_one_at_equal_micro_batches() -> No
         ("zb-v", (), r"'zb-v' is for two stages a rank in a V, but the placement is \(0, 1, 2, 3\) \(linear\)"),
         ("v-half", (0, 1, 2, 3, 0, 1, 2, 3), r"\(interleaved, 2 stages a rank\): take placement 'v'"),
         ("zb-v", placement_of("v", 4, 4), r"two stages a rank in a V, but .*v, 4 stages a rank"),
-        ("interleaved-1f1b", placement_of("v", 4), "take placement 'interleaved', or the adaptive schedule"),
+        ("interleaved-1f1b", placement_of("v", 4), "take placement 'interleaved', or take the adaptive schedule"),
         ("cyclic", placement_of("v", 4), "'cyclic' is for one stage a rank"),
         ("zb-h1", (0, 1, 2, 3, 3), r"\(custom\): take placement 'linear'"),
     ],

@@ -261,6 +261,14 @@ def test_a_killed_run_has_a_page_of_what_it_left(content: str, tmp_path: Path) -
     assert "It ended early: ended by a signal (SIGKILL)." in text
 
 
+def test_a_run_that_goes_on_with_other_ranks_has_a_page_before_its_first_step(tmp_path: Path) -> None:
+    steps = [a_step(step, gathered=1) for step in range(2)]  # of two ranks
+    text = Texts(page_of(a_run(tmp_path / "r", steps, topology=Topology()), unfinished="refused")).text
+    assert "did 2 of 20 steps" in text
+    assert "Most memory of each rank" not in text
+    assert "Most memory of each rank" in Texts(page_of(a_run(tmp_path / "s", steps), unfinished="refused")).text
+
+
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     text = Texts(page_of(a_run(tmp_path / "r", []), unfinished="no memory")).text
     assert "No step has ended yet, of 20 steps" in text

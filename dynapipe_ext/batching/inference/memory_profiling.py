@@ -127,9 +127,11 @@ def check_lengths(model: Any, limits: ShapeLimits, max_new_tokens: int) -> None:
         )
     most = longest_prompt(model, max_new_tokens)
     if most is not None and limits.max_length > most:
+        move = f"lower max_length to {most} or less, or generate fewer" if most > 0 else "generate fewer"
+        positions = most + (0 if model.config.is_encoder_decoder else max_new_tokens)
         raise ConfigError(
-            f"prompts of {limits.max_length} tokens and {max_new_tokens} new ones are more than the model has positions"
-            f" for: lower max_length to {max(most, 0)} or less, or generate fewer"
+            f"prompts of {limits.max_length} tokens and {max_new_tokens} new ones are more than the {positions:,}"
+            f" positions of the model: {move}"
         )
 
 

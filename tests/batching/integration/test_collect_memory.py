@@ -264,7 +264,7 @@ def test_one_forward_pass_is_measured_without_new_tokens(folder: Path) -> None:
     [
         (("--model", "."), ". is no folder with a config.json"),
         (("--generate", "-1"), "-1 new tokens cannot be made"),
-        (("--generate", "100"), "prompts of 64 tokens and 100 new ones are more than the model has positions"),
+        (("--generate", "100"), "prompts of 64 tokens and 100 new ones are more than the "),
         (("--max-tokens", "63"), "max_tokens is 63, less than one text of max_length 64"),
         (("--batches", "0"), "num_batches is 0"),
         (("--memory-limit-gb", "0"), "--memory-limit-gb is 0 but"),
