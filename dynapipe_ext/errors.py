@@ -178,8 +178,11 @@ def _settled(value: Any, kind: Any) -> Any:
     if origin is tuple:
         if getattr(value, "ndim", 0) == 1:
             value = value.tolist()
-        listed = value if isinstance(value, tuple | list) else [_OF_NO_TYPE]
-        members = tuple(_settled(one, get_args(kind)[0]) for one in listed)
+        listed = value if isinstance(value, tuple | list | range) else [_OF_NO_TYPE]
+        member = get_args(kind)[0]
+        if member is int and type(value) is tuple and {*map(type, value)} == {int} and max(map(abs, value)) < _MOST_INT:
+            return value  # what most are, in a fraction of the time
+        members = tuple(_settled(one, member) for one in listed)
         return _OF_NO_TYPE if any(one is _OF_NO_TYPE for one in members) else members
     if isinstance(value, Real) and not isinstance(value, bool) and kind in (int, float):
         return _settled_number(value, kind)

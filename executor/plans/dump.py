@@ -28,6 +28,9 @@ from dynapipe_ext.schedules.step_plan import StepPlan
 DUMP_FORMAT, DUMPED_PLANNER_FORMAT = "dynapipe-dump/1", "dynapipe-dumped-planner/1"
 
 
+_TOOK_FILES: set[Path] = set()  # directories into which this process has written
+
+
 class DumpingPlanner:
     """A planner whose plans become files in `directory` as their steps begin, which the loader that is given it says.
     Of a step planned again, the last plan stays. Where the directory takes no more, one line on stderr says so, and
@@ -75,7 +78,7 @@ class DumpingPlanner:
             try:
                 self._dump(samples, step_plan, step, reserve_bytes)
             except DataError as error:
-                if not any(self.directory.glob("planner-*.json")):
+                if self.directory not in _TOOK_FILES:
                     raise
                 self._takes_no_more = True
                 print(f"dynapipe: {error}; no plan is kept from step {step + 1} on", file=sys.stderr, flush=True)
@@ -87,6 +90,7 @@ class DumpingPlanner:
             name = planner_file(described)
             _write(self.directory / name, json.dumps({"format": DUMPED_PLANNER_FORMAT, "planner": described}))
             self._planner_file = name
+            _TOOK_FILES.add(self.directory)
         dump = {
             "format": DUMP_FORMAT,
             "planner": self._planner_file,

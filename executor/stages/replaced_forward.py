@@ -23,4 +23,5 @@ def replace_forward(module: Any, function: Callable[..., Any]) -> None:
 def has_other_forward(module: Any) -> bool:
     """Whether someone else has replaced the forward of this module alone."""
     own = vars(module).get("forward")
-    return own is not None and not hasattr(getattr(own, "__func__", None), _MARK)
+    function = getattr(own, "__func__", None)
+    return own is not None and function is not type(module).forward and not hasattr(function, _MARK)

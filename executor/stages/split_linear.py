@@ -13,8 +13,21 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.executor.stages.chunk_runner import deferred_of
+from dynapipe_ext.executor.stages.chunk_runner import DeferredGradients, deferred_of
 from dynapipe_ext.executor.stages.replaced_forward import has_other_forward, replace_forward
+
+_SEES_WHAT_IS_PUT_OFF = "dynapipe_sees_what_is_put_off"  # attribute of a weight
+
+
+def hooks_see_what_is_put_off(weight: torch.Tensor) -> None:
+    """The hooks of a weight are ours, and are given what its queue takes, too."""
+    setattr(weight, _SEES_WHAT_IS_PUT_OFF, True)
+
+
+def _queue_of(weight: torch.Tensor) -> DeferredGradients | None:
+    """Where a gradient goes just now. Autograd alone calls the hooks of a weight."""
+    is_hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return None if is_hooked and not hasattr(weight, _SEES_WHAT_IS_PUT_OFF) else deferred_of(weight)
 
 
 class _Use(torch.autograd.Function):
@@ -27,7 +40,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor | None:
-        if (queue := deferred_of(ctx.weight)) is None:
+        if (queue := _queue_of(ctx.weight)) is None:
             return grads[0]
         queue.take_whole(ctx.weight, grads[0])
         return None
@@ -68,8 +81,8 @@ class _SplitLinear(torch.autograd.Function):
         # attribute that says where its gradient goes.
         ctx.weight = weight
         output = torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
-        # With a bias it may be a view, which no operation in its place may follow.
-        return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+        # Where rows were flattened for the bias it is a view, which no operation in its place may follow.
+        return torch.ops.aten._unsafe_view(output, output.shape) if x.dim() > 2 and bias is not None else output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -83,9 +96,7 @@ class _SplitLinear(torch.autograd.Function):
             return x_grad, None, bias_grad, None
         pair = x.reshape(-1, x.shape[-1]), flat_grad
         inputs, output_grads = pair[::-1] if ctx.transposed else pair  # the gradient of W^T, transposed
-        # A weight's own hooks are called by autograd alone.
-        is_hooked = ctx.weight._backward_hooks or ctx.weight._post_accumulate_grad_hooks
-        if not is_hooked and (queue := deferred_of(ctx.weight)) is not None:
+        if (queue := _queue_of(ctx.weight)) is not None:
             queue.take(ctx.weight, inputs, output_grads)
             return x_grad, None, bias_grad, None
         return x_grad, output_grads.t().matmul(inputs).to(ctx.weight.dtype), bias_grad, None

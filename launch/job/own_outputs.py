@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 from dynapipe_ext.errors import DataError
@@ -15,31 +16,31 @@ _FORMAT = "dynapipe-outputs/1"
 
 
 def note_output(run_dir: Path, output: str, written: Path) -> None:
-    """Keep what the folder `written` holds, which is to be put at `output`. Errors: DataError."""
-    places = _places(run_dir) | {os.path.realpath(output): _contents(written)}
+    """Keep what the folder `written` holds, which is to be put at `output`, beside what is there until it is. Errors:
+    DataError."""
+    place, places = os.path.realpath(output), _places(run_dir)
+    places[place] = [*places.get(place, [])[-1:], _contents(written)]
     write_atomic(run_dir / OUTPUTS_FILE, json.dumps({"format": _FORMAT, "places": places}))
 
 
 def is_own_output(run_dir: Path, output: str) -> bool:
     """Whether a folder holds what the run wrote there, and nothing else."""
     place = Path(os.path.realpath(output))
-    return place.is_dir() and _places(run_dir).get(str(place)) == _contents(place)
+    return place.is_dir() and _contents(place) in _places(run_dir).get(str(place), [])
 
 
-def _places(run_dir: Path) -> dict[str, dict[str, list[int]]]:
-    """The contents of each place when it was written; none of a run that has written nothing, or of a broken file."""
+def _places(run_dir: Path) -> dict[str, list[dict[str, list[int]]]]:
+    """The last two contents of each place; none of a run that has written nothing, or of a broken file."""
     try:
         places = read_json(run_dir / OUTPUTS_FILE, _FORMAT, "the outputs").get("places")
     except DataError:
         return {}
-    return places if isinstance(places, dict) else {}
+    return places if isinstance(places, dict) and all(isinstance(one, list) for one in places.values()) else {}
 
 
 def _contents(folder: Path) -> dict[str, list[int]]:
-    """Bytes and time of the last change of every file, by its path in the folder."""
-    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())
+    """Bytes and time of the last change of every file, by its path in the folder; of folders that they are there."""
+    facts = {path.relative_to(folder).as_posix(): path.lstat() for path in sorted(folder.rglob("*"))}
     return {
-        path.relative_to(folder).as_posix(): [fact.st_size, fact.st_mtime_ns]
-        for path in files
-        for fact in [path.lstat()]
+        name: [] if stat.S_ISDIR(fact.st_mode) else [fact.st_size, fact.st_mtime_ns] for name, fact in facts.items()
     }

@@ -119,7 +119,7 @@ def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
     path = Path(settings.log_dir) / f"rank-{env.rank:05d}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a", buffering=1, encoding="utf-8")
+        file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another [debug] log_dir") from error
     try:

@@ -19,6 +19,7 @@ from dynapipe_ext.data.pairs import PairSample
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.launch.job.model_folder import load_initial_weights
+from dynapipe_ext.launch.job.own_outputs import note_output
 from dynapipe_ext.launch.job.requested import refuse_output
 from dynapipe_ext.launch.processes.env import RankEnv
 from dynapipe_ext.launch.run.trained_model import write_trained_model
@@ -253,7 +254,10 @@ def test_a_run_replaces_the_output_that_it_wrote_itself_and_no_other(trained: Pa
     assert line == f"the model after step {STEPS} is in {tmp_path / 'out'} (hf)"
     with pytest.raises(ConfigError, match="out holds something: choose another folder, or lose that by --overwrite"):
         refuse_output(config, str(tmp_path / "another"), overwrite=False)
-    (tmp_path / "out" / "notes").touch()
+    (tmp_path / "next").mkdir()
+    note_output(run, str(tmp_path / "out"), tmp_path / "next")  # and then it was killed
+    refuse_output(config, str(run), overwrite=False)
+    (tmp_path / "out" / "notes").mkdir()
     with pytest.raises(ConfigError, match="out holds something: choose another folder, or lose that by --overwrite"):
         refuse_output(config, str(run), overwrite=False)
     with pytest.raises(DataError, match=r"out cannot be put in place"):

@@ -198,7 +198,7 @@ def test_stages_are_recomputed_where_memory_makes_pieces_be_recomputed_and_nowhe
     )  # fmt: skip
     made = Planner(big.topology, big, 80e9, layout="packed", pieces="auto", effort=500)
     alone = sample_lengths([256 * 1024])
-    with pytest.raises(PlanError, match=r"positions\) needs \d+ B but 80000000000 B is the limit"):
+    with pytest.raises(PlanError, match=r"positions needs [\d,]+ B but 80,000,000,000 B is the limit"):
         replace(made, recompute="full").plan(alone)
     plan = made.plan(alone)
     assert {m.recompute for m in plan.batch.micro_batches} >= {"stage", "none"}

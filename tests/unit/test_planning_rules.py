@@ -204,7 +204,7 @@ def row(lengths: list[int], **more: Any) -> object:
         (lambda: pad([9], dp=2), "1 samples cannot feed 2 replicas"),
         (lambda: pad([9] * 3, dp=2, max_rows=1, equal_counts=True), "3 samples"),
         (lambda: row([9, 200]), "sample 1 has 200 positions .* has 100"),
-        (lambda: row([9, 99], max_bytes=9500), "1 with 99 .* 99000 B"),
+        (lambda: row([9, 99], max_bytes=9500), "sample 1 with 99 positions needs 99,000 B but 9,500 B is"),
         (lambda: fixed_rows(sample_lengths([9]), row_len=10, dp=2, equal_counts=True), "1 samples .* 2 replicas"),
         (lambda: fixed_rows([SampleLength(4, 3, 2)], row_len=10, dp=1), "sample 4 has a decoder side"),
         (lambda: pad_to_batch_max(sample_lengths([9, 200]), dp=1, max_tokens=100), "sample 1 makes rows of 200"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,8 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.torch_stage import TorchStage
+from dynapipe_ext.executor.stages.split_linear import hooks_see_what_is_put_off, make_linears_splittable
+from dynapipe_ext.executor.stages.torch_stage import LossCheck, TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.schedules.planner import Planner
 
@@ -408,3 +410,69 @@ def test_looking_at_the_loss_leaves_random_numbers_as_they_are():
         run(stage)
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+ENDS = torch.tensor([0, 10, 32])
+
+
+def own_row(logits: torch.Tensor, batch) -> torch.Tensor:
+    return (losses_of(logits, batch)[0] * batch["loss_weights"][0]).sum()
+
+
+def by_ends(logits: torch.Tensor, batch) -> torch.Tensor:
+    losses = (losses_of(logits, batch) * batch["loss_weights"]).flatten()
+    return sum(losses[a:b].sum() for a, b in itertools.pairwise(ENDS.tolist()))
+
+
+def in_its_place(logits: torch.Tensor, batch) -> torch.Tensor:
+    logits -= logits.amax(-1, keepdim=True).detach()
+    return loss_sum(logits, batch)
+
+
+@pytest.mark.parametrize("weights", ["ones", "some", "none"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        loss_sum,
+        own_row,
+        by_ends,
+        in_its_place,
+        lambda x, batch: (losses_of(x, batch) * batch["loss_weights"]).flatten()[:32].sum(),
+        lambda x, batch: 1e-11 * loss_sum(x, batch),
+        lambda x, batch: loss_sum(x, batch) + 1e4,
+        lambda x, batch: loss_sum(x, batch) + 0.1 * x.logsumexp(-1).square().sum(),
+    ],
+)
+def test_sums_over_positions_are_not_taken_for_means(loss, weights):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 32, VOCAB, generator=generator).requires_grad_()
+    batch = {
+        "labels": torch.randint(0, VOCAB, (1, 32), generator=generator),
+        "loss_weights": torch.tensor([[1.0] * 32]),
+    }
+    if weights != "ones":
+        batch["loss_weights"][0, :20] = 0
+    if weights == "none":
+        batch["loss_weights"].zero_()
+    output = logits * 1
+    check, value = LossCheck(loss), loss(output, batch)
+    check(output, batch, value)
+    value.backward()
+
+
+def test_split_layers_compile_into_one_graph():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    x = torch.randn(2, 3, 4)
+    expected = model(x)
+    make_linears_splittable(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), expected)
+
+
+def test_layers_whose_hooks_see_what_is_put_off_are_put_off():
+    model, seen = model_of(), []
+    model[1].weight.register_hook(lambda gradient: seen.append(gradient))
+    hooks_see_what_is_put_off(model[1].weight)
+    split_step(model)
+    assert seen
+    assert all(gradient is None for gradient in seen)

@@ -80,7 +80,10 @@ def _check_sums(record: ArchiveRecord, archive: zipfile.ZipFile) -> None:
     if checked is None or record in checked:
         return
     if (damaged := archive.testzip()) is not None:
-        raise DataError(f"{record.path}: the bytes of {damaged} are not those that were saved (CRC-32): copy it again")
+        raise DataError(
+            f"{record.path}: the bytes of {damaged} are not those that were saved (CRC-32): copy"
+            " it again, and convert anew, without what was written so far"
+        )
     checked.add(record)
 
 
