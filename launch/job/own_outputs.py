@@ -16,10 +16,11 @@ _FORMAT = "dynapipe-outputs/1"
 
 
 def note_output(run_dir: Path, output: str, written: Path) -> None:
-    """Keep what the folder `written` holds, which is to be put at `output`, beside what is there until it is. Errors:
-    DataError."""
+    """Keep what the folder `written` holds, which is to be put at `output`; and what is there, if it is the run's own,
+    for one that is killed before. Errors: DataError."""
     place, places = os.path.realpath(output), _places(run_dir)
-    places[place] = [*places.get(place, [])[-1:], _contents(written)]
+    there = [_contents(Path(place))] if is_own_output(run_dir, output) else []
+    places[place] = [*there, _contents(written)]
     write_atomic(run_dir / OUTPUTS_FILE, json.dumps({"format": _FORMAT, "places": places}))
 
 
@@ -30,7 +31,7 @@ def is_own_output(run_dir: Path, output: str) -> bool:
 
 
 def _places(run_dir: Path) -> dict[str, list[dict[str, list[int]]]]:
-    """The last two contents of each place; none of a run that has written nothing, or of a broken file."""
+    """The contents of each place, before and after it was written last; nothing where a file says none."""
     try:
         places = read_json(run_dir / OUTPUTS_FILE, _FORMAT, "the outputs").get("places")
     except DataError:

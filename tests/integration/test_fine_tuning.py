@@ -255,7 +255,8 @@ def test_a_run_replaces_the_output_that_it_wrote_itself_and_no_other(trained: Pa
     with pytest.raises(ConfigError, match="out holds something: choose another folder, or lose that by --overwrite"):
         refuse_output(config, str(tmp_path / "another"), overwrite=False)
     (tmp_path / "next").mkdir()
-    note_output(run, str(tmp_path / "out"), tmp_path / "next")  # and then it was killed
+    for _ in range(2):
+        note_output(run, str(tmp_path / "out"), tmp_path / "next")  # and then it was killed
     refuse_output(config, str(run), overwrite=False)
     (tmp_path / "out" / "notes").mkdir()
     with pytest.raises(ConfigError, match="out holds something: choose another folder, or lose that by --overwrite"):
