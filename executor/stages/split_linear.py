@@ -16,18 +16,18 @@ import torch
 from dynapipe_ext.executor.stages.chunk_runner import DeferredGradients, deferred_of
 from dynapipe_ext.executor.stages.replaced_forward import has_other_forward, replace_forward
 
-_SEES_WHAT_IS_PUT_OFF = "dynapipe_sees_what_is_put_off"  # attribute of a weight
+_PASSES_HOOKS_BY = "dynapipe_passes_hooks_by"  # attribute of a weight
 
 
-def hooks_see_what_is_put_off(weight: torch.Tensor) -> None:
-    """The hooks of a weight are ours, and are given what its queue takes, too."""
-    setattr(weight, _SEES_WHAT_IS_PUT_OFF, True)
+def pass_hooks_by(weight: torch.Tensor) -> None:
+    """Have a weight's queue take gradients though it has hooks: they are ours, and need not see these."""
+    setattr(weight, _PASSES_HOOKS_BY, True)
 
 
 def _queue_of(weight: torch.Tensor) -> DeferredGradients | None:
     """Where a gradient goes just now. Autograd alone calls the hooks of a weight."""
     is_hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-    return None if is_hooked and not hasattr(weight, _SEES_WHAT_IS_PUT_OFF) else deferred_of(weight)
+    return None if is_hooked and not hasattr(weight, _PASSES_HOOKS_BY) else deferred_of(weight)
 
 
 class _Use(torch.autograd.Function):

@@ -18,7 +18,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.split_linear import hooks_see_what_is_put_off, make_linears_splittable
+from dynapipe_ext.executor.stages.split_linear import make_linears_splittable, pass_hooks_by
 from dynapipe_ext.executor.stages.torch_stage import LossCheck, TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.schedules.planner import Planner
@@ -469,10 +469,10 @@ def test_split_layers_compile_into_one_graph():
     torch.testing.assert_close(compiled(x), expected)
 
 
-def test_layers_whose_hooks_see_what_is_put_off_are_put_off():
+def test_layers_whose_pass_hooks_by_are_put_off():
     model, seen = model_of(), []
     model[1].weight.register_hook(lambda gradient: seen.append(gradient))
-    hooks_see_what_is_put_off(model[1].weight)
+    pass_hooks_by(model[1].weight)
     split_step(model)
     assert seen
     assert all(gradient is None for gradient in seen)

@@ -23,7 +23,7 @@ from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.stages.megatron_cpu import uncompiled
-from dynapipe_ext.executor.stages.split_linear import hooks_see_what_is_put_off
+from dynapipe_ext.executor.stages.split_linear import pass_hooks_by
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy, joined_faults
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.settings.tables import OptimizerSettings
@@ -153,7 +153,7 @@ class DeepSpeedOptimizer:
         for parameter in engine.module.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(self._see)
-                hooks_see_what_is_put_off(parameter)
+                pass_hooks_by(parameter)
 
     def _see(self, gradient: torch.Tensor | None) -> None:
         """Of a micro-batch, before the engine scatters it (None: it is put off); what is not a number stays one in the

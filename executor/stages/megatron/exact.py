@@ -19,6 +19,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.accumulator import ExactSums
 from dynapipe_ext.executor.stages.chunk_runner import GradientAccumulator, Sum
 from dynapipe_ext.executor.stages.megatron.stage import Chunks, own_parameters, unwrapped
+from dynapipe_ext.executor.stages.split_linear import pass_hooks_by
 
 _EPSILON = 1e-6  # of Megatron's clipping
 
@@ -56,6 +57,7 @@ class ExactMegatronGradients(GradientAccumulator):
         for parameter in self._sums.parameters:
             # It comes before DDP's own hook, which then finds nothing.
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+            pass_hooks_by(parameter)
 
     def begin(self, plan: ExecutionPlan) -> None:
         self._sums.clear()
