@@ -20,6 +20,16 @@ def replace_forward(module: Any, function: Callable[..., Any]) -> None:
     module.forward = MethodType(named, module)  # pickled by its name, which then is the class's
 
 
+def forward_of(module: Any) -> Callable[..., Any]:
+    """What calls of this module run now, as a function of the module too: its class's, or what replaced that."""
+    own = vars(module).get("forward")
+    if own is None:
+        return type(module).forward  # type: ignore[no-any-return]
+    if isinstance(own, MethodType):
+        return own.__func__
+    return lambda _, *arguments, **options: own(*arguments, **options)
+
+
 def has_other_forward(module: Any) -> bool:
     """Whether someone else has replaced the forward of this module alone."""
     own = vars(module).get("forward")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.executor.stages.chunk_runner import DeferredGradients, deferred_of
-from dynapipe_ext.executor.stages.replaced_forward import has_other_forward, replace_forward
+from dynapipe_ext.executor.stages.replaced_forward import forward_of, has_other_forward, replace_forward
 
 _PASSES_HOOKS_BY = "dynapipe_passes_hooks_by"  # attribute of a weight
 
@@ -49,7 +49,7 @@ class _Use(torch.autograd.Function):
 def hand_over_each_use(module: Any) -> None:
     """Have a module that one forward calls several times (an embedding of both sides, biases of all layers) hand over
     the gradient of its weight call by call, where linear layers do; autograd would add them up."""
-    own = type(module).forward
+    own = forward_of(module)
 
     def once(module: Any, *arguments: Any, **options: Any) -> Any:
         weight, is_lent = module.weight, "weight" in module.__dict__

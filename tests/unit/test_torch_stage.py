@@ -18,7 +18,8 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.split_linear import make_linears_splittable, pass_hooks_by
+from dynapipe_ext.executor.stages.replaced_forward import replace_forward
+from dynapipe_ext.executor.stages.split_linear import hand_over_each_use, make_linears_splittable, pass_hooks_by
 from dynapipe_ext.executor.stages.torch_stage import LossCheck, TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.schedules.planner import Planner
@@ -476,3 +477,15 @@ def test_layers_whose_pass_hooks_by_are_put_off():
     split_step(model)
     assert seen
     assert all(gradient is None for gradient in seen)
+
+
+def by_another(module: torch.nn.Module, function) -> None:
+    module.forward = lambda ids: function(module, ids)
+
+
+@pytest.mark.parametrize("put", [replace_forward, by_another])
+def test_uses_are_handed_over_by_what_replaced_the_forward_before(put):
+    table = torch.nn.Embedding(3, 2)
+    put(table, lambda module, ids: 2 * torch.nn.functional.embedding(ids, module.weight))
+    hand_over_each_use(table)
+    assert torch.equal(table(torch.tensor([1])), 2 * table.weight[1:2])

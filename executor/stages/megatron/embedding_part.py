@@ -5,7 +5,6 @@ Of each position one part has the row and the others add zeros, so that the sum 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 
 from dynapipe_ext.executor.stages.megatron.head import block_of_rows
+from dynapipe_ext.executor.stages.replaced_forward import replace_forward
 
 _RECEIVED = "dynapipe_received"  # attribute of a GPTModel: the sum over the parts before its own
 
@@ -44,7 +44,8 @@ class EmbeddingPart(MegatronModule):  # type: ignore[misc] # megatron has no typ
 def look_up_own_rows(layer: Any) -> None:
     """Have a VocabParallelEmbedding whose weight is a part give zeros for ids of other parts."""
     number, _ = block_of_rows(layer.weight, layer.tp_group.rank(), layer.tp_group.size())
-    layer.forward = partial(_own_rows, layer, number * layer.num_embeddings_per_partition)
+    first_id = number * layer.num_embeddings_per_partition
+    replace_forward(layer, lambda layer, ids_BS: _own_rows(layer, first_id, ids_BS))
 
 
 def _own_rows(layer: Any, first_id: int, ids_BS: torch.Tensor) -> torch.Tensor:
