@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ pytest.importorskip("torch")
 from dynapipe_ext.batch.micro_batches import MicroBatch, sample_lengths
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.launch.job.run_directory import RunDirectory
-from dynapipe_ext.launch.run.outcome import filled_trace, keeping_what_ran, page_notes
+from dynapipe_ext.launch.run.outcome import _other_loss, filled_trace, keeping_what_ran, page_notes
 from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import peak_bytes, simulate
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
@@ -56,3 +58,21 @@ def test_the_page_says_where_filled_waits_are_not_simulated(cores: int | None, f
     notes = page_notes(8, cores, fill_waits=fill)
     assert len(notes) == count
     assert any("The simulated timeline does not" in note for note in notes) == (count == 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ("dpo", "dpo", ""),
+        ("dpo", "ipo", ", by the loss ipo instead of dpo"),
+        ("", "orpo", ", by the loss orpo instead of that of texts"),
+    ],
+)
+def test_a_run_that_goes_on_by_another_loss_says_so(
+    before: Any, now: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = SimpleNamespace(run=SimpleNamespace(settings={"preferences": {"loss": before}}))
+    monkeypatch.setattr("dynapipe_ext.launch.run.outcome.read_manifest", lambda folder: manifest)
+    config = SimpleNamespace(preferences=SimpleNamespace(loss=now))
+    job: Any = SimpleNamespace(config=config, resumed=Path("saved"))
+    assert _other_loss(job) == words

@@ -187,7 +187,8 @@ def test_layers_of_multi_token_prediction_are_left_out_where_that_is_asked(tmp_p
     edit_json(source / "config.json", num_nextn_predict_layers=1)
     with pytest.raises(DataError, match=r"1 tensors of multi-token prediction .*eh_proj.*--drop-mtp leaves them out"):
         resaved(source, tmp_path / "target")
-    outcome = convert(prepare_conversion(source, tmp_path / "target", "hf", WriterOptions(), drop_mtp=True))
+    options: dict[str, Any] = {"drop_mtp": True, "verify": True}
+    outcome = convert(prepare_conversion(source, tmp_path / "target", "hf", WriterOptions(), **options))
     assert differences(wanted, tensors_in(tmp_path / "target")) == []
     assert any("of multi-token prediction are left out" in notice for notice in outcome.notices)
     assert json.loads((tmp_path / "target" / "config.json").read_text())["num_nextn_predict_layers"] == 0
