@@ -105,7 +105,10 @@ def load_kernel(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, str]:
     """The kernel's function, or None and the reason: the package is broken, or its version has other arguments. The
     reason is empty where the package is not installed."""
     try:
-        function = getattr(importlib.import_module(kernel.module), kernel.function)
+        module = importlib.import_module(kernel.module)
+        if not hasattr(module, kernel.function) and getattr(module, "__file__", None) is None:
+            return None, ""  # a folder that another package made: flash-attn 4 lies in that of flash-attn 2
+        function = getattr(module, kernel.function)
         parameters = inspect.signature(function).parameters
     except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
         absent = isinstance(error, ModuleNotFoundError) and (error.name or "") in _prefixes(kernel.module)
@@ -250,3 +253,12 @@ def attention_kernels() -> tuple[str, ...]:
         return (SDPA,)
     major = torch.cuda.get_device_capability()[0]
     return (*(k.name for k in KERNELS if major in k.capabilities and _loaded(k) is not None), SDPA)
+
+
+def lacks_newer_kernels() -> bool:
+    """Whether this device is of a generation (Hopper, Blackwell) that flash-attn 3 or 4 was made for, and neither is
+    here."""
+    here = attention_kernels()
+    return (
+        here != (SDPA,) and torch.cuda.get_device_capability()[0] >= 9 and here[0] in ("flash-attn-2", "torch-varlen")
+    )

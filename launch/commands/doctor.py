@@ -34,6 +34,10 @@ from dynapipe_ext.tools.console import deliver, say_loading
 
 _MEGATRON_VERSIONS = ((0, 16), (0, 20))  # first supported, first unsupported: as in pyproject.toml
 _GB = 1e9
+_NEWER_KERNELS = (
+    "flash-attn 4 attends up to 1.8 times as fast on such a GPU: pip install --pre flash-attn-4 (flash-attn-4[cu13] for"
+    " CUDA 13)"
+)
 
 _EPILOG = """examples:
   dynapipe doctor
@@ -233,8 +237,10 @@ def _attention() -> Check:
     except ModuleNotFoundError as error:
         return Check("attention", False, f"unknown without {error.name}")
     unusable = {kernel.name: kernels.load_kernel(kernel)[1] for kernel in kernels.KERNELS}
-    hint = "; ".join(f"{name} {reason}" for name, reason in unusable.items() if reason)
-    return Check("attention", True, ", then ".join(kernels.attention_kernels()), hint=hint)
+    hints, here = [f"{name} {reason}" for name, reason in unusable.items() if reason], kernels.attention_kernels()
+    if kernels.lacks_newer_kernels():
+        hints.append(_NEWER_KERNELS)
+    return Check("attention", True, ", then ".join(here), hint="; ".join(hints))
 
 
 def _hiredis() -> Check:

@@ -22,6 +22,7 @@ from dynapipe_ext.batch.packed_attention import (
     attend_documents,
     load_kernel,
 )
+from dynapipe_ext.launch.commands import doctor
 from tests.support.documents import LENGTHS, by_definition, packed_tensors
 
 # As the sources of each version state them; where a package is installed, its own sources are read instead.
@@ -150,6 +151,25 @@ def test_a_version_that_lacks_an_argument_is_left_out_and_named(name, version, m
     function, reason = load_kernel(kernel)
     assert function is None
     assert reason.startswith("has no ")
+
+
+def test_flash_attn_4_alone_does_not_make_flash_attn_2_a_broken_package(monkeypatch):
+    install("flash-attn-4", SIGNATURES["flash-attn-4", "4.0.0b36"], monkeypatch)
+    assert load_kernel(kernel_of("flash-attn-2")) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("major", "installed", "lacks"),
+    [(9, "", True), (9, "flash-attn-4", False), (8, "", False), (7, "", False), (10, "flash-attn-2", True)],
+)
+def test_doctor_names_the_kernels_that_a_gpu_was_made_for(major, installed, lacks, monkeypatch):
+    if installed:
+        install(installed, next(s for (name, _), s in SIGNATURES.items() if name == installed), monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, 0))
+    monkeypatch.setattr(doctor, "_is_cpu_build", lambda: False)
+    assert kernels.lacks_newer_kernels() == lacks
+    assert ("flash-attn-4" in doctor._attention().hint) == lacks
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
