@@ -258,7 +258,5 @@ def attention_kernels() -> tuple[str, ...]:
 def lacks_newer_kernels() -> bool:
     """Whether this device is of a generation (Hopper, Blackwell) that flash-attn 3 or 4 was made for, and neither is
     here."""
-    here = attention_kernels()
-    return (
-        here != (SDPA,) and torch.cuda.get_device_capability()[0] >= 9 and here[0] in ("flash-attn-2", "torch-varlen")
-    )
+    is_older = attention_kernels()[0] in ("flash-attn-2", "torch-varlen")
+    return is_older and torch.cuda.get_device_capability()[0] >= 9
