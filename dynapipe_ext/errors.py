@@ -230,7 +230,12 @@ class DataError(DynaPipeError):
 
 
 class NoRoomError(DynaPipeError):
-    """A place that is full, read-only or another user's: whoever starts again meets it again."""
+    """A place that is full, read-only or another user's: whoever starts again meets it again. `problem` says what, and
+    `remedy` how to mend it."""
+
+    def __init__(self, problem: str, remedy: str = "", then: str = "") -> None:
+        super().__init__(problem + (remedy and f": {remedy}") + (then and f", then {then}"))
+        self.problem, self.remedy = problem, remedy
 
 
 class PlanError(DynaPipeError):

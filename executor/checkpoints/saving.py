@@ -120,27 +120,25 @@ class Saver(Protocol):
 
 
 _MOST_SHARE = 1 / 20  # of a run's time that goes into saves which nobody asked for
-
-
-@dataclass(frozen=True, slots=True)
-class UnaskedSaves:
-    """What rank 0 looks at before a save that settings leave to the run: `lacks_room()` says what one needs beside what
-    is free, or nothing where that will do. `say` tells of one that is left out."""
-
-    lacks_room: Callable[[], str]
-    say: Callable[[str], object]
+_TRIED_AGAIN_S = 60.0
+_LOOKED_AGAIN_S = 5.0
+WAITS_FOR_ROOM_S = 3600.0
 
 
 class PeriodicCheckpoints:
     """A listener on every rank. It saves when any rank votes for it, and after `num_steps`.
 
-    Saves are due by `settings`; rank 0 has what `unasked` ones need, and decides on those. Where settings keep the best
-    checkpoint, a save is also due for a validation loss below all before, and below `least_validation_loss`, that of
-    the checkpoints which a resumed run already has. `state(done, progress)` describes the run after a step; `progress`
+    Saves are due by `settings`. Rank 0 decides on those that settings leave to the run: it has `lacks_room()`, which
+    says what a save needs beside what is free, or nothing where that will do. Where settings keep the best checkpoint,
+    a save is also due for a validation loss below all before, and below `least_validation_loss`, that of the
+    checkpoints which a resumed run already has. `state(done, progress)` describes the run after a step; `progress`
     begins at that of a resumed run. `saved(done, seconds)` is told of each save once its checkpoint is whole;
-    `seconds` is what training waited for it.
+    `seconds` is what training waited for it. `say` tells people of saves for which there was no room.
     `num_samples(done)` counts the samples of the step's batch. Once a signal has asked any rank to end, all ranks save
     and raise SystemExit with 128 and the signal's number.
+
+    A save without room falls due again after a minute or more, and training goes on. The last one waits for room, as
+    long as no signal comes and at most WAITS_FOR_ROOM_S. Errors: NoRoomError where there is none even then.
     """
 
     def __init__(
@@ -154,61 +152,101 @@ class PeriodicCheckpoints:
         num_samples: Callable[[StepDone], int],
         progress: RunProgress,
         least_validation_loss: float = math.inf,
-        unasked: UnaskedSaves | None = None,
+        lacks_room: Callable[[], str] | None = None,
+        say: Callable[[str], object] = lambda text: None,
         saved: Callable[[StepDone, float], object] = lambda done, seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._saver, self._settings, self._state, self._request = saver, settings, state, request
         self._num_steps, self._num_samples, self._progress, self._clock = num_steps, num_samples, progress, clock
-        self._saved_s, self._save_took_s, self._unasked = clock(), 0.0, unasked
+        self._saved_s, self._save_took_s, self._lacks_room, self._say = clock(), 0.0, lacks_room, say
         self._least_loss, self._saved = least_validation_loss, saved
-        self._unsaved: StepDone | None = None  # the last step, until a save has it
+        self._again_s = math.inf  # when a save falls due for which there was no room
+        self._last: StepDone | None = None
+        self._has_saved_last = False  # or begun to, in the background
         self._under_way: tuple[StepDone, float] | None = None  # the save that `saved` is to be told of
 
     def step_done(self, done: StepDone) -> None:
         self._progress = self._progress.and_step(done.loss, self._num_samples(done))
-        self._advance()
-        is_best = self._is_best(done)
-        if is_best and done.evaluation is not None:
-            self._least_loss = done.evaluation.loss
-        own_vote = SaveVote(is_best or self._falls_due(done), self._request.signal)
+        self._has_room(done, self._advance)
+        own_vote = SaveVote(self._is_best(done) or self._falls_due(done), self._request.signal)
         vote = SaveVote.from_number(self._saver.most(own_vote.to_number(), done.number))
-        is_last = done.number >= self._num_steps
-        self._unsaved = done
-        if vote.saves or is_last:
-            self._save(done)
-        if is_last or vote.end_signal is not None:
-            self._advance(wait=True)
+        self._last, self._has_saved_last = done, False
         if vote.end_signal is not None:
+            self._save(done)
+            self._advance(wait=True)
             raise SystemExit(128 + vote.end_signal)
+        if done.number >= self._num_steps:
+            self._save_once_there_is_room(done)
+        elif vote.saves:
+            self._has_room(done, partial(self._save, done))
 
     def save_last(self, place: Mapping[str, Any]) -> None:
         """Save the run as its last step left it, where no save has that, and wait for saves under way: the step after
         it changed nothing and ends the run. `place` is the loader's state between the two."""
-        if (done := self._unsaved) is not None:
-            self._save(done, place)
-        self._advance(wait=True)
+        done = self._last
+        if done is None or (self._has_saved_last and self._has_room(done, partial(self._advance, wait=True))):
+            return
+        self._save_once_there_is_room(done, place)
+
+    def _has_room(self, done: StepDone, work: Callable[[], object]) -> bool:
+        """Take a step of a save. Where there is no room for it, which all ranks then know, it is said, and a save falls
+        due again after a while."""
+        begun_s = self._clock()
+        try:
+            work()
+        except NoRoomError as error:
+            wait_s = max(_TRIED_AGAIN_S, (self._clock() - begun_s) / _MOST_SHARE)
+            self._again_s = self._clock() + wait_s
+            self._say(f"step {done.number}: {error.problem}: {error.remedy}; it is tried again after {wait_s:.0f} s")
+            return False
+        return True
+
+    def _save_once_there_is_room(self, done: StepDone, place: Mapping[str, Any] | None = None) -> None:
+        begun_s, has_said = self._clock(), False
+        while True:
+            try:
+                self._save(done, place)
+                self._advance(wait=True)
+                break
+            except NoRoomError as error:
+                waits = self._request.signal is None and self._clock() - begun_s < WAITS_FOR_ROOM_S
+                if self._saver.most(not waits, done.number):
+                    raise
+                if not has_said:
+                    self._say(
+                        f"step {done.number}: {error.problem}: {error.remedy}; the run waits for it up to"
+                        f" {WAITS_FOR_ROOM_S / 60:.0f} minutes (Ctrl-C ends it without what it has not saved)"
+                    )
+                has_said = True
+                time.sleep(_LOOKED_AGAIN_S)
 
     def _save(self, done: StepDone, place: Mapping[str, Any] | None = None) -> None:
         start_s, state = self._clock(), self._state(done, self._progress)
         if self._under_way is not None:
             self._advance(wait=True)
         self._saver.save(state if place is None else replace(state, loader=dict(place)))
-        self._saved_s, self._unsaved = self._clock(), None
+        if self._is_best(done) and done.evaluation is not None:
+            self._least_loss = done.evaluation.loss
+        self._saved_s, self._again_s, self._has_saved_last = self._clock(), math.inf, True
         self._save_took_s = self._saved_s - start_s
         self._under_way = done, self._save_took_s
         self._advance()
 
     def _advance(self, *, wait: bool = False) -> None:
-        if self._saver.advance(wait=wait) and self._under_way is not None:
-            self._saved(*self._under_way)
-            self._under_way = None
+        save, self._under_way = self._under_way, None
+        if not self._saver.advance(wait=wait):
+            self._under_way = save
+        elif save is not None:
+            self._saved(*save)
 
     def _is_best(self, done: StepDone) -> bool:
         return self._settings.keep_best and done.evaluation is not None and done.evaluation.loss < self._least_loss
 
     def _falls_due(self, done: StepDone) -> bool:
-        """Whether to save now. Where that fails for want of room, it is said, and falls due again after a while."""
+        """Whether to save now."""
+        if self._again_s < math.inf:
+            return self._clock() >= self._again_s
         every, minutes = self._settings.save_every, self._settings.save_minutes
         if every > 0 and done.number % every == 0:
             return True
@@ -218,10 +256,10 @@ class PeriodicCheckpoints:
 
     def _falls_due_unasked(self, done: StepDone) -> bool:
         after_s = max(AUTO_SAVE_S, self._save_took_s / _MOST_SHARE)
-        if self._unasked is None or self._clock() - self._saved_s < after_s:
+        if self._lacks_room is None or self._clock() - self._saved_s < after_s:
             return False
-        if lack := self._unasked.lacks_room():
-            self._unasked.say(f"step {done.number} is not saved, which {lack}: make room there for the next one")
+        if lack := self._lacks_room():
+            self._say(f"step {done.number} is not saved, which {lack}: make room there for the next one")
             self._saved_s = self._clock()
         return not lack
 
@@ -305,9 +343,7 @@ class SavingRanks:
             raise ExecutionError(f"the checkpoint was not saved: {text}: look there, then {move}")
         is_full = first.number in NO_ROOM and self._num_bytes > 0
         room = f"; one {needed_and_free(self._root, self._num_bytes)}" if is_full else ""
-        raise NoRoomError(
-            f"the checkpoint was not saved: {first.text}{room}: {writing_move(first.number)}, then {move}"
-        )
+        raise NoRoomError(f"the checkpoint was not saved: {first.text}{room}", writing_move(first.number), move)
 
     def most(self, number: int, step: int) -> int:
         """The largest of every rank's number: what one of them asks for after so many steps, all do."""

@@ -26,7 +26,7 @@ from dynapipe_ext.executor.checkpoints.folder import (
     lacks_room,
     least_validation_loss,
 )
-from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress, UnaskedSaves
+from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress
 from dynapipe_ext.executor.device import gather_bytes, gather_json, most_of_ranks, send_bytes
 from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -365,11 +365,10 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader,
     def note_save(done: StepDone, took_s: float) -> None:
         note(job.run_dir, "save", done.number, f"a checkpoint; training waited {seconds(took_s)} for it")
 
-    num_moments, unasked = config.deepspeed.num_moments, None
+    num_moments, is_first = config.deepspeed.num_moments, context.rank == 0
     num_bytes = bytes_of_checkpoint(_num_trained(context, built), config.model.dtype, num_moments)
-    if context.rank == 0:
+    if is_first:
         say_at_once(checkpoints_line(config.checkpoint, job.run_dir, num_bytes))
-        unasked = UnaskedSaves(partial(lacks_room, job.checkpoints, num_bytes), say_at_once)
     return PeriodicCheckpoints(
         built.saver(job.checkpoints, num_bytes),
         config.checkpoint,
@@ -379,8 +378,9 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader,
         num_samples=lambda done: loader.num_samples(done.epoch, done.epoch_step),
         progress=progress,
         least_validation_loss=least_loss,
-        unasked=unasked,
-        saved=note_save if context.rank == 0 else lambda done, took_s: None,
+        lacks_room=partial(lacks_room, job.checkpoints, num_bytes) if is_first else None,
+        say=say_at_once if is_first else lambda text: None,
+        saved=note_save if is_first else lambda done, took_s: None,
     )
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynapipe_ext.errors import NoRoomError
 from dynapipe_ext.executor.checkpoints import folder as folders
+from dynapipe_ext.executor.checkpoints import saving
 from dynapipe_ext.executor.checkpoints.folder import Manifest, RunState
 from dynapipe_ext.executor.checkpoints.saving import (
     EndRequest,
     PeriodicCheckpoints,
     RunProgress,
     SaveVote,
-    UnaskedSaves,
 )
 from dynapipe_ext.executor.events import EvalDone, StepDone
 from dynapipe_ext.executor.protocols import OptimizerPlace
@@ -87,7 +88,8 @@ def steps_saved(
     last: int = 7,
     validation: Mapping[int, float] | None = None,
     least_validation_loss: float = math.inf,
-    unasked: UnaskedSaves | None = None,
+    lacks_room: Callable[[], str] | None = None,
+    say: Callable[[str], object] = lambda text: None,
     save_s: float = 0.0,
 ) -> list[int]:
     """Of steps up to `last`, each of which lasts a minute, and saves of `save_s`; `validation` losses are by the number
@@ -108,7 +110,8 @@ def steps_saved(
         num_samples=lambda done: 10 + done.step,
         progress=RunProgress(100 * first, (9.0,) * first),
         least_validation_loss=least_validation_loss,
-        unasked=unasked,
+        lacks_room=lacks_room,
+        say=say,
         clock=lambda: now_s,
     )
     for step in range(first, last):
@@ -140,24 +143,84 @@ def test_a_step_that_ends_the_run_has_the_one_before_it_saved_where_no_save_has_
     checkpoints.save_last({"step": 3})
     checkpoints.save_last({"step": 3})
     assert [(run.step, run.loader, run.num_samples) for run in kept.saved] == [(2, {}, 2), (3, {"step": 3}, 3)]
-    assert kept.waited.count(True) == 3  # also for a save that is under way
+    assert kept.waited.count(True) == 2  # also for a save that is under way
 
 
 def test_a_run_of_more_than_minutes_saves_unasked_where_there_is_room_and_not_for_long() -> None:
     """Rank 0 decides; the others have nothing to decide by."""
     lacks: list[str] = []
     said: list[str] = []
-    fits = UnaskedSaves(lambda: "", said.append)
-    full = UnaskedSaves(lambda: lacks.append("") or "takes 2 B where 1 B is free", said.append)
-    assert steps_saved(CheckpointSettings(), last=25, unasked=fits) == [10, 20, 25]
-    assert steps_saved(CheckpointSettings(), last=60, unasked=fits, save_s=60) == [10, 30, 50, 60]
-    assert steps_saved(CheckpointSettings(save_every=8), last=25, unasked=fits) == [8, 16, 24, 25]
-    assert steps_saved(CheckpointSettings(save_minutes=0), last=25, unasked=fits) == [25]
+    fits: dict[str, Any] = {"lacks_room": lambda: "", "say": said.append}
+    full: dict[str, Any] = {"lacks_room": lambda: lacks.append("") or "takes 2 B where 1 B is free", "say": said.append}
+    assert steps_saved(CheckpointSettings(), last=25, **fits) == [10, 20, 25]
+    assert steps_saved(CheckpointSettings(), last=60, **fits, save_s=60) == [10, 30, 50, 60]
+    assert steps_saved(CheckpointSettings(save_every=8), last=25, **fits) == [8, 16, 24, 25]
+    assert steps_saved(CheckpointSettings(save_minutes=0), last=25, **fits) == [25]
     assert steps_saved(CheckpointSettings(), last=25) == [25]
     assert said == []
-    assert steps_saved(CheckpointSettings(), last=25, unasked=full) == [25]
+    assert steps_saved(CheckpointSettings(), last=25, **full) == [25]
     assert len(lacks) == 2  # a look every ten minutes
     assert said[0] == "step 10 is not saved, which takes 2 B where 1 B is free: make room there for the next one"
+
+
+class Full(Kept):
+    """A saver without room for so many saves; in the background, the second look at one finds that out."""
+
+    def __init__(self, failing: int, *, background: bool = False, others: SaveVote = SaveVote(False)) -> None:  # noqa: B008
+        super().__init__(others)
+        self.failing, self._background, self._looks = failing, background, 0
+
+    def save(self, run: RunState) -> None:
+        assert self._looks == 0
+        super().save(run)
+        self._looks = 2 if self._background else 1
+        if not self._background:
+            self.advance()
+
+    def advance(self, *, wait: bool = False) -> bool:
+        found, self._looks = bool(self._looks), 0 if wait else max(0, self._looks - 1)
+        if found and self._looks == 0 and self.failing > 0:
+            self.failing -= 1
+            self.saved.pop()
+            raise NoRoomError("the disk is full", "make room there")
+        return self._looks == 0
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    found: list[float] = []
+    monkeypatch.setattr(saving.time, "sleep", found.append)
+    return found
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_without_room_falls_due_again_and_the_run_goes_on(background: bool, slept: list[float]) -> None:
+    said: list[str] = []
+    full = Full(2, background=background)
+    saved = steps_saved(CheckpointSettings(save_every=3), saver=full, last=10, say=said.append)
+    assert saved == ([7, 9, 10] if background else [5, 6, 9, 10])  # a minute lies between two steps
+    first = "step 4" if background else "step 3"
+    assert said[0] == f"{first}: the disk is full: make room there; it is tried again after 60 s"
+    assert len(said) == 2
+    assert not slept
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_save_waits_for_room(background: bool, slept: list[float]) -> None:
+    said: list[str] = []
+    assert steps_saved(CheckpointSettings(), saver=Full(3, background=background), say=said.append) == [7]
+    assert len(slept) == 3
+    assert said == [
+        "step 7: the disk is full: make room there; the run waits for it up to 60 minutes (Ctrl-C ends it without what"
+        " it has not saved)"
+    ]
+
+
+def test_a_run_does_not_wait_for_room_once_it_is_asked_to_end(slept: list[float]) -> None:
+    for saver in (Full(9, others=SIGTERM), Full(10**9, others=SaveVote(True))):
+        with pytest.raises(NoRoomError, match="the disk is full: make room there"):
+            steps_saved(CheckpointSettings(), saver=saver)
+    assert not slept
 
 
 def test_what_was_saved_is_waited_for_at_the_end_alone() -> None:
