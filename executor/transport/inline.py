@@ -38,12 +38,18 @@ class InlineHub:
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
         self._meetings: dict[tuple[_Lane, int], _Meeting] = defaultdict(_Meeting)
+        self._missed = ""  # a transfer that did not happen: what was posted for it is still there
 
     def transport(self, pp_rank: int) -> InlineTransport:
         return InlineTransport(self, pp_rank)
 
     def post(self, lane: _Lane, place: int, operation: Send | Recv, tensors: Tensors = ()) -> _Meeting:
         with self._changed:
+            if self._missed:
+                raise ExecutionError(
+                    f"a step that ran before on this InlineHub did not end ({self._missed}): make a new hub, and"
+                    " executors with its transports"
+                )
             meeting = self._meetings[lane, place]
             if isinstance(operation, Send):
                 meeting.sent, meeting.tensors = operation, tensors
@@ -57,6 +63,7 @@ class InlineHub:
     def wait(self, meeting: _Meeting, operation: Send | Recv, who: str) -> Tensors:
         with self._changed:
             if not self._changed.wait_for(lambda: meeting.sent and meeting.received, self.timeout_s):
+                self._missed = who
                 raise ExecutionError(f"{who}, limit {self.timeout_s:g} s")
             assert meeting.sent
             assert meeting.received

@@ -12,7 +12,7 @@ import torch
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import Buffer, Recv, Send, WaitRecv, WaitSend
 from dynapipe_ext.executor.measuring.profiler_ranges import profiler_ranges
@@ -216,6 +216,17 @@ def test_an_error_of_a_weight_gradient_that_filled_a_wait_names_both():
     inner, outer = caught.value.__notes__
     assert ", 0W0: " in inner
     assert ", Wait for the " in outer
+
+
+def test_after_a_step_that_one_rank_did_not_end_a_hub_is_not_used_again():
+    plan = plans_of(Topology(pp=2))[0]
+    stage = TorchStage(parts_of(2)[0], loss_sum, parallel=InlineReductions(Topology(pp=2)))
+    executor = PipelineExecutor(stage, InlineHub(timeout_s=0.1).transport(0))  # the other rank has failed
+    batches = [batch_of(m) for m in plan.micro_batches]
+    with pytest.raises(ExecutionError, match="pipeline rank 0 waited for rank 1 to"):
+        executor.execute(plan, batches)
+    with pytest.raises(ExecutionError, match=r"before on this InlineHub did not end .*: make a new hub"):
+        executor.execute(plan, batches)
 
 
 def test_ranges_surround_every_action_and_no_clock_is_read_where_nobody_records():
