@@ -429,6 +429,8 @@ def test_a_model_named_by_a_flag_takes_the_place_of_the_files_sizes(tmp_path: Pa
             'architecture = "mixtral-8x7b"',
             "mixtral-8x7b has 8 experts, which Megatron trains with tp 2 under sequence parallelism alone",
         ),
+        ('architecture = "gemma-2-9b"\n[plan]\npieces = "auto"', r"pieces is 'auto' but .*sliding_window 4096"),
+        ("num_decoder_layers = 2\n[plan]\npieces = 512", "pieces is 512 but inputs of an encoder-decoder"),
         ('architecture = "gpt5"', "model 'gpt5' is no preset: give the path of a config.json"),
         ("described = 1", r"\[model\]: unknown \['described'\]"),
     ],
@@ -438,10 +440,3 @@ def test_a_named_model_that_is_contradicted_or_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         from_toml(tmp_path, f"[model]\n{text}")
-
-
-def test_pieces_are_refused_for_models_whose_attention_does_not_go_on_from_one_to_the_next() -> None:
-    with pytest.raises(ConfigError, match=r"pieces is 'auto' but .*sliding_window 4096"):
-        TrainConfig().with_values(model={"architecture": "gemma-2-9b"}, plan={"pieces": "auto"})
-    with pytest.raises(ConfigError, match="pieces is 512 but inputs of an encoder-decoder"):
-        TrainConfig().with_values(model={"num_decoder_layers": 2}, plan={"pieces": 512})

@@ -159,15 +159,14 @@ def test_a_missing_field_is_named_unless_it_is_derived(tmp_path: Path, field: st
             RunReport.read(tmp_path / "r.json")
 
 
-def test_files_that_are_no_report_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot be read"), (b'{\n"format": }', "line 2"), (b"\xff\xfe", "UTF-8")]
+)
+def test_files_that_are_no_report_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "r.json"
-    with pytest.raises(DataError, match="cannot be read"):
-        RunReport.read(path)
-    path.write_text('{\n"format": }')
-    with pytest.raises(DataError, match="line 2"):
-        RunReport.read(path)
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match="UTF-8"):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
         RunReport.read(path)
 
 
