@@ -237,25 +237,20 @@ def test_an_index_outside_is_an_index_error_so_that_iteration_ends(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "settings", "message"),
+    ("error", "changes", "message"),
     [
         (ConfigError, {"tokenizer": "words"}, "tokenizer is 'words': choose"),
         (ConfigError, {"tokenizer": "bpe"}, "needs a vocab_size"),
         (ConfigError, {"max_seq_len": 0}, "max_seq_len is 0 but must be at least 1"),
         (ConfigError, {"tokenizer": "bpe", "vocab_size": 10}, "vocab_size is 10 but"),
+        (DataError, {"examples": given()}, "no samples"),
+        (DataError, {"examples": given(("a", "b"), ("", ""))}, r"sample 1 \(task 'given'\) is empty"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(tmp_path, error, settings, message):
+def test_settings_and_examples_that_cannot_work_are_refused(tmp_path, error, changes, message):
     with pytest.raises(error, match=message):
-        prepare(made_up, tmp_path / "d", **(BYTES | settings))
+        prepare(directory=tmp_path / "d", **({"examples": made_up} | BYTES | changes))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_samples_and_empty_samples_are_refused(tmp_path):
-    with pytest.raises(DataError, match="no samples"):
-        prepare(lambda: iter(()), tmp_path / "d", **BYTES)
-    with pytest.raises(DataError, match=r"sample 1 \(task 'given'\) is empty"):
-        prepare(given(("a", "b"), ("", "")), tmp_path / "d", **BYTES)
 
 
 def test_missing_data_is_refused_when_opened(tmp_path):
