@@ -267,16 +267,10 @@ def test_no_texts_make_no_batches() -> None:
         ({"texts": iter(["a"])}, DataError, "texts is a list_iterator: give a list of strings"),
         ({"texts": ["a", None, "b"]}, DataError, "text 1 is None: give a string, or leave it out"),
         ({"texts": ["a", "", "b"]}, DataError, "text 1 has 0 tokens"),
+        ({"tokenizer": SimpleNamespace(pad_token=None)}, ConfigError, "pad_token"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], error: type[Exception], says: str) -> None:
     settings = {"texts": ["a b", "c", "d e f"], "batch_size": 2, "max_input_token_length": 8, "num_workers": 0}
     with pytest.raises(error, match=says):
         build_dynamic_batch_dataloader(**{**settings, "tokenizer": WordTokenizer(), **changes})
-
-
-def test_a_tokenizer_without_padding_is_refused() -> None:
-    tokenizer = WordTokenizer()
-    tokenizer.pad_token = None  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="pad_token"):
-        build_dynamic_batch_dataloader(["a"], tokenizer, 1, 8)
