@@ -87,9 +87,10 @@ def test_ctrl_c_while_the_command_is_imported_is_status_130_too(
     assert capsys.readouterr().err == ""
 
 
-def test_a_defect_keeps_its_traceback(define: Define) -> None:
-    define(_raises(ZeroDivisionError()))
-    with pytest.raises(ZeroDivisionError):
+@pytest.mark.parametrize("defect", [ZeroDivisionError(), ModuleNotFoundError("gone", name="dynapipe_ext.gone")])
+def test_a_defect_or_a_missing_module_of_our_own_keeps_its_traceback(defect: Exception, define: Define) -> None:
+    define(_raises(defect))
+    with pytest.raises(type(defect)):
         cli.main(["trial"])
 
 
@@ -107,12 +108,6 @@ def test_a_missing_optional_package_names_the_command_that_installs_it(
 def test_no_message_advises_a_name_that_no_index_has(all_sources: Any) -> None:
     advice = re.compile("pip install ['\"]?dynapipe")
     assert [source.path for source in all_sources if advice.search(source.file.read_text())] == []
-
-
-def test_a_missing_module_of_our_own_is_a_defect(define: Define) -> None:
-    define(_raises(ModuleNotFoundError("gone", name="dynapipe_ext.gone")))
-    with pytest.raises(ModuleNotFoundError):
-        cli.main(["trial"])
 
 
 @pytest.mark.parametrize("words", [["8.5,8,7.5"], ["8.5", "8", "7.5"], ["8.5,8", "7.5", "--steps", "3"]])
