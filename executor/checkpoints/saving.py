@@ -133,7 +133,8 @@ class PeriodicCheckpoints:
     a save is also due for a validation loss below all before, and below `least_validation_loss`, that of the
     checkpoints which a resumed run already has. `state(done, progress)` describes the run after a step; `progress`
     begins at that of a resumed run. `saved(done, seconds)` is told of each save once its checkpoint is whole;
-    `seconds` is what training waited for it. `say` tells people of saves for which there was no room.
+    `seconds` is what training waited for it. `say` tells people of saves for which there was no room. `unwritten()`
+    writes what a checkpoint goes with, the run's losses, or gives the error of want of room for it.
     `num_samples(done)` counts the samples of the step's batch. Once a signal has asked any rank to end, all ranks save
     and raise SystemExit with 128 and the signal's number.
 
@@ -154,13 +155,14 @@ class PeriodicCheckpoints:
         least_validation_loss: float = math.inf,
         lacks_room: Callable[[], str] | None = None,
         say: Callable[[str], object] = lambda text: None,
+        unwritten: Callable[[], NoRoomError | None] = lambda: None,
         saved: Callable[[StepDone, float], object] = lambda done, seconds: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._saver, self._settings, self._state, self._request = saver, settings, state, request
         self._num_steps, self._num_samples, self._progress, self._clock = num_steps, num_samples, progress, clock
         self._saved_s, self._save_took_s, self._lacks_room, self._say = clock(), 0.0, lacks_room, say
-        self._least_loss, self._saved = least_validation_loss, saved
+        self._least_loss, self._saved, self._unwritten = least_validation_loss, saved, unwritten
         self._again_s = math.inf  # when a save falls due for which there was no room
         self._last: StepDone | None = None
         self._has_saved_last = False  # or begun to, in the background
@@ -225,6 +227,9 @@ class PeriodicCheckpoints:
         start_s, state = self._clock(), self._state(done, self._progress)
         if self._under_way is not None:
             self._advance(wait=True)
+        lack = self._unwritten()
+        if self._saver.most(lack is not None, done.number):
+            raise lack or NoRoomError("rank 0 could not write the run's losses", "look at its message")
         self._saver.save(state if place is None else replace(state, loader=dict(place)))
         if self._is_best(done) and done.evaluation is not None:
             self._least_loss = done.evaluation.loss

@@ -166,7 +166,7 @@ class Dispensable:
 def written(config: TrainConfig, page: LivePage, variant: Variant, index: int) -> list[Listener]:
     """Those that keep a variant's steps in the run's directory, the run's own one being `index` 0."""
     run_dir = page.run_dir
-    events = EventsFile(run_dir / EVENTS_FILE, variant.name)
+    events = EventsFile(run_dir / EVENTS_FILE, variant.name, keeps_steps=not index, say=say_at_once)
     listeners: list[Listener] = [events, PageListener(page, variant.name)]
     if config.run.wandb and not index:
         listeners.append(Dispensable(WandbRun(config.run.wandb, run_dir, config.to_json()), "Weights & Biases"))

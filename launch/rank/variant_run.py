@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.layers import reading_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.pairs import PairDataset
-from dynapipe_ext.errors import named_collectives
+from dynapipe_ext.errors import DataError, NoRoomError, named_collectives
 from dynapipe_ext.executor.checkpoints.folder import (
     RunState,
     bytes_of_checkpoint,
@@ -61,7 +61,7 @@ from dynapipe_ext.launch.run.outcome import write_settings
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.account.run_events import note
+from dynapipe_ext.tools.account.run_events import EventsFile, note
 from dynapipe_ext.tools.console import seconds
 
 
@@ -123,7 +123,8 @@ def run_variant(
                 # Planned in line: the planner processes are training's, and its next plans wait for nothing.
                 held_out = stack.enter_context(load(held_out_data, planner.for_forwards()))
                 evaluate = _evaluation(context, built, held_out, transport, validated)
-            checkpoints = _saving(context, built, loader, validated)
+            unwritten = next((one.catch_up for one in listeners if isinstance(one, EventsFile)), lambda: None)
+            checkpoints = _saving(context, built, loader, validated, unwritten)
             listeners, stops = [*listeners, checkpoints], checkpoints.save_last
             stack.callback(checkpoints.close)
             stack.enter_context(context.end_request.listening(context.end_signals))
@@ -335,9 +336,15 @@ def _least_loss_so_far(context: RankContext, validated: str) -> float:
     return least_validation_loss(job.checkpoints, validated)
 
 
-def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader, validated: str) -> PeriodicCheckpoints:
+def _saving(
+    context: RankContext,
+    built: BuiltModel,
+    loader: DynaPipeDataLoader,
+    validated: str,
+    unwritten: Callable[[], NoRoomError | None],
+) -> PeriodicCheckpoints:
     """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there.
-    `validated` names what its evaluations are of."""
+    `validated` names what its evaluations are of; `unwritten` as of `PeriodicCheckpoints`."""
     job, config, progress = context.job, context.job.config, RunProgress()
     least_loss = _least_loss_so_far(context, validated)  # before the saver puts the folder in order
     if job.resumed is not None:
@@ -363,7 +370,8 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader,
         )
 
     def note_save(done: StepDone, took_s: float) -> None:
-        note(job.run_dir, "save", done.number, f"a checkpoint; training waited {seconds(took_s)} for it")
+        with suppress(DataError):  # the checkpoint is there
+            note(job.run_dir, "save", done.number, f"a checkpoint; training waited {seconds(took_s)} for it")
 
     num_moments, is_first = config.deepspeed.num_moments, context.rank == 0
     num_bytes = bytes_of_checkpoint(_num_trained(context, built), config.model.dtype, num_moments)
@@ -380,6 +388,7 @@ def _saving(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader,
         least_validation_loss=least_loss,
         lacks_room=partial(lacks_room, job.checkpoints, num_bytes) if is_first else None,
         say=say_at_once if is_first else lambda text: None,
+        unwritten=unwritten,
         saved=note_save if is_first else lambda done, took_s: None,
     )
 

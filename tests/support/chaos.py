@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -59,6 +60,7 @@ save_every = {SAVE_EVERY}
 timeout_s = 10
 """
 PAUSE_S = 3.0  # for which a launcher is stopped: nobody else could go on for it
+_FULL_S = 12.0
 _ROOT = f"{Path(__file__).resolve().parents[2]}/"
 _DISK = "64m"
 _MOST_STARTS = 6
@@ -262,6 +264,7 @@ class ChaosJobs:
                 if wait([listener], 0.2).done:
                     break
                 _let_go_on(folder, started.pid)
+                _make_room(folder)
             hung_processes = "" if listener.done() or self._closed.is_set() else _states(_processes(folder))
             if hung_processes:
                 with suppress(ProcessLookupError):
@@ -448,6 +451,16 @@ def _let_go_on(folder: Path, launcher: int) -> None:
         with suppress(OSError):
             if hit.read_text() == f"stop {launcher}" and time.time() - hit.stat().st_mtime > PAUSE_S:
                 os.kill(launcher, signal.SIGCONT)
+
+
+def _make_room(folder: Path) -> None:
+    """As the user of a job that waits for room does, once files or the disk have been full for long enough."""
+    for hit in (folder / "faults").glob("hit-*"):
+        with suppress(OSError):
+            if hit.read_text() == "fill" and time.time() - hit.stat().st_mtime > _FULL_S:
+                (folder / "filler").unlink(missing_ok=True)
+                for pid in _processes(folder):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 @contextmanager

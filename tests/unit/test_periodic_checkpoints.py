@@ -34,7 +34,7 @@ class Kept:
     """A saver of one rank; `others` is the vote of the other ranks."""
 
     def __init__(self, others: SaveVote = SaveVote(False)) -> None:  # noqa: B008
-        self.others = others
+        self.others, self._voted = others, 0
         self.saved: list[RunState] = []
         self.waited: list[bool] = []
 
@@ -46,7 +46,8 @@ class Kept:
         return True
 
     def most(self, number: int, step: int) -> int:
-        return max(number, self.others.to_number())
+        is_vote, self._voted = step != self._voted, step  # the first thing that ranks agree on after a step
+        return max(number, self.others.to_number()) if is_vote else number
 
     def close(self) -> None: ...
 
@@ -216,11 +217,37 @@ def test_the_last_save_waits_for_room(background: bool, slept: list[float]) -> N
     ]
 
 
-def test_a_run_does_not_wait_for_room_once_it_is_asked_to_end(slept: list[float]) -> None:
-    for saver in (Full(9, others=SIGTERM), Full(10**9, others=SaveVote(True))):
-        with pytest.raises(NoRoomError, match="the disk is full: make room there"):
-            steps_saved(CheckpointSettings(), saver=saver)
+def test_nothing_is_saved_before_what_goes_with_it_is_written(slept: list[float]) -> None:
+    kept, said = Kept(), list[str]()
+    lacks: list[NoRoomError | None] = [None, NoRoomError("losses are not written", "make room"), None]
+    checkpoints = PeriodicCheckpoints(
+        kept,
+        CheckpointSettings(save_every=1),
+        state,
+        EndRequest(60),
+        num_steps=3,
+        num_samples=lambda _: 1,
+        progress=RunProgress(),
+        say=said.append,
+        unwritten=lambda: lacks.pop(0),
+    )
+    for step in range(3):
+        checkpoints.step_done(a_step(step))
+    assert [run.step for run in kept.saved] == [1, 3]
+    assert said == ["step 2: losses are not written: make room; it is tried again after 60 s"]
+
+
+def test_a_run_does_not_wait_for_room_once_it_is_asked_to_end(
+    slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NoRoomError, match="the disk is full: make room there"):
+        steps_saved(CheckpointSettings(), saver=Full(10**9, others=SIGTERM))
     assert not slept
+    request, looks = EndRequest(60), [None, None, signal.SIGTERM]
+    monkeypatch.setattr(saving.time, "sleep", lambda _: setattr(request, "signal", looks.pop(0)))
+    with pytest.raises(NoRoomError, match="the disk is full: make room there"):
+        steps_saved(CheckpointSettings(), saver=Full(10**9), request=request)
+    assert not looks
 
 
 def test_what_was_saved_is_waited_for_at_the_end_alone() -> None:

@@ -209,6 +209,29 @@ def test_a_full_disk_ends_the_run_by_name() -> None:
     listener.close()
 
 
+def test_steps_without_room_wait_for_it_and_no_part_of_a_line_stays(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = written(tmp_path / "events.jsonl", a_step(0))
+    listener = EventsFile(path, "ours", keeps_steps=True, say=said.append)
+    before, limits = path.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        for step in (1, 2):
+            listener.step_done(a_step(step))
+        lack = listener.catch_up()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(lack) == f"{path} cannot be written (No space left on device): make room there, then resume"
+    assert path.read_text() == before
+    (once,) = said
+    assert once.endswith("make room there; the run keeps its steps until then")
+    listener.step_done(a_step(3))
+    assert listener.catch_up() is None
+    listener.close()
+    _, steps = read_events(path).variants[0]
+    assert [done.step for done in steps] == [0, 1, 2, 3]
+
+
 def test_tensorboard_reads_the_figures_of_each_step(tmp_path: Path) -> None:
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     listener = TensorBoardFile(tmp_path)

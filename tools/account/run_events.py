@@ -12,14 +12,14 @@ import errno
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from dynapipe_ext.errors import DataError, writing_move
+from dynapipe_ext.errors import FORBIDDEN, NO_ROOM, DataError, NoRoomError, writing_move
 from dynapipe_ext.executor.events import AllRanks, DriftingShape, StepDone, furthest_off
 from dynapipe_ext.models.flops import Work
 from dynapipe_ext.tools.account.report import (
@@ -99,21 +99,38 @@ def resume_events(path: Path, step: int, facts: RunFacts, *, num_steps: int) -> 
 
 
 class EventsFile:
-    """A listener that adds each step of one variant to the file. Errors: DataError where it cannot be written."""
+    """A listener that adds each step of one variant to the file. Where `keeps_steps`, steps for which there is no room
+    stay in memory until there is; `say` is told so once. Errors: DataError where the file cannot be written."""
 
-    def __init__(self, path: Path, variant: str) -> None:
-        self._path, self._variant = path, variant
+    def __init__(
+        self, path: Path, variant: str, *, keeps_steps: bool = False, say: Callable[[str], object] = lambda text: None
+    ) -> None:
+        self._path, self._variant, self._keeps_steps, self._say = path, variant, keeps_steps, say
+        self._kept = b""
         with writing_in(path):
             self._file = path.open("ab", buffering=0)
 
     def step_done(self, done: StepDone) -> None:
-        line = _line(self._variant, done).encode()
+        has_room = not self._kept
+        self._kept += _line(self._variant, done).encode()
+        if (lack := self.catch_up()) and has_room:
+            self._say(f"{lack.problem}: {lack.remedy}; the run keeps its steps until then")
+
+    def catch_up(self) -> NoRoomError | None:
+        """Write the steps that wait. The error of want of room; None where they are written."""
+        num_before = os.fstat(self._file.fileno()).st_size
         try:
-            if self._file.write(line) != len(line):
+            if self._kept and self._file.write(self._kept) != len(self._kept):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            move = writing_move(error.errno, "make room for it")
-            raise DataError(f"{self._path} cannot be written ({error.strerror}): {move}") from error
+            problem, remedy = f"{self._path} cannot be written ({error.strerror})", writing_move(error.errno)
+            if not self._keeps_steps or error.errno not in (*NO_ROOM, *FORBIDDEN):
+                raise DataError(f"{problem}: {remedy}") from error
+            with suppress(OSError):
+                self._file.truncate(num_before)  # no part of a line stays
+            return NoRoomError(problem, remedy, "resume")
+        self._kept = b""
+        return None
 
     def close(self) -> None:
         self._file.close()
