@@ -27,9 +27,10 @@ def require_tensorboard() -> None:
 
 
 class TensorBoardFile:
-    """Writes the scalars of each step to an event file in a folder; figures of all ranks only at steps that have
-    them. Errors: DataError where the folder cannot be written, at once: tensorboard's own writer has a thread for it,
-    which dies there with a traceback."""
+    """Writes the scalars of each step to an event file in a folder; figures of all ranks only at steps that have them.
+    Before the first it says that a run begins there: TensorBoard forgets what a run before it, killed after its last
+    checkpoint, has written of this step and later ones. Errors: DataError where the folder cannot be written, at once:
+    tensorboard's own writer has a thread for it, which dies there with a traceback."""
 
     def __init__(self, folder: Path) -> None:
         require_tensorboard()
@@ -41,11 +42,15 @@ class TensorBoardFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._records = RecordWriter(self._path.open("ab"))
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._has_begun = False
 
     def step_done(self, done: StepDone) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        if not self._has_begun:
+            self._add(Event(wall_time=time.time(), step=done.number, session_log=SessionLog(status=SessionLog.START)))
+            self._has_begun = True
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(done).items()]
         self._add(Event(wall_time=time.time(), step=done.number, summary=Summary(value=values)))
 

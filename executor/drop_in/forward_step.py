@@ -77,7 +77,7 @@ class ForwardStepStage:
         parameters = [parameter for chunk in step.chunks for parameter in chunk.parameters()]
         device = parameters[0].device if parameters else torch.device("cpu")
         self._runner = ChunkRunner(
-            len(step.chunks),
+            [any(parameter.requires_grad for parameter in chunk.parameters()) for chunk in step.chunks],
             gradients,
             parameters=parameters,
             make_splittable=lambda: parameters,

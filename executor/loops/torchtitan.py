@@ -107,9 +107,11 @@ class PlannedSchedule:
         shapes = tuple(_shape(one) for one in entries)
         plan = plan_of_shapes(shapes, self._topology, self._format, self._parallel.coordinates, split=self._split)
         batches = [{**one, "loss_kwargs": loss_kwargs or {}, "divisor": plan.loss_divisor} for one in entries]
-        before = [(p, p.grad) for part in self._parts for p in part.parameters() if p.grad is not None]
+        weights = {p: p.grad for part in self._parts for p in part.parameters() if p.requires_grad}  # parts share some
         self._executor.execute(plan, batches)
-        for parameter, gradient in before:
+        for parameter, gradient in weights.items():
+            if gradient is None:
+                continue
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if losses is not None:
             losses[:] = [torch.tensor(loss) for _, loss in sorted(self._stage.losses().items())]

@@ -98,13 +98,18 @@ class Float32Accumulator(GradientAccumulator):
         sizes = [parameter.numel() for parameter in self._parameters]
         device = self._parameters[0].device if sizes else None
         self._sums = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        for parameter, own in zip(self._parameters, torch.split(self._sums, sizes), strict=True):
-            parameter.main_grad = own.view_as(parameter)  # type: ignore[attr-defined]
+        self._parts = torch.split(self._sums, sizes)
+        self._hand_out()
 
     def begin(self, plan: ExecutionPlan) -> None:
         self._sums.zero_()
+        self._hand_out()  # another stage may have been made of the same weights
         for parameter in self._parameters:
             parameter.grad = None
+
+    def _hand_out(self) -> None:
+        for parameter, own in zip(self._parameters, self._parts, strict=True):
+            parameter.main_grad = own.view_as(parameter)  # type: ignore[attr-defined]
 
     def add(self) -> None:
         for parameter in self._parameters:

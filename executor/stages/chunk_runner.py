@@ -232,9 +232,13 @@ class DeferredGradients:
         *,
         takes_all: bool = False,
     ) -> None:
-        self._accumulate, self._takes_all = accumulate, takes_all
+        self._weights, self._accumulate, self.takes_all = list(weights), accumulate, takes_all
         self._work: DeferredWork | None = None
-        for weight in weights:
+        self.claim()
+
+    def claim(self) -> None:
+        """Have the weights hand over here, and to no other stage that was made of them meanwhile."""
+        for weight in self._weights:
             setattr(weight, _QUEUE, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -251,14 +255,9 @@ class DeferredGradients:
             self._work = None
 
     @property
-    def takes_all(self) -> bool:
-        """Whether every use of a weight comes here by itself, also in whole backwards."""
-        return self._takes_all
-
-    @property
     def takes(self) -> bool:
         """Whether gradients come here just now, and not to autograd."""
-        return self._takes_all or self._work is not None
+        return self.takes_all or self._work is not None
 
     def take(self, weight: torch.Tensor, inputs: torch.Tensor, output_grads: torch.Tensor) -> None:
         """A gradient by its two factors, multiplied now or in W."""
@@ -336,7 +335,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class ChunkRunner:
-    """`num_chunks` model chunks, one a stage of this rank.
+    """Model chunks, one a stage of this rank; `trains` says of each whether weights of it do.
 
     `make_splittable()` has linear layers hand over their weight gradients, and returns those weights, of which W
     computes the gradients. It is called once: before the first plan with split backwards, or at once where `gradients`
@@ -347,7 +346,7 @@ class ChunkRunner:
 
     def __init__(
         self,
-        num_chunks: int,
+        trains: Sequence[bool],
         gradients: GradientAccumulator,
         *,
         parameters: Iterable[torch.Tensor],
@@ -359,13 +358,12 @@ class ChunkRunner:
     ) -> None:
         self._joined = joined
         self.joined_now: JoinedRanks | None = None
-        self._num_chunks, self._gradients, self._device, self._replay = num_chunks, gradients, device, replay
+        self._trains, self._gradients, self._device, self._replay = trains, gradients, device, replay
         self._make_splittable = make_splittable
         self._deferred = self._made_splittable() if gradients.by_use else None
         own = list(parameters)
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in own}
         self.preferences: PreferenceFigures | None = None  # of the last step, where its loss is of pairs
-        self._trains = any(parameter.requires_grad for parameter in own)
         self._only_infers = any(parameter.is_inference() for parameter in own)
         self.measure_bytes = measure_bytes
 
@@ -376,9 +374,9 @@ class ChunkRunner:
     def start_step(self, plan: ExecutionPlan) -> None:
         """Errors: ConfigError where the plan gives this rank another number of stages than it has chunks, joins it with
         ranks that it has no communicator with, and where torch's inference mode forbids what the plan learns."""
-        if len(plan.stages) != self._num_chunks:
+        if len(plan.stages) != len(self._trains):
             raise ConfigError(
-                f"pipeline rank {plan.pp_rank} runs stages {plan.stages} of the plan but was given {self._num_chunks}"
+                f"pipeline rank {plan.pp_rank} runs stages {plan.stages} of the plan but was given {len(self._trains)}"
                 f" model chunks: give one a stage, in that order (Topology.stages_of({plan.pp_rank}))"
             )
         if not plan.forward_only and (self._only_infers or torch.is_inference_mode_enabled()):
@@ -398,6 +396,8 @@ class ChunkRunner:
         self._carried = CarriedKeys(plan) if has_pieces else None
         if self._deferred is None and BackwardInput in map(type, plan.instructions):
             self._deferred = self._made_splittable()
+        elif self._deferred is not None:
+            self._deferred.claim()
         if not plan.forward_only:
             self._gradients.begin(plan)
 
@@ -483,7 +483,7 @@ class ChunkRunner:
                 f"what stage {stage} returns has {other[0]} in it but goes to the next stage in a message: return a"
                 " tensor, or a tuple of tensors"
             )
-        learns = torch.is_grad_enabled() and (inputs or is_last or self._trains)
+        learns = torch.is_grad_enabled() and (inputs or is_last or self._trains[self._plan.stages.index(stage)])
         if learns and not any(x.requires_grad for x in outputs):
             raise ConfigError(
                 f"what stage {stage} returns has no gradient: it was detached, or computed under no_grad, on its way"

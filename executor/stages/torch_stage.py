@@ -93,7 +93,7 @@ class TorchStage:
             return [weight for owner in owners for weight in make_linears_splittable(owner)]
 
         self._runner = ChunkRunner(
-            len(chunks),
+            [_trains(chunk, trained) for chunk in chunks],
             gradients,
             parameters=own,
             make_splittable=make_splittable,
@@ -200,6 +200,11 @@ def _chunks(modules: Any) -> list[Module]:
             " order of their stages, or a mapping from stage to module"
         )
     return chunks
+
+
+def _trains(chunk: object, trained: Sequence[torch.Tensor]) -> bool:
+    """Whether any of these weights is the chunk's; whose a function's are, nobody knows."""
+    return bool(trained) and (not isinstance(chunk, torch.nn.Module) or not {*trained}.isdisjoint(chunk.parameters()))
 
 
 def _refuse_other_arguments(loss: LossFunction) -> None:

@@ -15,7 +15,7 @@ from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import (
     Backward,
@@ -27,7 +27,7 @@ from dynapipe_ext.executor.instructions import (
     WaitSend,
 )
 from dynapipe_ext.executor.proven_step import prove_step
-from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, ExactSums, gradient_fault
+from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, ExactSums, Float32Accumulator, gradient_fault
 from dynapipe_ext.executor.stages.chunk_runner import PlainAccumulator
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
@@ -134,6 +134,38 @@ def test_split_backwards_of_torch_linears_give_the_bits_of_whole_ones(make_accum
         assert torch.equal(parameter.grad, expected)
     held = {span.label: span.num_bytes for span in spans}
     assert held[f"0I{len(batches) - 1}"] > held[f"0W{len(batches) - 1}"] == 0
+
+
+@pytest.mark.parametrize("make_accumulator", [PlainAccumulator, Float32Accumulator, ExactAccumulator])
+def test_two_stages_over_one_model_take_turns(make_accumulator):
+    parts = make_parts(3)
+    model, (_, expected) = torch.nn.Sequential(*parts), whole_batch(parts)
+    plan = prove_step(planner_for(1), SAMPLES, step=0).plans[0][0]
+    batches = [batch_of(m) for m in plan.micro_batches]
+    stages = [TorchStage(model, loss_sum, accumulator=make_accumulator) for _ in range(2)]
+    for stage in (*stages, *stages):
+        PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches)
+        found = [p.grad if p.grad is not None else p.main_grad for p in model.parameters()]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_stage_without_weights_that_train_is_none_that_was_detached():
+    """Beside another stage of the same rank, which trains."""
+    first, last = make_parts(2)
+    _, (_, expected, _) = whole_batch([first, last])
+    first.requires_grad_(False)
+    topology = Topology(placement=(0, 0))
+    planner = Planner(topology, TokenCosts(2), 10**9, pad_multiple=1, format=ActivationFormat(HIDDEN, order="bsh"))
+    plan = prove_step(planner, SAMPLES, step=0).plans[0][0]
+    executor = PipelineExecutor(TorchStage([first, last], loss_sum), InlineHub().transport(0))
+    executor.execute(plan, [batch_of(m) for m in plan.micro_batches])
+    torch.testing.assert_close(last.weight.grad, expected, rtol=1e-5, atol=1e-7)
+    first.requires_grad_(True)  # what trains, and is detached, is told
+    stage = TorchStage(
+        [lambda batch: first(batch["tokens"]).detach(), last], loss_sum, parameters=[*first.parameters()]
+    )
+    with pytest.raises(ConfigError, match="stage 0 returns has no gradient"):
+        PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, [batch_of(m) for m in plan.micro_batches])
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])

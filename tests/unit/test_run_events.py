@@ -248,6 +248,19 @@ def test_tensorboard_reads_the_figures_of_each_step(tmp_path: Path) -> None:
     assert found[2]["plan/bubble_ratio"] == 0.25
 
 
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_does_again(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for name, losses in (("1", {0: 5.0, 1: 4.0, 2: 3.0, 3: 2.0}), ("2", {2: 3.5})):
+        listener = TensorBoardFile(tmp_path)
+        for step, loss in losses.items():
+            listener.step_done(a_step(step, loss=loss))
+        listener.close()
+        (new,) = [path for path in tmp_path.iterdir() if "tfevents" in path.name and ".run" not in path.name]
+        new.rename(tmp_path / f"events.out.tfevents.{name}.run")
+    found = accumulator.EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(one.step, one.value) for one in found] == [(1, 5.0), (2, 4.0), (3, 3.5)]
+
+
 def test_tensorboard_that_has_no_room_is_named_at_its_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     listener, limits = TensorBoardFile(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -319,7 +319,7 @@ class MegatronStage:
         parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
         self._device = parameters[0].device
         self._runner = ChunkRunner(
-            len(self._chunks),
+            [any(parameter.requires_grad for parameter in chunk.parameters()) for chunk in self._chunks],
             gradients or MegatronGradients(self._chunks),
             parameters=parameters,
             make_splittable=lambda: parameters,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -33,14 +34,28 @@ class Part(torch.nn.Module):
         return x * (1 + positions.unsqueeze(-1) / 100).to(x.dtype)
 
 
-def parts(num_stages: int, dtype: torch.dtype) -> list[Part]:
+@dataclass(frozen=True)
+class Kind:
+    """Of a model: what does not train, with gradients of ones left from before; whether two layers are one."""
+
+    dtype: torch.dtype = torch.float32
+    frozen: tuple[str, ...] = ()
+    tied: bool = False
+
+
+def parts(num_stages: int, kind: Kind) -> list[Part]:
     torch.manual_seed(0)
     whole = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(VOCAB, HIDDEN)})
     whole.update({f"layer{i}": torch.nn.Linear(HIDDEN, HIDDEN) for i in range(4)})
     whole["head"] = torch.nn.Linear(HIDDEN, VOCAB)
+    whole.to(kind.dtype)
+    if kind.tied:
+        whole["layer3"] = whole["layer0"]
+    for frozen in [p for name in kind.frozen for p in whole[name].requires_grad_(False).parameters()]:
+        frozen.grad = torch.ones_like(frozen)
     names = ["embedding", *(f"layer{i}" for i in range(4)), "head"]
     cuts = [round(i * len(names) / num_stages) for i in range(num_stages + 1)]
-    return [Part(whole, names[first:end]).to(dtype) for first, end in pairwise(cuts)]
+    return [Part(whole, names[first:end]) for first, end in pairwise(cuts)]
 
 
 def micro_batches() -> list[dict[str, torch.Tensor]]:
@@ -57,8 +72,8 @@ def loss_of(output: torch.Tensor, target: torch.Tensor, *, divisor: int) -> torc
     return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / divisor
 
 
-def one_process(num_stages: int, dtype: torch.dtype) -> tuple[list[float], dict[str, torch.Tensor]]:
-    chain, losses = parts(num_stages, dtype), []
+def one_process(num_stages: int, kind: Kind) -> tuple[list[float], dict[str, torch.Tensor]]:
+    chain, losses = parts(num_stages, kind), []
     for one in micro_batches():
         x = one["tokens"]
         for part in chain:
@@ -69,10 +84,10 @@ def one_process(num_stages: int, dtype: torch.dtype) -> tuple[list[float], dict[
     return losses, {f"{s}.{n}": p.grad for s, part in enumerate(chain) for n, p in part.named_parameters()}  # type: ignore[misc]
 
 
-def stepped(env: Any, placement: tuple[int, ...], split: bool, dtype: torch.dtype = torch.float32) -> bool:
+def stepped(env: Any, placement: tuple[int, ...], split: bool, kind: Kind = Kind()) -> bool:
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
-    chain, where = parts(len(placement), dtype), dict(enumerate(placement))
+    chain, where = parts(len(placement), kind), dict(enumerate(placement))
     own = [stage for stage, rank in where.items() if rank == env.rank]
     stages = [SimpleNamespace(submod=chain[s], stage_index=s, stage_index_to_group_rank=where) for s in own]
     schedule = PlannedSchedule(stages, loss_of, hidden_size=HIDDEN, split_backward=split)
@@ -90,10 +105,10 @@ def stepped(env: Any, placement: tuple[int, ...], split: bool, dtype: torch.dtyp
     }
     for _ in range(2):  # gradients add up
         schedule.step(kwarg_mbs=[{"positions": one["positions"]} for one in batches], **keywords)
-    expected_losses, gradients = one_process(len(placement), dtype)
-    rel, least = {torch.float64: (1e-13, 1e-15), torch.float32: (1e-5, 1e-6), torch.bfloat16: (0.03, 0.01)}[dtype]
+    expected_losses, gradients = one_process(len(placement), kind)
+    rel, least = {torch.float64: (1e-13, 1e-15), torch.float32: (1e-5, 1e-6), torch.bfloat16: (0.03, 0.01)}[kind.dtype]
     same = all(
-        torch.allclose(parameter.grad, 2 * gradients[f"{s}.{name}"], rtol=rel, atol=least)
+        torch.allclose(parameter.grad, (1 + parameter.requires_grad) * gradients[f"{s}.{name}"], rtol=rel, atol=least)
         for s in own
         for name, parameter in chain[s].named_parameters()
     )
@@ -117,7 +132,9 @@ def steps(env: Any) -> list[bool]:
     found = [stepped(env, *case) for case in (((0, 1), False), ((0, 1), True), ((0, 1, 0, 1), False))]
     found += [
         stepped(env, (0, 1, 1, 0), True),
-        *(stepped(env, (0, 1), False, dtype) for dtype in (torch.bfloat16, torch.float64)),
+        *(stepped(env, (0, 1), False, Kind(dtype)) for dtype in (torch.bfloat16, torch.float64)),
+        *(stepped(env, (0, 1, 1, 0), split, Kind(frozen=("embedding",), tied=True)) for split in (False, True)),
+        stepped(env, (0, 1, 1, 0), False, Kind(frozen=("embedding", "layer0"))),  # all of the first stage
     ]
     dist.barrier()
     dist.destroy_process_group()
@@ -125,7 +142,7 @@ def steps(env: Any) -> list[bool]:
 
 
 def test_model_parts_have_the_losses_and_gradients_of_one_process(run_ranks: Any) -> None:
-    assert run_ranks(2, steps) == [[True] * 6] * 2
+    assert run_ranks(2, steps) == [[True] * 9] * 2
 
 
 def test_a_stage_that_is_told_no_shape_is_refused() -> None:
