@@ -162,7 +162,7 @@ def test_a_stage_without_weights_that_train_is_none_that_was_detached():
     torch.testing.assert_close(last.weight.grad, expected, rtol=1e-5, atol=1e-7)
     first.requires_grad_(True)  # what trains, and is detached, is told
     own = [*first.parameters(), *last.parameters()]
-    stage = TorchStage([lambda batch: first(batch["tokens"]).detach(), last], loss_sum, parameters=own)
+    stage = TorchStage([lambda tokens, batch: first(tokens).detach(), last], loss_sum, parameters=own)
     with pytest.raises(ConfigError, match="stage 0 returns has no gradient"):
         PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, [batch_of(m) for m in plan.micro_batches])
 
