@@ -101,7 +101,7 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
     """The flags that `dynapipe train` lacks. Those with torchrun's names have torchrun's meaning."""
     parser.add_argument("--nnodes", type=int, metavar="N", help="machines of the job (default: 1)")
     parser.add_argument(
-        "--node-rank", type=int, metavar="N", help="of this machine, from 0 (default: the nodes agree on it)"
+        "--node-rank", type=int, metavar="N", help="of this machine, from 0, that of the endpoint (default: by names)"
     )
     parser.add_argument(
         "--rdzv-endpoint",
