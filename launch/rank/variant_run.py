@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -345,12 +346,12 @@ def _saving(
 ) -> PeriodicCheckpoints:
     """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there.
     `validated` names what its evaluations are of; `unwritten` as of `PeriodicCheckpoints`."""
-    job, config, progress = context.job, context.job.config, RunProgress()
+    job, config, is_first, progress = context.job, context.job.config, context.rank == 0, RunProgress()
     least_loss = _least_loss_so_far(context, validated)  # before the saver puts the folder in order
     if job.resumed is not None:
         run = built.restore(job.resumed)
         loader.load_state_dict(run.loader)
-        if context.rank == 0:
+        if is_first:
             write_settings(job)
         progress = RunProgress(run.num_samples, run.recent_losses)
 
@@ -369,14 +370,9 @@ def _saving(
             first_weights=job.first_weights,
         )
 
-    def note_save(done: StepDone, took_s: float) -> None:
-        with suppress(DataError):  # the checkpoint is there
-            note(job.run_dir, "save", done.number, f"a checkpoint; training waited {seconds(took_s)} for it")
-
-    num_moments, is_first = config.deepspeed.num_moments, context.rank == 0
-    num_bytes = bytes_of_checkpoint(_num_trained(context, built), config.model.dtype, num_moments)
-    if is_first:
-        say_at_once(checkpoints_line(config.checkpoint, job.run_dir, num_bytes))
+    num_bytes = bytes_of_checkpoint(_num_trained(context, built), config.model.dtype, config.deepspeed.num_moments)
+    say: Callable[[str], object] = say_at_once if is_first else lambda text: None
+    say(checkpoints_line(config.checkpoint, job.run_dir, num_bytes))
     return PeriodicCheckpoints(
         built.saver(job.checkpoints, num_bytes),
         config.checkpoint,
@@ -387,10 +383,15 @@ def _saving(
         progress=progress,
         least_validation_loss=least_loss,
         lacks_room=partial(lacks_room, job.checkpoints, num_bytes) if is_first else None,
-        say=say_at_once if is_first else lambda text: None,
+        say=say,
         unwritten=unwritten,
-        saved=note_save if is_first else lambda done, took_s: None,
+        saved=partial(_note_save, job.run_dir) if is_first else lambda done, took_s: None,
     )
+
+
+def _note_save(run_dir: Path, done: StepDone, took_s: float) -> None:
+    with suppress(DataError):  # the checkpoint is there
+        note(run_dir, "save", done.number, f"a checkpoint; training waited {seconds(took_s)} for it")
 
 
 @named_collectives("bytes of a checkpoint")
