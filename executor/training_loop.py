@@ -254,9 +254,9 @@ class LoopHooks:
     `micro_batch_losses()` are the stage's, of the step that has run: they name a loss that is not finite;
     `preferences()` are the whole step's.
     `begins(plan)` is called before each step runs, since a step that hangs has no end to listen to. `evaluate(step)` is
-    called after each step's update, before the listeners, which receive its result. `stops(place)` is called on all
-    ranks where a step that is not finite ends the run, with the loader's state before it. `watch` compares plans with
-    measured times, and may have the loader plan with other costs from the next step on.
+    called after each step's update, before the listeners, which receive its result. `stops(place, why)` is called on
+    all ranks where a step that is not finite ends the run, with the loader's state before it. `watch` compares plans
+    with measured times, and may have the loader plan with other costs from the next step on.
     """
 
     gather: Callable[[RankFigures, str], list[RankFigures]] = lambda figures, name: [figures]
@@ -266,7 +266,7 @@ class LoopHooks:
     preferences: Callable[[], PreferenceFigures | None] = lambda: None
     begins: Callable[[ExecutionPlan], None] = lambda plan: None
     evaluate: Callable[[int], EvalDone | None] = lambda step: None
-    stops: Callable[[Mapping[str, Any]], None] = lambda place: None
+    stops: Callable[[Mapping[str, Any], str], None] = lambda place, why: None
     watch: CostWatch | None = None
 
 
@@ -401,8 +401,8 @@ def _run_step(
     executed_s = time.perf_counter()
     try:
         updated = optimizer.step(ExecutedStep(plan, loss, hooks.micro_batch_losses()))
-    except NotFiniteError:
-        hooks.stops(place)
+    except NotFiniteError as error:
+        hooks.stops(place, str(error))
         raise
     return _RanStep(
         loss=loss,

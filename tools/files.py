@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynapipe_ext.errors import DataError, short, writing_move
+from dynapipe_ext.errors import NO_ROOM, DataError, short, writing_move
 
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
@@ -89,7 +89,8 @@ def write_atomic(path: str | Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(target)
     except OSError as error:
-        raise DataError(f"{target} cannot be written ({error.strerror}): choose another directory") from error
+        move = "make room there" if error.errno in NO_ROOM else "choose another directory"
+        raise DataError(f"{target} cannot be written ({error.strerror}): {move}") from error
     finally:
         with contextlib.suppress(OSError):  # renamed already, or its folder cannot be used
             part.unlink()

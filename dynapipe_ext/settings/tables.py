@@ -329,12 +329,12 @@ class OptimizerSettings:
 class CheckpointSettings:
     """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and at its end. "auto" saves
     every 10 minutes, or after 20 times the duration of the last save if that is longer, and leaves out saves for which
-    the disk has no room. Others are tried again a minute later, and the last one waits for room. The `keep_last` newest
-    checkpoints stay (0: all). With `keep_best` the one of the least loss stays too, of the validation loss where there
-    is one. `background`: training goes on while a copy is written. After a signal to end, the run saves and ends within
-    `grace_s`. At its end the run writes its model into the folder `output`, in the format `save_format`: the checkpoint
-    that `keep_best` kept, else the last one. Of a run of adapters that is the adapters alone, and `output_merged` is
-    the base with them merged in, in the base's dtype."""
+    the disk has no room. Others are tried again after a minute, and the last one waits for room, up to an hour. The
+    `keep_last` newest checkpoints stay (0: all). With `keep_best` the one of the least loss stays too, of the
+    validation loss where there is one. `background`: training goes on while a copy is written. After a signal to end,
+    the run saves and ends within `grace_s`. At its end the run writes its model into the folder `output`, in the format
+    `save_format`: the checkpoint that `keep_best` kept, else the last one. Of a run of adapters that is the adapters
+    alone, and `output_merged` is the base with them merged in, in the base's dtype."""
 
     output: str = setting("", "--output", "folder to make of the trained model", "DIR")
     output_merged: str = setting("", "--output-merged", "folder to make of the base with --lora's adapters", "DIR")

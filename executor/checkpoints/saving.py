@@ -121,7 +121,7 @@ class Saver(Protocol):
 
 _MOST_SHARE = 1 / 20  # of a run's time that goes into saves which nobody asked for
 _TRIED_AGAIN_S = 60.0
-_LOOKED_AGAIN_S = 5.0
+_LOOKED_AGAIN_S, _LOOKS = 0.5, 10  # whether it is to end, between two tries of the last save
 WAITS_FOR_ROOM_S = 3600.0
 
 
@@ -171,25 +171,32 @@ class PeriodicCheckpoints:
     def step_done(self, done: StepDone) -> None:
         self._progress = self._progress.and_step(done.loss, self._num_samples(done))
         self._has_room(done, self._advance)
-        own_vote = SaveVote(self._is_best(done) or self._falls_due(done), self._request.signal)
-        vote = SaveVote.from_number(self._saver.most(own_vote.to_number(), done.number))
+        is_due = self._falls_due(done) or (self._is_best(done) and self._again_s == math.inf)
+        vote = self._vote_of_all(done, is_due=is_due)
         self._last, self._has_saved_last = done, False
         if vote.end_signal is not None:
-            self._save(done)
-            self._advance(wait=True)
+            try:
+                self._save(done)
+                self._advance(wait=True)
+            except NoRoomError as error:
+                self._end_without_room(error, vote.end_signal)
             raise SystemExit(128 + vote.end_signal)
         if done.number >= self._num_steps:
             self._save_once_there_is_room(done)
         elif vote.saves:
             self._has_room(done, partial(self._save, done))
 
-    def save_last(self, place: Mapping[str, Any]) -> None:
+    def save_last(self, place: Mapping[str, Any], why: str) -> None:
         """Save the run as its last step left it, where no save has that, and wait for saves under way: the step after
-        it changed nothing and ends the run. `place` is the loader's state between the two."""
+        it changed nothing and ends the run, for the reason `why`. `place` is the loader's state between the two."""
         done = self._last
         if done is None or (self._has_saved_last and self._has_room(done, partial(self._advance, wait=True))):
             return
-        self._save_once_there_is_room(done, place)
+        self._save_once_there_is_room(done, place, why)
+
+    def _vote_of_all(self, done: StepDone, *, is_due: bool) -> SaveVote:
+        own_vote = SaveVote(is_due, self._request.signal)
+        return SaveVote.from_number(self._saver.most(own_vote.to_number(), done.number))
 
     def _has_room(self, done: StepDone, work: Callable[[], object]) -> bool:
         """Take a step of a save. Where there is no room for it, which all ranks then know, it is said, and a save falls
@@ -204,35 +211,40 @@ class PeriodicCheckpoints:
             return False
         return True
 
-    def _save_once_there_is_room(self, done: StepDone, place: Mapping[str, Any] | None = None) -> None:
+    def _save_once_there_is_room(self, done: StepDone, place: Mapping[str, Any] | None = None, why: str = "") -> None:
         begun_s, has_said = self._clock(), False
         while True:
             try:
                 self._save(done, place)
                 self._advance(wait=True)
-                break
+                return
             except NoRoomError as error:
-                waits = self._request.signal is None and self._clock() - begun_s < WAITS_FOR_ROOM_S
-                if self._saver.most(not waits, done.number):
-                    raise
                 if not has_said:
                     self._say(
-                        f"step {done.number}: {error.problem}: {error.remedy}; the run waits for it up to"
-                        f" {WAITS_FOR_ROOM_S / 60:.0f} minutes (Ctrl-C ends it without what it has not saved)"
+                        f"{why and f'{why}; '}step {done.number}: {error.problem}: {error.remedy}; the run waits for it"
+                        f" up to {WAITS_FOR_ROOM_S / 60:.0f} minutes (Ctrl-C ends it without what it has not saved)"
                     )
                 has_said = True
-                time.sleep(_LOOKED_AGAIN_S)
+                for _ in range(_LOOKS):
+                    vote = self._vote_of_all(done, is_due=self._clock() - begun_s >= WAITS_FOR_ROOM_S)
+                    if vote.end_signal is not None:
+                        self._end_without_room(error, vote.end_signal)
+                    if vote.is_due:  # it has waited long enough
+                        raise
+                    time.sleep(_LOOKED_AGAIN_S)
+
+    def _end_without_room(self, error: NoRoomError, end_signal: signal.Signals) -> NoReturn:
+        self._say(str(error))
+        raise SystemExit(128 + end_signal)
 
     def _save(self, done: StepDone, place: Mapping[str, Any] | None = None) -> None:
         start_s, state = self._clock(), self._state(done, self._progress)
         if self._under_way is not None:
-            self._advance(wait=True)
+            self._has_room(done, partial(self._advance, wait=True))
         lack = self._unwritten()
         if self._saver.most(lack is not None, done.number):
-            raise lack or NoRoomError("rank 0 could not write the run's losses", "look at its message")
+            raise lack or NoRoomError("rank 0 has no room for the run's losses", "make room there", "resume")
         self._saver.save(state if place is None else replace(state, loader=dict(place)))
-        if self._is_best(done) and done.evaluation is not None:
-            self._least_loss = done.evaluation.loss
         self._saved_s, self._again_s, self._has_saved_last = self._clock(), math.inf, True
         self._save_took_s = self._saved_s - start_s
         self._under_way = done, self._save_took_s
@@ -243,6 +255,9 @@ class PeriodicCheckpoints:
         if not self._saver.advance(wait=wait):
             self._under_way = save
         elif save is not None:
+            done, _ = save
+            if self._is_best(done) and done.evaluation is not None:
+                self._least_loss = done.evaluation.loss
             self._saved(*save)
 
     def _is_best(self, done: StepDone) -> bool:

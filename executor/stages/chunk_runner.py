@@ -234,12 +234,11 @@ class DeferredGradients:
     ) -> None:
         self._weights, self._accumulate, self.takes_all = list(weights), accumulate, takes_all
         self._work: DeferredWork | None = None
-        self.claim()
 
-    def claim(self) -> None:
-        """Have the weights hand over here, and to no other stage that was made of them meanwhile."""
+    def take_over(self, *, is_on: bool) -> None:
+        """Have the weights hand over here from now on; or to autograd again, as for other stages of theirs."""
         for weight in self._weights:
-            setattr(weight, _QUEUE, self)
+            setattr(weight, _QUEUE, self if is_on else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # weights that are saved have no queue
@@ -396,8 +395,8 @@ class ChunkRunner:
         self._carried = CarriedKeys(plan) if has_pieces else None
         if self._deferred is None and BackwardInput in map(type, plan.instructions):
             self._deferred = self._made_splittable()
-        elif self._deferred is not None:
-            self._deferred.claim()
+        if self._deferred is not None:
+            self._deferred.take_over(is_on=True)
         if not plan.forward_only:
             self._gradients.begin(plan)
 
@@ -561,6 +560,8 @@ class ChunkRunner:
             for micro_batch, figures in self._figures.items():
                 own[1:, first + micro_batch] = figures
             sum_over_job(sums)
+        if self._deferred is not None:
+            self._deferred.take_over(is_on=False)
         loss_sum, num_pairs, *figure_sums = map(_exact_sum, sums.flatten(1).tolist())
         self.preferences = PreferenceFigures.of_sums(num_pairs, *figure_sums) if num_pairs else None
         return loss_sum

@@ -112,7 +112,7 @@ def run_variant(
     log = None if context.log is None else replace(context.log, variant=variant.name)
     listeners = listeners if log is None else [*listeners, log]
     evaluate: Callable[[int], EvalDone | None] = _never
-    stops: Callable[[Mapping[str, Any]], None] = _never
+    stops: Callable[[Mapping[str, Any], str], None] = _never
     with ExitStack() as stack:
         stack.callback(transport.close)
         load = _loader_of(context, config)
@@ -157,7 +157,7 @@ def _hooks(context: RankContext, config: TrainConfig, built: BuiltModel, log: Ra
     )
 
 
-def _never(_: object) -> None:
+def _never(*_: object) -> None:
     """In the place of an evaluation, or of a save."""
 
 

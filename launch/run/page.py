@@ -71,11 +71,13 @@ class LivePage:
     _due_s: float = 0.0
 
     def add(self, variant: str, done: StepDone) -> None:
-        """One more step of a variant, which the run's events have already."""
+        """One more step of a variant, which the run's events have already, unless there is no room for them."""
+        is_first = self.run is None
         if self.run is None:
             self.run = RunSoFar.of(read_events(self.run_dir / EVENTS_FILE))
-        else:
-            next(series for series in self.run.variants if series.label.name == variant).add(done)
+        series = next(series for series in self.run.variants if series.label.name == variant)
+        if not is_first or not series.num_steps:
+            series.add(done)
         start_s = self.clock()
         if start_s >= self._due_s:
             with suppress(DataError):  # on a full disk it is the run's own files that say so

@@ -136,17 +136,20 @@ def test_split_backwards_of_torch_linears_give_the_bits_of_whole_ones(make_accum
     assert held[f"0I{len(batches) - 1}"] > held[f"0W{len(batches) - 1}"] == 0
 
 
-@pytest.mark.parametrize("make_accumulator", [PlainAccumulator, Float32Accumulator, ExactAccumulator])
-def test_two_stages_over_one_model_take_turns(make_accumulator):
+@pytest.mark.parametrize("first", [PlainAccumulator, Float32Accumulator, ExactAccumulator])
+@pytest.mark.parametrize("second", [PlainAccumulator, Float32Accumulator, ExactAccumulator])
+def test_two_stages_over_one_model_and_a_plain_loop_take_turns(first, second):
     parts = make_parts(3)
     model, (_, expected) = torch.nn.Sequential(*parts), whole_batch(parts)
     plan = prove_step(planner_for(1), SAMPLES, step=0).plans[0][0]
     batches = [batch_of(m) for m in plan.micro_batches]
-    stages = [TorchStage(model, loss_sum, accumulator=make_accumulator) for _ in range(2)]
-    for stage in (*stages, *stages):
-        PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches)
-        found = [p.grad if p.grad is not None else p.main_grad for p in model.parameters()]
+    stages = [TorchStage(model, loss_sum, accumulator=accumulator) for accumulator in (first, second)]
+    for number in (0, 1, 0, 1):
+        PipelineExecutor(stages[number], InlineHub().transport(0)).execute(plan, batches)
+        is_wide = (first, second)[number] is Float32Accumulator
+        found = [p.main_grad if is_wide else p.grad for p in model.parameters()]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(whole_batch(parts)[1], expected)
 
 
 def test_a_stage_without_weights_that_train_is_none_that_was_detached():

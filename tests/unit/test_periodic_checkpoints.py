@@ -137,12 +137,12 @@ def test_a_step_that_ends_the_run_has_the_one_before_it_saved_where_no_save_has_
     checkpoints = PeriodicCheckpoints(
         kept, settings, state, EndRequest(60), num_steps=9, num_samples=lambda _: 1, progress=RunProgress()
     )
-    checkpoints.save_last({"step": 0})
+    checkpoints.save_last({"step": 0}, "")
     assert not kept.saved  # no step has run
     for step in range(3):
         checkpoints.step_done(a_step(step))
-    checkpoints.save_last({"step": 3})
-    checkpoints.save_last({"step": 3})
+    checkpoints.save_last({"step": 3}, "")
+    checkpoints.save_last({"step": 3}, "")
     assert [(run.step, run.loader, run.num_samples) for run in kept.saved] == [(2, {}, 2), (3, {"step": 3}, 3)]
     assert kept.waited.count(True) == 2  # also for a save that is under way
 
@@ -165,26 +165,31 @@ def test_a_run_of_more_than_minutes_saves_unasked_where_there_is_room_and_not_fo
 
 
 class Full(Kept):
-    """A saver without room for so many saves; in the background, the second look at one finds that out."""
+    """A saver without room for so many saves, after `skips` others; in the background, a later look finds that out."""
+
+    skips = 0
 
     def __init__(self, failing: int, *, background: bool = False, others: SaveVote = SaveVote(False)) -> None:  # noqa: B008
         super().__init__(others)
-        self.failing, self._background, self._looks = failing, background, 0
+        self.failing, self._background, self.looks_left = failing, background, 0
 
     def save(self, run: RunState) -> None:
-        assert self._looks == 0
+        assert self.looks_left == 0
         super().save(run)
-        self._looks = 2 if self._background else 1
+        self.looks_left = 2 if self._background else 1
         if not self._background:
             self.advance()
 
     def advance(self, *, wait: bool = False) -> bool:
-        found, self._looks = bool(self._looks), 0 if wait else max(0, self._looks - 1)
-        if found and self._looks == 0 and self.failing > 0:
+        is_under_way, self.looks_left = bool(self.looks_left), 0 if wait else max(0, self.looks_left - 1)
+        if is_under_way and self.looks_left == 0 and self.failing > 0:
+            if self.skips:
+                self.skips -= 1
+                return True
             self.failing -= 1
             self.saved.pop()
             raise NoRoomError("the disk is full", "make room there")
-        return self._looks == 0
+        return self.looks_left == 0
 
 
 @pytest.fixture
@@ -210,7 +215,7 @@ def test_a_save_without_room_falls_due_again_and_the_run_goes_on(background: boo
 def test_the_last_save_waits_for_room(background: bool, slept: list[float]) -> None:
     said: list[str] = []
     assert steps_saved(CheckpointSettings(), saver=Full(3, background=background), say=said.append) == [7]
-    assert len(slept) == 3
+    assert len(slept) == 30  # whether it is to end, ten times between two tries
     assert said == [
         "step 7: the disk is full: make room there; the run waits for it up to 60 minutes (Ctrl-C ends it without what"
         " it has not saved)"
@@ -240,14 +245,43 @@ def test_nothing_is_saved_before_what_goes_with_it_is_written(slept: list[float]
 def test_a_run_does_not_wait_for_room_once_it_is_asked_to_end(
     slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(NoRoomError, match="the disk is full: make room there"):
-        steps_saved(CheckpointSettings(), saver=Full(10**9, others=SIGTERM))
+    said: list[str] = []
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        steps_saved(CheckpointSettings(), saver=Full(10**9, others=SIGTERM), say=said.append)
+    assert said == ["the disk is full: make room there"]
     assert not slept
-    request, looks = EndRequest(60), [None, None, signal.SIGTERM]
+    request, looks = EndRequest(60), [None] * 12 + [signal.SIGTERM]
     monkeypatch.setattr(saving.time, "sleep", lambda _: setattr(request, "signal", looks.pop(0)))
-    with pytest.raises(NoRoomError, match="the disk is full: make room there"):
-        steps_saved(CheckpointSettings(), saver=Full(10**9), request=request)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        steps_saved(CheckpointSettings(), saver=Full(10**9), request=request, say=said.append)
     assert not looks
+    assert said[-1] == "the disk is full: make room there"
+
+
+def test_a_save_in_the_background_without_room_takes_no_other_with_it() -> None:
+    kept = Full(1, background=True)
+    request = EndRequest(60)
+    checkpoints = PeriodicCheckpoints(
+        kept, CheckpointSettings(save_every=1), state, request, num_steps=9, num_samples=lambda _: 1,
+        progress=RunProgress(),
+    )  # fmt: skip
+    checkpoints.step_done(a_step(0))
+    request.signal = signal.SIGTERM
+    kept.looks_left = 9  # still under way after the next step
+    with pytest.raises(SystemExit):
+        checkpoints.step_done(a_step(1))
+    assert [run.step for run in kept.saved] == [2]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_is_what_was_saved_and_without_room_is_not_tried_at_every_step(background: bool) -> None:
+    said: list[str] = []
+    losses = {2: 5.0, 5: 3.0, 6: 2.9, 9: 4.0}
+    saver = Full(1, background=background)
+    saver.skips = 1  # of the saves before
+    saved = steps_saved(CheckpointSettings(keep_best=True), saver=saver, last=10, validation=losses, say=said.append)
+    assert saved == ([2, 7, 9, 10] if background else [2, 6, 10])
+    assert len(said) == 1
 
 
 def test_what_was_saved_is_waited_for_at_the_end_alone() -> None:

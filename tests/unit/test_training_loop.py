@@ -240,13 +240,15 @@ def test_a_step_that_ends_the_run_says_where_the_loader_was_before_it() -> None:
                 raise NotFiniteError("step 5 is not finite")
             return run.step(executed)
 
-    hooks = LoopHooks(stops=stopped.append)
+    hooks = LoopHooks(stops=lambda place, why: stopped.append((place, why)))
     with pytest.raises(NotFiniteError):
         for _ in train_steps(run.loader, run.executors, Ends(), LoopSettings(num_steps=NUM_STEPS), [kept], hooks):
             pass
     assert [done.number for done in kept.steps] == [1, 2, 3, 4]
     other = Run()
-    other.loader.load_state_dict(stopped[0])
+    place, why = stopped[0]
+    assert why == "step 5 is not finite"
+    other.loader.load_state_dict(place)
     assert next(iter(other.loader))[1].step == 4
 
 
