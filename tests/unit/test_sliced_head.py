@@ -63,7 +63,7 @@ def test_exact_sums_have_the_same_bits_whole_backward_or_split_and_are_taken_sli
         taken.append(gradient)
         accumulator.add_weight(to, gradient)
 
-    DeferredGradients([weight], add, takes_all=True)
+    DeferredGradients([weight], add, takes_all=True).take_over(is_on=True)
     sums = []
     for positions in (slice(0, 50), slice(16, 50), slice(0, 16)):  # the slices are of 16: the last two make the first
         if positions.stop == 50:
