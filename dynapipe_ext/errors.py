@@ -20,6 +20,7 @@ MOST_NAME_BYTES = 255  # of a file
 NO_ARRAY = (OSError, ValueError, EOFError, TypeError, OverflowError, SyntaxError, tokenize.TokenError, RecursionError)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+UNWRITABLE = (*NO_ROOM, *FORBIDDEN)  # now, or at another start
 _ALIKE = 0.6  # share of letters in common, as difflib counts
 
 

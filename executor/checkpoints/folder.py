@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import MOMENT_BYTES
-from dynapipe_ext.errors import FORBIDDEN, MOST_NAME_BYTES, NO_ROOM, DataError, format_bytes, reason, short
+from dynapipe_ext.errors import MOST_NAME_BYTES, UNWRITABLE, DataError, format_bytes, reason, short
 from dynapipe_ext.executor.events import losses_compare
 from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.models.architecture import without_defaults
@@ -39,8 +39,6 @@ RECENT_STEPS = 10  # whose losses a checkpoint has; those of all steps are in th
 _T = TypeVar("_T")
 AUTO_SAVE_S = 600.0  # between saves that nobody asked for
 _MASTER_BYTES = 4  # of a 16-bit weight
-# Where nothing can be written, now or at another start.
-_LASTING = (*NO_ROOM, *FORBIDDEN)
 _RUSTS_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors'
 _PROBE_BYTES = 1 << 16
 
@@ -459,7 +457,7 @@ def unwritable_number(error: BaseException, folder: Path) -> int:
         if named := _RUSTS_NUMBER.search(str(cause)):
             number = int(named[1])
         if number is not None:
-            return number if number in _LASTING else 0
+            return number if number in UNWRITABLE else 0
         cause = cause.__cause__ or cause.__context__
     return _refused_now(folder)
 
@@ -469,7 +467,7 @@ def _refused_now(folder: Path) -> int:
     try:
         probe.write_bytes(bytes(_PROBE_BYTES))
     except OSError as error:
-        return error.errno if error.errno in _LASTING else 0
+        return error.errno if error.errno in UNWRITABLE else 0
     finally:
         with contextlib.suppress(OSError):  # of a place that is read-only
             probe.unlink()

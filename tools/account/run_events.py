@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from dynapipe_ext.errors import FORBIDDEN, NO_ROOM, DataError, NoRoomError, writing_move
+from dynapipe_ext.errors import UNWRITABLE, DataError, NoRoomError, writing_move
 from dynapipe_ext.executor.events import AllRanks, DriftingShape, StepDone, furthest_off
 from dynapipe_ext.models.flops import Work
 from dynapipe_ext.tools.account.report import (
@@ -124,7 +124,7 @@ class EventsFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             problem, remedy = f"{self._path} cannot be written ({error.strerror})", writing_move(error.errno)
-            if not self._keeps_steps or error.errno not in (*NO_ROOM, *FORBIDDEN):
+            if not self._keeps_steps or error.errno not in UNWRITABLE:
                 raise DataError(f"{problem}: {remedy}") from error
             with suppress(OSError):
                 self._file.truncate(num_before)  # no part of a line stays
