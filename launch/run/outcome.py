@@ -23,7 +23,7 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.interchange import run_costs_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.errors import DataError, DynaPipeError, in_one_line
+from dynapipe_ext.errors import DynaPipeError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import checkpoints, read_manifest
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.plans.dump import forget_plans_ahead
@@ -183,12 +183,10 @@ def write_unfinished(run_dir: Path, reason: str, command: str) -> None:
     command line that resumes it."""
     events = read_events(run_dir / EVENTS_FILE)
     report = report_of(events, unfinished=reason)
-    try:
+    with _where_there_is_room():
         report.write(run_dir / "report.json")
         note(run_dir, "ended", report.result.first_step + report.steps, f"early: {reason}")
         write_page(run_dir, RunSoFar.of(events), unfinished=reason)
-    except DataError as error:  # a full disk may be why the run ends
-        print(f"dynapipe: the report could not be written: {error}", file=sys.stderr)
     ending_line = f"{report.steps} of {counted(events.num_steps, 'step')} ran: what is known of them is in {run_dir}"
     saved = _saved_line(run_dir, "" if report.compare else command)
     Console(stderr=True, highlight=False).print(f"{ending_line}\n{saved}", markup=False, soft_wrap=True)
@@ -231,9 +229,16 @@ def _own_command() -> str:
 
 
 def _report_early_end(run_dir: Path, reason: str, command: str) -> None:
-    try:
+    with _where_there_is_room():
         write_unfinished(run_dir, reason, command)
-    except DynaPipeError as error:  # a full disk may be the cause of both: the first one is what ends the run
+
+
+@contextmanager
+def _where_there_is_room() -> Iterator[None]:
+    """What cannot be reported within is said: a full disk may be the cause of that, and of the run's end before it."""
+    try:
+        yield
+    except DynaPipeError as error:
         print(f"dynapipe: the report could not be written: {error}", file=sys.stderr)
 
 
