@@ -93,7 +93,7 @@ class TorchStage:
             return [weight for owner in owners for weight in make_linears_splittable(owner)]
 
         self._runner = ChunkRunner(
-            [_trains(chunk, trained) for chunk in chunks],
+            [_has_trained(chunk, trained) for chunk in chunks],
             gradients,
             parameters=own,
             make_splittable=make_splittable,
@@ -202,7 +202,7 @@ def _chunks(modules: Any) -> list[Module]:
     return chunks
 
 
-def _trains(chunk: object, trained: Sequence[torch.Tensor]) -> bool:
+def _has_trained(chunk: object, trained: Sequence[torch.Tensor]) -> bool:
     """Whether any of these weights is the chunk's; whose a function's are, nobody knows."""
     return bool(trained) and (not isinstance(chunk, torch.nn.Module) or not {*trained}.isdisjoint(chunk.parameters()))
 
