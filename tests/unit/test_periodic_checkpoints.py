@@ -80,6 +80,14 @@ def state(done: StepDone, progress: RunProgress) -> RunState:
     )
 
 
+def checkpoints_of(
+    saver: Kept, settings: CheckpointSettings, request: EndRequest | None = None, *, num_steps: int = 9, **options: Any
+) -> PeriodicCheckpoints:
+    """Of a new run, each step of which has one sample."""
+    options = {"num_samples": lambda _: 1, "progress": RunProgress(), **options}
+    return PeriodicCheckpoints(saver, settings, state, request or EndRequest(60), num_steps=num_steps, **options)
+
+
 def steps_saved(
     settings: CheckpointSettings,
     *,
@@ -134,9 +142,7 @@ def test_a_run_saves_by_steps_by_the_clock_and_after_its_last_step() -> None:
 def test_a_step_that_ends_the_run_has_the_one_before_it_saved_where_no_save_has_it() -> None:
     kept = Kept()
     settings = CheckpointSettings(save_every=2)
-    checkpoints = PeriodicCheckpoints(
-        kept, settings, state, EndRequest(60), num_steps=9, num_samples=lambda _: 1, progress=RunProgress()
-    )
+    checkpoints = checkpoints_of(kept, settings)
     checkpoints.save_last({"step": 0}, "")
     assert not kept.saved  # no step has run
     for step in range(3):
@@ -225,17 +231,8 @@ def test_the_last_save_waits_for_room(background: bool, slept: list[float]) -> N
 def test_nothing_is_saved_before_what_goes_with_it_is_written(slept: list[float]) -> None:
     kept, said = Kept(), list[str]()
     lacks: list[NoRoomError | None] = [None, NoRoomError("losses are not written", "make room"), None]
-    checkpoints = PeriodicCheckpoints(
-        kept,
-        CheckpointSettings(save_every=1),
-        state,
-        EndRequest(60),
-        num_steps=3,
-        num_samples=lambda _: 1,
-        progress=RunProgress(),
-        say=said.append,
-        unwritten=lambda: lacks.pop(0),
-    )
+    options = {"num_steps": 3, "say": said.append, "unwritten": lambda: lacks.pop(0)}
+    checkpoints = checkpoints_of(kept, CheckpointSettings(save_every=1), **options)
     for step in range(3):
         checkpoints.step_done(a_step(step))
     assert [run.step for run in kept.saved] == [1, 3]
@@ -261,10 +258,7 @@ def test_a_run_does_not_wait_for_room_once_it_is_asked_to_end(
 def test_a_save_in_the_background_without_room_takes_no_other_with_it() -> None:
     kept = Full(1, background=True)
     request = EndRequest(60)
-    checkpoints = PeriodicCheckpoints(
-        kept, CheckpointSettings(save_every=1), state, request, num_steps=9, num_samples=lambda _: 1,
-        progress=RunProgress(),
-    )  # fmt: skip
+    checkpoints = checkpoints_of(kept, CheckpointSettings(save_every=1), request)
     checkpoints.step_done(a_step(0))
     request.signal = signal.SIGTERM
     kept.looks_left = 9  # still under way after the next step
@@ -308,16 +302,8 @@ def test_a_save_in_the_background_is_told_of_once_it_is_whole() -> None:
             return not self.looks
 
     told: list[tuple[int, int]] = []  # after so many steps, of the checkpoint of so many
-    checkpoints = PeriodicCheckpoints(
-        InBackground(),
-        CheckpointSettings(save_every=4),
-        state,
-        EndRequest(60),
-        num_steps=9,
-        num_samples=lambda _: 1,
-        progress=RunProgress(),
-        saved=lambda done, _: told.append((len(steps), done.number)),
-    )
+    saved = lambda done, _: told.append((len(steps), done.number))  # noqa: E731
+    checkpoints = checkpoints_of(InBackground(), CheckpointSettings(save_every=4), saved=saved)
     steps: list[int] = []
     for step in range(9):
         steps.append(step)
