@@ -26,6 +26,7 @@ RULES = {
     "window": DocumentRule(window=50, scale=0.1),
     "both ways": DocumentRule(is_causal=False),
     "capped": DocumentRule(softcap=5.0),
+    "deterministic": DocumentRule(is_deterministic=True),
 }
 
 
@@ -38,6 +39,8 @@ def test_values_and_gradients_are_those_of_the_definition(name: str, groups: int
     kernel = next((kernel for kernel in KERNELS if kernel.name == name), None)
     if rule.softcap and (kernel is None or not kernel.softcap):
         pytest.skip(f"{name} caps no scores")
+    if rule.is_deterministic and kernel is not None and not kernel.deterministic:
+        pytest.skip(f"{name} has no deterministic mode")
     device = torch.device("cuda")
     tensors = packed_tensors(8, groups, 64, lengths=LENGTHS, dtype=torch.bfloat16, device=device)
     exact = [x.detach().double().requires_grad_() for x in tensors]
