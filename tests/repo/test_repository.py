@@ -25,7 +25,7 @@ TOP_LEVEL = {
     "README.md",
     "LICENSE",
 }
-LONGEST_FILE_LINES = 600
+LONGEST_FILE_LINES = 800
 LONGEST_FUNCTION_LINES = 50
 # Of these a cut would read worse.
 LONGER_FUNCTIONS = {
