@@ -1,15 +1,9 @@
-"""Runs a rank's instructions: takes buffers from one stage call to the next and to the transport.
-
-Instructions run in the plan's order. With `arrived`, weight gradients fill the wait for a transfer: the next W of the
-plan whose I has run is run early. The W keep their order among each other, none passes a backward that adds to the same
-weights, and no other instruction moves. So transfers, buffers and sums of gradients are those of the plan (`filling`
-proves that nothing else changes for the worse).
-"""
+"""Runs a rank's instructions: takes buffers from one stage call to the next and to the transport."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import assert_never
@@ -42,11 +36,6 @@ class PipelineExecutor:
     `rank` labels recorded spans and errors (default: the plan's pipeline rank). `clock` returns seconds and is read
     around recorded actions only; on an accelerator a recording run passes a clock that synchronises first. `ranges`
     gives the context in which an action runs, by its label (`profiler_ranges`). Two executors fit in one process.
-
-    `arrived` says of a transfer whether it has ended, without blocking (`WatchedTransport.arrived`); with it, waits are
-    filled with weight gradients, which must then join no collective over replicas (ZeRO-2 and 3 do). It pays with plans
-    of `lower(fill_waits=True)`. On an accelerator, where actions are only queued, it must first wait for the work that
-    is queued: else every transfer looks late.
     """
 
     def __init__(
@@ -58,7 +47,6 @@ class PipelineExecutor:
         rank: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ranges: Callable[[str], AbstractContextManager[object]] | None = None,
-        arrived: Callable[[Pending], bool] | None = None,
     ) -> None:
         self._stage = stage
         self._transport = transport
@@ -66,7 +54,6 @@ class PipelineExecutor:
         self._rank = rank
         self._clock = clock
         self._ranges = ranges
-        self._arrived = arrived
 
     def execute(self, plan: ExecutionPlan, micro_batches: Sequence[Batch]) -> float:
         """Run one step and return the loss of the global batch; gradients are then complete and reduced.
@@ -92,7 +79,6 @@ class PipelineExecutor:
         buffers: dict[Buffer, Tensors] = {}
         sends: dict[Buffer, Pending] = {}
         receives: dict[Buffer, Pending] = {}
-        weights = _WeightQueue(plan, stage.ordered_stages()) if self._arrived is not None else None
         for instruction in plan.instructions:
             try:
                 match instruction:
@@ -110,20 +96,15 @@ class PipelineExecutor:
                         del output_grads
                         if s > 0:
                             buffers[Buffer("gradient", s, m)] = input_grads
-                        if weights is not None:
-                            weights.ready.add((s, m))
                     case BackwardWeight():
-                        if weights is None or weights.take_in_turn():
-                            act(instruction, ())
+                        act(instruction, ())
                     case Send(buffer):
                         sends[buffer] = transport.send(instruction, buffers.pop(buffer))
                     case Recv(buffer):
                         receives[buffer] = transport.recv(instruction)
                     case WaitSend(buffer):
-                        self._fill(plan, sends[buffer], weights, act)
                         sends.pop(buffer).wait()
                     case WaitRecv(buffer):
-                        self._fill(plan, receives[buffer], weights, act)
                         buffers[buffer] = receives.pop(buffer).wait()
                     case _:
                         assert_never(instruction)
@@ -135,17 +116,6 @@ class PipelineExecutor:
             raise ExecutionError(
                 f"step {plan.step}: the plan left buffers behind: {left[:5]}; verify plans before running"
             )
-
-    def _fill(self, plan: ExecutionPlan, pending: Pending, weights: _WeightQueue | None, act: _Act) -> None:
-        """Until a transfer has ended, weight gradients run if they may."""
-        if self._arrived is None or weights is None:
-            return
-        while not self._arrived(pending) and (weight := weights.take_early()) is not None:
-            try:
-                act(weight, ())
-            except Exception as error:
-                error.add_note(self._place(plan, weight))
-                raise
 
     def _seen(self, plan: ExecutionPlan, action: Computation, tensors: Tensors) -> Tensors:
         """What the stage makes of `tensors`, seen by the recorder and within a range."""
@@ -203,40 +173,3 @@ class PipelineExecutor:
             f"{where}: micro-batch {number} of {m.rows} rows x {lengths} tokens, {m.layout}, recomputation"
             f" {m.recompute}; predicted peak of this rank {peak_bytes} bytes"
         )
-
-
-class _WeightQueue:
-    """The weight gradients of a plan, taken in its order, each once: in turn, or early while a transfer is late."""
-
-    def __init__(self, plan: ExecutionPlan, ordered_stages: Collection[int]) -> None:
-        self.ready: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I or B has run
-        self._order: list[tuple[BackwardWeight, set[tuple[int, int]]]] = []  # each with the backwards it must not pass
-        self._num_taken = self._num_passed = 0
-        last: dict[int, tuple[int, int]] = {}  # of each stage, the backward before this place that adds to its weights
-        for instruction in plan.instructions:
-            match instruction:
-                case Backward(s, m) | BackwardInput(s, m):
-                    for stage in ordered_stages:
-                        last[stage] = s, m
-                    if isinstance(instruction, Backward) or plan.micro_batches[m].adds_weights_in_input_backward:
-                        last[s] = s, m
-                case BackwardWeight(s, m):
-                    self._order.append((instruction, {(s, m), last.get(s, (s, m))}))
-
-    def take_early(self) -> BackwardWeight | None:
-        """Take the next one, if its I and all backwards that it must not pass have run."""
-        if self._num_taken == len(self._order):
-            return None
-        weight, backwards = self._order[self._num_taken]
-        if not backwards <= self.ready:
-            return None
-        self._num_taken += 1
-        return weight
-
-    def take_in_turn(self) -> bool:
-        """Take the one at the next place of the plan; False if it was taken early."""
-        self._num_passed += 1
-        if self._num_passed <= self._num_taken:
-            return False
-        self._num_taken += 1
-        return True

@@ -23,7 +23,7 @@ import heapq
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, assert_never, overload
@@ -34,9 +34,7 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, LossNorm, MicroBatch
 from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec
 from dynapipe_ext.core import native
-from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 
@@ -460,7 +458,6 @@ def lower(
     step_plan: StepPlan,
     activation_format: ActivationFormat,
     *,
-    fill_waits: bool = False,
     replicas_meet: bool = False,
     unchanged: Mapping[int, RankPrograms] = MappingProxyType({}),
 ) -> tuple[tuple[ExecutionPlan, ...], ...]:
@@ -468,8 +465,6 @@ def lower(
 
     Where `replicas_meet` in collectives inside micro-batches, the times of the first replica order the transfers of
     all, so that transfers and collectives have one order.
-
-    `fill_waits` makes plans for executors that run weight gradients while they wait: see `_with_filled_waits`.
     """
     batch = step_plan.batch
     plan_of_batch = _plan_of_batch(batch)
@@ -478,10 +473,6 @@ def lower(
     for replica, schedule, prediction, replica_costs in zip(
         batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.costs, strict=True
     ):
-        if fill_waits and schedule.is_split:
-            schedule, prediction = _with_filled_waits(
-                schedule, prediction, replica_costs, share_cores=step_plan.cores is not None
-            )
         # Where replicas have unequal numbers of micro-batches the proof says what is wrong.
         same_order = replicas_meet and len(batch.replicas[0].micro_batches) == len(replica.micro_batches)
         instructions = unchanged.get(replica.dp_rank) or lower_schedule(
@@ -517,19 +508,6 @@ def _plan_of_batch(batch: GlobalBatchPlan) -> partial[ExecutionPlan]:
         num_micro_batches=tuple(len(replica.micro_batches) for replica in batch.replicas),
         width=batch.width,
     )
-
-
-def _with_filled_waits(
-    schedule: PipelineSchedule, prediction: Prediction, costs: MicroBatchCosts, *, share_cores: bool
-) -> tuple[PipelineSchedule, Prediction]:
-    """The schedule with room to fill waits, and its prediction: the makespan of ranks that fill their waits, the peaks
-    of the schedule. A filled wait does not free a core, so ranks that share cores keep the schedule's makespan."""
-    schedule = with_room_to_fill(schedule, costs)
-    if share_cores:
-        return schedule, prediction
-    filling_ns = filling_makespan_ns(schedule, costs)
-    bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
-    return schedule, replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
 
 
 def loss_divisor(batch: GlobalBatchPlan) -> int:

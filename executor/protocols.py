@@ -44,12 +44,6 @@ class Stage(Protocol):
 
     def backward_weight(self, stage: int, micro_batch: int) -> None: ...
 
-    def ordered_stages(self) -> frozenset[int]:
-        """The stages of this step whose W must pass no backward of this rank: one of their linear layers shares its
-        weight with another module (a tied embedding), whose gradients come from backwards, and sums have an order.
-        Asked where W may run while a transfer is late."""
-        ...
-
     def finish_step(self) -> float:
         """Reduce gradients over replicas (once a step) and return the loss of the global batch."""
         ...

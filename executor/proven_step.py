@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from dynapipe_ext.batch.micro_batches import SampleLength, sample_pieces
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan, RankPrograms, lower
 from dynapipe_ext.executor.proof import verify, verify_step, with_collectives
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -41,11 +41,6 @@ class StepPlanner(Protocol):
 
     @property
     def replica_collectives(self) -> ReplicaCollectives: ...
-
-    @property
-    def fill_waits(self) -> bool:
-        """Whether executors will run weight gradients while they wait."""
-        ...
 
     def plan(
         self,
@@ -95,8 +90,7 @@ def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: i
     bytes reserved. If that is not enough, the reserve becomes the most that was ever in flight: this settles it at
     once, but may cost makespan. If no plan can spare that much, only the excess is added to the reserve.
 
-    Raises PlanError or VerificationError; ConfigError where waits cannot be filled, or the planner does not know what a
-    proof needs.
+    Raises PlanError or VerificationError; ConfigError if the planner does not know what a proof needs.
     """
     limit, most_in_flight = int(planner.memory_limit_bytes), 0
     reserves: tuple[int, ...] = (0,)
@@ -108,7 +102,6 @@ def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: i
             step_plan,
             planner.activation_format,
             planner.replica_collectives,
-            fill_waits=planner.fill_waits,
             like=first,
         )
         first = first or proven
@@ -140,26 +133,17 @@ def prove(
     activation_format: ActivationFormat,
     collectives: ReplicaCollectives,
     *,
-    fill_waits: bool = False,
     like: ProvenStep | None = None,
 ) -> ProvenStep:
     """A step as planned, lowered and proven. The caller decides whether its peaks fit a limit.
 
     Replicas that have not changed since the step `like` this one, made alike, keep their instructions; all are proven
-    anew. Raises VerificationError where ranks would wait for ever or disagree. Raises ConfigError where W's would move
-    that join other replicas' W's, as those ranks move theirs at other times.
+    anew. Raises VerificationError where ranks would wait for ever or disagree.
     """
-    if fill_waits and collectives.with_gradients:
-        raise ConfigError(
-            f"fill_waits moves weight gradients at run time, but each joins a {collectives.with_gradients[0]} over"
-            " replicas (ZeRO stage 2 or 3), which needs one order on all: leave fill_waits out, or take ZeRO stage 1"
-        )
     collectives = collectives.at_width(step_plan.width)
     replicas_meet = any(collectives.of_micro_batches)  # then one's times order the transfers of all
     unchanged = {} if like is None or replicas_meet else _unchanged(step_plan, like)
-    lowered = lower(
-        step_plan, activation_format, fill_waits=fill_waits, replicas_meet=replicas_meet, unchanged=unchanged
-    )
+    lowered = lower(step_plan, activation_format, replicas_meet=replicas_meet, unchanged=unchanged)
     buffers = _in_flight_bytes(step_plan, lowered, collectives)
     plans = []
     for replica, in_flight in zip(lowered, buffers, strict=True):

@@ -176,7 +176,6 @@ class Planner(PlanRules):
             costs=adjusted(self.costs, ForwardsAlone()),
             schedule="adaptive",
             split_backward=False,
-            fill_waits=False,
             recompute="auto",
             pieces="off",
             noise=0.0,

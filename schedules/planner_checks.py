@@ -18,7 +18,6 @@ def check_forward_only(rules: PlanRules) -> None:
     concerns_backwards = {
         "schedule": rules.schedule != "adaptive",
         "split_backward": rules.split_backward,
-        "fill_waits": rules.fill_waits,
         "recompute": rules.recompute not in ("auto", "none"),
         "noise": rules.noise > 0,
     }

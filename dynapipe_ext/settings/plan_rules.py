@@ -32,14 +32,13 @@ class PlanRules:
     8 replicas on it tries more, in proportion. A larger effort begins as a smaller one does and ends no worse; for
     packed rows from 8,000 on, as a smaller one begins from fewer numbers of rows.
 
-    `split_backward` runs backwards as I and W under the adaptive schedule. `fill_waits` lets ranks run W while they
-    wait for a transfer; it does not change the plan. `recompute` "auto" chooses for each micro-batch, and "stage" for
-    samples in pieces alone: others that do not fit with "full" do not fit with "stage" either. Where it would recompute
-    or nothing fits, it also tries the kinds with "head", whose logits are never whole. `replica_counts` "equal" gives
-    every replica as many micro-batches. `pieces` cuts samples of more tokens than that, and runs their pieces one after
-    another ("carried" attention); "auto" does so where the step is predicted to end earlier. With `noise` the search
-    judges an order by its mean makespan over times that are drawn evenly from 1 - noise to 1 + noise of the predicted
-    ones; predictions and bounds stay those of the predicted times.
+    `split_backward` runs backwards as I and W under the adaptive schedule. `recompute` "auto" chooses for each
+    micro-batch, and "stage" for samples in pieces alone: others that do not fit with "full" do not fit with "stage"
+    either. Where it would recompute or nothing fits, it also tries the kinds with "head", whose logits are never whole.
+    `replica_counts` "equal" gives every replica as many micro-batches. `pieces` cuts samples of more tokens than that,
+    and runs their pieces one after another ("carried" attention); "auto" does so where the step is predicted to end
+    earlier. With `noise` the search judges an order by its mean makespan over times that are drawn evenly from
+    1 - noise to 1 + noise of the predicted ones; predictions and bounds stay those of the predicted times.
     """
 
     layout: Layout = setting("padded", "--layout", "of micro-batches")
@@ -51,7 +50,6 @@ class PlanRules:
     )
     effort: int = setting(8000, "--effort", "moves tried by the search", at_least=0, at_most=10**9)
     split_backward: bool = setting(False, "--split-backward", "run B as I and W")
-    fill_waits: bool = setting(False, "--fill-waits", "run W while a transfer is waited for")
     loss_norm: LossNorm = setting("tokens", "--loss-norm", "divide by target tokens or samples")
     recompute: Literal["auto", Recompute] = setting("auto")
     replica_counts: Literal["free", "equal"] = setting("free", "--replica-counts", "of micro-batches")
@@ -90,7 +88,6 @@ def check_rules(rules: PlanRules, where: str = "", *, counts_may_be_free: bool =
         raise ConfigError(
             f"{where}split_backward goes with the adaptive schedule, not with {rules.schedule!r}: choose one of them"
         )
-    check_fill_waits(rules.fill_waits, rules.schedule, rules.split_backward, where)
     if rules.noise and rules.schedule != "adaptive":
         raise ConfigError(
             f"{where}noise is {rules.noise:g} with schedule {rules.schedule!r}, whose order is given: search one"
@@ -160,14 +157,4 @@ def check_placed(schedule: ScheduleName, topology: Topology, where: str = "") ->
         raise ConfigError(
             f"{where}schedule {schedule!r} is for {stages}, but the placement is {topology.stage_ranks} ({placement}):"
             f" {move}, or take the adaptive schedule, which runs under any"
-        )
-
-
-def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: bool, where: str = "") -> None:
-    """Refuse to fill waits where there is nothing to fill them with. Errors: ConfigError."""
-    if fill_waits and not (split_backward if schedule == "adaptive" else schedule in SPLIT_SCHEDULES):
-        raise ConfigError(
-            f"{where}fill_waits needs weight gradients (W) of their own, but schedule {schedule!r} with split_backward"
-            f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
-            f" {', '.join(SPLIT_SCHEDULES)}"
         )

@@ -122,9 +122,6 @@ class ForwardStepStage:
         with self._timed("backward-compute"):
             self._runner.backward_weight(stage, micro_batch)
 
-    def ordered_stages(self) -> frozenset[int]:
-        return frozenset(self._plan.stages)  # loops do not fill waits, and models are the user's
-
     def finish_step(self) -> float:
         for num_tokens in self._num_tokens.values():
             self._gradients.count_tokens(num_tokens)

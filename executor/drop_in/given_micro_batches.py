@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -66,7 +66,6 @@ class GivenPlanner:
     split_backward: bool = False
     limit_bytes: int | None = None
     effort: int = PlanRules().effort
-    fill_waits: bool = field(default=False, init=False)
 
     @property
     def topology(self) -> Topology:

@@ -16,7 +16,7 @@ from dynapipe_ext.settings.plan_rules import PlanRules, check_rules
 from dynapipe_ext.settings.tables import PlanSettings
 
 _TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
-_OF_MEGATRON = ("schedule", "fill_waits", "loss_norm", "recompute", "replica_counts")
+_OF_MEGATRON = ("schedule", "loss_norm", "recompute", "replica_counts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

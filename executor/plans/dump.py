@@ -61,10 +61,6 @@ class DumpingPlanner:
     def replica_collectives(self) -> ReplicaCollectives:
         return self.planner.replica_collectives
 
-    @property
-    def fill_waits(self) -> bool:
-        return self.planner.fill_waits
-
     def plan(
         self,
         samples: Sequence[SampleLength],

@@ -60,9 +60,6 @@ class EmulatedStage:
         self._sleep(int(self._costs.weight_ns[stage, micro_batch]))
         del self._held[stage, micro_batch]
 
-    def ordered_stages(self) -> frozenset[int]:
-        return frozenset()
-
     def finish_step(self) -> float:
         return 0.0
 

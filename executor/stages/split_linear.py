@@ -7,8 +7,6 @@ those into weight gradients, with no collective. What is not a matrix product (n
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -130,14 +128,6 @@ def _applied(layer: Any, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
     bias = layer.bias if layer.bias is None else _as_computed(layer.bias)
     output: torch.Tensor = _SplitLinear.apply(_as_computed(x), layer.weight, bias, transposed)  # type: ignore[no-untyped-call]
     return output
-
-
-def with_shared_weights(chunks: Sequence[object]) -> list[bool]:
-    """Of each of a rank's chunks, whether one of its linear layers has a weight that another module here has, too."""
-    modules = [list(chunk.modules()) if isinstance(chunk, torch.nn.Module) else [] for chunk in chunks]
-    uses = Counter(weight for module in {m for own in modules for m in own} for weight in module._parameters.values())
-    linear = [[m.weight for m in own if type(m) is torch.nn.Linear or _is_conv1d(m)] for own in modules]
-    return [any(uses[weight] > 1 for weight in weights) for weights in linear]  # type: ignore[index]
 
 
 def _as_computed(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner, GradientAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.joined_ranks import ALONE, Joined
 from dynapipe_ext.executor.stages.position_losses import LossOfPairs
-from dynapipe_ext.executor.stages.split_linear import make_linears_splittable, with_shared_weights
+from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
 
 Module = Callable[..., Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor | LossOfPairs]
@@ -85,11 +85,8 @@ class TorchStage:
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
         self._loss_check = LossCheck(loss)
         gradients = accumulator(trained, parallel.sum_over_replicas if parallel else None)
-        self._orders = [False] * len(chunks)
 
         def make_splittable() -> list[torch.Tensor]:
-            if not gradients.by_use:
-                self._orders = with_shared_weights(chunks)
             return [weight for owner in owners for weight in make_linears_splittable(owner)]
 
         self._runner = ChunkRunner(
@@ -139,9 +136,6 @@ class TorchStage:
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
         self._runner.backward_weight(stage, micro_batch)
-
-    def ordered_stages(self) -> frozenset[int]:
-        return frozenset(stage for stage, orders in zip(self._plan.stages, self._orders, strict=True) if orders)
 
     def finish_step(self) -> float:
         self._loss_check.end()

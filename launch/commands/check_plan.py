@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if verdict.peak_bytes:  # it runs to its end, so it can be lowered
         step_plan = _step_plan(plan, verdict.peak_bytes, costs, lengths)
         try:
-            proven = prove(step_plan, message_format, planning.collectives, fill_waits=config.plan.fill_waits)
+            proven = prove(step_plan, message_format, planning.collectives)
         except VerificationError as error:
             verdict = replace(verdict, faults=(*verdict.faults, str(error)))
         else:

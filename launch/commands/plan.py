@@ -196,9 +196,6 @@ def _show(made: _Made, args: argparse.Namespace, console: Console) -> None:
         console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")
     view = of_proven_step(made.proven, planner.topology, planning_s=made.planning_s)
     console.print(rendered_plan(view, width=console.width))
-    if planner.fill_waits:
-        promised_s = max(replica[0].makespan_s for replica in made.proven.plans)
-        console.print(f"ranks that fill their waits with weight gradients (fill_waits) take {promised_s:.6g} s")
     console.print(certificate_table(made.certificate))
     if planner.equal_counts and not any(planner.replica_collectives.of_micro_batches):  # which free ones cannot meet
         free = prove_step(replace(planner, replica_counts="free"), made.samples, step=args.step or 0).step_plan

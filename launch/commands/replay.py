@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     step, reserve_bytes = dump.one("step", int), dump.one("reserve_bytes", int)
     replicas, core = dump.one("replicas", list), dump.one("core", str)
     step_plan = planner.plan(samples, step=step, reserve_bytes=reserve_bytes)
-    proven = prove(step_plan, planner.activation_format, planner.replica_collectives, fill_waits=planner.fill_waits)
+    proven = prove(step_plan, planner.activation_format, planner.replica_collectives)
     console = output(_PIPE_COLUMNS)
     console.print(rendered_plan(of_proven_step(proven, planner.topology), width=console.width))
     if not is_as_dumped:

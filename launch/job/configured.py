@@ -95,7 +95,7 @@ def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: A
     if config.placement != own_placement(schedule):
         topology = replace(topology, placement="", stages_per_rank=0, layers_per_stage=())
     topology = replace(topology, vocabulary="whole")
-    searched: dict[str, Any] = {"split_backward": False, "fill_waits": False, "pieces": "off", "noise": 0.0}
+    searched: dict[str, Any] = {"split_backward": False, "pieces": "off", "noise": 0.0}
     usual = replace(config.plan, schedule=schedule, **searched, **plan)
     debug = replace(config.debug, plan_dir="")  # that is of the run's own plans
     return replace(config, topology=topology, plan=usual, debug=debug)

@@ -48,7 +48,7 @@ from dynapipe_ext.executor.training_loop import (
     train_steps,
 )
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.transport.torch_p2p import Groups, TorchP2PTransport, WatchedTransport
+from dynapipe_ext.executor.transport.torch_p2p import Groups, TorchP2PTransport
 from dynapipe_ext.launch.job.configured import Variant, architecture_of, topology_of, training_rule
 from dynapipe_ext.launch.job.run_costs import RunCosts, write_fitted_costs
 from dynapipe_ext.launch.job.run_data import validated_on
@@ -246,14 +246,11 @@ def _executors(
 ) -> StepExecutors:
     """Those of plain and of traced steps: spans on an accelerator need synchronisation, which takes overlap away."""
     device, recorder = context.device, SpanRecorder(context.clock_offset_s)
-    arrived = transport.arrived if isinstance(transport, WatchedTransport) else None
     logs_actions = log is not None and config.debug.log_level == "debug"
     recorded: Recorder = LoggingRecorder(recorder, log) if log is not None and logs_actions else recorder
-    recording = PipelineExecutor(
-        built.stage, transport, recorder=recorded, rank=context.rank, clock=_clock(device), arrived=arrived
-    )
+    recording = PipelineExecutor(built.stage, transport, recorder=recorded, rank=context.rank, clock=_clock(device))
     records_all = logs_actions or device.type == "cpu"
-    plain = recording if records_all else PipelineExecutor(built.stage, transport, arrived=arrived)
+    plain = recording if records_all else PipelineExecutor(built.stage, transport)
     return StepExecutors(plain=plain, traced=recording, recorder=recorder)
 
 
@@ -454,25 +451,17 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 def _joined(context: RankContext, transport: Transport) -> Joined:
     """The ranks that plans may join, whose collectives take their turn among the transfers of a strict transport."""
-    strict = transport.inner if isinstance(transport, WatchedTransport) else transport
-    if not isinstance(strict, StrictTransport):
+    if not isinstance(transport, StrictTransport):
         return context.joined
-    return {width: joined.taking_turns(strict.in_turn) for width, joined in context.joined.items()}
+    return {width: joined.taking_turns(transport.in_turn) for width, joined in context.joined.items()}
 
 
 def _transport(context: RankContext, variant: Variant) -> Transport:
     config, device = variant.config, context.device
     topology, job = topology_of(config), config.job
-    inner: Transport
     if job.strict:
-        inner = StrictTransport(topology, context.rank, context.groups, timeout_s=job.timeout_s)
-    else:
-        inner = TorchP2PTransport(topology, context.rank, context.groups, device=device, timeout_s=job.timeout_s)
-    if not config.plan.fill_waits:
-        return inner
-    if device.type == "cpu":
-        return WatchedTransport(inner)
-    return WatchedTransport(inner, drain=lambda: torch.cuda.current_stream(device).synchronize())
+        return StrictTransport(topology, context.rank, context.groups, timeout_s=job.timeout_s)
+    return TorchP2PTransport(topology, context.rank, context.groups, device=device, timeout_s=job.timeout_s)
 
 
 def broadcast_bytes(data: bytes, what: str, device: torch.device) -> bytes:

@@ -22,7 +22,7 @@ from dynapipe_ext.batch.micro_batches import LengthArray, pieces_by_position, sa
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.interchange import run_costs_to_json
-from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import DynaPipeError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import checkpoints, read_manifest
 from dynapipe_ext.executor.events import StepDone
@@ -49,9 +49,6 @@ from dynapipe_ext.launch.processes.env import launcher, under_torchrun
 from dynapipe_ext.launch.run.next_moves import next_moves
 from dynapipe_ext.launch.run.page import write_page
 from dynapipe_ext.launch.store import RedisServer, greet_store
-from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
-from dynapipe_ext.schedules.judge.simulate import held_bytes
 from dynapipe_ext.settings.tables import PlanSettings
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Span, Trace, merge
@@ -76,10 +73,6 @@ from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, wr
 Spans = Mapping[int, Sequence[Span]]  # by the step's number from 0; seconds from the first start on any rank
 
 _LAUNCH = "dynapipe launch"
-_STRICT_NOTE = (
-    "Ranks filled their waits with weight gradients (fill_waits). The simulated timeline does not: of ranks that share"
-    " cores it has the schedule's own order."
-)
 
 
 def run_facts(job: SettledJob, store: StoreInfo, *, device: str, device_bytes: int, num_cores: int) -> RunFacts:
@@ -271,7 +264,7 @@ def _write_traces(
     for rank in range(topology.world_size):
         me = topology.coordinates(rank)
         names[rank] = f"dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
-    notes = page_notes(topology.world_size, shared_cores, fill_waits=plan.fill_waits)
+    notes = page_notes(topology.world_size, shared_cores)
     record = TraceRecord(
         measured=measured,
         simulated=tuple(simulated.values()),
@@ -285,11 +278,11 @@ def _write_traces(
     return record
 
 
-def page_notes(world_size: int, shared_cores: int | None, *, fill_waits: bool) -> tuple[str, ...]:
+def page_notes(world_size: int, shared_cores: int | None) -> tuple[str, ...]:
     """What readers of the timeline must know; `shared_cores` is None where every rank has a core of its own."""
     if shared_cores is None:
         return ()
-    return (shared_cores_note(world_size, shared_cores), *([_STRICT_NOTE] if fill_waits else []))
+    return (shared_cores_note(world_size, shared_cores),)
 
 
 def _simulated(
@@ -305,9 +298,7 @@ def _simulated(
     samples = sample_lengths(lengths, batches[step.epoch_step])
     plan = prove_step(make_planner(config, costs, shared_cores), samples, step=step.step).step_plan
     traces = []
-    for d, (replica, trace) in enumerate(zip(plan.batch.replicas, plan.traces, strict=True)):
-        if config.plan.fill_waits and shared_cores is None:
-            trace = filled_trace(plan.schedules[d], plan.costs[d])
+    for replica, trace in zip(plan.batch.replicas, plan.traces, strict=True):
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
         trace = trace.with_shapes(shapes).with_pieces(pieces_by_position(replica.micro_batches))
         first = replica.dp_rank * plan.batch.width
@@ -315,26 +306,6 @@ def _simulated(
             ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=dp_rank) for p in range(topology.pp)]
             traces.append(trace.on_ranks(ranks))
     return merge(traces, f"step {step.step + 1}")
-
-
-def filled_trace(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
-    """The step on ranks that fill their waits, from the order they are given; bytes as `simulate` has them."""
-    order = with_room_to_fill(schedule, costs)
-    filled = simulate_filling(order, costs)
-    held = held_bytes(replace(order, ranks=tuple(tuple(action for action, _, _ in rank) for rank in filled)), costs)
-    spans = [
-        Span(
-            rank=rank,
-            label=str(action),
-            start_s=start / 1e9,
-            end_s=end / 1e9,
-            cpu_s=(end - start) / 1e9,
-            num_bytes=num_bytes,
-        )
-        for rank, (actions, sizes) in enumerate(zip(filled, held, strict=True))
-        for (action, start, end), num_bytes in zip(actions, sizes, strict=True)
-    ]
-    return Trace(tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s, span.rank))), schedule.name)
 
 
 def versions() -> dict[str, str]:

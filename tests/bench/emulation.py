@@ -46,7 +46,6 @@ from dynapipe_ext.executor.transport.emulated import EmulatedLinks  # noqa: E402
 from dynapipe_ext.executor.transport.strict import StrictTransport  # noqa: E402
 from dynapipe_ext.executor.transport.torch_p2p import (  # noqa: E402
     TorchP2PTransport,
-    WatchedTransport,
     make_pipeline_groups,
 )
 from dynapipe_ext.launch.processes.cluster import run_local  # noqa: E402
@@ -89,11 +88,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenStep:
-    """Plans by [dp_rank][pp_rank], and by dp_rank the costs as they turn out; `fill_waits` is the executor's."""
+    """Plans by [dp_rank][pp_rank], and by dp_rank the costs as they turn out."""
 
     plans: tuple[tuple[ExecutionPlan, ...], ...]
     costs: tuple[MicroBatchCosts, ...]
-    fill_waits: bool = False
 
 
 class LengthsOnly:
@@ -224,19 +222,15 @@ def _given_main(
     turned_out = iter([step.costs[me.dp_rank] for step in steps])
     stage = EmulatedStage(lambda _: next(turned_out), activation_format, _nothing, scale=scale)
     plain = EmulatedLinks(_join(env, topology, transport_name), stage.link_s, _stamp)
-    watched = WatchedTransport(plain)
+    executor = PipelineExecutor(stage, plain, recorder=recorder, rank=env.rank)
     spans = []
     for step in steps:
         plan = step.plans[me.dp_rank][me.pp_rank]
-        if step.fill_waits:
-            executor = PipelineExecutor(stage, watched, recorder=recorder, rank=env.rank, arrived=watched.arrived)
-        else:
-            executor = PipelineExecutor(stage, plain, recorder=recorder, rank=env.rank)
         recorder.spans = []
         dist.barrier()
         executor.execute(plan, [{}] * len(plan.micro_batches))
         spans.append([asdict(span) for span in recorder.spans])
-    watched.close()
+    plain.close()
     (folder / f"{env.rank}.json").write_text(json.dumps(spans))
     dist.destroy_process_group()
     return 0

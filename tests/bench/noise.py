@@ -1,9 +1,8 @@
 """How much a schedule loses when times are not as predicted, beside a dispatcher that runs whatever is ready.
 
 Every action is longer or shorter by a random share, and one stage may be slow throughout. The loss is the makespan
-under noise less the noise-free makespan of the same way of running: the schedule in its order, the schedule with its
-waits filled (`filling`), and readiness-first dispatch on the same micro-batches under the same byte limit, which
-decides anew under noise.
+under noise less the noise-free makespan of the same way of running: the schedule in its order, and readiness-first
+dispatch on the same micro-batches under the same byte limit, which decides again under noise.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import numpy as np
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.search.dispatch import Pipeline, dispatch
 from dynapipe_ext.schedules.search.problem import NEVER, Chosen, CostField, DispatchRule
@@ -64,10 +62,9 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Slack:
-    """The three ways of running one schedule, under the same draws."""
+    """The two ways of running one schedule, under the same draws."""
 
     in_order: Loss
-    filling: Loss
     readiness_first: Loss
 
 
@@ -127,16 +124,11 @@ def measure_slack(
     """
     if not seeds:
         raise ConfigError("slack needs at least one seed of noise: give seeds=range(20)")
-    split, to_fill = schedule.is_split, with_room_to_fill(schedule, costs)
+    split = schedule.is_split
 
     def runs(priced: MicroBatchCosts) -> tuple[float, ...]:
         greedy = readiness_first(priced, schedule.stage_ranks, memory_limit_bytes=memory_limit_bytes, split=split)
-        makespans_ns = (
-            makespan_ns(schedule, priced),
-            filling_makespan_ns(to_fill, priced),
-            makespan_ns(greedy, priced),
-        )
-        return tuple(ns / 1e9 for ns in makespans_ns)
+        return makespan_ns(schedule, priced) / 1e9, makespan_ns(greedy, priced) / 1e9
 
     planned = runs(costs)
     noisy = [runs(noisy_costs(costs, noise, seed=seed, split=split)) for seed in seeds]

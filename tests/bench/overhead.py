@@ -108,9 +108,6 @@ class NullStage:
 
     def backward_weight(self, stage: int, micro_batch: int) -> None: ...
 
-    def ordered_stages(self) -> frozenset[int]:
-        return frozenset()
-
     def finish_step(self) -> float:
         return 0.0
 

@@ -115,7 +115,6 @@ def rules(shared: Path) -> Iterator[tuple[str, Callable[[], str]]]:
                 for changes in (
                     {},
                     {"split_backward": True},
-                    {"split_backward": True, "fill_waits": True},
                     {"max_tokens": 4096},
                     {"replica_counts": "equal"},
                     {"num_cores": 2},

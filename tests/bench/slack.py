@@ -3,8 +3,8 @@
     python tests/bench/slack.py --costs DIR --shared DIR [--simulated-only]
 
 Every action takes 0.8 to 1.2 times its predicted time, and one stage 1.3 times that. The loss is the makespan under
-noise less the noise-free makespan of the same way of running: the schedule in its order, the schedule whose ranks fill
-their waits with weight gradients, and readiness-first dispatch on the same micro-batches under the same byte limit.
+noise less the noise-free makespan of the same way of running: the schedule in its order, and readiness-first
+dispatch on the same micro-batches under the same byte limit.
 Simulated on every batch, measured on PP4 x DP2 sleeping ranks on the first one; there readiness-first dispatch runs the
 order that it would choose under the very same times. Without --costs the costs are made up, without --shared the
 lengths are the generator's.
@@ -36,7 +36,7 @@ RESULT = Path(__file__).parent / "results" / "slack.json"
 FORMAT = "dynapipe-slack/1"
 ALLOWED = 1.5  # times the loss of readiness-first dispatch
 _LEAST = 0.01  # of the makespan: the ratio to a loss below it says nothing
-WAYS = ("in order", "filling", "readiness first")
+WAYS = ("in order", "readiness first")
 SLOW_STAGES = (None, *range(TOPOLOGY.num_stages))
 _TENSORS = ActivationFormat(4)
 
@@ -123,7 +123,6 @@ def simulated(kind: Kind, costs: Costs, batches: Sequence[Batch], num_seeds: int
         ]
         ways = {
             "in order": [slack.in_order for slack in slacks],
-            "filling": [slack.filling for slack in slacks],
             "readiness first": [slack.readiness_first for slack in slacks],
         }
         yield row_of(
@@ -170,7 +169,6 @@ def emulated(kind: Kind, costs: Costs, batch: Batch, args: argparse.Namespace) -
     """
     planner = kind.planner(costs)
     plan = planner.plan(batch.lengths)
-    ways = WAYS if plan.schedules[0].is_split else tuple(way for way in WAYS if way != "filling")
     draws: list[tuple[int | None, int]] = [(slow, seed) for slow in EMULATED_SLOW_STAGES for seed in range(args.draws)]
     cases, steps = [], []
     for draw in (None, *draws):
@@ -178,18 +176,18 @@ def emulated(kind: Kind, costs: Costs, batch: Batch, args: argparse.Namespace) -
         if draw is not None:
             noise, split = Noise(slow_stage=draw[0]), plan.schedules[0].is_split
             turned_out = tuple(noisy_costs(c, noise, seed=draw[1], split=split) for c in plan.costs)
-        for way in ways:
+        for way in WAYS:
             cases.append((way, draw))
             steps.append(given_step(way, plan, turned_out, int(kind.limit_bytes)))
     traces = run_steps(TOPOLOGY, steps * args.rounds, planner.activation_format, scale=args.scale, timeout_s=550)
     measured: dict[Any, list[float]] = {case: [] for case in cases}
     for case, trace in zip(cases * args.rounds, traces, strict=True):
         measured[case].append(trace.makespan_s)
-    free_s = {way: min(measured[way, None]) for way in ways}
+    free_s = {way: min(measured[way, None]) for way in WAYS}
     predicted = {"predicted_s": plan.makespan_s, "measured_s": statistics.median(measured["in order", None])}
     for slow in EMULATED_SLOW_STAGES:
-        noisy_s = {way: [min(measured[way, draw]) for draw in draws if draw[0] == slow] for way in ways}
-        losses_s = {way: [s - free_s[way] for s in noisy_s[way]] for way in ways}
+        noisy_s = {way: [min(measured[way, draw]) for draw in draws if draw[0] == slow] for way in WAYS}
+        losses_s = {way: [s - free_s[way] for s in noisy_s[way]] for way in WAYS}
         yield row_of("emulated", kind, slow, free_s, noisy_s, losses_s) | predicted
 
 
@@ -207,10 +205,10 @@ def given_step(
         )
         plans = lower(replace(plan, schedules=orders, costs=turned_out), _TENSORS)
     else:
-        plans = lower(plan, _TENSORS, fill_waits=way == "filling")
+        plans = lower(plan, _TENSORS)
     for replica in plans:
         verify([rank.instructions for rank in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
-    return GivenStep(plans=plans, costs=turned_out, fill_waits=way == "filling")
+    return GivenStep(plans=plans, costs=turned_out)
 
 
 def text(result: Mapping[str, Any]) -> str:

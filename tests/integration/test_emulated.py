@@ -22,12 +22,10 @@ from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology, placement_of
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward, lower
-from dynapipe_ext.executor.proof import verify
+from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from dynapipe_ext.executor.proven_step import Plans, prove_step
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.schedules.planner import Planner
-from tests.bench.noise import Noise, noisy_costs
 from tests.support.limits import LIMIT_S
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
@@ -136,33 +134,6 @@ def test_the_case_is_uneven() -> None:
     assert min(len(plan.batch.micro_batches) for plan in plans) > 2 * TOPOLOGY.pp
     assert 0.25 < statistics.median(plan.makespan_s for plan in plans) < 1.0
     assert all(plan.bubble_ratio > 0.05 for plan in plans)
-
-
-def test_ranks_that_fill_their_waits_keep_to_the_proof_when_times_are_not_as_predicted(emulation: Any) -> None:
-    """Noise and a slow stage; what moves are weight gradients, in their own order, and no rank exceeds its peak."""
-    planner = make_planner("split")
-    plan = planner.plan(numbered()[0])
-    noise = Noise(slow_stage=2)
-    noisy = tuple(noisy_costs(priced, noise, seed=seed, split=True) for seed, priced in enumerate(plan.costs))
-    plans = lower(plan, planner.activation_format, fill_waits=True)
-    for replica in plans:
-        verify([rank.instructions for rank in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
-    steps = [emulation.GivenStep(plans=plans, costs=noisy, fill_waits=fill) for fill in (False, True)]
-    traces = emulation.run_steps(TOPOLOGY, steps, planner.activation_format, scale=0.3, timeout_s=LIMIT_S)
-    moved = 0
-    for rank in range(TOPOLOGY.world_size):
-        me = TOPOLOGY.coordinates(rank)
-        planned = [str(action) for action in plan.schedules[me.dp_rank].ranks[me.pp_rank]]
-        strict, filled = ([span.label for span in trace.by_rank()[rank]] for trace in traces)
-        for ran in (strict, filled):
-            assert [label for label in ran if "W" in label] == [label for label in planned if "W" in label]
-            assert [label for label in ran if "W" not in label] == [label for label in planned if "W" not in label]
-        moved += strict != filled
-        most = plans[me.dp_rank][me.pp_rank].prediction.peak_bytes[me.pp_rank]
-        assert max(span.num_bytes for span in traces[1].by_rank()[rank]) <= most
-        slept = durations(noisy[me.dp_rank])
-        assert all(span.duration_s >= slept[span.label] - 1e-5 for span in traces[1].by_rank()[rank])
-    assert moved
 
 
 def durations(costs: MicroBatchCosts) -> dict[str, float]:

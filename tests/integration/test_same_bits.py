@@ -231,10 +231,10 @@ timeout_s = 480
 def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(preloaded: Preloaded, tmp_path: Path):
     """`dynapipe train --deterministic`, by a rule that cuts the same micro-batches whatever the topology.
 
-    Waits are filled, too. Weights have 16 bits; what has 32 is above."""
+    Weights have 16 bits; what has 32 is above."""
     (tmp_path / "settings.toml").write_text(SETTINGS)
     write_costs(TrainConfig.read(tmp_path / "settings.toml"), 258, tmp_path / "costs.json")
-    spread = "--pp 2 --dp 2 --placement v --split-backward --fill-waits"
+    spread = "--pp 2 --dp 2 --placement v --split-backward"
     found = []
     for name, flags in (("one", []), ("four", spread.split())):
         common = ["--config", "settings.toml", "--run-dir", name, "--deterministic", "--dtype", "bfloat16"]

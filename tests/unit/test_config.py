@@ -143,14 +143,6 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ("[optimizer]\nbetas = [0.9, 2]", r"betas is \(0\.9, 2\.0\) but must be two numbers of 0 to below 1"),
         ("[plan]\nadapt_costs = true\n[optimizer]\ndeterministic = true", r"adapt_costs makes plans by what actions"),
         ("[job]\ntimeout_s = inf", r"\[job\] timeout_s is inf but must be a finite number"),
-        (
-            "[plan]\nfill_waits = true",
-            r"\[plan\] fill_waits needs weight gradients .* 'adaptive' with split_backward False",
-        ),
-        (
-            '[plan]\nfill_waits = true\nschedule = "1f1b"',
-            r"\[plan\] fill_waits needs weight gradients .*'1f1b' .*zb-h1, zb-h2",
-        ),
         ("[eval]\nevery = 5", r"\[eval\] every is 5 but there is nothing to evaluate on: give path, .* or fraction"),
         ('[eval]\nevery = 5\nfraction = 0.1\npath = "a"', r"\[eval\] path is a and fraction is 0\.1: .* leave one out"),
         ("[eval]\nfraction = 0.1\nsteps = 2", r"\[eval\] fraction is 0\.1 and steps is 2 but every is 0"),
@@ -192,8 +184,6 @@ def test_every_number_is_taken_at_its_bounds_and_refused_beyond_by_table_name_an
         "[data]\nprefetch_steps = 1\nnum_workers = 0",
         "[optimizer]\nlr = 1e-4\nmin_lr = 1e-4\nwarmup_steps = 0\nweight_decay = 0\nclip_grad = 0",
         "[run]\ntraced_steps = 0\n[plan]\neffort = 0\nmax_tokens = 0",
-        "[plan]\nfill_waits = true\nsplit_backward = true",
-        '[plan]\nfill_waits = true\nschedule = "zb-h2"',
     ],
 )
 def test_the_bounds_themselves_are_allowed(tmp_path: Path, text: str) -> None:
@@ -244,7 +234,6 @@ def test_flags_replace_single_settings_and_are_checked() -> None:
         (["--layers-per-stage", "1.5,2.5"], {"topology": {"layers_per_stage": (1.5, 2.5)}}),
         (["--placement", "v", "--stages-per-rank", "4"], {"topology": {"placement": "v", "stages_per_rank": 4}}),
         (["--noise", "0.1"], {"plan": {"noise": 0.1}}),
-        (["--split-backward", "--fill-waits"], {"plan": {"split_backward": True, "fill_waits": True}}),
         (["--truncate", "--strict"], {"data": {"truncate": True}, "job": {"strict": True}}),
         (["--truncate", "64"], {"data": {"truncate": True}, "model": {"max_seq_len": 64}}),
     ],
@@ -277,8 +266,6 @@ def test_other_stages_than_a_files_have_not_its_layers(
         (["--truncate", "9", "--max-seq-len", "8"], "--truncate is 9 and --max-seq-len 8: give one of them"),
         (["--tokens-per-batch", "9", "--batch-size", "9"], "set exactly one"),
         (["--batch-size", "0"], "set exactly one"),
-        (["--fill-waits"], r"command line: \[plan\] fill_waits needs weight gradients"),
-        (["--fill-waits", "--schedule", "1f1b"], "fill_waits needs weight gradients .*'1f1b'"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(arguments: list[str], says: str) -> None:

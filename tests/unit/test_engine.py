@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import Buffer, Recv, Send, WaitRecv, WaitSend
+from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.measuring.profiler_ranges import profiler_ranges
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
@@ -195,27 +194,6 @@ class Peer(threading.Thread):
             elif isinstance(i, Recv):
                 zeros = tuple(torch.zeros(spec.shape) for spec in i.specs)
                 self._transport.send(Send(i.buffer, 0, i.channel, i.specs), zeros)
-
-
-def test_an_error_of_a_weight_gradient_that_filled_a_wait_names_both():
-    plan = plans_of(Topology(pp=2), split_backward=True)[0]
-    weights = [i for i in plan.instructions if str(i) == "0W0"]
-    late = next(
-        i for i in plan.instructions[plan.instructions.index(weights[0]) :] if isinstance(i, WaitRecv | WaitSend)
-    )
-    order = [i for i in plan.instructions if i not in (weights[0],)]
-    order.insert(order.index(late) + 1, weights[0])
-    plan = replace(plan, instructions=tuple(order))
-    stage = TorchStage(parts_of(2)[0], loss_sum, parallel=InlineReductions(Topology(pp=2)))
-    hub = InlineHub(timeout_s=5)
-    executor = PipelineExecutor(Failing(stage, "backward_weight"), hub.transport(0), arrived=lambda pending: False)
-    peer = Peer(hub.transport(1), plan)
-    with pytest.raises(RuntimeError, match="no room") as caught:
-        executor.execute(plan, [batch_of(m) for m in plan.micro_batches])
-    peer.join()
-    inner, outer = caught.value.__notes__
-    assert ", 0W0: " in inner
-    assert ", Wait for the " in outer
 
 
 def test_after_a_step_that_one_rank_did_not_end_a_hub_is_not_used_again():

@@ -90,9 +90,7 @@ def test_a_planner_for_forwards_is_a_function_of_its_settings_and_travels_as_jso
     assert forwards.plan(LENGTHS, reserve_bytes=10_000).forward_only
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"schedule": "gpipe"}, {"split_backward": True}, {"recompute": "full"}, {"fill_waits": True}]
-)
+@pytest.mark.parametrize("wrong", [{"schedule": "gpipe"}, {"split_backward": True}, {"recompute": "full"}])
 def test_settings_that_concern_backwards_are_refused_beside_costs_of_forwards_alone(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Planner(Topology(pp=4), adjusted(COSTS, ForwardsAlone()), 30_000, **wrong)
@@ -314,9 +312,6 @@ class Adding:
     def finish_step(self) -> float:
         self.total.append(self.sum / self.plan.loss_divisor)
         return self.sum / self.plan.loss_divisor
-
-    def ordered_stages(self) -> frozenset[int]:
-        return frozenset()
 
     def held_bytes(self) -> int:
         return 0

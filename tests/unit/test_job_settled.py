@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "encoder-decoder": PAIRS,
     "pieces": {"plan": {"pieces": 64}, "topology": ONE_TP},
     "split backward": {"plan": {"split_backward": True}},
-    "fill waits": {"plan": {"schedule": "zb-h1", "fill_waits": True}, "topology": ONE_TP},
+    "a published schedule": {"plan": {"schedule": "zb-h1"}, "topology": ONE_TP},
     "placement v": {"topology": {"placement": "v", "tp": 1}},
     "placement auto": {"topology": {"placement": "auto", "tp": 1, "dp": 1}},
     "uneven layers": {"topology": {"layers_per_stage": [1, 3]}},

@@ -48,7 +48,7 @@ class Scripted:
     schedule: str = "adaptive"
     effort: int = 8
 
-    memory_limit_bytes, fill_waits = 1e9, False
+    memory_limit_bytes = 1e9
     activation_format, replica_collectives = ActivationFormat(8), ReplicaCollectives()
 
     def plan(

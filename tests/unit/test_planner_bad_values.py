@@ -69,7 +69,7 @@ def test_a_step_or_reserve_that_is_no_count_is_refused_by_name(name: str, value:
         PLANNER.plan([5, 6, 7], **{name: value})
 
 
-@pytest.mark.parametrize("name", ["topology", "format", "collectives", "split_backward", "fill_waits"])
+@pytest.mark.parametrize("name", ["topology", "format", "collectives", "split_backward"])
 def test_a_setting_of_another_type_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 'no' but must be of type"):
         replace(PLANNER, **{name: "no"})

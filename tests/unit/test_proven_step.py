@@ -1,4 +1,4 @@
-"""The proven step: how room is left for buffers in flight, and whose waits may be filled."""
+"""The proven step: how room is left for buffers in flight."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, To
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.executor.instructions import loss_divisor, lower
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.executor.instructions import loss_divisor
 from dynapipe_ext.executor.proven_step import prove, prove_step
-from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, predicted
 
@@ -47,7 +46,6 @@ class Filling:
 
     memory_limit_bytes: float
     claims: Mapping[int, Planner]
-    fill_waits: bool = False
     asked: list[int] = field(default_factory=list)
 
     topology, activation_format, replica_collectives = WHOLE.topology, FORMAT, ReplicaCollectives()
@@ -171,71 +169,6 @@ def test_where_nothing_fits_with_its_buffers_the_planner_says_why() -> None:
 
 def instructions(plans: Any) -> list[list[tuple[Any, ...]]]:
     return [[plan.instructions for plan in replica] for replica in plans]
-
-
-def test_a_planner_that_fills_waits_gives_plans_with_room_to_fill_and_the_same_peaks() -> None:
-    plain = planner(split_backward=True)
-    filling = replace(plain, fill_waits=True)
-    found = prove_step(filling, SAMPLES, step=0).plans
-    limit = int(filling.memory_limit_bytes)
-    assert max(found[0][0].prediction.peak_bytes) <= limit
-    roomy = replace(filling, memory_limit_bytes=10**9)
-    step_plan = roomy.plan(SAMPLES)
-    found, plans = prove_step(roomy, SAMPLES, step=0).plans, lower(step_plan, FORMAT, fill_waits=True)
-    assert instructions(found) == instructions(plans)
-    assert found[0][0].prediction.makespan_ns == plans[0][0].prediction.makespan_ns
-    unfilled = prove_step(replace(roomy, fill_waits=False), SAMPLES, step=0).plans
-    assert instructions(unfilled) == instructions(lower(step_plan, FORMAT))
-    assert instructions(unfilled) != instructions(found)
-
-
-SHARDED = AnalyticCosts(
-    Architecture.gpt(
-        num_layers=2,
-        hidden_size=32,
-        num_heads=4,
-        num_query_groups=4,
-        ffn_hidden_size=64,
-        gated_mlp=False,
-        vocab_size=128,
-        max_seq_len=128,
-        tied_embeddings=True,
-        num_experts=4,
-        top_k=2,
-    ),
-    Topology(pp=2, dp=2),
-)
-
-
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_waits_are_not_filled_where_weight_gradients_meet_over_replicas(zero_stage: int) -> None:
-    costs = replace(SHARDED, zero_stage=zero_stage, split_backward=True)
-    sharded = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", replica_counts="equal")
-    prove_step(sharded, SAMPLES, step=0)
-    with pytest.raises(ConfigError, match=r"joins a gradient scatter over replicas .*leave fill_waits out"):
-        prove_step(replace(sharded, fill_waits=True), SAMPLES, step=0)
-
-
-@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"ep": 2}], ids=str)
-def test_waits_are_filled_where_no_weight_gradient_meets_another_replica_s(settings: dict[str, int]) -> None:
-    costs = replace(SHARDED, split_backward=True, **settings)
-    filling = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", replica_counts="equal", fill_waits=True)
-    assert prove_step(filling, SAMPLES, step=0).plans
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"schedule": "1f1b"}, {"schedule": "gpipe"}], ids=["whole backwards", "1f1b", "gpipe"]
-)
-def test_waits_are_not_filled_where_there_are_no_weight_gradients_to_fill_them(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"fill_waits needs weight gradients .* has none: take the adaptive schedule"):
-        planner(fill_waits=True, **settings)
-
-
-@pytest.mark.parametrize("settings", [{"split_backward": True}, {"schedule": "zb-h1"}, {"schedule": "zb-h2"}], ids=str)
-def test_a_planner_in_another_process_fills_waits_too(settings: dict[str, Any]) -> None:
-    filling = planner(fill_waits=True, **settings)
-    assert Planner.from_json(filling.to_json()) == filling
-    assert Planner.from_json(filling.to_json()).fill_waits
 
 
 @pytest.mark.parametrize(("targets", "divisor"), [(0, 1), (1, 1), (2, 2)])

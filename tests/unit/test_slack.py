@@ -59,24 +59,12 @@ def test_behind_a_slow_stage_the_loss_is_at_most_1_5_times_that_of_readiness_fir
         return statistics.median(s for slack in slacks for s in getattr(slack, way).losses_s)
 
     assert 0 < median_s("in_order") <= ALLOWED * median_s("readiness_first")
-    assert 0 < median_s("filling") <= ALLOWED * median_s("readiness_first")
-
-
-def test_filled_waits_lose_less_than_the_fixed_order_of_a_split_schedule():
-    in_order, filling = [], []
-    for schedule, costs in planned(True):
-        for slow_stage in (1, 2):
-            noise = Noise(slow_stage=slow_stage)
-            slack = measure_slack(schedule, costs, noise, memory_limit_bytes=LIMIT_BYTES, seeds=range(8))
-            in_order += slack.in_order.noisy_s
-            filling += slack.filling.noisy_s
-    assert statistics.mean(filling) < 0.99 * statistics.mean(in_order)
 
 
 def test_without_noise_nothing_is_lost():
     schedule, costs = planned(True)[0]
     slack = measure_slack(schedule, costs, Noise(spread=0), memory_limit_bytes=LIMIT_BYTES, seeds=[0, 1])
-    for loss in (slack.in_order, slack.filling, slack.readiness_first):
+    for loss in (slack.in_order, slack.readiness_first):
         assert loss.losses_s == (0.0, 0.0)
         assert loss.noise_free_s > 1
 

@@ -219,14 +219,6 @@ class MegatronGradients(GradientAccumulator):
             self._finalize(self._chunks)
 
 
-def _head_is_embedding(model: Any) -> bool:
-    """Whether the head's weight is that of an embedding of this rank, in the same stage or in another one."""
-    if not model.post_process:
-        return False
-    in_stage = model.share_embeddings_and_output_weights and "embedding" in model._modules
-    return bool(in_stage or "weight" in vars(model.output_layer))  # lent: used, not owned
-
-
 class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc] # megatron has no types
     """Megatron's pipeline layout with stage s on rank `placement[s]`, of which it is the next virtual stage.
 
@@ -328,8 +320,6 @@ class MegatronStage:
             replay=replay_megatron,
             joined=joined,
         )
-        by_use = gradients is not None and gradients.by_use  # exact: sums without an order
-        self._orders = [not by_use and _head_is_embedding(unwrapped(chunk)) for chunk in self._chunks]
         self._counts_loss = parallel_state.get_tensor_model_parallel_rank() == 0
         self._num_weight_bytes: int = sum(p.numel() * (p.element_size() + 4) for p in parameters)
         self._recompute = [RecomputeSwitch(chunk) for chunk in self._chunks]
@@ -374,9 +364,6 @@ class MegatronStage:
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
         self._runner.backward_weight(stage, micro_batch)
-
-    def ordered_stages(self) -> frozenset[int]:
-        return frozenset(stage for stage, orders in zip(self._plan.stages, self._orders, strict=True) if orders)
 
     def finish_step(self) -> float:
         return self._runner.finish_step(self._sum_over_job)
