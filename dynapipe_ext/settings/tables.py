@@ -102,10 +102,11 @@ class TopologySettings:
 class ModelSettings:
     """`architecture` names a published model: its config.json or folder, Megatron's arguments as JSON, or a preset. It
     gives all sizes; only `max_seq_len` may be set beside it, to keep rows shorter. `described` holds those sizes; it is
-    read from the model and is no setting. `init_from` is the folder of a checkpoint with the first weights. `backend`
-    "auto" computes the model by megatron-core where that is possible, else by transformers, as for adapters.
-    `layer_pattern` is a file that names the modules of a model of transformers, where they cannot be derived; `cut` is
-    where the model is cut into stages, once that is proven, and no setting.
+    read from the model and is no setting. `init_from` is the folder of a checkpoint with the first weights. A published
+    configuration without it trains only with `from_scratch`, from random weights; a preset, which has no weights, needs
+    neither. `backend` "auto" computes the model by megatron-core where that is possible, else by transformers, as for
+    adapters. `layer_pattern` is a file that names the modules of a model of transformers, where they cannot be derived;
+    `cut` is where the model is cut into stages, once that is proven, and no setting.
 
     With `num_decoder_layers` the model is a T5 of these sizes, and its encoder has `num_layers`. `max_seq_len` then
     bounds input and target together. It may exceed that of a published T5, whose positions are relative.
@@ -116,6 +117,7 @@ class ModelSettings:
     )
     backend: Backend = setting("auto", "--backend", "what computes the model")
     init_from: str = setting("", "--init-from", "start from the weights of a checkpoint", "DIR")
+    from_scratch: bool = setting(False, "--from-scratch", "start a published model from RANDOM WEIGHTS")
     layer_pattern: str = setting(
         "", "--layer-pattern", "names of a transformers model's modules (default: derived)", "FILE"
     )

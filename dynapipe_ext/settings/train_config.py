@@ -146,6 +146,11 @@ class TrainConfig:
         check_rules(plan, f"{where}: [plan] ", counts_may_be_free=1 < topology.dp in topology.widths)
         check_stages(topology, plan, where)
         check_evaluation(self.eval, where)
+        if model.from_scratch and model.init_from:
+            raise ConfigError(
+                f"{where}: [model] from_scratch starts from random weights but init_from is {model.init_from}: leave"
+                " one of both out"
+            )
         check_heads(model, topology, where)
         if self.optimizer.deterministic:
             refuse_order_in_bits(model, plan, topology, deepspeed_config=self.deepspeed.config, where=where)

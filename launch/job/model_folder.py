@@ -27,8 +27,9 @@ from dynapipe_ext.models.named_models import (
     raw_config,
     refuse_adapters,
 )
-from dynapipe_ext.settings.tables import OptimizerSettings
+from dynapipe_ext.settings.tables import ModelSettings, OptimizerSettings
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.checkpoint import has_all_weights, recognise
 from dynapipe_ext.tools.console import percent
 
 if TYPE_CHECKING:
@@ -234,8 +235,6 @@ def open_initial_weights(path: str, architecture: Architecture | None) -> Checkp
 
     Errors: DataError for an incomplete checkpoint, naming its tensors; ConfigError for a checkpoint of another model.
     """
-    from dynapipe_ext.tools.checkpoint import recognise
-
     if architecture is None:
         raise ConfigError(
             f"init_from is {path} but the model is in sizes of its own: name the checkpoint's model by [model]"
@@ -270,31 +269,62 @@ def load_initial_weights(model: Any, path: str, architecture: Architecture) -> N
 
 Tables = dict[str, dict[str, Any]]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 # Of a run that goes on with published weights; one from the first step on has the defaults of the settings.
 _FINE_TUNING: Tables = {"optimizer": {"lr": 2e-5, "min_lr": 2e-6, "warmup_fraction": 0.03}}
 _ADAPTING: Tables = {"optimizer": {"lr": 2e-4, "min_lr": 2e-5, "warmup_fraction": 0.03}}  # adapters start at zero
 
 
-def settings_of_model(path: str, *, tokenizer: str | None) -> Tables:
-    """`[model]` and `[data]` of a run on the model in a folder, or described by a config.json: its sizes, its weights
-    where it has some, its tokenizer unless another one is named.
+def settings_of_model(path: str, *, tokenizer: str | None, from_scratch: bool) -> Tables:
+    """Return `[model]` and `[data]` of a run on the model in a folder, or described by a config.json: its sizes, its
+    weights if the folder has them and is not trained `from_scratch`, its tokenizer unless another one is named.
 
-    Errors: ConfigError for what is no such folder, or lacks a tokenizer where none is named.
+    Raises ConfigError for what is not such a folder, or lacks a tokenizer if none is named; DataError for a folder with
+    a part of its weights.
     """
     place = Path(path)
     folder = place if place.is_dir() else place.parent
     refuse_adapters(place)
     if not (folder / "config.json" if place.is_dir() else place).is_file():
         raise ConfigError(f"--model {path} has no config.json: give a model's folder as save_pretrained writes it")
-    has_weights = place.is_dir() and any(next(place.glob(pattern), None) for pattern in _WEIGHTS)
-    tables: Tables = {"model": {"architecture": path, "init_from": path if has_weights else ""}}
+    starts_from_weights = place.is_dir() and has_all_weights(place) and not from_scratch
+    tables: Tables = {"model": {"architecture": path, "init_from": path if starts_from_weights else ""}}
     if tokenizer is None:
         if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise ConfigError(f"--model {path} has no tokenizer: name the one it was trained with by --tokenizer")
         tables["data"] = {"tokenizer": str(folder)}
     return tables
+
+
+def refuse_random_weights(model: ModelSettings) -> None:
+    """Check that random weights were asked for if a published model starts without its own.
+
+    A preset is a set of sizes, which has no weights. Raises ConfigError; DataError for a configuration next to a part
+    of its weights.
+    """
+    named = model.architecture
+    if not named or model.init_from or not (file := config_file(named)).is_file():
+        return
+    has_weights = file.name == "config.json" and has_all_weights(file.parent)
+    if model.from_scratch:
+        return
+    if has_weights:
+        raise ConfigError(
+            f"{named} is a configuration next to weights, which would not be trained: give --model {file.parent}, or"
+            " --from-scratch to start from RANDOM WEIGHTS"
+        )
+    raise ConfigError(
+        f"{named} has a configuration but no weights: give a folder that has both, or --from-scratch to start from"
+        " RANDOM WEIGHTS"
+    )
+
+
+def random_line(config: TrainConfig) -> str:
+    """Return what a run says of the weights of a published model that it draws; empty if it starts from weights."""
+    model = config.model
+    if not model.architecture or model.init_from:
+        return ""
+    return f"RANDOM WEIGHTS: those of {model.architecture} are drawn by seed {config.run.seed}, none are loaded"
 
 
 def usual_settings(num_ranks: int) -> Tables:

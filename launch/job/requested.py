@@ -23,6 +23,7 @@ from dynapipe_ext.launch.command_parser import add_truncate, cut_at, ending, ref
 from dynapipe_ext.launch.job.configured import topology_of, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, refuse_guessable
 from dynapipe_ext.launch.job.model_folder import (
+    refuse_random_weights,
     refuse_unsupported,
     settings_of_model,
     usual_rates,
@@ -101,8 +102,9 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
     if args.config:
         config = TrainConfig.read(args.config, config)
     if args.resume:
-        if args.init_from is not None:
-            raise ConfigError(f"--resume {args.resume} has weights of its own: leave out --init-from {args.init_from}")
+        own_weights = {"--init-from": args.init_from, "--from-scratch": args.from_scratch}
+        if also := [flag for flag, value in own_weights.items() if value is not None]:
+            raise ConfigError(f"--resume {args.resume} has weights of its own: leave out {', '.join(also)}")
         place = place_of_resumed(config.run.run_dir, run_to_resume(args.resume))
         config = config.with_values(run={"run_dir": place})
     if args.model:
@@ -122,7 +124,10 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         tables["model"] = {"max_seq_len": cut_at(args.truncate, None)} | tables.get("model", {})
         if tables["model"]["max_seq_len"] != args.truncate:
             raise ConfigError(f"--truncate is {args.truncate} and --max-seq-len {args.max_seq_len}: give one of them")
-    return config.with_values(**_beside_file(tables, config))
+    config = config.with_values(**_beside_file(tables, config))
+    if not args.resume:
+        refuse_random_weights(config.model)
+    return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +326,8 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
         raise ConfigError(
             f"--model {args.model} says what [model] {', '.join(also)} of {args.config} would: leave one of them out"
         )
-    tables = settings_of_model(args.model, tokenizer=args.tokenizer)
+    from_scratch = config.model.from_scratch if args.from_scratch is None else args.from_scratch
+    tables = settings_of_model(args.model, tokenizer=args.tokenizer, from_scratch=from_scratch)
     if not args.config:
         num_ranks = (args.tp or 1) * (args.pp or 1) * (args.dp or 1)
         tables = usual_settings(min(num_ranks, num_ranks_here() or num_ranks)) | tables

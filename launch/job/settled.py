@@ -59,6 +59,7 @@ from dynapipe_ext.launch.job.model_folder import (
     idle_line,
     layout_line,
     prediction_line,
+    random_line,
     settled_cut,
     warmup_line,
     widened_line,
@@ -321,7 +322,7 @@ def settled_job(request: JobRequest, machine: Machine, console: Console) -> Sett
     costs = settle_costs(config, vocab_size, resumed_costs(request.resumed)) if has_costs else None
     num_cores = machine.num_cores()
     costs = costs or machine.measured_costs(config, vocab_size)
-    _say_notices(config, console)
+    _say_notices(config, console, is_new=request.resumed is None)
     planning = SettledPlanning(config=config, costs=costs, topology=topology_of(config), num_cores=num_cores)
     planning, trials = placed_planning(planning, partial(batches_to_place, config, data.train.lengths))
     if trials:
@@ -364,8 +365,9 @@ def _settled_data(request: JobRequest, console: Console) -> tuple[TrainConfig, R
     return config, data
 
 
-def _say_notices(config: TrainConfig, console: Console) -> None:
+def _say_notices(config: TrainConfig, console: Console, *, is_new: bool) -> None:
     notices = (
+        random_line(config) if is_new else "",
         followed_placement(config),
         layout_line(config),
         adapters_line(config),

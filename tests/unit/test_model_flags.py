@@ -15,7 +15,7 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import as_length_array, sample_lengths
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.configured import (
@@ -26,7 +26,7 @@ from dynapipe_ext.launch.job.configured import (
     settled_steps,
     topology_of,
 )
-from dynapipe_ext.launch.job.model_folder import dropout_line, prediction_line, warmup_line
+from dynapipe_ext.launch.job.model_folder import dropout_line, prediction_line, random_line, warmup_line
 from dynapipe_ext.launch.job.requested import refuse_output
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.step_listeners import WandbRun, require_wandb
@@ -75,12 +75,54 @@ def test_a_models_folder_gives_sizes_weights_tokenizer_and_what_fine_tuning_usua
     assert (said.optimizer.lr, said.optimizer.min_lr) == (1e-3, pytest.approx(1e-4))  # in the same proportion
 
 
-def test_a_config_without_weights_is_trained_from_the_start_at_the_usual_rate(folder: Path) -> None:
+def test_random_weights_are_trained_only_if_they_are_asked_for(folder: Path, tmp_path: Path) -> None:
+    """Then at the usual rate, and the run says so; a preset has no weights that could be meant instead."""
+    assert "RANDOM" in random_line(settings(["--model", folder, "--from-scratch"]))
+    assert random_line(settings(["--model", folder])) == ""
+    for words in (["--model", folder / "config.json"], ["--architecture", folder]):
+        with pytest.raises(ConfigError, match=r"next to weights, which .* trained: give --model .*/model, or"):
+            settings(words)
     (folder / "model.safetensors").unlink()
-    for given in (folder, folder / "config.json"):
-        config = settings(["--model", given])
-        assert (config.model.init_from, config.data.tokenizer) == ("", str(folder))
-        assert config.optimizer == TrainConfig().optimizer
+    (tmp_path / "run.toml").write_text("[model]\nfrom_scratch = true\n[optimizer]\nmin_lr = 2e-4\n")
+    for words in (["--model", folder], ["--model", folder / "config.json"], ["--architecture", folder]):
+        with pytest.raises(ConfigError, match="has a configuration but no weights: give a folder that has both, or"):
+            settings(words)
+        for asked in (["--from-scratch"], ["--config", tmp_path / "run.toml"]):
+            config = settings([*words, *asked])
+            assert (config.model.init_from, config.optimizer) == ("", TrainConfig().optimizer)
+            assert random_line(config).startswith(f"RANDOM WEIGHTS: those of {words[1]} are drawn by seed 0")
+    assert "RANDOM WEIGHTS: those of gpt2" in random_line(settings(["--architecture", "gpt2"]))
+    with pytest.raises(ConfigError, match="from_scratch starts from random weights but init_from is"):
+        settings(["--architecture", folder, "--init-from", folder, "--from-scratch"])
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["model.safetensors.index.json"], r"lacks b\.safetensors, which model\.safetensors\.index\.json names: copy"),
+        (["pytorch_model.bin.index.json", "a.safetensors"], r"lacks b\.safetensors, which pytorch_model\.bin\.index"),
+        (["model-00002-of-00003.safetensors"], "has no index and lacks shards 00001, 00003 of 3: copy them too"),
+        (["model.safetensors.incomplete"], r"only \(model\.safetensors\.incomplete\): complete the download"),
+        ([".cache/huggingface/download/x.incomplete"], r"only \(x\.incomplete\): complete the download"),
+        (["../../blobs/x.incomplete"], r"only \(x\.incomplete\): complete the download"),
+        (["model.fp16.safetensors"], r"only \(model\.fp16\.safetensors\): complete the download"),
+    ],
+)
+def test_a_folder_with_a_part_of_its_weights_is_refused(names: list[str], says: str, folder: Path) -> None:
+    """Also from scratch: whoever wants random weights has the configuration in a folder of its own."""
+    (folder / "model.safetensors").unlink()
+    part = folder.parent / "models--x" / "snapshots" / "1"
+    part.parent.mkdir(parents=True)
+    folder.rename(part)
+    for name in names:
+        (part / name).parent.mkdir(parents=True, exist_ok=True)
+        (part / name).write_text(json.dumps({"weight_map": {"one": "a.safetensors", "two": "b.safetensors"}}))
+    if "a.safetensors" not in names and names[0].endswith("index.json"):
+        (part / "a.safetensors").touch()
+    for words in (["--model", part], ["--model", part / "config.json"], ["--architecture", part]):
+        for asked in ([], ["--from-scratch"]):
+            with pytest.raises(DataError, match=says):
+                settings([*words, *asked])
 
 
 def test_a_run_says_what_it_leaves_out_of_a_models_config(folder: Path) -> None:
@@ -135,8 +177,8 @@ def test_a_lowest_rate_alone_leaves_the_rate_of_fine_tuning(folder: Path, tmp_pa
 def test_a_file_keeps_the_length_of_rows_that_it_names(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[model]\nmax_seq_len = 32\n")
-    for flag in ("--model", "--architecture"):
-        assert settings(["--config", file, flag, folder]).model.max_seq_len == 32
+    for words in (["--model", folder], ["--architecture", folder, "--from-scratch"]):
+        assert settings(["--config", file, *words]).model.max_seq_len == 32
     assert settings(["--config", file, "--model", folder, "--truncate", "16"]).model.max_seq_len == 16
 
 

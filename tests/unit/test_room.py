@@ -76,10 +76,11 @@ def refusal(config: TrainConfig, room: Room, lengths: Any = LENGTHS) -> str:
 def test_a_model_far_too_large_is_refused_at_once_without_its_weights(
     weights: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if weights == "none":
+    scratch = ["--from-scratch"] if weights == "none" else []
+    if scratch:
         (folder / "model.safetensors").unlink()
     monkeypatch.setattr(model_folder.Room, "here", lambda visible: A_HOST)
-    args = arguments(["--model", folder, "--tokenizer", "bytes"])
+    args = arguments(["--model", folder, "--tokenizer", "bytes", *scratch])
     tracemalloc.start()
     start_s = time.process_time()
     with pytest.raises(PlanError, match=r"states of 1 rank here take 128\.5 GB, but 23\.0 GB are free here: ") as e:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dynapipe_ext.tools.checkpoint.megatron.export import export_hf_weights, weight_buckets
     from dynapipe_ext.tools.checkpoint.megatron.loading import load_hf_weights
     from dynapipe_ext.tools.checkpoint.megatron.names import megatron_weights
-    from dynapipe_ext.tools.checkpoint.recognition import FORMATS, TARGETS, recognise
+    from dynapipe_ext.tools.checkpoint.recognition import FORMATS, TARGETS, has_all_weights, recognise
 
 _HOMES = {
     "CARRIED_FOLDER": "dynapipe_ext.tools.checkpoint.huggingface.carried_files",
@@ -30,6 +30,7 @@ _HOMES = {
     "carried_files": "dynapipe_ext.tools.checkpoint.huggingface.carried_files",
     "convert": "dynapipe_ext.tools.checkpoint.converter",
     "export_hf_weights": "dynapipe_ext.tools.checkpoint.megatron.export",
+    "has_all_weights": "dynapipe_ext.tools.checkpoint.recognition",
     "load_hf_weights": "dynapipe_ext.tools.checkpoint.megatron.loading",
     "merge_adapters": "dynapipe_ext.tools.checkpoint.huggingface.merging",
     "megatron_weights": "dynapipe_ext.tools.checkpoint.megatron.names",
@@ -47,6 +48,7 @@ __all__ = [
     "carried_files",
     "convert",
     "export_hf_weights",
+    "has_all_weights",
     "load_hf_weights",
     "megatron_weights",
     "merge_adapters",

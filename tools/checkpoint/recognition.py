@@ -6,20 +6,22 @@ Nothing here needs torch: a folder that is no checkpoint is refused before that 
 from __future__ import annotations
 
 import importlib
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import MOST_NAME_BYTES, ConfigError, DataError, short
 from dynapipe_ext.models.named_models import refuse_adapters
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, CheckpointWriter, WriterOptions
-from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, read_json_object
 
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 # The first that is there counts, as in transformers.
 WEIGHT_FILES = ("model.safetensors", SAFETENSORS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+WHOLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # Of a model in several files, where no index says so, and of one that was published in one file beside its shards.
 SHARD = re.compile(r"(?:pytorch_)?model-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
 CONSOLIDATED = "consolidated.safetensors"
@@ -41,6 +43,67 @@ def is_huggingface(path: Path) -> bool:
         return False
     is_one_file = (path / CONSOLIDATED).is_file() and not (path / META_PARAMS).is_file()
     return is_one_file or any((path / name).is_file() for name in WEIGHT_FILES) or bool(shards_without_index(path))
+
+
+def has_all_weights(path: Path) -> bool:
+    """Return whether a Hugging Face folder has files of weights, by the names of its files only.
+
+    Raises DataError if it has a part of them: an index or numbers of shards that name absent files, a download that has
+    not ended, weights under a name that is not read.
+    """
+    name = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
+    if name is not None and name not in WHOLE_WEIGHTS:
+        read_shard_index(path / name)
+    if name is not None or numbered_shards(path) or (path / CONSOLIDATED).is_file():
+        return True
+    if parts := sorted(_parts_of_weights(path)):
+        raise DataError(
+            f"{path} has a part of a model's weights only ({some_names(parts)}): complete the download, or copy its"
+            f" {CONFIG} into a folder of its own"
+        )
+    return False
+
+
+def _parts_of_weights(path: Path) -> set[str]:
+    """Return what a download into the folder, or into the cache of the Hugging Face hub that it is in, has left."""
+    names = {file.name for file in path.iterdir()}
+    unfinished = [path, path / ".cache" / "huggingface" / "download"]
+    if path.absolute().parent.name == "snapshots":
+        unfinished.append(path.absolute().parents[1] / "blobs")
+    parts = {name for name in names if ".safetensors" in name or name.startswith("pytorch_model")}
+    return parts | {file.name for folder in unfinished for file in folder.glob("*.incomplete")}
+
+
+def read_shard_index(index: Path) -> dict[str, str]:
+    """Return the shard of every tensor. Raises DataError for a damaged index, and if a shard is absent."""
+    path, name = index.parent, index.name
+    shard_of = read_json_object(index, "the index of the model's shards").get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of or not all(isinstance(shard, str) for shard in shard_of.values()):
+        raise DataError(f"{index} has no weight_map of names to files: copy it again")
+    shards = sorted(set(shard_of.values()))
+    if outside := [one for one in shards if Path(one).name != one or len(os.fsencode(one)) > MOST_NAME_BYTES]:
+        raise DataError(f"{index} points to {short(outside[0])}, outside its folder: name files beside it")
+    if absent := [shard for shard in shards if not (path / shard).is_file()]:
+        raise DataError(f"{path} lacks {some_names(absent)}, which {name} names: copy them too")
+    return shard_of
+
+
+def numbered_shards(path: Path) -> list[str]:
+    """Return the shards that no index names, by their numbers. Raises DataError if numbers are absent or ambiguous."""
+    shards = shards_without_index(path)
+    numbers = [match.groups() for match in map(SHARD.fullmatch, shards) if match]
+    totals = {int(total) for _, total in numbers}
+    if len(totals) > 1:
+        raise DataError(f"{path} has shards of several models and no index: {some_names(shards)}; take the others out")
+    if absent := sorted({*range(1, max(totals, default=0) + 1)} - {int(number) for number, _ in numbers}):
+        absent_numbers = ", ".join(f"{number:05d}" for number in absent[:5]) + (" and more" if len(absent) > 5 else "")
+        raise DataError(f"{path} has no index and lacks shards {absent_numbers} of {max(totals)}: copy them too")
+    return shards
+
+
+def some_names(names: Sequence[str]) -> str:
+    """Return the first names, and the number of the others."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def shards_without_index(path: Path) -> list[str]:

@@ -32,7 +32,7 @@ def test_the_best_option_for_this_model_and_cluster_is_trained_within_its_memory
     words += ["--pp", "2", "--plans", "4", "--write", str(best)]
     assert estimate_command.run(parser.parse_args(words)) == 0
 
-    preloaded.train("--config", str(best), "--steps", "2", "--run-dir", str(tmp_path / "run"))
+    preloaded.train("--config", str(best), "--from-scratch", "--steps", "2", "--run-dir", str(tmp_path / "run"))
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert [report["topology"][name] for name in ("tp", "pp", "dp")] == [1, 2, 1]
     assert len(report["losses"]) == 2

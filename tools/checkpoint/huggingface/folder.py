@@ -7,7 +7,6 @@ first files lack, masks and rotary frequencies that are no weights, second copie
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.errors import MOST_NAME_BYTES, ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.families import published_form
 from dynapipe_ext.models.huggingface import read_config
@@ -41,14 +40,15 @@ from dynapipe_ext.tools.checkpoint.recognition import (
     CONSOLIDATED,
     META_PARAMS,
     SAFETENSORS_INDEX,
-    SHARD,
     WEIGHT_FILES,
-    shards_without_index,
+    WHOLE_WEIGHTS,
+    numbered_shards,
+    read_shard_index,
+    some_names,
 )
 from dynapipe_ext.tools.files import write_atomic
 
 SHARD_BYTES = 5_000_000_000
-_WHOLE = ("model.safetensors", "pytorch_model.bin")
 _NOT_WEIGHTS = re.compile(
     r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"  # GPT-2's causal mask
     r"|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
@@ -95,11 +95,11 @@ class HuggingFaceReader(CheckpointReader):
                 f" itself makes of a {architecture.family}",
             )
         if buffers:
-            self.notices += (f"{len(buffers)} buffers are no weights and are left out: {_some(buffers)}",)
+            self.notices += (f"{len(buffers)} buffers are no weights and are left out: {some_names(buffers)}",)
         if unread := [name for name in WEIGHT_FILES if (path / name).is_file()][1:]:
-            self.notices += (f"{path} has its weights more than once: {_some(unread)} is not read",)
+            self.notices += (f"{path} has its weights more than once: {some_names(unread)} is not read",)
         if others := left_behind(path):
-            self.notices += (f"not carried from {path}: {_some(others)}",)
+            self.notices += (f"not carried from {path}: {some_names(others)}",)
         # What the weights are stored as, whatever the configuration says of it.
         groups = tensor_groups(self.architecture)
         first = self._stored.get(groups[0].tensors[0].name)
@@ -111,7 +111,7 @@ class HuggingFaceReader(CheckpointReader):
             del self._stored[name]
         dropped, self._prediction = self._prediction, []
         if dropped:
-            self.notices += (f"{len(dropped)} tensors of multi-token prediction are left out: {_some(dropped)}",)
+            self.notices += (f"{len(dropped)} tensors of multi-token prediction are left out: {some_names(dropped)}",)
         return bool(dropped)
 
     def check(self) -> None:
@@ -119,8 +119,8 @@ class HuggingFaceReader(CheckpointReader):
         if self._prediction:
             raise DataError(
                 f"{self.path} has {len(self._prediction)} tensors of multi-token prediction"
-                f" ({_some(self._prediction)}), which are neither converted nor trained: dynapipe convert --drop-mtp"
-                " leaves them out"
+                f" ({some_names(self._prediction)}), which are neither converted nor trained: dynapipe convert"
+                " --drop-mtp leaves them out"
             )
         groups = tensor_groups(self.architecture)
         expected = {info.name: info.shape for group in groups for info in group.tensors}
@@ -253,19 +253,12 @@ def stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor], tupl
     name = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
     if name is None:
         return _without_index(path)
-    if name in _WHOLE:
+    if name in WHOLE_WEIGHTS:
         return [], _read_weights(path / name), ()
-    shard_of = read_json_object(path / name, "the index of the model's shards").get("weight_map")
-    if not isinstance(shard_of, dict) or not all(isinstance(shard, str) for shard in shard_of.values()):
-        raise DataError(f"{path / name} has no weight_map of names to files: copy it again")
-    shards = sorted(set(shard_of.values()))
-    if outside := [one for one in shards if Path(one).name != one or len(os.fsencode(one)) > MOST_NAME_BYTES]:
-        raise DataError(f"{path / name} points to {short(outside[0])}, outside its folder: name files beside it")
-    if absent := [shard for shard in shards if not (path / shard).is_file()]:
-        raise DataError(f"{path} lacks {_some(absent)}, which {name} names: copy them too")
+    shard_of = read_shard_index(path / name)
     stored: dict[str, StoredTensor] = {}
     faults = []
-    for shard in shards:
+    for shard in sorted(set(shard_of.values())):
         tensors = _read_weights(path / shard)
         faults += [f"{tensor} is in {shard} and another shard" for tensor in tensors if tensor in stored]
         faults += [f"{tensor} is in {shard} but not in {name}" for tensor in tensors if shard_of.get(tensor) != shard]
@@ -276,7 +269,7 @@ def stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor], tupl
 
 def _without_index(path: Path) -> tuple[list[str], dict[str, StoredTensor], tuple[str, ...]]:
     """As `stored_tensors`, of shards that no index names, or of the one file under another name."""
-    shards = shards_without_index(path)
+    shards = numbered_shards(path)
     if not shards:
         if not (path / CONSOLIDATED).is_file():
             raise DataError(f"{path} has no weights: one of {', '.join(WEIGHT_FILES)} is needed")
@@ -284,19 +277,12 @@ def _without_index(path: Path) -> tuple[list[str], dict[str, StoredTensor], tupl
         if "tok_embeddings.weight" in stored:
             raise DataError(f"{path / CONSOLIDATED} names its tensors as Meta and Mistral do: put {META_PARAMS} there")
         return [], stored, (f"the weights are read from {CONSOLIDATED}",)
-    numbers = [match.groups() for match in map(SHARD.fullmatch, shards) if match]
-    totals = {int(total) for _, total in numbers}
-    if len(totals) > 1:
-        raise DataError(f"{path} has shards of several models and no index: {_some(shards)}; take the others out")
-    if absent := sorted({*range(1, max(totals) + 1)} - {int(number) for number, _ in numbers}):
-        absent_numbers = ", ".join(f"{number:05d}" for number in absent)
-        raise DataError(f"{path} has no index and lacks shards {absent_numbers} of {max(totals)}: copy them too")
     stored, faults = {}, []
     for shard in shards:
         tensors = _read_weights(path / shard)
         faults += [f"{tensor} is in {shard} and another shard" for tensor in tensors if tensor in stored]
         stored |= tensors
-    return faults, stored, (f"{path} has no index of its {len(shards)} shards: all are read, {_some(shards)}",)
+    return faults, stored, (f"{path} has no index of its {len(shards)} shards: all are read, {some_names(shards)}",)
 
 
 def _read_weights(file: Path) -> dict[str, StoredTensor]:
@@ -312,7 +298,3 @@ def _is_of_prediction(a: Architecture, name: str) -> bool:
     """Whether a tensor is of layers behind the last, which predict further tokens."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return published_form(a).has_prediction_layers and layer is not None and int(layer[1]) >= a.num_layers
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
