@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -24,7 +24,6 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.executor.stages.megatron.model import (
     build_model,
     full_shape,
-    global_name,
     initialize_parallel,
     tensor_slice,
     transformer_config,
@@ -36,7 +35,7 @@ from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.written_arguments import write_arguments
 from dynapipe_ext.tools.checkpoint.megatron.names import tied_head_name
 from tests.support.checkpoints import tiny_variant
-from tests.support.megatron_ranks import CPU, join
+from tests.support.megatron_ranks import CPU, join, whole_name
 from tests.support.megatron_saves import keep_results_in_rank
 from tests.support.rank_jobs import in_turn
 
@@ -54,11 +53,18 @@ class Case:
     dtype: str = "bfloat16"
     distributed: bool = False
     metadata: tuple[tuple[str, Any], ...] = ()
+    ep: int = 1  # replicas that share the experts
 
     def __str__(self) -> str:
         t = self.topology
         words = [self.variant, f"tp{t.tp}pp{t.pp}dp{t.dp}", self.dtype] + ["zero1"] * self.distributed
+        words += [f"ep{self.ep}"] * (self.ep > 1)
         return "-".join([*words, *(name for name, _ in self.metadata)])
+
+    @property
+    def has_legacy(self) -> bool:
+        """Whether its legacy files hold all of it on one rank of each kind."""
+        return not self.distributed and self.ep == 1
 
     @property
     def architecture(self) -> Architecture:
@@ -76,8 +82,14 @@ class Training:
     def __init__(self, case: Case, architecture: Architecture, rank: int) -> None:
         self.case, self.architecture = case, architecture
         initialize_parallel(case.topology, 0)
+        if case.ep > 1:
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel(
+                case.topology.tp, case.topology.pp, expert_model_parallel_size=case.ep
+            )
         self.me = case.topology.coordinates(rank)
         self.config = transformer_config(self.architecture, case.topology, dtype=case.dtype)
+        self.config.expert_model_parallel_size = case.ep
         padded = self.architecture.padded(case.topology.tp)  # as Megatron-LM itself pads
         self.model = build_model(padded, case.topology, self.me.pp_rank, self.config, seed=None, device=CPU)
         layers = case.topology.with_layers(self.architecture.num_layers).layers_per_stage
@@ -126,7 +138,7 @@ class Training:
 
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
-            yield global_name(name, self.first_layer), parameter
+            yield whole_name(self.architecture, name, self.first_layer), parameter
 
     def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return ((name, parameter) for name, parameter in self.named() if parameter.requires_grad)
@@ -158,7 +170,8 @@ class Training:
             return found
         for name, parameter in self.trained():
             main = getattr(parameter, "main_param", None)
-            state = self.optimizer.state[(0, main if main is not None else parameter)]
+            chained = int(not getattr(parameter, "allreduce", True))  # experts have an optimizer of their own
+            state = self.optimizer.state[(chained, main if main is not None else parameter)]
             tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
             if main is not None:
                 tensors["master"] = main
@@ -167,7 +180,11 @@ class Training:
         return found
 
     def sharded(self, *, is_loading: bool) -> dict[str, Any]:
-        metadata = dict(self.case.metadata) | {"distrib_optim_sharding_type": "fully_reshardable"}
+        metadata = {
+            **dict(self.case.metadata),
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+        }
         model = self.model.sharded_state_dict(metadata=metadata)
         return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)}
 
@@ -176,6 +193,7 @@ class Training:
         known = write_arguments(self.architecture) | {
             "tensor_model_parallel_size": topology.tp,
             "pipeline_model_parallel_size": topology.pp,
+            "expert_model_parallel_size": self.case.ep,
             "consumed_train_samples": SAMPLES,
         }
         return {
@@ -269,7 +287,7 @@ def saving(folder: Path | None) -> Callable[[Training], Local]:
             training.step(step)
         if folder is not None:
             training.save_dist(folder / "dist")
-            if not training.case.distributed:
+            if training.case.has_legacy:
                 training.save_legacy(folder / "legacy")
         return training.held()
 

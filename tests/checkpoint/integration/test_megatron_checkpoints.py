@@ -59,6 +59,7 @@ SAVED = [
     Case("gpt2", Topology(tp=2, pp=2)),
     Case("t5", Topology(tp=2)),
     Case("llama-one-key", Topology(tp=2)),
+    Case("mixtral", Topology(dp=2), dtype="float32", ep=2),
 ]
 
 
@@ -92,7 +93,7 @@ def test_what_megatron_saved_is_read_whole(
 ) -> None:
     truth = truths[case.variant, case.dtype]
     readers: list[Any] = [megatron_dist.open_checkpoint(saved[case] / "dist")]
-    if not case.distributed:
+    if case.has_legacy:
         readers.append(megatron_legacy.open_checkpoint(saved[case] / "legacy"))
     for reader in readers:
         found = read_whole(reader)
@@ -130,6 +131,8 @@ LOADED = [
     (SAVED[5], "megatron-legacy", Case("gpt2", Topology(tp=2, pp=2))),
     (SAVED[6], "megatron", Case("t5", Topology(tp=2))),
     (SAVED[7], "megatron-legacy", Case("llama-one-key", Topology(tp=4))),
+    (SAVED[3], "megatron", Case("mixtral", Topology(dp=2), ep=2)),
+    (SAVED[8], "megatron", Case("mixtral", Topology(tp=2, dp=2), dtype="float32", distributed=True, ep=2)),
 ]
 
 
@@ -159,8 +162,8 @@ def continued(saved: dict[Case, Path], tmp_path_factory: pytest.TempPathFactory)
     jobs: list[Job] = []
     for i, (source, target, case) in enumerate(LOADED):
         t = case.topology
-        options = WriterOptions(tp=t.tp, pp=t.pp, layers_per_stage=t.layers_per_stage)
-        place = saved[source] / ("legacy" if i % 2 and not source.distributed else "dist")
+        options = WriterOptions(tp=t.tp, pp=t.pp, ep=case.ep, layers_per_stage=t.layers_per_stage)
+        place = saved[source] / ("legacy" if i % 2 and source.has_legacy else "dist")
         outcome = converter.convert(converter.prepare_conversion(place, folder / str(i), target, options))
         assert RNG_NOTICE in outcome.notices
         assert not any("optimizer" in notice for notice in outcome.notices)

@@ -32,6 +32,7 @@ from dynapipe_ext.tools.checkpoint.formats import (
     CheckpointWriter,
     Source,
     StateKind,
+    TrainingState,
     WriterOptions,
     states_of,
 )
@@ -42,6 +43,7 @@ from dynapipe_ext.tools.checkpoint.megatron.names import MegatronTensor, megatro
 from dynapipe_ext.tools.checkpoint.megatron.shards import RankLayout, TensorPart, blocks, parts_of
 from dynapipe_ext.tools.checkpoint.megatron.state import (
     arguments_of,
+    chained_param_groups,
     grad_scaler,
     param_groups,
     writer_notices,
@@ -198,13 +200,20 @@ class MegatronDistWriter(CheckpointWriter):
             common["optimizer"] = self._optimizer()
         return common
 
-    def _optimizer(self) -> dict[str, Any]:
-        """What the mixed-precision, the fp32 and the distributed optimizer each look for, side by side."""
+    def _optimizer(self) -> dict[Any, Any]:
+        """Return one dictionary, or one per chained optimizer if experts are on ranks of their own."""
         assert self._state is not None
-        step = float(self._state.optimizer_step)
+        if self._layout.ep == 1:
+            return self._chained_optimizer(self._state, param_groups(self._state))
+        chained = chained_param_groups(self._state, self._layout.architecture)
+        return {number: self._chained_optimizer(self._state, groups) for number, groups in enumerate(chained)}
+
+    def _chained_optimizer(self, state: TrainingState, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return what the mixed-precision, the fp32 and the distributed optimizer each look for, side by side."""
+        step = float(state.optimizer_step)
         inner = {
             "state": {"common_step": torch.tensor(step)},
-            "param_groups": [{**group, "step": step} for group in param_groups(self._state)],
+            "param_groups": [{**group, "step": step} for group in groups],
         }
         optimizer: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
         if self._layout.architecture.dtype == "float32":

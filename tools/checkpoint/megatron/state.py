@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.megatron_arguments import num_added_tokens
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.models.written_arguments import write_arguments
@@ -21,6 +22,8 @@ from dynapipe_ext.tools.checkpoint.formats import (
     WriterOptions,
 )
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import pipeline_layout, usage_notices
+from dynapipe_ext.tools.checkpoint.megatron.legacy_names import has_decay
+from dynapipe_ext.tools.checkpoint.megatron.names import megatron_tensors
 from dynapipe_ext.tools.checkpoint.megatron.pickles import is_plain, plain, scalar
 from dynapipe_ext.tools.checkpoint.megatron.shards import RankLayout
 
@@ -79,26 +82,33 @@ def read_contents(common: Mapping[str, Any]) -> MegatronContents:
             scheduler=plain(schedule) if isinstance(schedule, Mapping) else {},
         )
     progress = {name: plain(common[name]) for name in _PROGRESS if name in common and is_plain(common[name])}
-    outer = common.get("optimizer")
-    scaler = outer.get("grad_scaler") if isinstance(outer, Mapping) else None
-    loss_scale = plain(scaler) if isinstance(scaler, Mapping) else {}
+    scalers = [one.get("grad_scaler") for one in _chained_optimizers(common.get("optimizer"))]
+    loss_scale: dict[str, Any] = next((plain(scaler) for scaler in scalers if isinstance(scaler, Mapping)), {})
     values = MegatronValues(
         arguments=plain_arguments, dropped_arguments=dropped, progress=progress, grad_scaler=loss_scale
     )
     return MegatronContents(values, state, tuple(notices))
 
 
-def _inner(optimizer: Any) -> Mapping[str, Any]:
-    """Of the mixed-precision optimizer's dictionary, torch's; of several chained ones, the first with all groups."""
-    if isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
+def _chained_optimizers(optimizer: Any) -> list[Mapping[str, Any]]:
+    """Return the dictionaries of Megatron's chained optimizers, that of the dense weights first; a single one's own."""
+    if isinstance(optimizer, list | tuple):
         optimizer = dict(enumerate(optimizer))
     if not isinstance(optimizer, Mapping):
+        return []
+    numbers = sorted(key for key in optimizer if isinstance(key, int))
+    chained = [optimizer[number] for number in numbers] if numbers else [optimizer]
+    return [one for one in chained if isinstance(one, Mapping)]
+
+
+def _inner(optimizer: Any) -> Mapping[str, Any]:
+    """Return torch's dictionary inside Megatron's; of several chained ones, the first with the groups of all."""
+    chained = [
+        inside if isinstance(inside := one.get("optimizer"), Mapping) else one for one in _chained_optimizers(optimizer)
+    ]
+    if not chained:
         return {}
-    chained = [_inner(optimizer[key]) for key in optimizer if isinstance(key, int)]
-    if chained:
-        return {**chained[0], "param_groups": [group for one in chained for group in _groups(one)]}
-    inside = optimizer.get("optimizer")
-    return inside if isinstance(inside, Mapping) else optimizer
+    return {**chained[0], "param_groups": [group for one in chained for group in _groups(one)]}
 
 
 def _groups(optimizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -137,7 +147,8 @@ def writer_notices(reader: CheckpointReader, layout: RankLayout, state: Training
 
 
 def param_groups(state: TrainingState) -> list[dict[str, Any]]:
-    """Megatron's groups of parameters, those of expert parallel ranks joined with the others, as on one such rank.
+    """Return Megatron's groups of parameters, those of expert parallel ranks joined with the others, as on one such
+    rank.
 
     Groups of other libraries lend their settings to Megatron's two: with weight decay, and without.
     """
@@ -145,13 +156,44 @@ def param_groups(state: TrainingState) -> list[dict[str, Any]]:
     if not groups or not all("wd_mult" in group or "pre_wd_mult" in group for group in groups):
         decayed = {**_GROUP, **{key: value for key, value in (groups[0] if groups else {}).items() if key in _GROUP}}
         return [decayed, {**decayed, "wd_mult": 0.0, "weight_decay": 0.0}]
-    lacking = {key: _GROUP[key] for key in ("is_decoupled_lr", "lr_mult")}
     by_settings: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in sorted(groups, key=lambda group: bool(group.get("is_expert_parallel"))):
-        whole = {**lacking, **group, "is_expert_parallel": False}
-        key = tuple(whole.get(name, whole.get(f"pre_{name}")) for name in ("wd_mult", "lr_mult", "is_decoupled_lr"))
-        by_settings.setdefault(key, whole)
+        by_settings.setdefault(_settings(group), _completed(group, is_expert_parallel=False))
     return list(by_settings.values())
+
+
+def chained_param_groups(state: TrainingState, architecture: Architecture) -> list[list[dict[str, Any]]]:
+    """Return the groups of the two optimizers that Megatron chains above one expert parallel rank: of the dense
+    weights and of the experts'.
+
+    A source without expert parallelism lends the experts its own groups, that of undecayed weights only to experts
+    with biases.
+    """
+    groups = [dict(group) for group in state.param_groups]
+    of_experts = [group for group in groups if group.get("is_expert_parallel")]
+    dense = param_groups(replace(state, param_groups=tuple(g for g in groups if not g.get("is_expert_parallel"))))
+    if not of_experts:
+        tensors = [t for group in tensor_groups(architecture) for t in megatron_tensors(architecture, group)]
+        kinds = {has_decay(tensor.name, tensor.shape) for tensor in tensors if tensor.is_of_experts}
+        of_experts = [
+            group
+            for group in dense
+            if decays(group) in kinds and group.get("default_config", True) and not group.get("is_decoupled_lr")
+        ]
+    return [dense, [_completed(group, is_expert_parallel=True) for group in of_experts]]
+
+
+def _settings(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells groups of parameters apart, whether or not their weights are experts'."""
+    completed = _completed(group, is_expert_parallel=False)
+    own = (completed.get(name, completed.get(f"pre_{name}")) for name in ("wd_mult", "lr_mult", "is_decoupled_lr"))
+    return (*own, completed.get("max_lr"), completed.get("min_lr"))
+
+
+def _completed(group: Mapping[str, Any], *, is_expert_parallel: bool) -> dict[str, Any]:
+    """Return a group with the settings that older versions of Megatron do not write."""
+    lacking = {key: _GROUP[key] for key in ("is_decoupled_lr", "lr_mult")}
+    return {**lacking, **group, "is_expert_parallel": is_expert_parallel}
 
 
 def decays(group: Mapping[str, Any]) -> bool:
