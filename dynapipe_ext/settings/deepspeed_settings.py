@@ -166,12 +166,16 @@ def engine_config(
     zero |= {name: size for name, size in sizes.items() if zero.get(name) == "auto"}
     if zero["stage"] == 1:
         zero["overlap_comm"] = False
+    bf16 = dict(raw.get("bf16", {})) | {"enabled": dtype == "bfloat16"}
+    for section, name in ((zero, "compute_grad_norm"), (bf16, "check_grad_overflow")):  # not known to every version
+        if name in section:
+            section[name] = True
     decided: Json = {
         "train_batch_size": num_replicas,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.clip_grad,
-        "bf16": raw.get("bf16", {}) | {"enabled": dtype == "bfloat16"},
+        "bf16": bf16,
         "optimizer": _optimizer(raw.get("optimizer", {}), optimizer, compiles=compiles),
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
@@ -217,10 +221,13 @@ def _without_auto(config: Json) -> Json:
     return {name: value for name, value in inner.items() if value != "auto"}
 
 
+_CHECKED = "steps that are not finite are refused"
 _REASONS = {
     **dict.fromkeys(_BATCH_SIZES, "plans cut batches"),
     "gradient_clipping": "by --clip-grad",
     "bf16.enabled": "by --dtype",
+    "bf16.check_grad_overflow": _CHECKED,
+    "zero_optimization.compute_grad_norm": _CHECKED,
     "optimizer.params.lr": "by --lr",
     "optimizer.params.betas": "by --betas",
     "optimizer.params.weight_decay": "by --weight-decay",

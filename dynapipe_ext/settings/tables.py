@@ -303,10 +303,10 @@ class OptimizerSettings:
     It then follows `lr_schedule` from `lr` to `min_lr`; "wsd" is constant, and linear over the last tenth. Norms and
     biases do not decay. `clip_grad` bounds the global norm of gradients (0: off).
 
-    A step whose loss or gradients are not finite changes no weight. `nan_policy` "stop" ends the run there; "skip" goes
-    on, for up to `max_skips` such steps in a row. With `deterministic`, sums of gradients, their norm and the loss are
-    exact: equal micro-batches give equal bits under every plan, pp and dp. That takes 8 bytes more for each parameter,
-    which plans count.
+    A step whose loss or gradients are not finite, or whose gradient norm is above 1.8e19, changes no weight and does
+    not count. `nan_policy` "stop" ends the run there; "skip" goes on, for up to `max_skips` such steps in a row. With
+    `deterministic`, sums of gradients, their norm and the loss are exact: equal micro-batches give equal bits under
+    every plan, pp and dp. That takes 8 bytes more for each parameter, which plans count.
     """
 
     lr: float = setting(2e-3, "--lr", "highest learning rate", "LR", above=0, at_most=1e6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -74,10 +75,24 @@ class ExactSums:
         return torch.where(bound.isfinite(), value, torch.nan)
 
 
-def gradient_fault(name: str, gradient: torch.Tensor, *, is_exact: bool) -> str:
-    """What is wrong with the gradient of the weight `name`; empty for a finite one. `is_exact`: `ExactSums` made it."""
-    if torch.isfinite(gradient).all():
+MAX_GRADIENT_NORM = 1.8e19  # float32 holds its square, which clipping and Adam's second moments are made of
+
+
+def describe_norm_fault(norm: float, gradient: str = "the gradient") -> str:
+    """Return why no step may be taken with a gradient of this norm; empty if one may. With a larger norm clipping would
+    make every gradient 0, or Adam would make second moments infinite, and the step would count."""
+    if norm <= MAX_GRADIENT_NORM:
         return ""
+    if math.isfinite(norm):
+        return f"the norm of {gradient} is {norm:.3g}, above {MAX_GRADIENT_NORM:.2g}, whose square float32 cannot hold"
+    return f"{gradient} is not finite"
+
+
+def gradient_fault(name: str, gradient: torch.Tensor, *, is_exact: bool) -> str:
+    """What is wrong with the gradient of the weight `name`; empty for a sound one. `is_exact`: `ExactSums` made it."""
+    if torch.isfinite(gradient).all():
+        norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        return describe_norm_fault(norm, f"the gradient of {name}")
     if is_exact and not torch.isnan(gradient).any():
         return f"the gradient of {name} is above {_LIMIT:.3g}, which exact sums do not hold (leave out --deterministic)"
     return f"the gradient of {name} is not finite"

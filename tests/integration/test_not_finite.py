@@ -146,6 +146,7 @@ def ran():
 SPOILED = {
     "plain": spoiled(CULPRIT, torch.inf),
     "zero1": spoiled(CULPRIT, torch.inf, distributed=True),
+    "large": spoiled(CULPRIT, 1e24),  # finite, of a norm that is not
     "exact": spoiled(NORM, 1e20, deterministic=True),  # finite, and above what exact sums hold
 }
 JOBS = {**SPOILED, skipping: skipping, aimless: aimless}
@@ -162,6 +163,7 @@ def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(job, ran):
     assert "step 3 is not finite" in gradient
     assert (NORM if job == "exact" else CULPRIT) in gradient
     assert ("is above 2.62e+05, which exact sums do not hold" in gradient) == (job == "exact")
+    assert ("above 1.8e+19, whose square float32 cannot hold" in gradient) == (job == "large")
     assert "no weight was changed" in gradient
     assert all(is_same for _, is_same in found)
 

@@ -84,14 +84,16 @@ def test_what_plans_and_settings_say_else_is_named_with_the_reason() -> None:
     raw = {
         "train_batch_size": 64,
         "gradient_clipping": 0.5,
-        "bf16": {"enabled": False},
-        "zero_optimization": {"stage": 1, "overlap_comm": True},
+        "bf16": {"enabled": False, "check_grad_overflow": False},
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "compute_grad_norm": False},
         "checkpoint": {"load_universal": True},
     }
     assert made(raw).overridden == (
         "train_batch_size 64 -> 4 (plans cut batches)",
         "gradient_clipping 0.5 -> 1.0 (by --clip-grad)",
         "bf16.enabled False -> True (by --dtype)",
+        "bf16.check_grad_overflow False -> True (steps that are not finite are refused)",
+        "zero_optimization.compute_grad_norm False -> True (steps that are not finite are refused)",
         "zero_optimization.overlap_comm True -> False (ZeRO 1 reduces once, after the last backward)",
         "checkpoint.load_universal True -> None (--resume goes on from the run's own checkpoints)",
     )

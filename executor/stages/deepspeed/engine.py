@@ -21,6 +21,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from dynapipe_ext.errors import ConfigError, DataError, in_one_line, named_collectives, short
 from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
+from dynapipe_ext.executor.stages.accumulator import describe_norm_fault
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.stages.megatron_cpu import uncompiled
 from dynapipe_ext.executor.stages.split_linear import pass_hooks_by
@@ -138,6 +139,29 @@ def gathered(engine: Any, *, trained_alone: bool = False) -> AbstractContextMana
     return GatheredParameters(weights) if engine.zero_optimization_stage() == 3 else nullcontext()
 
 
+def reports_norm(engine: Any) -> bool:
+    """Whether DeepSpeed's own optimizer takes the engine's steps: it checks and reports their norms. Otherwise torch's
+    does, which checks nothing (float32 without ZeRO)."""
+    return hasattr(engine.optimizer, "overflow")
+
+
+def clear_gradients(engine: Any) -> None:
+    """Drop all gradients of a step that may not have been taken.
+
+    `zero_grad` of DeepSpeed's optimizer for ZeRO 1 and 2 (0.19) leaves what its `step` would have used up: the next
+    step would add to it.
+    """
+    optimizer = engine.optimizer
+    optimizer.zero_grad()
+    if (averaged := getattr(optimizer, "averaged_gradients", None)) is not None:
+        averaged.update(dict.fromkeys(averaged))
+    if (held := getattr(optimizer, "all_grad_tensors", None)) is not None:
+        held.update(dict.fromkeys(held))
+        optimizer.micro_step_id = -1  # as before the first backward
+    if getattr(optimizer, "cpu_offload", False):
+        optimizer.reset_cpu_buffers()
+
+
 class DeepSpeedOptimizer:
     """An engine's step, unless loss or gradients are not finite. Learning rates are those of the file's scheduler, else
     of Megatron's schedule by the run's settings."""
@@ -170,34 +194,39 @@ class DeepSpeedOptimizer:
         plan, largest = executed.plan, float(self._largest)
         self._largest.zero_()
         targets = sum(sample.target for m in plan.micro_batches for sample in m.samples)
-        bad = not math.isfinite(executed.loss + largest)
+        fault = describe_norm_fault(largest)
+        bad = bool(fault) or not math.isfinite(executed.loss)
         summed = torch.tensor([float(bad), float(targets)], dtype=torch.float64, device=self._largest.device)
         with named_collectives(f"step {plan.step}, check of loss and gradients"):
             self._parallel.sum_over_job(summed)
         num_not_finite, num_targets = summed.tolist()
+        what = f"step {plan.step + 1} is not finite (loss {executed.loss:g}"
         if num_not_finite:
-            faults = joined_faults(gather_json(list(executed.loss_faults()), self._largest.device))
-            return self._policy.refused(
-                f"step {plan.step + 1} is not finite (loss {executed.loss:g}, seen on ranks: {num_not_finite:.0f}):"
-                f" {faults or 'losses are finite, and gradients are not'}"
-            )
-        self._policy.passed()
+            own = [*executed.loss_faults()] or [fault] * bool(fault)
+            faults = joined_faults(gather_json(own, self._largest.device))
+            return self._policy.refused(f"{what}, seen on ranks: {num_not_finite:.0f}): {faults}")
         if not num_targets:
             return Refused(f"step {plan.step + 1} has no target tokens: it has nothing to learn from")
-        norm = self._engine_norm()
-        with named_collectives(f"step {plan.step}, update"):
-            self._engine.step()
+        if reports_norm(self._engine):
+            with named_collectives(f"step {plan.step}, update"):
+                self._engine.step()
+            if not self._engine.was_step_applied():
+                return self._policy.refused(f"{what}): {describe_norm_fault(math.inf)}")
+            norm = float(self._engine.get_global_grad_norm())
+        else:
+            norm = self._held_norm()
+            if fault := describe_norm_fault(norm):
+                return self._policy.refused(f"{what}): {fault}")
+            with named_collectives(f"step {plan.step}, update"):
+                self._engine.step()
+        self._policy.passed()
         if self._rates is not None:
             self._rates.step(1)
         self._num_updates += 1
-        engine_norm = self._engine.get_global_grad_norm()
-        return norm if engine_norm is None else float(engine_norm)
+        return norm
 
-    def _engine_norm(self) -> float:
-        """The gradient norm for engines that report none. Without ZeRO this rank holds all gradients and their squares
-        are summed; with ZeRO it is NaN."""
-        if self._engine.zero_optimization_stage():
-            return math.nan
+    def _held_norm(self) -> float:
+        """Return the gradient norm of an engine that reports none: each rank holds all gradients of its stages."""
         own = [p.grad for p in self._engine.module.parameters() if p.grad is not None and not is_other_stages(p)]
         squares = torch.stack([gradient.double().square().sum() for gradient in own]).sum()
         self._parallel.sum_over_job(squares)

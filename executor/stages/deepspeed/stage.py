@@ -13,7 +13,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, ExecutionPlan, Forward
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.chunk_runner import NO_COPIES, Copies, GradientAccumulator, Sum
-from dynapipe_ext.executor.stages.deepspeed.engine import is_other_stages, leave_to_other_stage
+from dynapipe_ext.executor.stages.deepspeed.engine import clear_gradients, is_other_stages, leave_to_other_stage
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, TorchStage, with_batch
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage, token_loss_sum
@@ -134,7 +134,7 @@ class EngineGradients(GradientAccumulator):
         if self._scatters:
             refuse_plan(plan, self._engine.zero_optimization_stage())
         self._num_left = sum(isinstance(instruction, Backward) for instruction in plan.instructions)
-        self._engine.optimizer.zero_grad()  # of a step that was executed and not taken
+        clear_gradients(self._engine)
 
     def backward(self, outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor] | None) -> None:
         num_replicas = self._engine.dp_world_size

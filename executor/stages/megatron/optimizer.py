@@ -13,7 +13,7 @@ from dynapipe_ext.errors import ExecutionError, NotFiniteError, named_collective
 from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import OptimizerPlace
-from dynapipe_ext.executor.stages.accumulator import gradient_fault
+from dynapipe_ext.executor.stages.accumulator import describe_norm_fault, gradient_fault
 from dynapipe_ext.executor.stages.megatron.exact import ExactNorm
 from dynapipe_ext.executor.stages.megatron.model import global_names, take_unrounded
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
@@ -32,31 +32,33 @@ class StepGuard:
         self._device = next(chunks[0].parameters()).device
 
     def check(self, executed: ExecutedStep) -> Refused | None:
-        """The same answer, or error, on every rank: one sum of two numbers, and more only where it is bad."""
+        """The same answer, or error, on every rank: one sum of three numbers, and more only where it is bad."""
         plan = executed.plan
         own = _targets(plan) if dist.get_rank() == _first_rank_of_replica() else 0
-        agreed = torch.tensor([not self._is_finite(executed.loss), own], dtype=torch.int64, device=self._device)
+        bad = float(not math.isfinite(executed.loss))
+        agreed = torch.tensor([bad, own, self._squares()], dtype=torch.float64, device=self._device)
         with named_collectives(f"step {plan.step}, check of loss and gradients"):
             dist.all_reduce(agreed)
-        num_not_finite, num_targets = agreed.tolist()
-        if num_not_finite:
-            return self._refuse(executed)
+        num_not_finite, num_targets, squares = agreed.tolist()
+        norm_fault = describe_norm_fault(math.sqrt(squares))
+        if num_not_finite or norm_fault:
+            return self._refuse(executed, norm_fault)
         self._policy.passed()
         if num_targets == 0:
             return Refused(f"step {plan.step + 1} has no target tokens: it has nothing to learn from")
         return None
 
-    def _is_finite(self, loss: float) -> bool:
-        """Of the loss, and of the gradient buffers by their largest magnitudes, which no sum can overflow."""
+    def _squares(self) -> float:
+        """The squared norm of this rank's gradient buffers, not finite where float32 does not hold it. Summed over all
+        ranks it is at least that of the model's gradients, which replicas have copies of."""
         grouped = [buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-        buffers = [buffer.grad_data for buffer in grouped]
-        largest = [torch.linalg.vector_norm(buffer, torch.inf) for buffer in buffers if buffer.numel()]
-        return math.isfinite(loss) and all(math.isfinite(value) for value in map(float, largest))
+        norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in grouped if buffer.grad_data.numel()]
+        return math.fsum(float(norm) ** 2 for norm in norms)
 
-    def _refuse(self, executed: ExecutedStep) -> Refused:
+    def _refuse(self, executed: ExecutedStep, norm_fault: str) -> Refused:
         step = executed.plan.step + 1
         of_ranks = [fault for rank in gather_json(list(self._faults(executed)), self._device) for fault in rank]
-        reasons = joined_faults([[fault for _, fault in sorted(map(tuple, of_ranks))]])
+        reasons = joined_faults([[fault for _, fault in sorted(map(tuple, of_ranks))]]) or norm_fault
         reason = f"step {step} is not finite (loss {executed.loss:g}): {reasons}"
         return self._policy.refused(reason)
 

@@ -12,7 +12,7 @@ from dynapipe_ext.errors import ConfigError, named_collectives
 from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import OptimizerPlace, Reductions
-from dynapipe_ext.executor.stages.accumulator import gradient_fault
+from dynapipe_ext.executor.stages.accumulator import describe_norm_fault, gradient_fault
 from dynapipe_ext.executor.stages.chunk_runner import gradient_of
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates, step_count, update_in_one_pass
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
@@ -76,14 +76,14 @@ class TransformersOptimizer:
             with named_collectives(f"step {plan.step}, check of loss and gradients"):
                 self._parallel.sum_over_job(summed)
         total, num_not_finite, num_targets = summed.tolist()
-        if num_not_finite:
-            return self._policy.refused(
-                f"step {plan.step + 1} is not finite (loss {executed.loss:g}): {self._said(executed)}"
-            )
+        total /= 1 if self._parallel is None else self._parallel.topology.dp
+        norm_fault = describe_norm_fault(math.sqrt(total))
+        if num_not_finite or norm_fault:
+            reasons = self._said(executed) or norm_fault
+            return self._policy.refused(f"step {plan.step + 1} is not finite (loss {executed.loss:g}): {reasons}")
         self._policy.passed()
         if not num_targets:
             return Refused(f"step {plan.step + 1} has no target tokens: it has nothing to learn from")
-        total /= 1 if self._parallel is None else self._parallel.topology.dp
         norm = math.sqrt(self._exact_total(squares, plan) if self._deterministic else total)
         scale = self._clip_grad / (norm + 1e-6) if 0 < self._clip_grad < norm else 1.0
         self._update(gradients, scale)
