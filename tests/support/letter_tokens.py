@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
-from dynapipe_ext.data.preprocessing.record_forms import RecordFields
+from dynapipe_ext.data.preprocessing.record_forms import RecordFields, Template
 from dynapipe_ext.data.preprocessing.rendering import Rendered, Renderer
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 
@@ -44,10 +44,10 @@ def letters(template: str) -> FolderEncoder:
     return FolderEncoder(_Letters(template), {}, eos=END, separator=None, specials="parse", add_special_tokens=False)
 
 
-def rendered(template: str, record: Mapping[str, Any], **choices: Any) -> str:
+def rendered(template: str, record: Mapping[str, Any], kind: Template = "chat", **choices: Any) -> str:
     """A chat as the template renders it, with what carries loss between ⟦ and ⟧."""
     bounds = LengthBounds(None, False, TaskBounds())
-    renderer = Renderer.of("chat", RecordFields(), letters(template), bounds, **choices)
+    renderer = Renderer.of(kind, RecordFields(), letters(template), bounds, **choices)
     sample = renderer.render(record, "here", "unnamed")
     assert sample is not None
     return marked(sample)

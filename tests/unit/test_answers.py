@@ -92,11 +92,118 @@ def test_thoughts_are_trained_on_as_the_template_keeps_them() -> None:
     assert rendered(of_roles(user, THOUGHTS, "<|a|><think>"), record) == (
         "<|u|>Hi<|e|><|a|>⟦<think>Hm</think>Yes.<|e|>⟧<|u|>And<|e|><|a|>⟦<think>Hm</think>No.<|e|>⟧"
     )
-    assert rendered(of_roles(user, EARLIER_DROPPED, "<|a|>"), record) == (
-        "<|u|>Hi<|e|><|a|>⟦Yes.<|e|>⟧<|u|>And<|e|><|a|>⟦<think>Hm</think>No.<|e|>⟧"
-    )
+    with pytest.raises(DataError, match=r"leaves out the thought of message 2 \(reasoning_content\): remove it, train"):
+        rendered(of_roles(user, EARLIER_DROPPED, "<|a|>"), record)
     kept = "<|u|>Hi<|e|><|a|>⟦<think>Hm</think>Yes.<|e|>⟧<|u|>And<|e|><|a|>⟦<think>Hm</think>No.<|e|>⟧"
     assert rendered(QWEN, record) == kept  # which leaves out those of earlier answers where it is asked for the next
+
+
+@pytest.mark.parametrize("template", [QWEN, of_roles("<|u|>{{ m.content }}<|e|>", EARLIER_DROPPED, "<|a|>"), "R1"])
+def test_before_an_answer_that_is_trained_on_alone_the_context_is_that_of_inference(template: str) -> None:
+    """So that of preferences, too: the published template leaves out thoughts of earlier answers."""
+    record = chat(*TURNS, thought="Hm")
+    if template == "R1":
+        template = of_roles(
+            "<|u|>{{ m.content }}<|e|>",
+            "{% set content = m.content %}"
+            "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+            "<|a|>{{ content }}<|e|>",
+            "<|a|><think>",
+        ).replace("{% for", "{% set ns = namespace(system_prompt='') %}{% for", 1)
+        record = chat(TURNS[0], ("assistant", "<think>Hm</think>Yes."), TURNS[2], ("assistant", "<think>Hm</think>No."))
+    expected = "<|u|>Hi<|e|><|a|>Yes.<|e|><|u|>And<|e|><|a|>⟦<think>Hm</think>No.<|e|>⟧"
+    *prompt, answer = record["messages"]
+    assert rendered(template, record, loss_on="last-answer") == expected
+    assert rendered(template, {"prompt": prompt, "completion": [answer]}) == expected
+    pair = rendered(
+        template, {"prompt": prompt, "chosen": [answer], "rejected": [answer | {"content": "So."}]}, "preference"
+    )
+    assert pair.startswith("<|u|>Hi<|e|><|a|>Yes.<|e|><|u|>And<|e|><|a|>")
+    assert pair.count("Hm") == (1 if "system_prompt" in template else 2)
+
+
+THINKS = ("assistant", "<think>Two and two.</think>4")
+# What a template loses of a chat, and how that is told: (what it writes of an answer, the messages).
+LOSSES = {
+    "QwQ's thoughts": (
+        "{{ m.content.split('</think>')[-1].lstrip('\n') }}",
+        (TURNS[0], THINKS),
+        r"the thought of message 2 \('Two' before </think>\)",
+    ),
+    "DeepSeek-V3.1's thoughts": (
+        "{{ m.content.split('</think>', 1)[1] }}",
+        (TURNS[0], THINKS),
+        "the thought of message 2",
+    ),
+    "the middle of several thoughts": (
+        "{{ m.content.split('</think>')[0] + '</think>' + m.content.split('</think>')[-1] }}",
+        (TURNS[0], ("assistant", "<think>Two</think>and</think>two")),
+        "the thought of message 2",
+    ),
+    "another role": ("{{ m.content }}", (("developer", "Be brief."), *TURNS[:2]), "message 1, of role 'developer'"),
+    "a result that occurs elsewhere": (
+        "{{ m.content }}",
+        (("user", "A 4?"), ("assistant", "So"), ("tool", "4"), ("assistant", "So 4.")),
+        "message 3, of role 'tool'",
+    ),
+    "another end of a word": (
+        "{{ m.content.split(' ')[0] }}",
+        (("user", "So 4"), ("assistant", "So 4")),
+        "the words of message 2",
+    ),
+    "a mark alone": (
+        "{{ m.content }}",
+        (("system", "!"), ("user", "Hi!"), ("assistant", "Yes!")),
+        "message 1, of role 'system'",
+    ),
+}
+
+
+@pytest.mark.parametrize("path", ["chat", "marked", "preference"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_words_that_a_template_loses_are_missed_at_their_place(name: str, path: str) -> None:
+    answer, turns, says = LOSSES[name]
+    body = f"{{% generation %}}{answer}<|e|>{{% endgeneration %}}" if path == "marked" else f"{answer}<|e|>"
+    template = of_each(USER, f"<|a|>{body}")
+    *prompt, last = chat(*turns)["messages"]
+    record: dict[str, Any] = {"messages": [*prompt, last]}
+    if path == "preference":
+        record = {"prompt": prompt, "chosen": [last], "rejected": [{"role": "assistant", "content": "No."}]}
+        if "thoughts" not in name:
+            record["rejected"] = [last | {"content": f"{last['content']} too"}]
+    with pytest.raises(DataError, match=f"the chat template leaves out {says}"):
+        rendered(template, record, "preference" if path == "preference" else "chat")
+
+
+@pytest.mark.parametrize("path", ["chat", "marked", "preference"])
+def test_words_beside_calls_and_thoughts_that_are_lost_are_missed_on_every_path(path: str) -> None:
+    body = "{% if m.tool_calls %}" + CALL + "{% else %}{{ m.content }}{% endif %}<|e|>"
+    body = f"{{% generation %}}{body}{{% endgeneration %}}" if path == "marked" else body
+    template, kind = (
+        of_each(USER, f"<|a|>{body}", SAYS, before="{{ tools | tojson }}"),
+        "preference" if path == "preference" else "chat",
+    )
+
+    def record(words: str) -> dict[str, Any]:
+        own = called(SUN, words=words)
+        first, call, *rest = own["messages"]
+        if path == "preference":
+            return {"prompt": [first], "chosen": [call, *rest], "rejected": rest[-1:], "tools": own["tools"]}
+        return own
+
+    assert "sun" in rendered(template, record(""), kind)
+    with pytest.raises(DataError, match=r"leaves out the words of message 2, of role 'assistant' \('Dry'\)"):
+        rendered(template, record("Dry"), kind)  # which the last answer has, too
+    thought = record("")
+    (thought["chosen"][0] if kind == "preference" else thought["messages"][1])["reasoning_content"] = "Dry"
+    with pytest.raises(DataError, match="leaves out the thought of message 2"):
+        rendered(template, thought, kind)
+
+
+def test_characters_for_private_use_in_messages_are_words_like_others() -> None:
+    icon = "\U000f0001 \U0010fffd"
+    expected = f"<|u|>{icon}<|e|><|a|>⟦{icon} a<|e|>⟧"
+    assert rendered(CHATML, chat(("user", icon), ("assistant", f"{icon} a"))) == expected
 
 
 @pytest.mark.parametrize("arguments", ["{{ f.arguments | tojson }}", "{{ f.name + f.arguments }}"])
@@ -283,9 +390,12 @@ def test_parts_of_answers_that_a_template_drops_are_refused(answer: str, says: s
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ("<|a|>{{ m.content[:3] }}<|e|>", "leaves out the words of message 2, or writes them twice"),
+        ("<|a|>{{ m.content[:3] }}<|e|>", "writes messages otherwise by their words"),
         ("<|a|>{{ m.content }}{{ m.content }}<|e|>", "leaves out the words of message 2, or writes them twice"),
-        ("<|a|>{{ m.content }}<|e|>{{ messages | map(attribute='content') | map('length') | list }}", "writes other"),
+        (
+            "<|a|>{{ m.content }}<|e|>{{ messages | map(attribute='content') | map('length') | list }}",
+            "writes messages",
+        ),
     ],
 )
 def test_answers_that_cannot_be_found_are_refused(answer: str, says: str) -> None:

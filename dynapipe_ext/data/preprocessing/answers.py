@@ -18,20 +18,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from dynapipe_ext.data.preprocessing.chat_variants import (
-    Messages,
-    argument_object,
-    call_arguments,
-    is_in,
-    with_arguments,
-)
+from dynapipe_ext.data.preprocessing.chat_variants import Messages, is_in, with_arguments
+from dynapipe_ext.data.preprocessing.chat_words import words_of_calls
 from dynapipe_ext.errors import DataError
 
 SENTINEL, _NEXT = "\ue0f0answer\ue0f1", "\ue0f0next\ue0f1"
 _QUESTION = {"role": "user", "content": "?"}
-_FIRST_MARK = 0xF0000  # of a plane of characters for private use: one a message
-_MARKS = re.compile("[\U000f0000-\U000ffffd]")
-_WORDS = re.compile(r"<[^<>]*>|\w")
 _MARKER = re.compile(r"<[|｜]?[^<>\s]{1,40}[|｜]?>")  # the look of special tokens, also of those that a tokenizer lacks
 _THOUGHT = re.compile(r"<think>\s*(</think>\s*)?$")  # what prompts for an answer may begin for it
 # Headers that the model itself writes, as training templates of TRL 1.16 have it: of DeepSeek, GPT-OSS and their like.
@@ -39,25 +31,33 @@ _WRITTEN_HEADERS = re.compile(
     r"(<｜Assistant｜>|<｜tool▁outputs▁end｜>|<\|start\|>assistant|(?<=<\|im_start\|>assistant)\n)$"
 )
 _NEWLINE_IS_WRITTEN = re.compile(r"message\.content %\}\s*\{\{- '\\n' \+ message\.content")  # Qwen2.5
-# Parts of published templates that leave out earlier thoughts, or all, and what keeps them: (sign of the template, the
-# part, its replacement). Without them an answer would be trained on that the model does not give.
+# Parts of published templates that leave out thoughts: (sign of the template, the part, what keeps the thoughts of all
+# answers, what keeps those of the last message). Without them an answer would be trained on that the model does not
+# give.
 _KEPT_THOUGHTS = (
-    ("ns.last_query_index", "loop.index0 > ns.last_query_index", "true"),
-    ("ns.last_query_index", "loop.last or (not loop.last and reasoning_content)", "true"),
+    ("ns.last_query_index", "loop.index0 > ns.last_query_index", "true", "loop.index0 > ns.last_query_index"),
+    (
+        "ns.last_query_index",
+        "loop.last or (not loop.last and reasoning_content)",
+        "true",
+        "loop.last or (not loop.last and reasoning_content)",
+    ),
     (
         "system_prompt='') %}",  # DeepSeek-R1's distilled models; V3 has more in its namespace
         "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}",
         "",
+        "{% if '</think>' in content and not loop.last %}{% set content = content.split('</think>')[-1] %}{% endif %}",
     ),
 )
 
 
 @lru_cache(maxsize=16)
-def training_template(template: str) -> str:
-    """The chat template with which a model is trained: as published, but that it keeps the thoughts of all answers."""
-    for sign, part, replacement in _KEPT_THOUGHTS:
+def training_template(template: str, *, only_last: bool = False) -> str:
+    """The chat template with which a model is trained: as published, but that it keeps the thoughts of all answers, or
+    only of the last message. There the context stays what inference shows, without the thoughts of earlier answers."""
+    for sign, part, of_all, of_last in _KEPT_THOUGHTS:
         if sign in template:
-            template = template.replace(part, replacement)
+            template = template.replace(part, of_last if only_last else of_all)
     return template
 
 
@@ -67,28 +67,27 @@ def writes_newline(template: str) -> bool:
 
 
 def answer_spans(
-    render: Callable[[Messages, bool], str], messages: Messages, whole: str, *, newline_is_written: bool
+    render: Callable[[Messages, bool], str],
+    messages: Messages,
+    whole: str,
+    places: Sequence[Sequence[int]],
+    *,
+    newline_is_written: bool,
 ) -> tuple[str, list[tuple[int, int]]]:
     """The chat's text, and the first and the last character (excluded) of what loss falls on, for each answer.
 
-    `whole` is `render(messages, False)`; `render(…, True)` ends with the prompt for an answer. Where the template
-    writes no end of a last answer, the text ends with the special token with which the next message would begin, if it
-    has one.
+    `whole` is `render(messages, False)`; `render(…, True)` ends with the prompt for an answer. `places` are those of
+    the words of each message in `whole` (`find_words`). Where the template writes no end of a last answer, the text
+    ends with the special token with which the next message would begin, if it has one.
 
     Errors: DataError that says why an answer cannot be found; those of `render`.
     """
-    unknown, spans, has_end = None, [], True
-    try:
-        places = word_places(render, messages, whole)
-    except DataError as error:  # what is said of an answer says more
-        unknown, places = error, [[] for _ in messages]
+    spans, has_end = [], True
     finder = _Finder(render, messages, whole, newline_is_written, places)
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
             start, stop, has_end = finder.span(number)
             spans.append((start, stop))
-    if unknown:
-        raise unknown
     if messages[-1]["role"] == "assistant" and not has_end:
         end = _next_marker(render, messages)
         spans[-1] = spans[-1][0], spans[-1][1] + len(end)
@@ -98,7 +97,7 @@ def answer_spans(
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Finds the answers of one chat; `places` are those of some word of each message in its text."""
+    """Finds the answers of one chat; `places` are those of the words of each message in its text."""
 
     render: Callable[[Messages, bool], str]
     messages: Messages
@@ -247,46 +246,6 @@ class _Finder:
         return gap if found and after.startswith(gap) else ""
 
 
-def word_places(render: Callable[[Messages, bool], str], messages: Messages, whole: str) -> list[list[int]]:
-    """For each message, where in the chat's text a word of its content stands; none for a message without words.
-
-    A character of its own is put before a word of each, of answers near the end, since templates may drop thoughts.
-    Errors: DataError where the template writes otherwise then, or leaves a message out.
-    """
-    systems = [message["role"] == "system" for message in messages]
-    for place, with_systems in ((0.5, True), (0.25, True), (0.5, False)):  # some templates look for words of systems
-        marked = [
-            message if is_system and not with_systems else _with_mark(message, chr(_FIRST_MARK + number), place)
-            for number, (message, is_system) in enumerate(zip(messages, systems, strict=True))
-        ]
-        text = render(marked, False)
-        marks = [match.start() for match in _MARKS.finditer(text)]
-        places: list[list[int]] = [[] for _ in messages]
-        for passed, mark in enumerate(marks):
-            places[ord(text[mark]) - _FIRST_MARK].append(mark - passed)
-        if _MARKS.sub("", text) == whole:
-            break
-    else:
-        raise DataError("the chat template writes messages otherwise by their words, so answers cannot be told apart")
-    for number, (message, new) in enumerate(zip(messages, marked, strict=True), 1):
-        if new is not message and not places[number - 1]:
-            raise DataError(f"the chat template leaves out the words of message {number}, of role {message['role']!r}")
-    return places
-
-
-def _with_mark(message: Mapping[str, Any], mark: str, place: float) -> Mapping[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    words = [match.start() for match in _WORDS.finditer(content) if match.group()[0] != "<"]
-    if not words:
-        return message
-    if message["role"] == "assistant":
-        place = 1 - (0.5 - place) / 4
-    chosen = words[min(int(len(words) * place), len(words) - 1)]
-    return {**message, "content": content[:chosen] + mark + content[chosen:]}
-
-
 def _with_sentinel(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The answer with the sentinel in the place of its words, of an argument of its first call, or alone."""
     yield {**message, "content": SENTINEL}
@@ -299,19 +258,6 @@ def _with_sentinel(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield {**message, "tool_calls": [with_arguments(calls[0], one), *calls[1:]]}
         yield {**message, "tool_calls": [with_arguments(calls[0], SENTINEL), *calls[1:]]}
     yield {"role": "assistant", "content": SENTINEL}
-
-
-def function_names(described: Any) -> list[str]:
-    """The names of tools or of calls, each described by {"function": {"name", …}} or by the inner object."""
-    functions = [entry.get("function", entry) for entry in described or () if isinstance(entry, dict)]
-    return [entry["name"] for entry in functions if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
-
-
-def words_of_calls(calls: Any) -> list[str]:
-    """The names of calls and the texts among their arguments."""
-    objects = [argument_object(call_arguments(call)) for call in calls or ()]
-    values = [value for one in objects if isinstance(one, Mapping) for value in one.values()]
-    return [*function_names(calls), *(value.strip() for value in values if isinstance(value, str))]
 
 
 def _before_prompt(end: str) -> int:

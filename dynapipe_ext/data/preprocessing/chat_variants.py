@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
+THOUGHT_END = "</think>"
 
 
 def spellings(messages: Messages) -> Iterator[Messages]:
@@ -25,10 +26,12 @@ def spellings(messages: Messages) -> Iterator[Messages]:
 
 
 def keeps_words(text: str, messages: Messages) -> bool:
-    """Whether a chat's text has the last line of each message, and no arguments of a call as Python writes them."""
+    """Whether a chat's text has the last line of each message, which may lack a thought, and no arguments of a call as
+    Python writes them."""
     texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
     plain = [message.get("content") for message in messages if not message.get("tool_calls")]
-    ends = [text.strip().splitlines()[-1].strip() for text in plain if isinstance(text, str) and text.strip()]
+    said = [text.rpartition(THOUGHT_END)[2].strip() for text in plain if isinstance(text, str)]
+    ends = [text.splitlines()[-1].strip() for text in said if text]
     calls = [argument_object(call_arguments(call)) for message in messages for call in message.get("tool_calls") or ()]
     as_python = [str(one) for one in calls if one and isinstance(one, Mapping)]
     return all(is_in(end, text) for end in ends) and not any(
@@ -67,6 +70,15 @@ def with_arguments(call: Mapping[str, Any], arguments: Any) -> Mapping[str, Any]
     if "function" in call:
         return {**call, "function": {**call["function"], "arguments": arguments}}
     return {**call, "arguments": arguments}
+
+
+def with_function_name(described: Any, rename: Callable[[str], str]) -> Any:
+    """A tool or a call with another name of its function, where it has one."""
+    if not isinstance(described, Mapping):
+        return described
+    if isinstance(described.get("function"), Mapping):
+        return {**described, "function": with_function_name(described["function"], rename)}
+    return {**described, "name": rename(described["name"])} if isinstance(described.get("name"), str) else described
 
 
 def call_arguments(call: Any) -> Any:

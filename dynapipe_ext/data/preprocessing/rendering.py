@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, assert_never
 
 import numpy as np
 
 from dynapipe_ext.data.length_bounds import LengthBounds
-from dynapipe_ext.data.preprocessing.answers import answer_spans, function_names, words_of_calls
-from dynapipe_ext.data.preprocessing.chat_variants import is_in
+from dynapipe_ext.data.preprocessing.answers import answer_spans
+from dynapipe_ext.data.preprocessing.chat_words import ADVICE, find_words
 from dynapipe_ext.data.preprocessing.preference_records import (
     CHOSEN,
     REJECTED,
@@ -20,7 +20,6 @@ from dynapipe_ext.data.preprocessing.preference_records import (
     preference_of,
 )
 from dynapipe_ext.data.preprocessing.record_forms import (
-    TOOLS,
     Chat,
     LossOn,
     RecordFields,
@@ -30,8 +29,6 @@ from dynapipe_ext.data.preprocessing.record_forms import (
     strings,
 )
 from dynapipe_ext.errors import ConfigError, DataError
-
-_ROLES_KEPT = ("system", "user", "tool")  # a template may drop none of their words; of answers it may drop reasoning
 
 
 class ModelTokenizer(Protocol):
@@ -47,6 +44,7 @@ class ModelTokenizer(Protocol):
     def marks_generation(self) -> bool: ...
     @property
     def writes_newline(self) -> bool: ...
+    def for_last_message(self) -> ModelTokenizer: ...
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, answer_next: bool = False
@@ -114,9 +112,11 @@ class Renderer:
         does not fit the template or is too long."""
         match self.template:
             case "chat":
-                return self._chat(record, where)
+                chat = chat_of(record, self.fields, where, loss_on=self.loss_on)
+                is_last = not any(chat.is_trained[:-1])
+                return (self._for_last_message() if is_last else self)._chat(chat, where)
             case "preference":
-                return self._preference(record, where)
+                return self._for_last_message()._preference(record, where)
             case "prompt":
                 return self._prompt(record, where, task)
             case "text":
@@ -153,18 +153,20 @@ class Renderer:
         num_start = len(self.start)
         return tokens[num_start:] if tuple(tokens[:num_start]) == self.start else tokens
 
-    def _chat(self, record: Mapping[str, object], where: str) -> Rendered:
-        chat = chat_of(record, self.fields, where, loss_on=self.loss_on)
+    def _for_last_message(self) -> Renderer:
+        return replace(self, tokenizer=self.tokenizer.for_last_message())
+
+    def _chat(self, chat: Chat, where: str) -> Rendered:
         try:
             whole = self.tokenizer.render(chat.messages, chat.tools)
         except DataError as error:
             raise self._refused(chat, where, error) from error
-        self._check_kept(chat, whole, where)
+        places = self._word_places(chat, whole, where)
         try:
             if self.tokenizer.marks_generation:
                 tokens, is_target = self._marked(chat, where)
             else:
-                tokens, is_target = self._targets_by_spans(chat, whole)
+                tokens, is_target = self._targets_by_spans(chat, whole, places)
         except DataError as error:
             if str(error).startswith(where):
                 raise
@@ -177,6 +179,13 @@ class Renderer:
         return _with_targets(
             Rendered(tokens[:num_kept], [False, *is_target[1:num_kept]], num_kept < len(tokens)), where
         )
+
+    def _word_places(self, chat: Chat, whole: str, where: str) -> list[list[int]]:
+        """`find_words` of the chat. Raises DataError that begins with `where`."""
+        try:
+            return find_words(self.tokenizer.render, chat.messages, chat.tools, whole, chat.is_trained)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
 
     def _preference(self, record: Mapping[str, object], where: str) -> Rendered:
         """Both documents, prompt and answer each, one behind the other. Loss falls on what follows the longest common
@@ -214,8 +223,8 @@ class Renderer:
             texts = [self.tokenizer.render(preference.prompt, preference.tools, answer_next=True)]
             for messages in preference.chats():
                 texts.append(self.tokenizer.render(messages, preference.tools))
-                is_trained = tuple(message["role"] == "assistant" for message in messages)
-                self._check_kept(Chat(list(messages), is_trained, preference.tools), texts[-1], where)
+                is_trained = tuple(place >= len(preference.prompt) for place in range(len(messages)))
+                self._word_places(Chat(list(messages), is_trained, preference.tools), texts[-1], where)
         except DataError as error:
             if str(error).startswith(where):
                 raise
@@ -246,7 +255,9 @@ class Renderer:
         of_answer = np.cumsum([place in set(starts) for place in range(len(tokens))]) - 1
         return tokens, [target and answers[of_answer[place]] for place, target in enumerate(is_target)]
 
-    def _targets_by_spans(self, chat: Chat, whole: str) -> tuple[list[int], list[bool]]:
+    def _targets_by_spans(
+        self, chat: Chat, whole: str, places: Sequence[Sequence[int]]
+    ) -> tuple[list[int], list[bool]]:
         """Tokens and targets of a chat whose template does not mark answers.
 
         A token belongs to the span of its last character. A last answer without a special token at its end gets END.
@@ -256,13 +267,13 @@ class Renderer:
             return self.tokenizer.render(messages, chat.tools, answer_next=answer_next)
 
         newline_is_written = self.tokenizer.writes_newline
-        whole, spans = answer_spans(render, chat.messages, whole, newline_is_written=newline_is_written)
+        whole, spans = answer_spans(render, chat.messages, whole, places, newline_is_written=newline_is_written)
         tokens, ends = self.tokenizer.encode_places(whole)
         trained = [span for span, is_trained in zip(spans, chat.answers, strict=True) if is_trained]
         starts, stops = np.array(trained, np.int64).reshape(-1, 2).T
-        places = np.array(ends, np.int64)  # spans follow one another: of those that begin before a token, the last
-        number = np.searchsorted(starts, places) - 1
-        is_target = ((number >= 0) & (places <= stops[number])).tolist()
+        lasts = np.array(ends, np.int64)  # spans follow one another: of those that begin before a token, the last
+        number = np.searchsorted(starts, lasts) - 1
+        is_target = ((number >= 0) & (lasts <= stops[number])).tolist()
         start, stop = spans[-1]
         answer = [token for token, end in zip(tokens, ends, strict=True) if start < end <= stop]
         if stop == len(whole) and not any(map(self.tokenizer.is_special, answer)):
@@ -270,34 +281,13 @@ class Renderer:
             return [*tokens, self.tokenizer.eos], [*is_target, chat.answers[-1]]
         return tokens, is_target
 
-    def _check_kept(self, chat: Chat, whole: str, where: str) -> None:
-        """Errors: DataError where the rendered text lacks words of a message, a tool or a call."""
-        for number, message in enumerate(chat.messages, 1):
-            content, role = message.get("content"), message["role"]
-            if role in _ROLES_KEPT and isinstance(content, str) and not is_in(content.strip(), whole):
-                raise DataError(
-                    f"{where}: the chat template leaves out message {number}, of role {role!r}: {_NO_ROLE[role]}"
-                )
-            thought = message.get("reasoning_content") or message.get("thinking")
-            if isinstance(thought, str) and not is_in(thought.strip(), whole):
-                raise DataError(
-                    f"{where}: the chat template leaves out the thought of message {number} (reasoning_content): remove"
-                    " it from the record, or take a template that writes it"
-                )
-            if not all(is_in(words, whole) for words in words_of_calls(message.get("tool_calls"))):
-                raise DataError(
-                    f"{where}: the chat template leaves out the tool_calls of message {number}: {_NO_ROLE['tool']}"
-                )
-        if not all(is_in(name, whole) for name in function_names(chat.tools)):
-            raise DataError(f"{where}: the chat template leaves out the {TOOLS}: {_NO_ROLE['tool']}")
-
     def _refused(self, chat: Chat, where: str, error: DataError) -> DataError:
         """The error for a chat that the template refuses; it names the system role where that is the reason."""
         others = [message for message in chat.messages if message["role"] != "system"]
         if others and len(others) < len(chat.messages):
             try:
                 self.tokenizer.render(others, chat.tools)
-                return DataError(f"{where}: the chat template has no system role ({error}): {_NO_ROLE['system']}")
+                return DataError(f"{where}: the chat template has no system role ({error}): {ADVICE['system']}")
             except DataError:
                 pass
         return DataError(f"{where}: {error}: {_CHANGE}")
@@ -311,11 +301,6 @@ class Renderer:
 
 
 _CHANGE = "change the messages, or give another tokenizer's folder"
-_NO_ROLE = {
-    "system": "put its words into the first user message, or give a template that has one",
-    "user": "give a template that has all of them",
-    "tool": "give a template that has tools, or leave them out of the data",
-}
 
 
 def _with_targets(rendered: Rendered, where: str) -> Rendered:

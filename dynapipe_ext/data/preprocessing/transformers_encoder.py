@@ -12,6 +12,7 @@ import re
 import tempfile
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class FolderEncoder:
         self.vocab_size = max(len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values()))
         self._specials: Specials = specials
         self._add_special_tokens = add_special_tokens
+        self._only_last = False
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return _called(self._tokenizer, texts, self._specials, self._add_special_tokens)
@@ -99,8 +101,14 @@ class FolderEncoder:
         """`answers.writes_newline` of the chat template."""
         return writes_newline(self._template(None))
 
+    def for_last_message(self) -> FolderEncoder:
+        """The same tokenizer for chats of which only the last message is trained on (`training_template`)."""
+        own = copy(self)
+        own._only_last = True
+        return own
+
     def _template(self, tools: Sequence[Any] | None) -> str:
-        return training_template(self._tokenizer.get_chat_template(tools=tools))
+        return training_template(str(self._tokenizer.get_chat_template(tools=tools)), only_last=self._only_last)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, answer_next: bool = False
