@@ -13,10 +13,13 @@ message, up to a border of special tokens. Loss falls on all between header and 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from dynapipe_ext.data.preprocessing.chat_variants import Messages, is_in, with_arguments
 from dynapipe_ext.data.preprocessing.chat_words import words_of_calls
@@ -93,6 +96,29 @@ def answer_spans(
         spans[-1] = spans[-1][0], spans[-1][1] + len(end)
         whole += end
     return whole, spans
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTokens:
+    """The tokens of a text, and of each the first character and the one behind its last."""
+
+    ids: list[int]
+    firsts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> PlacedTokens:
+        """A token without a character is a blank that its tokenizer leaves out of `offsets`: the one before it."""
+        firsts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+        return cls(list(ids), np.minimum(firsts, ends - 1), ends)
+
+    def overlap(self, spans: Iterable[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+        """Return for each token whether it has a character of one of the spans, which follow one another."""
+        starts, stops = np.array([span for span in spans if span[0] < span[1]], np.int64).reshape(-1, 2).T
+        if not len(starts):
+            return np.zeros(len(self.ids), np.bool_)
+        number = np.searchsorted(starts, self.ends) - 1  # of the spans that begin before a token's end, the last
+        return (number >= 0) & (self.firsts < stops[number])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, assert_never
 import numpy as np
 
 from dynapipe_ext.data.length_bounds import LengthBounds
-from dynapipe_ext.data.preprocessing.answers import answer_spans
+from dynapipe_ext.data.preprocessing.answers import PlacedTokens, answer_spans
 from dynapipe_ext.data.preprocessing.chat_words import ADVICE, find_words
 from dynapipe_ext.data.preprocessing.preference_records import (
     CHOSEN,
@@ -52,7 +52,7 @@ class ModelTokenizer(Protocol):
     def render_marked(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
     ) -> tuple[list[int], list[bool]]: ...
-    def encode_places(self, text: str) -> tuple[list[int], list[int]]: ...
+    def encode_places(self, text: str) -> PlacedTokens: ...
     def is_special(self, token: int) -> bool: ...
 
 
@@ -229,7 +229,7 @@ class Renderer:
             if str(error).startswith(where):
                 raise
             raise DataError(f"{where}: {error}: {_CHANGE}") from error
-        return [self.tokenizer.encode_places(text)[0] for text in texts]
+        return [self.tokenizer.encode_places(text).ids for text in texts]
 
     def _with_end(self, tokens: list[int]) -> list[int]:
         assert self.tokenizer.eos is not None
@@ -260,7 +260,7 @@ class Renderer:
     ) -> tuple[list[int], list[bool]]:
         """Tokens and targets of a chat whose template does not mark answers.
 
-        A token belongs to the span of its last character. A last answer without a special token at its end gets END.
+        A token belongs to the span that it overlaps. A last answer without a special token at its end gets END.
         """
 
         def render(messages: Sequence[Mapping[str, Any]], answer_next: bool) -> str:
@@ -268,18 +268,13 @@ class Renderer:
 
         newline_is_written = self.tokenizer.writes_newline
         whole, spans = answer_spans(render, chat.messages, whole, places, newline_is_written=newline_is_written)
-        tokens, ends = self.tokenizer.encode_places(whole)
-        trained = [span for span, is_trained in zip(spans, chat.answers, strict=True) if is_trained]
-        starts, stops = np.array(trained, np.int64).reshape(-1, 2).T
-        lasts = np.array(ends, np.int64)  # spans follow one another: of those that begin before a token, the last
-        number = np.searchsorted(starts, lasts) - 1
-        is_target = ((number >= 0) & (lasts <= stops[number])).tolist()
-        start, stop = spans[-1]
-        answer = [token for token, end in zip(tokens, ends, strict=True) if start < end <= stop]
-        if stop == len(whole) and not any(map(self.tokenizer.is_special, answer)):
+        tokens = self.tokenizer.encode_places(whole)
+        is_target = tokens.overlap(span for span, trained in zip(spans, chat.answers, strict=True) if trained).tolist()
+        answer = np.array(tokens.ids)[tokens.overlap(spans[-1:])]
+        if spans[-1][1] == len(whole) and not any(map(self.tokenizer.is_special, answer.tolist())):
             assert self.tokenizer.eos is not None
-            return [*tokens, self.tokenizer.eos], [*is_target, chat.answers[-1]]
-        return tokens, is_target
+            return [*tokens.ids, self.tokenizer.eos], [*is_target, chat.answers[-1]]
+        return tokens.ids, is_target
 
     def _refused(self, chat: Chat, where: str, error: DataError) -> DataError:
         """The error for a chat that the template refuses; it names the system role where that is the reason."""

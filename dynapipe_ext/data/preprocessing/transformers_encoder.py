@@ -10,14 +10,13 @@ import json
 import os
 import re
 import tempfile
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.data.preprocessing.answers import training_template, writes_newline
+from dynapipe_ext.data.preprocessing.answers import PlacedTokens, training_template, writes_newline
 from dynapipe_ext.data.preprocessing.chat_variants import keeps_words, spellings
 from dynapipe_ext.data.preprocessing.encoders import FORMAT, LibraryEncoder, Specials
 from dynapipe_ext.data.preprocessing.template_limits import in_template_limits
@@ -121,12 +120,8 @@ class FolderEncoder:
     ) -> tuple[list[int], list[bool]]:
         """Ids of a chat and which of them the template marks as the assistant's. Errors: as those of `render`."""
         text, spans = self._applied(messages, tools, return_assistant_tokens_mask=True)
-        tokens, ends = self.encode_places(text)
-        is_target = [False] * len(tokens)
-        for start, stop in spans:  # a token that the template's mark cuts is the assistant's
-            first, last = bisect_right(ends, start), bisect_left(ends, stop)
-            is_target[first : last + 1] = [True] * (min(last + 1, len(tokens)) - first)
-        return tokens, is_target
+        tokens = self.encode_places(text)
+        return tokens.ids, tokens.overlap(spans).tolist()
 
     def _applied(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, **choices: bool
@@ -159,8 +154,8 @@ class FolderEncoder:
             raise DataError(f"the chat template refuses the messages ({refusal})") from refusal
         return lossy
 
-    def encode_places(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of a text, and for each the character at which it ends. Errors: DataError where that is not known."""
+    def encode_places(self, text: str) -> PlacedTokens:
+        """The tokens of a text with their places in it. Errors: DataError where these are not known."""
         if not self._tokenizer.is_fast:
             raise DataError(
                 "the tokenizer does not say which characters a token is of, so turns of a chat cannot be told apart:"
@@ -169,7 +164,7 @@ class FolderEncoder:
         encoded = self._tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
         )
-        return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+        return PlacedTokens.of(encoded["input_ids"], encoded["offset_mapping"])
 
     def is_special(self, token: int) -> bool:
         added = self._tokenizer.added_tokens_decoder.get(token)
