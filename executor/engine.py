@@ -58,7 +58,8 @@ class PipelineExecutor:
     def execute(self, plan: ExecutionPlan, micro_batches: Sequence[Batch]) -> float:
         """Run one step and return the loss of the global batch; gradients are then complete and reduced.
 
-        `micro_batches[i]` holds the tensors of `plan.micro_batches[i]`. Raises ExecutionError when a peer is late.
+        `micro_batches[i]` holds the tensors of `plan.micro_batches[i]`. Raises ExecutionError when a peer is late, and
+        for every step after one that raised, whatever it raised: what ranks sent each other in it may still arrive.
         What an instruction raises carries a note that says which one, where, and on what.
         """
         if not isinstance(plan, ExecutionPlan):
@@ -69,9 +70,18 @@ class PipelineExecutor:
             raise ExecutionError(
                 f"step {plan.step}: {len(micro_batches)} batches were given for {len(plan.micro_batches)} micro-batches"
             )
-        self._stage.start_step(plan)
-        self._run(plan, micro_batches)
-        return self._stage.finish_step()
+        if self._transport.failed_step:
+            raise ExecutionError(
+                f"{self._transport.failed_step} failed, and what was sent in it may still arrive: make a new"
+                " ParallelContext (or InlineHub), and with it new stages and executors on all ranks"
+            )
+        try:
+            self._stage.start_step(plan)
+            self._run(plan, micro_batches)
+            return self._stage.finish_step()
+        except BaseException as error:
+            self._transport.failed_step = f"step {plan.step} ({type(error).__name__})"
+            raise
 
     def _run(self, plan: ExecutionPlan, micro_batches: Sequence[Batch]) -> None:
         stage, transport, last = self._stage, self._transport, plan.num_stages - 1

@@ -77,7 +77,13 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Moves buffers between the pipeline ranks of one replica; never blocks before `Pending.wait`."""
+    """Moves buffers between the pipeline ranks of one replica; never blocks before `Pending.wait`.
+
+    `failed_step` says of a step that did not end on this rank what it was; empty while there is none. What was posted
+    in it may still arrive, and pairs with whatever is posted next, so the engine runs no step over this one again.
+    """
+
+    failed_step: str
 
     def send(self, instruction: Send, tensors: Tensors) -> Pending: ...
 

@@ -222,7 +222,8 @@ class DeferredGradients:
     """The weight gradients that one micro-batch's I has put off. One for each stage; holds work only between I and W.
 
     `accumulate(weight, gradient)` adds a finished gradient where the optimizer expects it. With `takes_all` it is given
-    those of whole backwards too, as each of them is found, and autograd none.
+    those of whole backwards too, as each of them is found, and autograd none. Only within `deferring` and `taking` are
+    gradients taken: a backward that is not a stage's goes by autograd, also after a step that failed.
     """
 
     def __init__(
@@ -234,11 +235,12 @@ class DeferredGradients:
     ) -> None:
         self._weights, self._accumulate, self.takes_all = list(weights), accumulate, takes_all
         self._work: DeferredWork | None = None
+        self._is_taking = False
 
-    def take_over(self, *, is_on: bool) -> None:
-        """Have the weights hand over here from now on; or to autograd again, as for other stages of theirs."""
+    def take_over(self) -> None:
+        """Have the weights hand over here from now on, and no longer to another stage's."""
         for weight in self._weights:
-            setattr(weight, _QUEUE, self if is_on else None)
+            setattr(weight, _QUEUE, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # weights that are saved have no queue
@@ -253,10 +255,19 @@ class DeferredGradients:
         finally:
             self._work = None
 
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """Within: gradients of whole backwards come here, if all are taken."""
+        self._is_taking = self.takes_all
+        try:
+            yield
+        finally:
+            self._is_taking = False
+
     @property
     def takes(self) -> bool:
         """Whether gradients come here just now, and not to autograd."""
-        return self.takes_all or self._work is not None
+        return self._is_taking or self._work is not None
 
     def take(self, weight: torch.Tensor, inputs: torch.Tensor, output_grads: torch.Tensor) -> None:
         """A gradient by its two factors, multiplied now or in W."""
@@ -396,7 +407,7 @@ class ChunkRunner:
         if self._deferred is None and BackwardInput in map(type, plan.instructions):
             self._deferred = self._made_splittable()
         if self._deferred is not None:
-            self._deferred.take_over(is_on=True)
+            self._deferred.take_over()
         if not plan.forward_only:
             self._gradients.begin(plan)
 
@@ -513,6 +524,7 @@ class ChunkRunner:
         with (
             self._carried.backward(stage, micro_batch) if self._carried else _NOTHING as piece,
             self._acting(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
+            self._deferred.taking() if self._deferred else _NOTHING,
         ):
             live = self._live.pop((stage, micro_batch))
             outputs = live.outputs if isinstance(live.outputs, tuple) else live.outputs(piece)
@@ -560,8 +572,6 @@ class ChunkRunner:
             for micro_batch, figures in self._figures.items():
                 own[1:, first + micro_batch] = figures
             sum_over_job(sums)
-        if self._deferred is not None:
-            self._deferred.take_over(is_on=False)
         loss_sum, num_pairs, *figure_sums = map(_exact_sum, sums.flatten(1).tolist())
         self.preferences = PreferenceFigures.of_sums(num_pairs, *figure_sums) if num_pairs else None
         return loss_sum

@@ -28,6 +28,7 @@ class EmulatedLinks:
         self, inner: Transport, link_s: Callable[[Buffer], float], make_stamp: Callable[[float], object]
     ) -> None:
         self._inner, self._link_s, self._make_stamp = inner, link_s, make_stamp
+        self.failed_step = ""
 
     def send(self, instruction: Send, tensors: Tensors) -> Pending:
         arrival_s = time.perf_counter() + self._link_s(instruction.buffer)

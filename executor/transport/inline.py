@@ -38,18 +38,13 @@ class InlineHub:
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
         self._meetings: dict[tuple[_Lane, int], _Meeting] = defaultdict(_Meeting)
-        self._missed = ""  # a transfer that did not happen: what was posted for it is still there
+        self.failed_step = ""  # on any rank
 
     def transport(self, pp_rank: int) -> InlineTransport:
         return InlineTransport(self, pp_rank)
 
     def post(self, lane: _Lane, place: int, operation: Send | Recv, tensors: Tensors = ()) -> _Meeting:
         with self._changed:
-            if self._missed:
-                raise ExecutionError(
-                    f"a step that ran before on this InlineHub did not end ({self._missed}): make a new hub, and"
-                    " executors with its transports"
-                )
             meeting = self._meetings[lane, place]
             if isinstance(operation, Send):
                 meeting.sent, meeting.tensors = operation, tensors
@@ -63,7 +58,6 @@ class InlineHub:
     def wait(self, meeting: _Meeting, operation: Send | Recv, who: str) -> Tensors:
         with self._changed:
             if not self._changed.wait_for(lambda: meeting.sent and meeting.received, self.timeout_s):
-                self._missed = who
                 raise ExecutionError(f"{who}, limit {self.timeout_s:g} s")
             assert meeting.sent
             assert meeting.received
@@ -81,6 +75,15 @@ class InlineTransport:
         self._hub = hub
         self._pp_rank = pp_rank
         self._num_posted: dict[_Lane, int] = defaultdict(int)
+
+    @property
+    def failed_step(self) -> str:
+        """That of any rank: they share what was posted."""
+        return self._hub.failed_step
+
+    @failed_step.setter
+    def failed_step(self, step: str) -> None:
+        self._hub.failed_step = step
 
     def send(self, instruction: Send, tensors: Tensors) -> Pending:
         return self._post(instruction, tensors)

@@ -45,6 +45,7 @@ class StrictTransport:
 
     def __init__(self, topology: Topology, rank: int, groups: Groups, *, timeout_s: float = 60.0) -> None:
         check_timeout(timeout_s)
+        self.failed_step = ""
         self._topology = topology
         self._me = topology.coordinates(rank)
         self._timeout_s = timeout_s

@@ -112,6 +112,7 @@ class TorchP2PTransport:
         self, topology: Topology, rank: int, groups: Groups, *, device: torch.device, timeout_s: float = 120.0
     ) -> None:
         check_timeout(timeout_s)
+        self.failed_step = ""
         self._me = me = topology.coordinates(rank)
         self._routes = {
             (peer, channel): (

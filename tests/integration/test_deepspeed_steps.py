@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from dynapipe_ext import ParallelContext, PipelineExecutor, Planner, TokenCosts, Topology
+from dynapipe_ext import InlineHub, ParallelContext, PipelineExecutor, Planner, TokenCosts, Topology
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives
 from dynapipe_ext.data.batches import collate
@@ -203,9 +203,8 @@ def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
     note("unequal", lambda: stage.start_step(unequal))
     of_stages = plan_of(SAMPLES, rank, 2, layout="padded", recompute="stage")
     note("stages", lambda: stage.start_step(of_stages))
-    executor = PipelineExecutor(
-        DeepSpeedStage(ds, token_loss_sum, parallel=parallel, restarts_attention=True), parallel.transport
-    )
+    apart = DeepSpeedStage(ds, token_loss_sum, parallel=parallel, restarts_attention=True)
+    executor = PipelineExecutor(apart, InlineHub().transport(0))
     note("in flight", lambda: executor.execute(in_flight, batches_of(in_flight)))
     note("replicas", lambda: EngineGradients(ds, []).begin(plan_of(SAMPLES, 0, 0, topology=Topology())))
     plan = plan_of(SAMPLES, rank, 2, layout="padded")

@@ -15,9 +15,10 @@ from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.measuring.profiler_ranges import profiler_ranges
+from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
-from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
+from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions, InlineTransport
 from dynapipe_ext.schedules.planner import Planner
 from tests.support.limits import LIMIT_S
 from tests.support.lowered import forwards_of
@@ -196,15 +197,28 @@ class Peer(threading.Thread):
                 self._transport.send(Send(i.buffer, 0, i.channel, i.specs), zeros)
 
 
-def test_after_a_step_that_one_rank_did_not_end_a_hub_is_not_used_again():
+@pytest.mark.parametrize("method", ["start_step", "forward", "recv", "finish_step"])
+def test_after_a_step_that_failed_no_executor_goes_on_with_what_was_posted(method):
     plan = plans_of(Topology(pp=2))[0]
+    hub, batches = InlineHub(timeout_s=5), [batch_of(m) for m in plan.micro_batches]
     stage = TorchStage(parts_of(2)[0], loss_sum, parallel=InlineReductions(Topology(pp=2)))
-    executor = PipelineExecutor(stage, InlineHub(timeout_s=0.1).transport(0))  # the other rank has failed
-    batches = [batch_of(m) for m in plan.micro_batches]
-    with pytest.raises(ExecutionError, match="pipeline rank 0 waited for rank 1 to"):
+    executor = PipelineExecutor(Failing(stage, method), hub.transport(0))
+    if method == "recv":
+        executor = PipelineExecutor(stage, FailingTransport(hub))
+    Peer(hub.transport(1), plan)
+    with pytest.raises(RuntimeError, match="no room"):
         executor.execute(plan, batches)
-    with pytest.raises(ExecutionError, match=r"before on this InlineHub did not end .*: make a new hub"):
-        executor.execute(plan, batches)
+    for again in (executor, PipelineExecutor(stage, hub.transport(0)), PipelineExecutor(stage, hub.transport(1))):
+        with pytest.raises(ExecutionError, match=r"^step 0 \(RuntimeError\) failed, .*: make a new ParallelContext"):
+            again.execute(plan, batches)
+
+
+class FailingTransport(InlineTransport):
+    def __init__(self, hub: InlineHub) -> None:
+        super().__init__(hub, 0)
+
+    def recv(self, instruction: Recv) -> Pending:
+        raise RuntimeError("no room")
 
 
 def test_ranges_surround_every_action_and_no_clock_is_read_where_nobody_records():

@@ -152,6 +152,18 @@ def test_two_stages_over_one_model_and_a_plain_loop_take_turns(first, second):
     torch.testing.assert_close(whole_batch(parts)[1], expected)
 
 
+def test_a_backward_of_the_users_own_after_a_step_that_failed_goes_by_autograd():
+    parts = make_parts(3)
+    model, (_, expected) = torch.nn.Sequential(*parts), whole_batch(parts)
+    plan = prove_step(planner_for(1), SAMPLES, step=0).plans[0][0]
+    batches = [batch_of(m) for m in plan.micro_batches]
+    stage = TorchStage(model, loss_sum, accumulator=ExactAccumulator)
+    del batches[1]["loss_weights"]
+    with pytest.raises(KeyError, match="loss_weights"):
+        PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches)
+    torch.testing.assert_close(whole_batch(parts)[1], expected, rtol=1e-5, atol=1e-7)
+
+
 def test_a_stage_without_weights_that_train_is_none_that_was_detached():
     """Beside another stage of the same rank, which trains."""
     first, last = make_parts(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ megatron_cpu.install()
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
 
+from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients  # noqa: E402
 from dynapipe_ext.executor.stages.megatron.stage import PlacedLayout, is_tied_by_megatron  # noqa: E402
 
 SHAPE = Architecture.gpt(
@@ -115,6 +118,16 @@ def test_parts_of_a_model_with_a_decoder_side_are_refused_by_name():
 def test_several_stages_on_the_only_rank_are_refused():
     with pytest.raises(ConfigError, match="2 stages on one pipeline rank"):
         transformer_config(SHAPE, Topology(placement=(0, 0)), dtype="float32", sequence_parallel=False)
+
+
+def test_exact_sums_take_the_gradients_of_steps_and_no_others():
+    chunk: Any = torch.nn.Linear(3, 2)
+    chunk.config = SimpleNamespace(num_moe_experts=None)
+    gradients = ExactMegatronGradients([chunk])
+    gradients.backward([chunk(torch.ones(1, 3)).sum()], None)
+    assert [p.grad for p in chunk.parameters()] == [None, None]
+    chunk(torch.ones(1, 3)).sum().backward()
+    assert all(p.grad is not None for p in chunk.parameters())
 
 
 class WithoutWeights(torch.nn.Module):

@@ -63,13 +63,15 @@ def test_exact_sums_have_the_same_bits_whole_backward_or_split_and_are_taken_sli
         taken.append(gradient)
         accumulator.add_weight(to, gradient)
 
-    DeferredGradients([weight], add, takes_all=True).take_over(is_on=True)
+    queue = DeferredGradients([weight], add, takes_all=True)
+    queue.take_over()
     sums = []
     for positions in (slice(0, 50), slice(16, 50), slice(0, 16)):  # the slices are of 16: the last two make the first
         if positions.stop == 50:
             accumulator.begin(None)  # type: ignore[arg-type]
         losses = losses_in_slices(x[positions], labels[positions], Head(weight=weight), slice_len=16)
-        losses.sum().backward()
+        with queue.taking():
+            losses.sum().backward()
         assert weight.grad is None
         accumulator.add()
         if positions != slice(16, 50):

@@ -183,7 +183,7 @@ def test_packing_is_proven_for_families_whose_pattern_says_that_it_is(family):
 def test_a_split_backward_puts_nothing_off_for_frozen_weights():
     layers = torch.nn.Sequential(torch.nn.Linear(3, 4).requires_grad_(False), torch.nn.Linear(4, 2))
     deferred = DeferredGradients(make_linears_splittable(layers), lambda weight, gradient: None)
-    deferred.take_over(is_on=True)
+    deferred.take_over()
     x = torch.ones(5, 3, requires_grad=True)
     with deferred.deferring() as work:
         layers(x).sum().backward()

@@ -7,7 +7,7 @@ layer, and on how many ranks a tied embedding lies. None of it changes an exact 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ class ExactMegatronGradients(GradientAccumulator):
                 f"a model of {chunks[0].config.num_moe_experts} experts has no deterministic mode: leave deterministic"
                 " out, or take a model without experts"
             )
-        self._chunks, self._sum_copies = chunks, sum_copies
+        self._chunks, self._sum_copies, self._is_acting = chunks, sum_copies, False
         self._sums = ExactSums(p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
         for parameter in self._sums.parameters:
             # It comes before DDP's own hook, which then finds nothing.
@@ -64,8 +64,15 @@ class ExactMegatronGradients(GradientAccumulator):
         for parameter in self._sums.parameters:
             parameter.grad = None  # Megatron's float32 optimizer leaves it aliased to `main_grad`
 
+    def backward(self, outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor] | None) -> None:
+        self._is_acting = True
+        try:
+            super().backward(outputs, output_grads)
+        finally:
+            self._is_acting = False
+
     def _take(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
+        if self._is_acting and parameter.grad is not None:  # a backward that is not a stage's is DDP's
             self._sums.add(parameter, parameter.grad)
             parameter.grad = None
 
