@@ -4,17 +4,17 @@ output may be made of the model itself, in MODEL_FOLDER."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dynapipe_ext.durable_files import replace_file
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.checkpoints.folder import MODEL_FOLDER, RunState, read_manifest, refuse_other_model
-from dynapipe_ext.executor.checkpoints.saving import SavingTogether
+from dynapipe_ext.executor.checkpoints.folder import MODEL_FOLDER, RunState
+from dynapipe_ext.executor.checkpoints.saving import SavingTogether, open_checkpoint
 from dynapipe_ext.executor.stages.deepspeed.engine import DeepSpeedOptimizer, gathered, refuse_foreign_pickles
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
-from dynapipe_ext.executor.stages.transformers.saving import SAVING_FAULTS, join_stages, write_stages
+from dynapipe_ext.executor.stages.transformers.saving import join_stages, write_stages
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.settings.tables import CheckpointSettings
 
@@ -50,9 +50,7 @@ def engine_saver(
             join_stages(folder / MODEL_FOLDER, parts[0].place.num_stages)
 
     def point(folder: Path) -> None:
-        latest = root / f".{_LATEST}.part"
-        latest.write_text(folder.name)
-        os.replace(latest, root / _LATEST)
+        replace_file(root / _LATEST, folder.name.encode())
 
     return SavingTogether(
         root,
@@ -63,7 +61,6 @@ def engine_saver(
         published=point,
         place=lambda: optimizer.place,
         framework="deepspeed",
-        faults=SAVING_FAULTS,
         num_bytes=num_bytes,
     )
 
@@ -77,8 +74,7 @@ def load_engine(
     topology must be that which has saved it, but for replicas over which nothing is divided. Errors: DataError for such
     a name, another model, or what the engine cannot take on.
     """
-    manifest = read_manifest(folder)
-    refuse_other_model(manifest.run.model, model, folder)
+    manifest = open_checkpoint(folder, model, engine.device)
     saved, own = manifest.run.settings["topology"], {"pp": engine.mp_world_size, "dp": engine.dp_world_size}
     if not engine.zero_optimization_stage():
         own.pop("dp")

@@ -18,7 +18,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,14 @@ from typing import Any, TypeVar
 from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import MOMENT_BYTES
+from dynapipe_ext.durable_files import (
+    checksum_of,
+    is_intact,
+    make_folder,
+    remove_path,
+    replace_file,
+    replace_folder,
+)
 from dynapipe_ext.errors import MOST_NAME_BYTES, UNWRITABLE, DataError, format_bytes, reason, short
 from dynapipe_ext.executor.events import losses_compare
 from dynapipe_ext.executor.protocols import OptimizerPlace
@@ -41,6 +49,7 @@ AUTO_SAVE_S = 600.0  # between saves that nobody asked for
 _MASTER_BYTES = 4  # of a 16-bit weight
 _RUSTS_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors'
 _PROBE_BYTES = 1 << 16
+_UNSEALED = "crc32:00000000"  # in a manifest's bytes while their checksum is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +125,24 @@ class RunState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything in `dynapipe.json`: `files` are the other files with their bytes, `tensors` what lies where."""
+    """Everything in `dynapipe.json`: `files` are the sizes of the other files in bytes, and `checksums` those of their
+    contents, by their names below the folder; `tensors` says what is stored where. Older versions saved no checksums.
+    """
 
     run: RunState
     optimizer: OptimizerPlace
     versions: Mapping[str, str]
     files: Mapping[str, int]
+    checksums: Mapping[str, str]
     tensors: Mapping[str, SavedTensor]
 
     def encode(self) -> bytes:
+        """Return the content of `dynapipe.json`. Its own checksum is that of the same bytes with `_UNSEALED` in the
+        checksum's place."""
         run = self.run
         raw = {
             "format": FORMAT,
+            "checksum": _UNSEALED,
             "step": run.step,
             "num_samples": run.num_samples,
             "loader": run.loader,
@@ -142,12 +157,14 @@ class Manifest:
             "optimizer": {"num_updates": self.optimizer.num_updates, "schedule": self.optimizer.schedule},
             "versions": self.versions,
             "files": self.files,
+            "checksums": self.checksums,
             "tensors": {
                 key: [t.dtype, t.shape, [[c.begin, c.shape, c.file, c.offset, c.num_bytes] for c in t.chunks]]
                 for key, t in self.tensors.items()
             },
         }
-        return (json.dumps(raw, allow_nan=False) + "\n").encode()
+        unsealed = (json.dumps(raw, allow_nan=False) + "\n").encode()
+        return unsealed.replace(_UNSEALED.encode(), checksum_of([unsealed]).encode(), 1)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Manifest:
@@ -162,8 +179,9 @@ class Manifest:
                 f"{where} has format {short(wrote)} but {FORMAT!r} is read here: resume with the version that wrote it"
             )
         optimizer = _field(raw, "optimizer", dict, where)
+        checksums = _field({"checksums": {}, **raw}, "checksums", dict, where)
         try:
-            return cls(
+            manifest = cls(
                 run=RunState(
                     step=_field(raw, "step", int, where),
                     num_samples=_field(raw, "num_samples", int, where),
@@ -188,14 +206,21 @@ class Manifest:
                 ),
                 versions=_field(raw, "versions", dict, where),
                 files={name: int(size) for name, size in _field(raw, "files", dict, where).items()},
+                checksums={name: str(value) for name, value in checksums.items()},
                 tensors={key: _tensor(value) for key, value in _field(raw, "tensors", dict, where).items()},
             )
         except (TypeError, ValueError) as error:
             raise DataError(f"{where} is damaged ({error}): resume from another checkpoint") from error
+        if manifest.checksums or "checksum" in raw:
+            seal = _field(raw, "checksum", str, where)
+            if checksum_of([data.replace(seal.encode(), _UNSEALED.encode(), 1)]) != seal:
+                raise DataError(f"{where} is not what was saved, by its own checksum: resume from another checkpoint")
+        return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder. Errors: DataError naming the file that is missing, cut or damaged."""
+    """Return the manifest of a checkpoint's folder. Errors: DataError naming the file that is missing or cut, or a
+    damaged manifest. `find_damaged` reads the contents of the files."""
     path = folder / MANIFEST
     try:
         manifest = Manifest.decode(path.read_bytes(), str(path))
@@ -205,8 +230,8 @@ def read_manifest(folder: Path) -> Manifest:
             " from another run"
         ) from error
     for name, num_bytes in manifest.files.items():
-        file = folder / name
-        if Path(name).name != name or len(os.fsencode(name)) > MOST_NAME_BYTES:
+        file, parts = folder / name, name.split("/")
+        if any(part in ("", ".", "..") or len(os.fsencode(part)) > MOST_NAME_BYTES for part in parts):
             raise DataError(f"{path} names the file {short(name)} outside of its folder: it is not to be trusted")
         present = file.stat().st_size if file.is_file() else None
         if present != num_bytes:
@@ -214,7 +239,24 @@ def read_manifest(folder: Path) -> Manifest:
             raise DataError(
                 f"{file} {fault} but was saved with {num_bytes:,}: remove {folder} to resume from before it"
             )
+    if manifest.checksums and (bare := sorted(manifest.files.keys() - manifest.checksums.keys())):
+        raise DataError(f"{path} has no checksum of {short(bare[0])}: resume from another checkpoint")
     return manifest
+
+
+def find_damaged(folder: Path, manifest: Manifest, names: Iterable[str]) -> str:
+    """Read some of a checkpoint's files and return what is wrong with the first whose content is not what was saved;
+    empty if all are intact, or were saved without checksums."""
+    for name in names:
+        file, saved = folder / name, manifest.checksums.get(name)
+        try:
+            if saved is None or is_intact(file, saved):
+                continue
+            fault = "is damaged: its content is not what was saved"
+        except (OSError, ValueError) as error:
+            fault = f"cannot be checked ({reason(error)})"
+        return f"{file} {fault}: remove {folder} to resume from before it"
+    return ""
 
 
 def refuse_other_model(saved: Mapping[str, Any], configured: Mapping[str, Any], folder: Path) -> None:
@@ -256,6 +298,7 @@ def _ints(values: Any) -> tuple[int, ...]:
 POINTER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,})")
 _PART, _OLD, _REMOVED = ".part", ".old", ".removed"
+_POINTERS_PART = re.compile(rf"\.{re.escape(POINTER)}(\.\d+)?{re.escape(_PART)}")
 _LEFTOVER = re.compile(rf"\.(iter_\d{{7,}})({re.escape(_PART)}|{re.escape(_OLD)}|{re.escape(_REMOVED)})")
 
 
@@ -326,8 +369,8 @@ def _of_least_score(folders: Sequence[Path]) -> Path:
 def begin(root: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of `step` into."""
     part = part_folder(root, step)
-    _create(root)
-    shutil.rmtree(part, ignore_errors=True)
+    make_folder(root)
+    remove_path(part)
     part.mkdir()
     return part
 
@@ -337,18 +380,11 @@ def publish(part: Path, manifest: Manifest) -> Path:
 
     What had been saved for the same step before is there until the new one is.
     """
-    _write(part / MANIFEST, manifest.encode())
-    for file in part.iterdir():
-        _sync(file)
-    _sync(part)
-    root = part.parent
-    folder, old = root / name_of(manifest.run.step), root / f".{name_of(manifest.run.step)}{_OLD}"
-    if folder.exists():
-        folder.rename(old)
-    part.rename(folder)
-    _sync(root)
+    (part / MANIFEST).write_bytes(manifest.encode())
+    root, name = part.parent, name_of(manifest.run.step)
+    folder = root / name
+    replace_folder(part, folder, root / f".{name}{_OLD}")
     _point(root, manifest.run.step)
-    shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
@@ -366,7 +402,7 @@ def retain(root: Path, *, last: int, best: bool) -> tuple[Path, ...]:
     for folder in removed:
         doomed = root / f".{folder.name}{_REMOVED}"
         folder.rename(doomed)  # first: what is half removed must not look complete
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove_path(doomed)
     return removed
 
 
@@ -380,43 +416,19 @@ def tidy(root: Path) -> None:
             if match[2] == _OLD and not folder.exists():
                 entry.rename(folder)
             else:
-                shutil.rmtree(entry, ignore_errors=True)
-        elif entry.name == f".{POINTER}{_PART}":
-            entry.unlink()
+                remove_path(entry)
+        elif _POINTERS_PART.fullmatch(entry.name):
+            remove_path(entry)
     if folders := checkpoints(root):
         _point(root, int(folders[-1].name.removeprefix("iter_")))
 
 
 def _point(root: Path, step: int) -> None:
-    pointer, part = root / POINTER, root / f".{POINTER}{_PART}"
+    pointer = root / POINTER
     with contextlib.suppress(OSError):
         if pointer.read_text() == str(step):
             return
-    _write(part, str(step).encode())
-    part.rename(pointer)
-    _sync(root)
-
-
-def _create(root: Path) -> None:
-    if not root.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        _sync(root.parent)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_file(pointer, str(step).encode())
 
 
 def bytes_of_checkpoint(num_trained: int, dtype: str, num_moments: int) -> int:
@@ -465,7 +477,7 @@ def unwritable_number(error: BaseException, folder: Path) -> int:
 def _refused_now(folder: Path) -> int:
     probe = folder / ".probe"
     try:
-        probe.write_bytes(bytes(_PROBE_BYTES))
+        replace_file(probe, bytes(_PROBE_BYTES))
     except OSError as error:
         return error.errno if error.errno in UNWRITABLE else 0
     finally:

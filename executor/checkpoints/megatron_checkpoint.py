@@ -9,7 +9,6 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -33,21 +32,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dynapipe_ext.durable_files import checksum
 from dynapipe_ext.errors import DataError, named_collectives
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.folder import (
-    Manifest,
-    RunState,
-    SavedTensor,
-    StoredChunk,
-    read_manifest,
-    refuse_other_model,
+from dynapipe_ext.executor.checkpoints.folder import Manifest, RunState, SavedTensor, StoredChunk
+from dynapipe_ext.executor.checkpoints.saving import (
+    NO_FAULT,
+    SavingRanks,
+    WriteFault,
+    new_manifest,
+    open_checkpoint,
 )
-from dynapipe_ext.executor.checkpoints.saving import NO_FAULT, SavingRanks, WriteFault
 from dynapipe_ext.executor.device import gather_json
 from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.executor.stages.megatron.optimizer import SHARDING, MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
+from dynapipe_ext.settings.tables import CheckpointSettings
 
 METADATA = ".metadata"
 _Rows = list[list[Any]]  # key, dtype ("" for an object), whole shape, chunk's begin, chunk's shape, offset, bytes
@@ -65,8 +65,10 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
         self._copy_first = copy_first
         self._file = f"__{dist.get_rank()}_0.distcp"
         self._rows: _Rows = []
-        self._fault: Exception | None = None
+        self._fault: BaseException | None = None
         self._metadata = b""
+        self._checksum = ""
+        self.checksums: Mapping[str, str] = {}  # of all ranks' files, after `finish`
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -86,29 +88,31 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
         return AsyncRequest(self._write, (Path(checkpoint_dir), fill), [])
 
     def _write(self, folder: Path, fill: Callable[[BinaryIO], object]) -> None:
-        """Keeps an error until `finish`: there all ranks learn of it together, where one alone would let them wait."""
+        """Keeps an error, whatever it is, until `finish`: all ranks learn of it there, and none waits for another."""
         try:
             with (folder / self._file).open("wb") as file:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:
+            self._checksum = checksum(folder / self._file)
+        except BaseException as error:  # noqa: BLE001  # of a thread, which would end without a word
             self._fault = error
 
     def finish(self, ranks: SavingRanks, device: torch.device) -> Mapping[str, SavedTensor]:
         """On all ranks: what lies where. Errors: NoRoomError and ExecutionError on all ranks."""
         fault = ranks.fault_of(self._fault) if self._fault else NO_FAULT
-        everyone = gather_json([self._file, fault.to_json(), self._rows], device)
-        if any(text for _, (text, _), _ in everyone):
-            ranks.raise_first([WriteFault(*fault_json) for _, fault_json, _ in everyone])
+        everyone = gather_json([self._file, fault.to_json(), self._rows, self._checksum], device)
+        if any(text for _, (text, _), _, _ in everyone):
+            ranks.raise_first([WriteFault(*fault_json) for _, fault_json, _, _ in everyone], self._fault)
+        self.checksums = {file: own for file, _, _, own in everyone}
         objects = [
             (key, StoredChunk((), (), file, offset, num_bytes))
-            for file, _, rows in everyone
+            for file, _, rows, _ in everyone
             for key, dtype, _, _, _, offset, num_bytes in rows
             if not dtype
         ]
         tensors: dict[str, tuple[str, tuple[int, ...], list[StoredChunk]]] = {}
-        for file, _, rows in everyone:
+        for file, _, rows, _ in everyone:
             for key, dtype, whole, begin, shape, offset, num_bytes in rows:
                 if dtype:
                     tensor = tensors.setdefault(key, (dtype, tuple(whole), []))
@@ -227,9 +231,6 @@ def _read(folder: Path, key: str, chunk: StoredChunk) -> torch.Tensor:
     return block
 
 
-_PACKAGES = ("dynapipe-ext", "torch", "megatron-core")
-
-
 class CheckpointSaver:
     """Checkpoints of one run below `root`, a folder that all ranks reach; a context manager, entered by every rank.
 
@@ -252,17 +253,12 @@ class CheckpointSaver:
         num_bytes: int = 0,
     ) -> None:
         self._root, self._chunks, self._optimizer, self._arguments = root, chunks, optimizer, dict(arguments)
-        self._keep_last, self._keep_best, self._background = keep_last, keep_best, background
+        self._background = background
         self._device = next(chunks[0].parameters()).device
         self._pending: _Pending | None = None
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-
-        faults = (OSError, RuntimeError, CheckpointingException)
-        self._ranks = SavingRanks(root, self._device, faults=faults, num_bytes=num_bytes)
+        kept = CheckpointSettings(keep_last=keep_last, keep_best=keep_best)
+        self._ranks = SavingRanks(root, self._device, kept, num_bytes=num_bytes)
         self.most = self._ranks.most
-        if dist.get_rank() == 0:
-            folders.tidy(root)
-            folders.retain(root, last=keep_last, best=keep_best)  # a save may have failed before it
 
     def save(self, run: RunState) -> None:
         """Every rank calls it between two steps; one that is under way in the background is ended first."""
@@ -284,24 +280,34 @@ class CheckpointSaver:
                 return False
             self._pending = None
             tensors = pending.writer.finish(self._ranks, self._device)
-            self._ranks.on_first(lambda: self._publish(pending, tensors))
+            self._ranks.publish(
+                pending.part,
+                new_manifest(pending.run, pending.place, "megatron-core", tensors),
+                join=pending.writer.write_metadata,
+                checksums=pending.writer.checksums,
+            )
         return True
 
     def _started(self, run: RunState) -> _Pending:
         from megatron.core import dist_checkpointing
 
-        model, place = _model_state(self._chunks), self._optimizer.place
-        progress = {"iteration": run.step, "consumed_train_samples": run.num_samples, "no_save_rng": True}
-        state = {
-            **model,
-            "optimizer": self._optimizer.sharded_state(model),
-            "args": argparse.Namespace(**self._arguments, **progress),
-            "checkpoint_version": 3.0,
-            "iteration": run.step,
-            "opt_param_scheduler": dict(place.schedule),
-        }
         self._ranks.begin(run.step)
         part, writer = folders.part_folder(self._root, run.step), TensorWriter(copy_first=self._background)
+        place = self._optimizer.place
+
+        def describe() -> dict[str, Any]:
+            model = _model_state(self._chunks)
+            progress = {"iteration": run.step, "consumed_train_samples": run.num_samples, "no_save_rng": True}
+            return {
+                **model,
+                "optimizer": self._optimizer.sharded_state(model),
+                "args": argparse.Namespace(**self._arguments, **progress),
+                "checkpoint_version": 3.0,
+                "iteration": run.step,
+                "opt_param_scheduler": dict(place.schedule),
+            }
+
+        state = self._ranks.on_every(describe)  # before any rank meets others in what follows
         request = self._ranks.on_every(
             lambda: dist_checkpointing.save(
                 state, str(part), writer, async_sharded_save=True, content_metadata=dict(SHARDING)
@@ -310,18 +316,6 @@ class CheckpointSaver:
         thread = threading.Thread(target=request.async_fn, args=request.async_fn_args, name="dynapipe-checkpoint")
         thread.start()
         return _Pending(run, place, part, writer, thread)
-
-    def _publish(self, pending: _Pending, tensors: Mapping[str, SavedTensor]) -> None:
-        pending.writer.write_metadata(pending.part)
-        manifest = Manifest(
-            run=pending.run,
-            optimizer=pending.place,
-            versions={name: version(name) for name in _PACKAGES},
-            files={file.name: file.stat().st_size for file in sorted(pending.part.iterdir())},
-            tensors=tensors,
-        )
-        folders.publish(pending.part, manifest)
-        folders.retain(self._root, last=self._keep_last, best=self._keep_best)
 
     def close(self) -> None:
         """Wait for this rank's writing and no other's: some may be gone. The next start tidies up what it wrote."""
@@ -368,8 +362,7 @@ def load_checkpoint(
     Errors: DataError naming what the folder lacks, or in what its model differs.
     """
 
-    manifest = read_manifest(folder)
-    refuse_other_model(manifest.run.model, model, folder)
+    manifest = open_checkpoint(folder, model, next(chunks[0].parameters()).device)
     optimizer.restore(
         _model_state(chunks), manifest.optimizer, lambda whole: read_tensors(folder, manifest.tensors, whole)
     )

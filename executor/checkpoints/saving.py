@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,24 +20,36 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import NO_ROOM, ExecutionError, NoRoomError, named_collectives, writing_move
+from dynapipe_ext.durable_files import checksum, list_files, sync_below
+from dynapipe_ext.errors import (
+    NO_ROOM,
+    DataError,
+    ExecutionError,
+    NoRoomError,
+    in_one_line,
+    named_collectives,
+    writing_move,
+)
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.folder import (
     AUTO_SAVE_S,
     RECENT_STEPS,
     Manifest,
     RunState,
+    SavedTensor,
+    find_damaged,
     lacks_room,
     needed_and_free,
+    read_manifest,
+    refuse_other_model,
     unwritable_number,
 )
-from dynapipe_ext.executor.device import gather_json, most_of_ranks
+from dynapipe_ext.executor.device import gather_json, most_of_ranks, send_json
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.settings.tables import CheckpointSettings
 
 _T = TypeVar("_T")
-_PACKAGES = ("dynapipe-ext", "torch")
 
 
 class EndRequest:
@@ -304,20 +316,16 @@ NO_FAULT = WriteFault()
 
 
 class SavingRanks:
-    """This rank among all that save below `root` checkpoints of about `num_bytes`.
+    """This rank among all that save below `root` checkpoints of about `num_bytes`; of them `settings` keep some.
 
-    `faults` are the errors of writing: where work fails by one of them on one rank, what is half written goes, all
-    ranks raise NoRoomError or ExecutionError with its words, and none waits for one that is gone."""
+    If any work fails on one rank, what is half written goes, all ranks raise NoRoomError or ExecutionError with its
+    words, and none waits for one that is gone."""
 
-    def __init__(
-        self,
-        root: Path,
-        device: torch.device,
-        *,
-        faults: tuple[type[Exception], ...] = (OSError, RuntimeError),
-        num_bytes: int = 0,
-    ) -> None:
-        self._root, self._device, self._faults, self._num_bytes = root, device, faults, num_bytes
+    def __init__(self, root: Path, device: torch.device, settings: CheckpointSettings, *, num_bytes: int = 0) -> None:
+        self._root, self._device, self._settings, self._num_bytes = root, device, settings, num_bytes
+        if dist.get_rank() == 0:
+            folders.tidy(root)
+            self._retain()  # a save may have failed before it
 
     def begin(self, step: int) -> None:
         """Make the folder that all ranks then write the checkpoint of a step into. Errors: NoRoomError, before anything
@@ -330,28 +338,64 @@ class SavingRanks:
 
         self.on_first(made)
 
-    def on_first(self, work: Callable[[], object]) -> None:
-        self.on_every(work if dist.get_rank() == 0 else lambda: None)
+    def on_first(self, work: Callable[[], _T]) -> _T | None:
+        """What `work` gives, on rank 0; None on the other ranks."""
+        return self.on_every(work if dist.get_rank() == 0 else lambda: None)
 
     def on_every(self, work: Callable[[], _T]) -> _T:
         """What `work` gives."""
-        result, fault = None, NO_FAULT
+        result, fault, cause = None, NO_FAULT, None
         try:
             result = work()
-        except self._faults as error:
-            fault = self.fault_of(error)
+        except Exception as error:  # noqa: BLE001  # whatever it is: left by this rank, the others would wait
+            fault, cause = self.fault_of(error), error
         if most_of_ranks(bool(fault.text), self._device):
-            self.raise_first([WriteFault(*fault_json) for fault_json in gather_json(fault.to_json(), self._device)])
+            self.raise_first([WriteFault(*one) for one in gather_json(fault.to_json(), self._device)], cause)
         return cast(_T, result)
 
-    def fault_of(self, error: Exception) -> WriteFault:
+    def publish(
+        self,
+        part: Path,
+        manifest: Manifest,
+        *,
+        join: Callable[[Path], object],
+        checksums: Mapping[str, str],
+        published: Callable[[Path], object] = lambda folder: None,
+    ) -> None:
+        """Make what all ranks have written to `part` a checkpoint, with `manifest`, to which its files are added.
+
+        First every rank waits until its own files are on the disk: another machine's rank 0 cannot. Then rank 0 calls
+        `join(part)`, ranks share the files whose `checksums` are not known yet, and rank 0 gives the folder its name
+        and calls `published(folder)`.
+        """
+        self.on_every(lambda: sync_below(part) if dist.get_rank() else None)  # rank 0 does so once it has joined them
+
+        def joined() -> dict[str, int]:
+            join(part)
+            return {name: (part / name).stat().st_size for name in list_files(part)}
+
+        files: dict[str, int] = send_json(self.on_first(joined), 0, None, self._device)
+        own = _share(name for name in files if name not in checksums)
+        shares = gather_json(self.on_every(lambda: {name: checksum(part / name) for name in own}), self._device)
+        known = dict(checksums) | {name: saved for share in shares for name, saved in share.items()}
+
+        def put() -> None:
+            published(folders.publish(part, replace(manifest, files=files, checksums=known)))
+            self._retain()
+
+        self.on_first(put)
+
+    def _retain(self) -> None:
+        folders.retain(self._root, last=self._settings.keep_last, best=self._settings.keep_best)
+
+    def fault_of(self, error: BaseException) -> WriteFault:
         number = unwritable_number(error, self._root)
-        why = os.strerror(number) if number else error
+        why = os.strerror(number) if number else str(error) if isinstance(error, OSError) else in_one_line(error)
         return WriteFault(f"rank {dist.get_rank()} could not write below {self._root}: {why}", number)
 
-    def raise_first(self, faults: Sequence[WriteFault]) -> NoReturn:
+    def raise_first(self, faults: Sequence[WriteFault], cause: BaseException | None = None) -> NoReturn:
         """On all ranks, none of which writes any more. What is half written goes first, so that what is free then is
-        what is free."""
+        what is free. `cause` is this rank's own error."""
         if dist.get_rank() == 0:
             with suppress(OSError):
                 folders.tidy(self._root)
@@ -360,10 +404,11 @@ class SavingRanks:
         first = next((fault for fault in faults if fault.number), None)
         if first is None:
             text = next(fault.text for fault in faults if fault.text)
-            raise ExecutionError(f"the checkpoint was not saved: {text}: look there, then {move}")
+            raise ExecutionError(f"the checkpoint was not saved: {text}: look there, then {move}") from cause
         is_full = first.number in NO_ROOM and self._num_bytes > 0
         room = f"; one {needed_and_free(self._root, self._num_bytes)}" if is_full else ""
-        raise NoRoomError(f"the checkpoint was not saved: {first.text}{room}", writing_move(first.number), move)
+        problem = f"the checkpoint was not saved: {first.text}{room}"
+        raise NoRoomError(problem, writing_move(first.number), move) from cause
 
     def most(self, number: int, step: int) -> int:
         """The largest of every rank's number: what one of them asks for after so many steps, all do."""
@@ -377,8 +422,8 @@ class SavingTogether:
     Every rank takes each of `steps(folder, run)` once all have taken the one before: what ranks wait for each other in
     is a step of its own. Then rank 0 calls `join(folder)`, and `published(folder)` where the checkpoint has its name.
     `place` says where the optimizer stands, `framework` is the package whose version is kept, `num_bytes` what a
-    checkpoint takes (0: nobody knows). Errors: NoRoomError and ExecutionError on all ranks where one of them cannot
-    write (`faults`); what was saved before stays.
+    checkpoint takes (0: nobody knows). Errors: NoRoomError and ExecutionError on all ranks where one of them fails;
+    what was saved before stays.
     """
 
     def __init__(
@@ -392,16 +437,12 @@ class SavingTogether:
         framework: str,
         join: Callable[[Path], object] = lambda folder: None,
         published: Callable[[Path], object] = lambda folder: None,
-        faults: tuple[type[Exception], ...] = (OSError, RuntimeError),
         num_bytes: int = 0,
     ) -> None:
-        self._root, self._settings, self._framework = root, settings, framework
+        self._root, self._framework = root, framework
         self._steps, self._join, self._published, self._place = steps, join, published, place
-        self._ranks = SavingRanks(root, device, faults=faults, num_bytes=num_bytes)
+        self._ranks = SavingRanks(root, device, settings, num_bytes=num_bytes)
         self.most = self._ranks.most
-        if dist.get_rank() == 0:
-            folders.tidy(root)
-            folders.retain(root, last=settings.keep_last, best=settings.keep_best)  # a save may have failed before it
 
     def save(self, run: RunState) -> None:
         part = folders.part_folder(self._root, run.step)
@@ -409,22 +450,42 @@ class SavingTogether:
             self._ranks.begin(run.step)
             for step in self._steps:
                 self._ranks.on_every(partial(step, part, run))
-            self._ranks.on_first(lambda: self._publish(part, run))
-
-    def _publish(self, part: Path, run: RunState) -> None:
-        self._join(part)
-        manifest = Manifest(
-            run=run,
-            optimizer=self._place(),
-            versions={name: version(name) for name in (*_PACKAGES, self._framework)},
-            files={file.name: file.stat().st_size for file in sorted(part.iterdir()) if file.is_file()},
-            tensors={},
-        )
-        self._published(folders.publish(part, manifest))
-        folders.retain(self._root, last=self._settings.keep_last, best=self._settings.keep_best)
+            manifest = new_manifest(run, self._place(), self._framework)
+            self._ranks.publish(part, manifest, join=self._join, checksums={}, published=self._published)
 
     def advance(self, *, wait: bool = False) -> bool:
         """Nothing goes on in the background."""
         return True
 
     def close(self) -> None: ...
+
+
+def new_manifest(
+    run: RunState, place: OptimizerPlace, framework: str, tensors: Mapping[str, SavedTensor] | None = None
+) -> Manifest:
+    """The manifest of a checkpoint whose files are still to be named."""
+    versions = {name: version(name) for name in ("dynapipe-ext", "torch", framework)}
+    return Manifest(run=run, optimizer=place, versions=versions, files={}, checksums={}, tensors=tensors or {})
+
+
+def open_checkpoint(folder: Path, model: Mapping[str, Any], device: torch.device) -> Manifest:
+    """Read a checkpoint's manifest, and compare the contents of all its files with what was saved: each rank reads a
+    share of them. Every rank calls it, or a process without ranks. `model` is compared with the RunState's.
+
+    Errors: DataError, on all ranks, for a file that is missing or damaged, and for another model.
+    """
+    manifest = read_manifest(folder)
+    refuse_other_model(manifest.run.model, model, folder)
+    if dist.is_initialized():
+        with named_collectives("check of the checkpoint's files"):
+            faults = gather_json(find_damaged(folder, manifest, _share(manifest.files)), device)
+    else:
+        faults = [find_damaged(folder, manifest, manifest.files)]
+    for fault in filter(None, faults):
+        raise DataError(fault)
+    return manifest
+
+
+def _share(names: Iterable[str]) -> list[str]:
+    """This rank's of some files, of which each is one rank's."""
+    return sorted(names)[dist.get_rank() :: dist.get_world_size()]

@@ -9,7 +9,8 @@ Tensors go by their weights' names in the whole model, so that ranks of any topo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.checkpoints.folder import OPTIMIZER_FILES, RunState, read_manifest, refuse_other_model
-from dynapipe_ext.executor.checkpoints.saving import SavingTogether
+from dynapipe_ext.executor.checkpoints.folder import OPTIMIZER_FILES, RunState
+from dynapipe_ext.executor.checkpoints.saving import SavingTogether, open_checkpoint
 from dynapipe_ext.executor.stages.transformers.optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_folder
 from dynapipe_ext.executor.stages.transformers.saving import (
     ADAPTER_FILE,
-    SAVING_FAULTS,
     join_stages,
     load_adapters,
     write_stages,
@@ -59,7 +59,6 @@ def parts_saver(
         join=lambda folder: join_stages(folder, parts[0].place.num_stages),
         place=lambda: optimizer.place,
         framework="transformers",
-        faults=SAVING_FAULTS,
         num_bytes=num_bytes,
     )
 
@@ -77,10 +76,9 @@ def load_parts(
 
     Errors: DataError naming what the folder lacks, or in what its model differs.
     """
-    manifest = read_manifest(folder)
-    refuse_other_model(manifest.run.model, model, folder)
+    manifest = open_checkpoint(folder, model, next(parts[0].parameters()).device)
     pp_rank, dtype = parallel.coordinates.pp_rank, getattr(torch, model["dtype"])
-    with _reading(folder) as stored:
+    with _reading(folder, manifest.files) as stored:
         if (folder / ADAPTER_FILE).exists():
             load_adapters(folder, parts)
         else:
@@ -106,13 +104,14 @@ def load_parts(
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The open file that holds it, by every tensor's key. Errors: DataError for what is damaged."""
+def _reading(folder: Path, names: Iterable[str]) -> Iterator[Mapping[str, Any]]:
+    """The open file that holds it, by every tensor's key, of the optimizer's files among `names`. Errors: DataError for
+    what is damaged."""
     try:
         with ExitStack() as stack:
             stored: dict[str, Any] = {}
-            for path in folder.glob(OPTIMIZER_FILES):
-                file = stack.enter_context(safe_open(path, framework="pt"))
+            for name in fnmatch.filter(names, OPTIMIZER_FILES):
+                file = stack.enter_context(safe_open(folder / name, framework="pt"))
                 stored |= dict.fromkeys(file.keys(), file)
             yield stored
     except (OSError, SafetensorError) as error:

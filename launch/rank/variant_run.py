@@ -26,6 +26,7 @@ from dynapipe_ext.executor.checkpoints.folder import (
     is_validated_anew,
     lacks_room,
     least_validation_loss,
+    read_manifest,
 )
 from dynapipe_ext.executor.checkpoints.saving import EndRequest, PeriodicCheckpoints, RunProgress
 from dynapipe_ext.executor.device import gather_bytes, gather_json, most_of_ranks, send_bytes
@@ -343,14 +344,9 @@ def _saving(
 ) -> PeriodicCheckpoints:
     """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there.
     `validated` names what its evaluations are of; `unwritten` as of `PeriodicCheckpoints`."""
-    job, config, is_first, progress = context.job, context.job.config, context.rank == 0, RunProgress()
+    job, config, is_first = context.job, context.job.config, context.rank == 0
     least_loss = _least_loss_so_far(context, validated)  # before the saver puts the folder in order
-    if job.resumed is not None:
-        run = built.restore(job.resumed)
-        loader.load_state_dict(run.loader)
-        if is_first:
-            write_settings(job)
-        progress = RunProgress(run.num_samples, run.recent_losses)
+    progress = _put_back(context, built, loader)
 
     def state(done: StepDone, progress: RunProgress) -> RunState:
         return RunState(
@@ -384,6 +380,20 @@ def _saving(
         unwritten=unwritten,
         saved=partial(_note_save, job.run_dir) if is_first else lambda done, took_s: None,
     )
+
+
+def _put_back(context: RankContext, built: BuiltModel, loader: DynaPipeDataLoader) -> RunProgress:
+    """Load the checkpoint that the run resumes from, if any; returns how far the run is."""
+    job = context.job
+    if job.resumed is None:
+        return RunProgress()
+    if context.rank == 0 and not read_manifest(job.resumed).checksums:
+        say_at_once(f"{job.resumed} was saved without checksums: damage to its files would not be noticed")
+    run = built.restore(job.resumed)
+    loader.load_state_dict(run.loader)
+    if context.rank == 0:
+        write_settings(job)
+    return RunProgress(run.num_samples, run.recent_losses)
 
 
 def _note_save(run_dir: Path, done: StepDone, took_s: float) -> None:

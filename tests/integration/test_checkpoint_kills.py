@@ -7,7 +7,10 @@ import resource
 import signal
 import sys
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +19,20 @@ import torch.distributed as dist
 
 from tests.support.megatron_ranks import join  # isort: skip  # first: it imports megatron uncompiled
 
-from dynapipe_ext.errors import ExecutionError, NoRoomError
+from dynapipe_ext.durable_files import checksum
+from dynapipe_ext.errors import DataError, ExecutionError, NoRoomError
 from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.folder import RunState, read_manifest
-from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, TensorWriter, read_tensors
+from dynapipe_ext.executor.checkpoints import megatron_checkpoint, saving
+from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import load_engine
+from dynapipe_ext.executor.checkpoints.folder import MANIFEST, RunState, read_manifest
+from dynapipe_ext.executor.checkpoints.megatron_checkpoint import (
+    CheckpointSaver,
+    TensorWriter,
+    load_checkpoint,
+    read_tensors,
+)
+from dynapipe_ext.executor.checkpoints.saving import open_checkpoint
+from dynapipe_ext.executor.checkpoints.transformers_checkpoint import load_parts
 from dynapipe_ext.executor.protocols import OptimizerPlace
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
@@ -175,11 +188,119 @@ def test_a_rank_that_cannot_write_fails_all_ranks_by_name(background, run_ranks,
         dist.destroy_process_group()
         return said[0], said[1]
 
-    for saving, later in run_ranks(2, main):
-        found = saving or later if background else saving  # a thread may have ended before `save` returned
+    for at_once, later in run_ranks(2, main):
+        found = at_once or later if background else at_once  # a thread may have ended before `save` returned
         assert "rank 1 could not write" in found
         assert "File too large" in found
-        assert not (saving and later)
+        assert not (at_once and later)
+    assert {entry.name for entry in root.iterdir()} == {"iter_0000001", folders.POINTER}
+
+
+def test_every_rank_refuses_a_checkpoint_of_which_any_file_is_damaged(run_ranks, tmp_path):
+    """Megatron's own files, too, and none of them where all are intact."""
+    root = tmp_path / "checkpoints"
+
+    def main(env) -> dict[str, str]:
+        join(env)
+        trained: Any = Trained(1)
+        with CheckpointSaver(root, [trained], trained, {}) as saver:
+            saver.save(run_at(1))
+        folder, said = folders.latest(root), {}
+        for name in (*read_manifest(folder).files, ""):
+            _flip_bit(folder / name, env.rank)
+            try:
+                open_checkpoint(folder, {}, torch.device("cpu"))
+                said[name] = ""
+            except DataError as error:
+                said[name] = str(error)
+            _flip_bit(folder / name, env.rank)
+        dist.destroy_process_group()
+        return said
+
+    first, second = run_ranks(2, main)
+    folder = folders.latest(root)
+    assert first == second
+    assert first.pop("") == ""
+    assert first.keys() == {path.name for path in folder.iterdir()} - {MANIFEST}
+    for name, said in first.items():
+        assert said.startswith(f"{folder / name} is damaged: its content is not what was saved: remove {folder} to")
+
+
+@pytest.mark.parametrize("backend", ["megatron", "transformers", "deepspeed"])
+def test_no_backend_loads_a_damaged_checkpoint(backend, tmp_path):
+    part = folders.begin(tmp_path, 1)
+    (part / "model").mkdir()
+    (part / "model" / "weights").write_bytes(b"as saved")
+    manifest = saving.new_manifest(run_at(1), OptimizerPlace(1, {}), "torch")
+    checksums = {"model/weights": checksum(part / "model" / "weights")}
+    folder = folders.publish(part, replace(manifest, files={"model/weights": 8}, checksums=checksums))
+    (folder / "model" / "weights").write_bytes(b"as safed")
+    trained: Any = Trained(1)
+    engine: Any = SimpleNamespace(device=torch.device("cpu"))
+    load: Any = {
+        "megatron": partial(load_checkpoint, folder, [trained], trained),
+        "transformers": partial(load_parts, folder, [trained], trained, trained),
+        "deepspeed": partial(load_engine, folder, engine, trained),
+    }[backend]
+    with pytest.raises(DataError, match="model/weights is damaged: its content is not what was saved"):
+        load(model={})
+
+
+def _flip_bit(file: Path, rank: int) -> None:
+    """On rank 0, once no rank reads the file and before any does."""
+    dist.barrier()
+    if rank == 0 and file.is_file():
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 16
+        file.write_bytes(data)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("error", "at", "background"),
+    [
+        (ValueError, "in its thread", False),
+        (MemoryError, "in its thread", True),
+        (SystemExit, "in its thread", True),
+        (AttributeError, "before it writes", False),
+        (TypeError, "before it is published", True),
+    ],
+)
+def test_whatever_one_rank_fails_by_no_checkpoint_is_published_and_all_ranks_say_why(
+    error, at, background, run_ranks, tmp_path
+):
+    root = tmp_path / "checkpoints"
+
+    def main(env) -> str:
+        join(env)
+        trained: Any = Trained(1)
+        saver = CheckpointSaver(root, [trained], trained, {}, keep_last=1, background=background)
+        saver.save(run_at(1))
+        saver.advance(wait=True)
+        if env.rank == 1:
+
+            def fail(*_: Any) -> None:
+                raise error("as it was")
+
+            if at == "in its thread":
+                megatron_checkpoint.checksum = fail  # this process has forked for the test
+            elif at == "before it writes":
+                trained.sharded_state = fail
+            else:
+                saving.sync_below = fail
+        said = ""
+        try:
+            saver.save(run_at(2))
+            saver.advance(wait=True)
+        except ExecutionError as caught:
+            said = str(caught)
+        dist.barrier()
+        dist.destroy_process_group()
+        return said
+
+    for said in run_ranks(2, main):
+        assert f"the checkpoint was not saved: rank 1 could not write below {root}: {error.__name__}: " in said
+        assert "as it was" in said
     assert {entry.name for entry in root.iterdir()} == {"iter_0000001", folders.POINTER}
 
 

@@ -46,6 +46,7 @@ from tests.support.megatron_ranks import (
     tensors_of,
 )
 from tests.support.rank_jobs import in_turn
+from tests.support.saved_manifests import edit_manifest
 
 from megatron.core import dist_checkpointing  # isort: skip
 from tests.support.limits import LIMIT_S
@@ -244,6 +245,7 @@ def loaded(root, saved) -> dict[str, Any]:
         file = latest(root / name) / name
         bomb = pickle.dumps(_Bomb(root / "exploded"))
         file.write_bytes((bomb + bytes(file.stat().st_size))[: file.stat().st_size])
+        edit_manifest(file.parent)
         jobs[name] = weights_of(root / name, same)
     return {key: found for key, (found,) in in_turn({key: (1, job) for key, job in jobs.items()}).items()}
 

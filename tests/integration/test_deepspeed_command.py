@@ -39,8 +39,10 @@ from tests.integration.test_transformers_command import interrupted, model_folde
 from tests.support.given_costs import write_costs
 from tests.support.model_folders import VOCABULARY, write_chats
 from tests.support.preloaded import Preloaded
+from tests.support.saved_manifests import edit_manifest
 
 SAVED = 5
+CPU = torch.device("cpu")
 FILE = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": 4,
@@ -137,7 +139,7 @@ def test_settings_of_the_optimizer_that_a_resumed_run_is_given_hold(
 def test_another_topology_than_the_one_that_saved_is_refused_with_that_one(ran: tuple[Path, dict[str, str]]) -> None:
     tag = ran[0] / "zero1" / "checkpoints" / f"iter_{STEPS:07d}"
     model = read_manifest(tag).run.model
-    engine = SimpleNamespace(mp_world_size=1, dp_world_size=4, zero_optimization_stage=lambda: 1)
+    engine = SimpleNamespace(mp_world_size=1, dp_world_size=4, zero_optimization_stage=lambda: 1, device=CPU)
     with pytest.raises(DataError, match="over pp 2 x dp 2 but this run has pp 1 x dp 4: resume with --pp 2 --dp 2"):
         load_engine(tag, engine, cast(Any, None), model=model)
 
@@ -158,16 +160,13 @@ def test_a_checkpoint_that_would_run_a_command_is_refused_before_it_is_loaded(
     tag = tmp_path / f"iter_{STEPS:07d}"
     shutil.copytree(ran[0] / "zero1" / "checkpoints" / tag.name, tag)
     file = max(tag.glob("*model_states.pt"))
-    manifest = json.loads((tag / "dynapipe.json").read_text())
     torch.save(torch.load(file, weights_only=False) | {"more": Command(tmp_path / "made")}, file)
-    manifest["files"][file.name] = file.stat().st_size
-    (tag / "dynapipe.json").write_text(json.dumps(manifest))
-    engine: Any = SimpleNamespace(mp_world_size=2, dp_world_size=2, zero_optimization_stage=lambda: 1)
+    edit_manifest(tag, files={file.name: file.stat().st_size})
+    engine: Any = SimpleNamespace(mp_world_size=2, dp_world_size=2, zero_optimization_stage=lambda: 1, device=CPU)
     with pytest.raises(DataError, match=r"names '(posix|os)\.mkdir', which no checkpoint of DeepSpeed's does"):
         load_engine(tag, engine, cast(Any, None), model=read_manifest(tag).run.model)
     file.write_bytes(pickle.dumps(Command(tmp_path / "made")))  # no archive of torch, which the engine would read, too
-    manifest["files"][file.name] = file.stat().st_size
-    (tag / "dynapipe.json").write_text(json.dumps(manifest))
+    edit_manifest(tag, files={file.name: file.stat().st_size})
     with pytest.raises(DataError, match="cannot be read"):
         load_engine(tag, engine, cast(Any, None), model=read_manifest(tag).run.model)
     assert not (tmp_path / "made").exists()

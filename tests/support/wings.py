@@ -31,6 +31,7 @@ BATCHING = Wing(
         "dynapipe_ext.batch.*",
         "dynapipe_ext.costs.model",
         "dynapipe_ext.data.batches",
+        "dynapipe_ext.durable_files",
         "dynapipe_ext.errors",
         "dynapipe_ext.evaluating",
         "dynapipe_ext.lazy",
@@ -48,6 +49,7 @@ CHECKPOINT = Wing(
         "dynapipe_ext.launch.run.trained_model",
     ),
     needs=(
+        "dynapipe_ext.durable_files",
         "dynapipe_ext.errors",
         "dynapipe_ext.executor.checkpoints.folder",  # a run's own checkpoints say which model they are of
         "dynapipe_ext.executor.stages.megatron.gather",  # weights of a running model
@@ -77,6 +79,7 @@ PREPROCESSING = Wing(
         "dynapipe_ext.data.indexed_dataset",
         "dynapipe_ext.data.length_bounds",
         "dynapipe_ext.data.tokenizer",
+        "dynapipe_ext.durable_files",
         "dynapipe_ext.errors",
     ),
 )

@@ -13,6 +13,7 @@ import pytest
 
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.durable_files import checksum_of
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.folder import (
@@ -26,6 +27,7 @@ from dynapipe_ext.executor.checkpoints.folder import (
 )
 from dynapipe_ext.executor.protocols import OptimizerPlace
 from dynapipe_ext.models.named_models import preset
+from tests.support.saved_manifests import edit_manifest
 
 COSTS = TokenCosts(num_stages=2, ns_per_token=7)
 
@@ -50,6 +52,7 @@ def manifest_of(run: RunState) -> Manifest:
         optimizer=OptimizerPlace(run.step - 1, {"num_steps": run.step, "max_lr": 0.1 + 0.2}),
         versions={"torch": "2.13.0"},
         files={"__0_0.distcp": 4},
+        checksums={"__0_0.distcp": checksum_of([b"1234"])},
         tensors={"weight": SavedTensor("bfloat16", (3, 4), (chunk,))},
     )
 
@@ -69,9 +72,9 @@ def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
     oldest = {
         name: value
         for name, value in json.loads(named.encode()).items()
-        if name not in ("validated_on", "first_weights")
+        if name not in ("validated_on", "first_weights", "checksum", "checksums")
     }
-    assert Manifest.decode(json.dumps(oldest).encode(), "here") == manifest_of(state(7))
+    assert Manifest.decode(json.dumps(oldest).encode(), "here") == replace(manifest_of(state(7)), checksums={})
     older = manifest_of(state(7, (9.0,) * 30 + (1.0,) * 10)).encode()  # a version that saved the losses of all steps
     assert Manifest.decode(older, "here").run.recent_losses == (1.0,) * 10
     skipped = Manifest.decode(manifest_of(state(7, (2.5, math.nan, 0.5))).encode(), "here").run
@@ -179,8 +182,7 @@ def test_validation_losses_of_other_data_are_not_compared(
 
 def edited(root: Path, **fields: Any) -> Path:
     folder = saved(root, 3)
-    raw = json.loads((folder / MANIFEST).read_text()) | fields
-    (folder / MANIFEST).write_text(json.dumps(raw))
+    edit_manifest(folder, **fields)
     return folder
 
 
@@ -202,6 +204,21 @@ def test_what_is_strange_is_refused_by_name(fields: dict[str, Any], says: str, t
         read_manifest(folder)
     assert says in str(refused.value)
     assert str(folder) in str(refused.value)
+
+
+def test_any_flipped_bit_of_a_checkpoint_is_noticed(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 3)
+    data = (folder / MANIFEST).read_bytes()
+    assert read_manifest(folder) == manifest_of(state(3, (1.0,)))
+    for place in range(len(data)):
+        with pytest.raises(DataError):
+            Manifest.decode(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :], "here")
+    manifest = manifest_of(state(3))
+    assert folders.find_damaged(folder, manifest, manifest.files) == ""
+    (folder / "__0_0.distcp").write_bytes(b"1235")
+    assert f"{folder / '__0_0.distcp'} is damaged" in folders.find_damaged(folder, manifest, manifest.files)
+    by_others = replace(manifest, checksums={"__0_0.distcp": "xxh3:0"})
+    assert "cannot be checked" in folders.find_damaged(folder, by_others, by_others.files)
 
 
 def test_a_folder_of_another_program_is_refused(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_place_that_is_forbidden_is_not_said_to_lack_room(
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("dynapipe_ext.executor.checkpoints.saving.most_of_ranks", lambda *_: 0)
-    ranks = SavingRanks(tmp_path, torch.device("cpu"), num_bytes=5)
+    ranks = SavingRanks(tmp_path, torch.device("cpu"), CheckpointSettings(), num_bytes=5)
     with pytest.raises(NoRoomError, match=f"rank 0 could not write below {tmp_path}: {says}"):
         ranks.raise_first([ranks.fault_of(OSError(number, os.strerror(number)))])
     with pytest.raises(DataError, match="make room there" if number == errno.ENOSPC else "make it writable"):  # noqa: SIM117

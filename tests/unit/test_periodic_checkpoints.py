@@ -66,7 +66,7 @@ class InFolder(Kept):
 
 
 def manifest_of(run: RunState) -> Manifest:
-    return Manifest(run=run, optimizer=OptimizerPlace(run.step, {}), versions={}, files={}, tensors={})
+    return Manifest(run=run, optimizer=OptimizerPlace(run.step, {}), versions={}, files={}, checksums={}, tensors={})
 
 
 def state(done: StepDone, progress: RunProgress) -> RunState:

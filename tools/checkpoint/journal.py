@@ -8,7 +8,6 @@ kill does not count.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dynapipe_ext.durable_files import sync
 from dynapipe_ext.errors import ConfigError, DataError, short
 
 NAME = ".dynapipe-convert.jsonl"
@@ -79,9 +79,9 @@ class ConversionJournal:
         if os.path.lexists(destination):
             raise DataError(f"{destination} has come to exist meanwhile: move it, and run this again")
         for folder, _, _ in os.walk(self.directory):
-            _sync_folder(Path(folder))
+            sync(Path(folder))
         self.directory.rename(destination)
-        _sync_folder(destination.parent)
+        sync(destination.parent)
         (destination / NAME).unlink(missing_ok=True)
 
     def _hold(self, path: Path) -> None:
@@ -192,14 +192,3 @@ def source_fingerprint(source: Path) -> str:
             stat = (source / name).stat()
             digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some shared file systems know it for files only
-            raise
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dynapipe_ext.errors import ConfigError, DataError
@@ -22,7 +22,6 @@ _ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_NAME = "default"  # in the names of peft's parameters, and not in its files,
 _ADAPTED = "base_model.model."  # which have this before them
 _INDEX = "model.safetensors.index.json"
-SAVING_FAULTS = (OSError, RuntimeError, SafetensorError)  # of a file that cannot be written
 
 
 def save_parts(
