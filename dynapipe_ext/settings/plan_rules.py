@@ -26,11 +26,12 @@ class PlanRules:
     rules with fields of their own beside them.
 
     `layout`: samples of a micro-batch are rows padded to the longest, or documents end to end in one row. A `rule`
-    other than "dynapipe-ext" splits batches as a peer does, for comparisons. `max_tokens` caps the positions of one
-    micro-batch, of padded rows over both sides, of a packed row of either side; 0: memory alone limits it. `effort`
-    counts the moves that the search tries: where the batch is cut, recomputation, replica, order, dispatch rule. From
-    8 replicas on it tries more, in proportion. A larger effort begins as a smaller one does and ends no worse; for
-    packed rows from 8,000 on, as a smaller one begins from fewer numbers of rows.
+    other than "dynapipe-ext" splits batches as a peer does, for comparisons, and at its best: sizes that its rule
+    leaves open, like the length of packed rows without `max_tokens`, are those whose step ends first. `max_tokens` caps
+    the positions of one micro-batch, of padded rows over both sides, of a packed row of either side; 0: memory alone
+    limits it. `effort` counts the moves that the search tries: where the batch is cut, recomputation, replica, order,
+    dispatch rule. From 8 replicas on it tries more, in proportion. A larger effort begins as a smaller one does and
+    ends no worse; for packed rows from 8,000 on, as a smaller one begins from fewer numbers of rows.
 
     `split_backward` runs backwards as I and W under the adaptive schedule. `recompute` "auto" chooses for each
     micro-batch, and "stage" for samples in pieces alone: others that do not fit with "full" do not fit with "stage"

@@ -376,23 +376,44 @@ def fill_lightest(
 
 
 def _pack_tight(samples: Sequence[SampleLength], num_rows: int, room: int) -> list[list[SampleLength]] | None:
+    rows = best_fit(samples, room, num_rows)
+    return rows if len(rows) == num_rows else None
+
+
+def best_fit(samples: Sequence[SampleLength], room: int, num_rows: int = 1) -> list[list[SampleLength]]:
+    """Pack the longest sample first, each into the fullest row that has room for it (best-fit decreasing).
+
+    The `num_rows` longest begin rows of their own; more rows are opened for what fits into none. No sample may be
+    longer than `room` on either side.
+    """
     order = sorted(samples, key=lambda s: (-max(s.encoder, s.decoder), -s.tokens, s.index, s.start))
-    rows: list[list[SampleLength]] = [[sample] for sample in order[:num_rows]]
     decoder_room = room if any(s.decoder for s in samples) else 0
-    free = [(room - row[0].encoder, decoder_room - row[0].decoder) for row in rows]
-    fullest = sorted((encoder + decoder, row) for row, (encoder, decoder) in enumerate(free))
+    rows: list[list[SampleLength]] = []
+    free: list[tuple[int, int]] = []
+    fullest: list[tuple[int, int]] = []  # (free positions of both sides, row)
+
+    def put(sample: SampleLength, row: int, encoder: int, decoder: int) -> None:
+        rows[row].append(sample)
+        free[row] = encoder - sample.encoder, decoder - sample.decoder
+        insort(fullest, (sum(free[row]), row))
+
+    def open_row(sample: SampleLength) -> None:
+        rows.append([])
+        free.append((0, 0))
+        put(sample, len(rows) - 1, room, decoder_room)
+
+    for sample in order[:num_rows]:
+        open_row(sample)
     for sample in order[num_rows:]:
         for at in range(bisect_left(fullest, (sample.tokens, 0)), len(fullest)):
             row = fullest[at][1]
             encoder, decoder = free[row]
             if encoder >= sample.encoder and decoder >= sample.decoder:
+                del fullest[at]
+                put(sample, row, encoder, decoder)
                 break
         else:
-            return None
-        rows[row].append(sample)
-        free[row] = encoder - sample.encoder, decoder - sample.decoder
-        del fullest[at]
-        insort(fullest, (sum(free[row]), row))
+            open_row(sample)
     return rows
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from dynapipe_ext.batch.micro_batches import MicroBatch, Recompute, SampleLength
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits.balance import assign_replicas, karmarkar_karp
-from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs, pack
+from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, best_fit, document_costs, pack
 from dynapipe_ext.splits.padded import NO_CAPS, Caps, ShapeEvaluate, no_equal_counts, split_padded
 
 
@@ -227,12 +227,12 @@ def packed_documents(
     recompute: Recompute = "none",
     equal_counts: bool = False,
 ) -> Replicas:
-    """Greedy packing with document attention, rows balanced over the replicas by cost.
+    """Pack documents, which attend within themselves, into rows by best fit, and balance the rows over the replicas.
 
-    Documents go longest first into the first row with room (first-fit decreasing). Where that leaves fewer rows than
+    Documents go longest first into the fullest row with room (best-fit decreasing). If that leaves fewer rows than
     replicas (or, under `equal_counts`, a number that does not divide), the documents are spread over the next number
     that does, or else packed into the one before. With fewer samples than replicas, each has a row and the last
-    replicas are empty.
+    replicas are empty. A replica's rows come in the order in which they were opened.
 
     Errors: PlanError for a sample longer than a row, by name; under `equal_counts` for fewer samples than replicas, and
     where no such number of rows holds the batch.
@@ -240,7 +240,7 @@ def packed_documents(
     _check(samples, dp, equal_counts=equal_counts)
     rule = RowRule(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute)
     rule.check(samples)
-    rows = _first_fit(sorted(samples, key=lambda s: (-s.tokens, s.index, s.start)), rule.room)
+    rows = best_fit(samples, rule.room)
     next_count = round_up(len(rows), dp)
     if equal_counts and len(rows) != next_count:
         counts = [next_count, next_count - dp] if next_count > dp else [next_count]
@@ -252,6 +252,36 @@ def packed_documents(
     busy = min(dp, len(rows))
     shares = assign_replicas([int(t) for t in time_ns], busy, equal_counts=equal_counts)
     return [[micro_batches[i] for i in share] for share in shares] + [[] for _ in range(dp - busy)]
+
+
+def list_row_lengths(longest: int, tokens: int, *, num_rows: int, pad_multiple: int = 1) -> list[int]:
+    """List the row lengths among which packing is at its best: from the longest sample's to twice that, where any two
+    samples share a row, and on while `tokens` still fill `num_rows` rows, one for each rank of each replica.
+
+    >>> list_row_lengths(2048, 65_536, num_rows=8)
+    [2048, 2560, 3072, 4096, 6144, 8192]
+    >>> list_row_lengths(100, 270, num_rows=8, pad_multiple=8)
+    [104, 136, 160, 208]
+    """
+    shortest = round_up(longest, pad_multiple)
+    lengths = [shortest]
+    for quarters in chain((5,), *((6 << i, 8 << i) for i in range(40))):
+        length = round_up(shortest * quarters // 4, pad_multiple)
+        if quarters > 8 and length * num_rows > tokens:
+            break
+        lengths.append(length)
+    return list(dict.fromkeys(lengths))
+
+
+def with_short_ends(replicas: Replicas, evaluate: MicroBatchEvaluate) -> Replicas:
+    """Order each replica's micro-batches so that the cheapest come first and last: a pipeline then fills and drains in
+    the least time, as verl orders them."""
+    ordered: Replicas = []
+    for micro_batches in replicas:
+        time_ns = evaluate(micro_batches)[0].tolist() if micro_batches else []
+        falling = sorted(range(len(micro_batches)), key=lambda m: (-time_ns[m], m))
+        ordered.append([micro_batches[m] for m in (*falling[::2][::-1], *falling[1::2])])
+    return ordered
 
 
 def _spread(
@@ -267,21 +297,6 @@ def _spread(
         f"{len(samples)} samples do not spread over {' or '.join(map(str, counts))} rows of {rule.room} positions for"
         f" {dp} replicas: enlarge the global batch, raise max_tokens or let counts differ"
     )
-
-
-def _first_fit(samples: Sequence[SampleLength], room: int) -> list[list[SampleLength]]:
-    rows: list[list[SampleLength]] = []
-    free: list[tuple[int, int]] = []
-    for sample in samples:
-        for index, (encoder, decoder) in enumerate(free):
-            if sample.encoder <= encoder and sample.decoder <= decoder:
-                rows[index].append(sample)
-                free[index] = (encoder - sample.encoder, decoder - sample.decoder)
-                break
-        else:
-            rows.append([sample])
-            free.append((room - sample.encoder, room - sample.decoder))
-    return rows
 
 
 def dynapipe_rule(

@@ -44,6 +44,7 @@ from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.models.named_models import dropout_rates, is_float32_folder
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.rivals import Rival, list_rivals
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.plan_rules import ScheduleName, own_placement
 from dynapipe_ext.settings.tables import ModelSettings
@@ -63,9 +64,8 @@ class Variant:
 
 
 def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
-    """The configured run, and with `compare` the usual ways beside it, one interleaved where ranks hold several stages.
-
-    Errors: ConfigError for a comparison that cannot be.
+    """Return the configured run, and with `compare` the rivals (`list_rivals`), padding and fixed rows with it. A rival
+    that this job cannot be trained by is left out (`unfit_rivals`). Raises ConfigError for a comparison that cannot be.
     """
     configured = Variant(_OURS, config)
     if not compare:
@@ -77,16 +77,33 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
             "--compare packs rows that attend as a whole, which would mix the inputs of an encoder-decoder: leave"
             " --compare out"
         )
-    row_len = config.model.max_seq_len
-    documents: dict[str, Any] = {"layout": "packed", "rule": "packed-balanced", "max_tokens": row_len}
-    plans: dict[str, dict[str, Any]] = {
+    fixed_rows: dict[str, Any] = {"layout": "packed", "rule": "fixed-rows", "max_tokens": config.model.max_seq_len}
+    weaker: dict[str, dict[str, Any]] = {
         "padding to the batch maximum, 1F1B": {"layout": "padded", "rule": "batch-max", "max_tokens": 0},
-        "packing into fixed rows, whole-row attention, 1F1B": {**documents, "rule": "fixed-rows"},
-        "packing, document attention, balanced, 1F1B": documents,
+        "packing into fixed rows, whole-row attention, 1F1B": fixed_rows,
     }
-    if len(placed_stages(config).layer_stages) > config.topology.pp:
-        plans["packing, document attention, balanced, interleaved 1F1B"] = {**documents, "schedule": "interleaved-1f1b"}
-    return [configured, *(Variant(name, usual_way(config, **plan)) for name, plan in plans.items())]
+    unfit = unfit_rivals(config)
+    ways = [Variant(name, usual_way(config, **plan)) for name, plan in weaker.items()]
+    rivals = [rival for rival in list_rivals(config.topology.pp) if rival.name not in unfit]
+    return [configured, *ways, *(Variant(rival.name, rival_way(config, rival)) for rival in rivals)]
+
+
+def unfit_rivals(config: TrainConfig) -> dict[str, str]:
+    """Return why rivals, by their names, cannot train this job; one that only lacks memory shows that in its steps."""
+    reasons = {}
+    for rival in list_rivals(config.topology.pp):
+        try:
+            rival_way(config, rival)
+        except ConfigError as error:
+            reasons[rival.name] = str(error)
+    return reasons
+
+
+def rival_way(config: TrainConfig, rival: Rival) -> TrainConfig:
+    """Return the settings of the same job trained the way of a rival. Raises ConfigError if the job cannot be."""
+    way = usual_way(config, **rival.rules)
+    topology_of(way)
+    return way
 
 
 def usual_way(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: Any) -> TrainConfig:

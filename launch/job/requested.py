@@ -82,7 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
     )
-    parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
+    parser.add_argument(
+        "--compare", action="store_true", help="also train the rivals: packed rows under published schedules, padding"
+    )
 
 
 def config_from(args: argparse.Namespace) -> TrainConfig:

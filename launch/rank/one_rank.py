@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import ConfigError, named_collectives
+from dynapipe_ext.errors import ConfigError, PlanError, named_collectives
 from dynapipe_ext.executor.checkpoints.folder import read_manifest
 from dynapipe_ext.executor.events import Listener, StepDone
 from dynapipe_ext.executor.free_memory import Room
 from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, variants
+from dynapipe_ext.launch.job.configured import Variant, placed_stages, topology_of, unfit_rivals, variants
 from dynapipe_ext.launch.job.job_keys import JobKeys, tag_of_secret
 from dynapipe_ext.launch.job.model_folder import configured_cut
 from dynapipe_ext.launch.job.requested import JobRequest
@@ -273,6 +273,9 @@ def _run(context: RankContext) -> list[Spans]:
 
     job = context.job
     chosen = variants(job.config, compare=job.compare)
+    if job.compare and context.rank == 0:
+        for name, reason in unfit_rivals(job.config).items():
+            print(f"not compared: {name}: {reason}", file=sys.stderr, flush=True)
     first_step = 0 if job.resumed is None else read_manifest(job.resumed).run.step
     so_far = _fill_run_directory(context, chosen, first_step) if context.rank == 0 else None
     outlasting = _Kept(TracedSpans(), LivePage(job.run_dir, so_far), first_step)
@@ -340,7 +343,23 @@ def _steps(
     for listener in listeners:
         listening.callback(listener.close)
     namespace = f"{context.store.namespace}/{index}"
-    return run_variant(context, chosen[index], namespace, listeners, is_compared=index > 0)
+    steps = run_variant(context, chosen[index], namespace, listeners, is_compared=index > 0)
+    return _while_planned(steps, context, chosen[index].name) if index else steps
+
+
+def _while_planned(
+    steps: Generator[StepDone, None, None], context: RankContext, name: str
+) -> Generator[StepDone, None, None]:
+    """Yield the steps of what the run is compared with until it has no plan within the memory limit, which ends it on
+    all ranks at the same step; the run itself continues."""
+    count = 0
+    try:
+        for done in steps:
+            count += 1
+            yield done
+    except PlanError as error:
+        if context.rank == 0:
+            print(f"{name} ends before step {count + 1}, as it has no plan: {error}", file=sys.stderr, flush=True)
 
 
 def turns(num_variants: int, device_type: str) -> list[list[int]]:

@@ -44,7 +44,14 @@ from dynapipe_ext.splits.padded import (
     under_fastest,
 )
 from dynapipe_ext.splits.pieces import PieceChoice, PieceChoices, piece_choices
-from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
+from dynapipe_ext.splits.rules import (
+    dynapipe_rule,
+    fixed_rows,
+    list_row_lengths,
+    packed_documents,
+    pad_to_batch_max,
+    with_short_ends,
+)
 
 Replicas = list[list[MicroBatch]]
 MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
@@ -453,9 +460,19 @@ class Proposals:
                 for kind in self.kinds:
                     yield partial(cut, row_len=room, recompute=kind)
             case "packed-balanced":
-                pack = partial(packed_documents, samples, micro_batch_evaluate(self.costs), max_tokens=room, dp=dp)
-                for kind in self.kinds:
-                    yield partial(pack, pad_multiple=multiple, recompute=kind, equal_counts=self.rules.equal_counts)
+                evaluate = micro_batch_evaluate(self.costs)
+                pack = partial(
+                    packed_documents, samples, evaluate, dp=dp, pad_multiple=multiple,
+                    equal_counts=self.rules.equal_counts,
+                )  # fmt: skip
+                tokens, num_rows = sum(max(s.encoder, s.decoder) for s in samples), dp * self.topology.pp
+                row_lengths = list_row_lengths(room, tokens, num_rows=num_rows, pad_multiple=multiple)
+                for row_len in [room] if self.rules.max_tokens else row_lengths:
+                    for kind in self.kinds:
+                        packed = cache(partial(pack, max_tokens=row_len, recompute=kind))
+                        yield packed
+                        if self.rules.schedule != "adaptive":
+                            yield partial(_with_short_ends, packed, evaluate)
             case _:
                 stages = self.topology.num_stages
                 rule = partial(
@@ -467,6 +484,10 @@ class Proposals:
                     max_bytes=limit,
                 )
                 yield partial(rule, pad_multiple=multiple, equal_counts=self.rules.equal_counts)
+
+
+def _with_short_ends(make: Callable[[], Replicas], evaluate: MicroBatchEvaluate) -> Replicas:
+    return with_short_ends(make(), evaluate)
 
 
 def _later_pieces(one: MicroBatch, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

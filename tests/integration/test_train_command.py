@@ -249,7 +249,7 @@ def test_compare_runs_the_usual_ways_beside_a_v_on_the_same_tokens_over_epochs_t
     assert len(report["losses"]) == 4
     assert report["placement"] == [0, 1, 1, 0]
     baselines = report["compare"]
-    assert [baseline["schedule"] for baseline in baselines] == ["1f1b", "1f1b", "1f1b", "interleaved-1f1b"]
+    assert [baseline["schedule"] for baseline in baselines] == ["1f1b", "1f1b", "1f1b", "interleaved-1f1b", "zb-v"]
     assert {baseline["layout"] for baseline in baselines} == {"padded", "packed"}
     assert {baseline["real_tokens"] for baseline in baselines} == {report["real_tokens"]}
     assert {len(baseline["losses"]) for baseline in baselines} == {4}

@@ -29,6 +29,7 @@ from dynapipe_ext.launch.job.configured import (
 )
 from dynapipe_ext.launch.run import emulated
 from dynapipe_ext.launch.run.emulated import PlannedJob, emulated_comparison
+from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.show.comparison import Comparison
@@ -88,7 +89,7 @@ def test_a_rank_that_fails_is_named_and_nobody_waits_for_it_for_ever(
         emulated_step(proven, scale=0.01)
 
 
-def test_the_shipped_run_pipelines_several_micro_batches_and_beats_the_usual_ways_as_planned(
+def test_the_shipped_run_pipelines_several_micro_batches_and_beats_every_rival_as_planned(
     root: Path, hasty: None
 ) -> None:
     """Real ranks share 2 cores, emulated ones share none."""
@@ -97,14 +98,40 @@ def test_the_shipped_run_pipelines_several_micro_batches_and_beats_the_usual_way
     real = make_planner(job.config, job.costs, 2).plan(sample_lengths(job.lengths, batches[0]), step=0)
     assert min(len(replica.micro_batches) for replica in real.batch.replicas) >= 4
     comparison = emulated_comparison(job, num_batches=2)
-    assert [way.name for way in comparison.ways] == ["packed 1F1B", "interleaved", "ours"]
-    packed, interleaved, ours = (way.predicted_s for way in comparison.ways)
-    assert ours < 0.9 * interleaved < 0.9 * packed
+    assert [way.name for way in comparison.ways] == [*(rival.name for rival in list_rivals(4)), "ours"]
+    *rivals, ours = (way.predicted_s for way in comparison.ways)
+    assert ours < min(rivals)
+    assert not comparison.misfits
     for way in comparison.ways:
         assert way.step_s >= 0.99 * way.predicted_s
         for step, index in zip(way.steps, range(2), strict=True):  # the same samples in every way
             planned = [s.index for m in step.proven.step_plan.batch.micro_batches for s in m.samples]
             assert sorted(planned) == sorted(batches[index])
+
+
+def test_a_rival_that_does_not_fit_is_left_out_with_its_reason_and_the_gain_is_over_the_best_that_does(
+    root: Path, hasty: None
+) -> None:
+    """Three layers make no two stages per rank, and under the lower limit ours holds fewer micro-batches than 1F1B."""
+    job = quickstart_job(root)
+    linear = job.config.with_values(topology={"placement": "linear", "pp": 2}, model={"num_layers": 3})
+    costs = analytic_costs(linear, architecture_of(linear, 1024), flops_per_s=4e10, overhead_ns=3_000_000)
+    few_layers = replace(job, config=linear, costs=costs)
+    comparison = emulated_comparison(few_layers, num_batches=1)
+    assert [way.name for way in comparison.ways] == ["packed 1F1B", "ours"]
+    reason = "3 layers cannot fill 4 stages: lower pp or add layers"
+    assert comparison.misfits == {"packed interleaved 1F1B": reason, "packed ZB-V": reason}
+    result = comparison.simulated().result  # whatever the machine does meanwhile
+    assert "% less time than the best rival, packed 1F1B: ours " in result
+    assert f"; packed ZB-V left out: {reason}" in result
+    tight = linear.with_values(plan={"memory_limit_gb": 0.016})
+    comparison = emulated_comparison(replace(few_layers, config=tight), num_batches=1)
+    for way in comparison.ways:
+        assert max(step.proven.peak_bytes for step in way.steps) <= tight.plan.memory_limit_bytes
+    assert re.match(
+        r"replica 0: 1f1b needs \d+ B on pipeline rank 0 but the limit is", comparison.misfits["packed 1F1B"]
+    )
+    assert ", no rival fits, so there is none to compare with: ours " in comparison.result
 
 
 def test_a_machine_too_busy_to_measure_shows_the_planned_seconds_and_says_so(
@@ -159,8 +186,9 @@ def test_the_demo_compares_without_a_run_and_writes_its_page(
     assert "times as slowly" in how
     assert "nothing is computed" in how
     said = re.fullmatch(
-        r"the same samples: packed 1F1B (\S+) s, interleaved (\S+) s, ours (\S+) s a step; padding .* %, .* %, .* %"
-        r" \(.* % if all were padded to the longest\)",
+        r"the same samples, (?:\S+ % (?:less|MORE)|as much) time (?:than|as) the best rival, packed .*: ours (\S+) s,"
+        r" packed 1F1B (\S+) s, packed interleaved 1F1B (\S+) s, packed ZB-V (\S+) s per step; padding (?:.* %, ){3}"
+        r".* % \(.* % if all were padded to the longest\)",
         result,
     )
     assert said
@@ -169,8 +197,8 @@ def test_the_demo_compares_without_a_run_and_writes_its_page(
     assert result[1:] in page
     assert how[1:].replace("'", "&#x27;") in page
     assert all(f"<td>{figure} s</td>" in page for figure in said.groups())
-    assert page.count('class="head"') == 3
-    assert page.count('class="row"') == 3 * 8
+    assert page.count('class="head"') == 4
+    assert page.count('class="row"') == 4 * 8
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # it needs nothing from elsewhere
 
 

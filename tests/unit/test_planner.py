@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -19,8 +20,9 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.launch.job.configured import check_fits, make_planner, topology_of, variants
+from dynapipe_ext.launch.job.configured import check_fits, make_planner, topology_of, unfit_rivals, variants
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.settings.plan_rules import SplitRule
@@ -227,21 +229,28 @@ def test_every_way_that_compare_runs_plans_a_short_last_batch(equal: bool) -> No
         topology={"pp": 2, "dp": 2}, plan={"replica_counts": "equal" if equal else "free", "memory_limit_gb": 10.0}
     )
     for variant in variants(settings, compare=True):
-        planner = make_planner(variant.config, COSTS)
+        planner = make_planner(variant.config, replace(COSTS, num_stages=topology_of(variant.config).num_stages))
         for lengths in ([100, 90, 80], *([] if equal else [[100]])):
             plan = planner.plan(lengths)
             check_cover(plan.batch, sample_lengths(lengths))
             assert not equal or len(set(counts(plan))) == 1
 
 
-def test_a_v_is_compared_with_one_stage_a_rank_and_with_interleaved_ones() -> None:
+def test_compare_runs_every_rival_that_the_layers_allow_each_on_its_own_placement() -> None:
     settings = config(topology={"pp": 2, "placement": "v", "layers_per_stage": [2, 0, 1, 1]})
     found = {one.name: (one.config.plan.schedule, topology_of(one.config)) for one in variants(settings, compare=True)}
-    assert [topology.stage_ranks for _, topology in found.values()] == [(0, 1, 1, 0), *[(0, 1)] * 3, (0, 1, 0, 1)]
-    schedule, topology = found["packing, document attention, balanced, interleaved 1F1B"]
-    assert (schedule, topology.layers_per_stage) == ("interleaved-1f1b", (1, 1, 1, 1))
-    three = config(topology={"pp": 2, "stages_per_rank": 2}, plan={"schedule": "interleaved-1f1b"})
-    assert topology_of(variants(three, compare=True)[-1].config).num_stages == 4
+    stages = [(0, 1, 1, 0), *[(0, 1)] * 3, (0, 1, 0, 1), (0, 1, 1, 0)]
+    assert [topology.stage_ranks for _, topology in found.values()] == stages
+    assert list(found)[-3:] == [rival.name for rival in list_rivals(2)]
+    for name, schedule in (("packed interleaved 1F1B", "interleaved-1f1b"), ("packed ZB-V", "zb-v")):
+        assert found[name][0] == schedule
+    assert found["packed interleaved 1F1B"][1].layers_per_stage == (1, 1, 1, 1)
+    assert found["packed ZB-V"][1].layers_per_stage == (2, 0, 1, 1)  # the job's own: it has the same placement
+    assert not unfit_rivals(settings)
+    three = config(topology={"pp": 2}, model={"num_layers": 3})
+    assert [one.name for one in variants(three, compare=True)][-1] == "packed 1F1B"
+    reason = "3 layers cannot fill 4 stages: lower pp or add layers"
+    assert unfit_rivals(three) == {"packed interleaved 1F1B": reason, "packed ZB-V": reason}
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,20 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.rivals import list_rivals
 from dynapipe_ext.splits import packing
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate, pack
 from dynapipe_ext.splits.padded import Caps, shape_evaluate, split_padded
-from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, karmarkar_karp, packed_documents, pad_to_batch_max
+from dynapipe_ext.splits.rules import (
+    dynapipe_rule,
+    fixed_rows,
+    karmarkar_karp,
+    list_row_lengths,
+    packed_documents,
+    pad_to_batch_max,
+    with_short_ends,
+)
 from tests.bench.peer_rules import first_fit_in_order, verl_rule
 
 COSTS = TokenCosts(4, ns_per_token=100, ns_per_token_squared=1, overhead_ns=2000)
@@ -370,3 +379,19 @@ def test_a_cap_on_rows_makes_no_plan_much_shorter(placement: PlacementName, dp: 
     planner = Planner(topology, costs, 72e9, layout="packed", split_backward=placement == "v")
     capped = [replace(planner, max_tokens=most).plan(lengths).makespan_ns for most in (512, 1024, 1536, 2048)]
     assert planner.plan(lengths).makespan_ns <= 1.003 * min(capped)
+
+
+def test_a_rival_takes_the_fastest_of_several_row_lengths_and_orders_of_the_rows() -> None:
+    lengths = [int(n) for n in np.random.default_rng(0).lognormal(5, 1, 300).clip(8, 400)]
+    costs = TokenCosts(8, ns_per_token_squared=2, overhead_ns=400_000, bytes_per_token=1)
+    topology, zb_v = Topology(pp=4, dp=2, placement=placement_of("v", 4)), list_rivals(4)[-1]
+
+    def step_s(max_tokens: int) -> float:
+        return Planner(topology, costs, 1e12, **{**zb_v.rules, "max_tokens": max_tokens}).plan(lengths).makespan_s
+
+    tried = {n: step_s(n) for n in list_row_lengths(max(lengths), sum(lengths), num_rows=8, pad_multiple=8)}
+    assert len(tried) > 4
+    assert step_s(0) == min(tried.values()) < tried[min(tried)]
+    rows = [MicroBatch((SampleLength(i, n),), "packed") for i, n in enumerate((40, 50, 10, 30, 20))]
+    (ordered,) = with_short_ends([rows], BY_BATCH)
+    assert [m.encoder_len for m in ordered] == [10, 30, 50, 40, 20]

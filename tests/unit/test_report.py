@@ -233,7 +233,10 @@ def test_comparison_takes_the_best_baseline_of_each_column_and_marks_losses() ->
     cells = [cell.strip() for cell in last.strip("│ ").split("│")]
     # tokens/s 2000 to the best 2000; CPU time 1.5 to 1.0 ms: behind; the rest are equal, a bubble of shared cores idle.
     assert cells == ["over the best baseline", "1.000×", "▼ 1.500×", "1.000×", "-", "1.000×"]
+    (worst,) = {name for name in [one.name for one in report().compare or ()] if f"best rival, {name}" in text}
+    assert f"a token takes 50.0 % MORE CPU time than the best rival, {worst}" in text
     faster = text_of(compare_table(report(result=result(step_s=0.25), oversubscribed=False)))
+    assert "a token takes 50.0 % less time than the best rival" in faster
     assert "2.000×" in faster
     assert "share" not in faster
 

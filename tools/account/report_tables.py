@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynapipe_ext.errors import DataError, format_bytes
+from dynapipe_ext.schedules.rivals import describe_gain
 from dynapipe_ext.tools.account.report import RunReport, RunResult, finite, least_evaluation, shared_cores_note
 from dynapipe_ext.tools.console import counted, percent, seconds, step_range
 
@@ -128,16 +129,18 @@ _METRICS = (
 
 
 def compare_table(report: RunReport) -> Table:
-    """A table of this run and its baselines. The last row divides this run by the best baseline, and marks where it is
-    behind. Errors: DataError for a report without baselines.
+    """Return a table of this run and its baselines, with the gain over the best one as its title. The last row divides
+    this run by the best baseline, and marks where it is behind. A baseline that ended early, as it had no plan, is
+    shown and not compared. Raises DataError for a report without baselines.
     """
     if not report.compare:
         raise DataError("this report has no baselines to compare with: run again with --compare")
-    notes = ["▼ behind the best baseline of that column"]
+    baselines = [result for result in report.compare if len(result.losses) == len(report.result.losses)]
+    notes = ["same model, same data, same executor", "▼ behind the best baseline of that column"]
     if report.facts.oversubscribed:
         notes.append(shared_cores_note(report.facts.topology.world_size, report.facts.num_cores))
     table = Table(
-        title="Comparison: same model, same data, same executor",
+        title=_gain(report, baselines),
         title_justify="left",
         title_style="bold",
         caption="\n".join(notes),
@@ -150,7 +153,8 @@ def compare_table(report: RunReport) -> Table:
     for result in (report.result, *report.compare):
         values = [(metric, metric.value(result)) for metric in _METRICS]
         cells = ["-" if value is None else metric.show(value) for metric, value in values]
-        table.add_row(Text(result.name, style="bold" if result is report.result else ""), *cells)
+        early = "" if result is report.result or result in baselines else f" (to step {len(result.losses)})"
+        table.add_row(Text(result.name + early, style="bold" if result is report.result else ""), *cells)
         if (middle := _middle_half(result)) is not None:
             table.add_row(Text("  middle half of its steps", style="dim"), Text(middle, style="dim"))
     table.add_section()
@@ -158,9 +162,24 @@ def compare_table(report: RunReport) -> Table:
     compared = [m for m in _METRICS if m.heading != _IDLE or not report.facts.oversubscribed]
     table.add_row(
         "over the best baseline",
-        *(_ratio(metric, report.result, report.compare) if metric in compared else Text("-") for metric in _METRICS),
+        *(_ratio(metric, report.result, baselines) if metric in compared else Text("-") for metric in _METRICS),
     )
     return table
+
+
+def _gain(report: RunReport, baselines: Sequence[RunResult]) -> str:
+    """Say in one line what a token takes in this run against the best baseline: CPU time if ranks share cores."""
+
+    def seconds_per_token(result: RunResult) -> float | None:
+        rate = result.real_tokens_per_s
+        return result.cpu_s_per_token if report.facts.oversubscribed else 1 / rate if rate else None
+
+    ours_s = seconds_per_token(report.result)
+    if ours_s is None:
+        return "Comparison: no step was measured"
+    rivals = {result.name: value for result in baselines if (value := seconds_per_token(result)) is not None}
+    kind = "CPU time" if report.facts.oversubscribed else "time"
+    return f"Comparison: a token takes {describe_gain(ours_s, rivals).replace('time', kind)}"
 
 
 def _middle_half(result: RunResult) -> str | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from dynapipe_ext.batch.micro_batches import LengthArray, round_up
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.executor.proven_step import ProvenStep
+from dynapipe_ext.schedules.rivals import describe_gain
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.console import counted, figure, percent
+
+OURS = "ours"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,8 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The same global batches in several ways, ours last. `samples` and `costs` say where both are from; ranks slept
+    """The same global batches in several ways, ours last; `misfits` says why a rival, by its name, is not among them.
+    `samples` and `costs` say where both are from; ranks slept
     `scale` times as long as the costs count. `batches` are the lengths, `pad_multiple` what rows are rounded up to.
     `late` is None where the steps were measured; where they are simulated instead, by what share ranks were late."""
 
@@ -80,10 +84,11 @@ class Comparison:
     costs: str
     scale: float
     late: float | None = None
+    misfits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def lateness(self) -> float:
-        """By what share steps took longer than planned, in the way where that is most."""
+        """The largest share of any way by which steps took longer than planned."""
         return max(way.step_s / way.predicted_s for way in self.ways) - 1
 
     def simulated(self) -> Comparison:
@@ -102,12 +107,15 @@ class Comparison:
 
     @property
     def result(self) -> str:
-        """One sentence with the seconds of each way."""
-        times = ", ".join(f"{way.name} {figure(way.step_s, 3)} s" for way in self.ways)
-        padding = ", ".join(percent(way.padding_ratio) for way in self.ways)
+        """One sentence: the gain over the best rival first, then the seconds of each way, and who does not fit."""
+        *rivals, ours = self.ways
+        gain = describe_gain(ours.step_s, {way.name: way.step_s for way in rivals})
+        times = ", ".join(f"{way.name} {figure(way.step_s, 3)} s" for way in (ours, *rivals))
+        padding = ", ".join(percent(way.padding_ratio) for way in (ours, *rivals))
+        unfit = "".join(f"; {name} left out: {reason}" for name, reason in self.misfits.items())
         return (
-            f"the same samples: {times} a step; padding {padding} ({percent(self.padded_ratio)} if all were padded to"
-            " the longest)"
+            f"the same samples, {gain}: {times} per step; padding {padding} ({percent(self.padded_ratio)} if all were"
+            f" padded to the longest){unfit}"
         )
 
     @property
@@ -121,7 +129,7 @@ class Comparison:
         if self.late is None:
             way = (
                 f"measured on {on}: they run the plans' instructions and sleep for the seconds that the model's costs"
-                f" count{slower}, {steps}"
+                f" count{slower}, {steps}. Steps took up to {percent(max(0.0, self.lateness))} longer than planned"
             )
         else:
             way = (
