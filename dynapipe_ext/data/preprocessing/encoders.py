@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from unicodedata import normalize
 
 from dynapipe_ext.errors import ConfigError, DataError, short
 
@@ -17,6 +18,7 @@ Specials = Literal["parse", "text"]
 FORMAT = "dynapipe-tokenizer/1"
 GPT2_END = "<|endoftext|>"
 _RARE = "ж한𠮷🧿"
+_ANCHORS = ("\n", ".", "0", "a")
 
 
 class Encoder(Protocol):
@@ -137,6 +139,59 @@ def with_separator(encoder: Encoder) -> Encoder:
     own: Any = copy(encoder)
     own.separator = encoder.eos
     return own  # type: ignore[no-any-return]
+
+
+class TextCoder(Protocol):
+    """The two directions of an `Encoder`."""
+
+    def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
+
+
+def encode_answers(
+    coder: TextCoder, prompts: Sequence[str], answers: Sequence[str], wheres: Sequence[str]
+) -> list[tuple[list[int], list[int]]]:
+    """Return for each pair the ids of the prompt, and those of the answer that follow it.
+
+    The answer has the ids that follow the prompt's in the whole text. If a token spans both, the answer is encoded
+    apart, since the prompt must have the ids that the model will be prompted with. Many tokenizers put a blank before
+    a text of its own; then it is encoded behind another text, whose ids are removed. In any case the ids of both
+    decode to the whole text.
+
+    Raises DataError that begins with the pair's entry of `wheres` if no ids do.
+    """
+    wholes = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    encoded = [list(ids) for ids in coder.encode([*prompts, *wholes, *answers])]
+    size, pairs = len(wholes), list[tuple[list[int], list[int]]]()
+    for place, (answer, where) in enumerate(zip(answers, wheres, strict=True)):
+        of_prompt, whole, apart = encoded[place::size]
+        if prompts[place]:
+            if whole[: len(of_prompt)] == of_prompt:
+                apart = whole[len(of_prompt) :]
+            elif (found := _continuing(coder, of_prompt, whole, [apart, *_anchored(coder, answer)])) is None:
+                raise DataError(
+                    f"{where}: no tokens of the answer {short(answer)} continue its prompt to the whole text: begin the"
+                    " answer with a space, or give a tokenizer of bytes"
+                )
+            else:
+                apart = found
+        pairs.append((of_prompt, apart))
+    return pairs
+
+
+def _continuing(
+    coder: TextCoder, prompt: Sequence[int], whole: Sequence[int], candidates: Iterable[list[int]]
+) -> list[int] | None:
+    text = normalize("NFC", coder.decode(whole))
+    return next((ids for ids in candidates if normalize("NFC", coder.decode([*prompt, *ids])) == text), None)
+
+
+def _anchored(coder: TextCoder, text: str) -> Iterator[list[int]]:
+    """The ids of a text behind each of a few others that end where a token ends."""
+    for anchor in _ANCHORS:
+        before, whole = (list(ids) for ids in coder.encode([anchor, anchor + text]))
+        if whole[: len(before)] == before:
+            yield whole[len(before) :]
 
 
 def digest_of(encoder: Encoder) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from dynapipe_ext.data.examples import Example, lacking, string_field
 from dynapipe_ext.data.indexed_dataset import token_dtype
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
-from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, encode_answers
 from dynapipe_ext.data.preprocessing.inputs import Block, InputFile, TextUnit
 from dynapipe_ext.data.preprocessing.record_forms import (
     TASK,
@@ -38,7 +38,7 @@ Target = Literal["dataset", "megatron"]
 TOKENS, SIZES, FIRST_TARGET, TASKS, SENTENCES = "tokens", "sizes", "first_target", "task_ids", "sentences"
 IS_TARGET = "is_target"  # a byte for each token of a chat, or of a pair of answers
 NUM_FIRST = "num_first"  # tokens of the first document of each pair
-_VERSION = 5  # raise it with every change of the output, so that old work is done again
+_VERSION = 6  # raise it with every change of the output, so that old work is done again
 _BATCH_CHARACTERS = 1 << 19
 _MOST_CHARACTERS = 1_000_000  # that are split at once, as there
 _NO_NLTK = "--split-sentences needs NLTK 3.9 or later: pip install 'nltk>=3.9'"
@@ -191,10 +191,7 @@ def _encode_examples(
     samples, num_skipped = list[_Sample](), 0
     examples = ((where, _example(where, record, settings)) for where, record in rows)
     for batch in _batches(examples, lambda example: len(example.input) + len(example.target)):
-        wheres = [where for where, _ in batch]
-        encoded = _encode(encoder, [e.input for _, e in batch] + [e.target for _, e in batch], wheres * 2)
-        for place, (where, example) in enumerate(batch):
-            prompt, target = encoded[place], encoded[len(batch) + place]
+        for (prompt, target), (where, example) in zip(_pairs(encoder, batch), batch, strict=True):
             joined, first_target, is_truncated = _join(prompt, target, example.task, settings.bounds, encoder, where)
             if len(joined) < 2 or not (example.input or example.target):
                 num_skipped += _skipped(where, settings)
@@ -369,6 +366,30 @@ def _join(
     tokens = [*prompt[len(prompt) - num_input :], *border, *[*target, encoder.eos][:num_target]]
     truncated = (num_input, num_target) != (len(prompt), len(target) + 1)
     return tokens, max(1, num_input + len(border)), truncated
+
+
+def _pairs(encoder: Encoder, batch: Sequence[tuple[str, Example]]) -> list[tuple[list[int], list[int]]]:
+    """The ids of inputs and of their targets: of each apart where a separator stands between them."""
+    wheres = [where for where, _ in batch]
+    inputs, targets = [example.input for _, example in batch], [example.target for _, example in batch]
+    if encoder.separator is None:
+        return encode_answers(_Named(encoder, wheres), inputs, targets, wheres)
+    encoded = [list(ids) for ids in _Named(encoder, wheres).encode(inputs + targets)]
+    return list(zip(encoded[: len(batch)], encoded[len(batch) :], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """An encoder that names the place of a text that it refuses; the texts of each place come in equal numbers."""
+
+    encoder: Encoder
+    wheres: Sequence[str]
+
+    def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
+        return _encode(self.encoder, texts, list(islice(cycle(self.wheres), len(texts))))
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self.encoder.decode(tokens)
 
 
 def _encode(encoder: Encoder, texts: Sequence[str], wheres: Sequence[str]) -> list[Sequence[int]]:

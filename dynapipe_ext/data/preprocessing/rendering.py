@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, assert_never
 
@@ -11,6 +11,7 @@ import numpy as np
 from dynapipe_ext.data.length_bounds import LengthBounds
 from dynapipe_ext.data.preprocessing.answers import PlacedTokens, answer_spans
 from dynapipe_ext.data.preprocessing.chat_words import ADVICE, find_words
+from dynapipe_ext.data.preprocessing.encoders import encode_answers
 from dynapipe_ext.data.preprocessing.preference_records import (
     CHOSEN,
     REJECTED,
@@ -46,6 +47,7 @@ class ModelTokenizer(Protocol):
     def writes_newline(self) -> bool: ...
     def for_last_message(self) -> ModelTokenizer: ...
     def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...
+    def decode(self, tokens: Iterable[int]) -> str: ...
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, answer_next: bool = False
     ) -> str: ...
@@ -126,12 +128,9 @@ class Renderer:
                 assert_never(self.template)
 
     def _prompt(self, record: Mapping[str, object], where: str, task: str) -> Rendered | None:
-        """The response has the tokens that follow the prompt's in the whole text. Where a token spans both, the
-        response is encoded alone: the prompt must have the tokens that the model will be prompted with."""
-        prompt, response = prompt_and_answer(record, self.fields, where)
-        of_prompt, whole, alone = (list(ids) for ids in self.tokenizer.encode([prompt, prompt + response, response]))
-        is_prefix = whole[: len(of_prompt)] == of_prompt
-        return self._ended(of_prompt, whole[len(of_prompt) :] if is_prefix else alone, where, task)
+        prompt, answer = prompt_and_answer(record, self.fields, where)
+        ((of_prompt, of_answer),) = encode_answers(self.tokenizer, [prompt], [answer], [where])
+        return self._ended(of_prompt, of_answer, where, task)
 
     def _ended(self, prompt: list[int], target: list[int], where: str, task: str) -> Rendered | None:
         """The sample between START and END. It is cut first at the prompt's start, then at the target's end."""

@@ -134,7 +134,7 @@ def test_without_a_separator_the_target_follows_its_input_and_all_but_the_first_
     words = library.Tokenizer(library.models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "c": 3, "d": 4}, unk_token="d"))
     words.pre_tokenizer = library.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "words.json"))
-    rows = [{"input": "a b", "target": "c"}, {"text": "a b c"}, {"input": "", "target": "b"}]
+    rows = [{"input": "a b", "target": " c"}, {"text": "a b c"}, {"input": "", "target": "b"}]
     data = pieces_of(tmp_path, rows, encoder=load_encoder(tmp_path / "words.json"))
     assert [(data[i].tokens.tolist(), data[i].first_target) for i in range(3)] == [
         ([1, 2, 3, 0], 2),

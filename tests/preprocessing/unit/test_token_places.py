@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
+from dynapipe_ext.data.preprocessing.encoders import LibraryEncoder
+from dynapipe_ext.data.preprocessing.encoding import EncodeSettings, encode_block
+from dynapipe_ext.data.preprocessing.inputs import Block
 from dynapipe_ext.data.preprocessing.record_forms import RecordFields, Template
 from dynapipe_ext.data.preprocessing.rendering import Rendered, Renderer
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
+from dynapipe_ext.errors import DataError
 
 SPECIAL = ("</s>", "<|u|>", "<|a|>", "<|e|>")
 PLAIN = (
@@ -85,3 +91,44 @@ def test_all_tokens_of_an_answer_carry_loss_to_its_last_byte_and_none_behind(
     (question,) = tokenizer.encode(["<|u|>No<|e|>" if ends else "<|u|>No"])
     turn = [*((token, False) for token in [*question, answer[0]]), *((token, True) for token in answer[1:])]
     assert pairs == turn * 2 or pairs == [*turn * 2, (tokenizer.eos, True)]
+
+
+PAIRS = [
+    ("A: ", "Pa"),
+    ("a Fr", "an"),
+    ("A:", " Pa"),
+    ("A", "\n Pa"),
+    ("F", "é"),
+    ("a ", " a"),
+    ("", "Pa"),
+    ("a", "你"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "answer"), PAIRS)
+@pytest.mark.parametrize(
+    "library", [byte_level(), *(sentencepiece(scheme) for scheme in ("prepend", "first", "always"))]
+)
+def test_prompts_and_answers_decode_to_the_whole_text(library: Tokenizer, prompt: str, answer: str) -> None:
+    """By a model's own tokenizer, and by one that reads pairs without a separator."""
+    tokenizer = encoder(library)
+    sample = render(tokenizer, {"input": prompt, "target": answer}, "prompt")
+    file = LibraryEncoder(library, eos=tokenizer.eos)
+    record = json.dumps({"input": prompt, "target": answer}).encode()
+    block = Block("here", "jsonl", "line", 1, record, len(record))
+    settings = EncodeSettings(target="dataset")
+    tokens = np.frombuffer(encode_block(block, settings, file).streams["tokens"], settings.dtype(file))
+    assert tokens.tolist() == sample.tokens
+    assert tokenizer.decode(sample.tokens) == prompt + answer
+    if prompt:
+        (asked,) = tokenizer.encode([prompt])
+        assert sample.tokens[: len(asked)] == asked
+        assert sample.is_target.index(True) == len(asked)
+
+
+def test_an_answer_that_no_tokens_continue_its_prompt_to_is_refused() -> None:
+    library = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "b": 2, "ab": 3}, unk_token="[UNK]"))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.WhitespaceSplit(), decoders.WordPiece()
+    with pytest.raises(DataError, match="no tokens of the answer 'b' continue its prompt to the whole text: begin"):
+        render(encoder(library), {"input": "a", "target": "b"}, "prompt")
+    assert render(encoder(library), {"input": "a", "target": " b"}, "prompt").tokens[:2] == [1, 2]
