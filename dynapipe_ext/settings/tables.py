@@ -306,7 +306,8 @@ class OptimizerSettings:
     A step whose loss or gradients are not finite, or whose gradient norm is above 1.8e19, changes no weight and does
     not count. `nan_policy` "stop" ends the run there; "skip" goes on, for up to `max_skips` such steps in a row. With
     `deterministic`, sums of gradients, their norm and the loss are exact: equal micro-batches give equal bits under
-    every plan, pp and dp. That takes 8 bytes more for each parameter, which plans count.
+    every plan, pp and dp, for one tp, width and vocabulary layout. That takes 8 bytes more for each parameter, which
+    plans count.
     """
 
     lr: float = setting(2e-3, "--lr", "highest learning rate", "LR", above=0, at_most=1e6)

@@ -381,6 +381,11 @@ def refuse_order_in_bits(
             f"{at} [topology] width auto gives steps several widths, and bits hold for one: name it, or leave"
             " deterministic out"
         )
+    if topology.vocabulary == "auto":  # parts of a vocabulary add up their sums, where a whole one has one
+        raise ConfigError(
+            f"{at} [topology] vocabulary auto is chosen by costs, and bits hold for one: name it, or leave"
+            " deterministic out"
+        )
     if plan.adapt_costs:
         raise ConfigError(
             f"{at} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"

@@ -106,9 +106,10 @@ def pad_to_batch_max(
 ) -> Replicas:
     """Every row padded to the longest sample of the global batch; equal row counts, in order, dealt to the replicas.
 
-    Give `rows_per_micro_batch`, or `max_tokens` for as many rows as fit. Rows are fewer where the batch would not reach
-    all replicas; with fewer samples than replicas the last replicas are empty. Under `equal_counts` row counts differ
-    by one where the batch does not divide. Decoder-only.
+    Give `rows_per_micro_batch`, of which fewer are taken where the batch would not reach all replicas; or `max_tokens`
+    for as many rows as fit: unless counts are equal, the micro-batches are then a function of the samples alone,
+    whatever `dp` is. With fewer micro-batches than replicas the last replicas are empty. Under `equal_counts` row
+    counts differ by one where the batch does not divide. Decoder-only.
 
     Errors: PlanError for a longest sample above `max_tokens`, and under `equal_counts` for too few samples.
     """
@@ -132,7 +133,8 @@ def pad_to_batch_max(
             )
         bounds = _even_bounds(len(samples), count)
     else:
-        rows = max(1, min(rows, len(samples) // dp))
+        if rows_per_micro_batch is not None:
+            rows = max(1, min(rows, len(samples) // dp))
         bounds = [*range(0, len(samples), rows), len(samples)]
     micro_batches = [
         MicroBatch(tuple(samples[a:b]), "padded", recompute, pad_multiple=pad_multiple, min_len=row_len)

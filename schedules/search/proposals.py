@@ -448,13 +448,13 @@ class Proposals:
         )
         match self.rules.rule:
             case "batch-max":
-                most = (self.rules.max_tokens or limit) // longest
                 make = partial(
                     pad_to_batch_max, samples, dp=dp, pad_multiple=multiple, equal_counts=self.rules.equal_counts
                 )
-                for rows in (1, 2, 4, 8, 16, 32):
-                    for kind in self.kinds if rows == 1 or rows <= most else ():
-                        yield partial(make, rows_per_micro_batch=rows, recompute=kind)
+                max_tokens = self.rules.max_tokens or None
+                for rows in (None,) if max_tokens else (1, 2, 4, 8, 16, 32):
+                    for kind in self.kinds if rows in (None, 1) or rows <= limit // longest else ():
+                        yield partial(make, rows_per_micro_batch=rows, max_tokens=max_tokens, recompute=kind)
             case "fixed-rows":
                 cut = partial(fixed_rows, samples, dp=dp, pad_multiple=multiple, equal_counts=self.rules.equal_counts)
                 for kind in self.kinds:

@@ -78,6 +78,27 @@ def test_pad_to_batch_max_deals_equal_micro_batches_of_the_longest_length() -> N
     assert indices(by_tokens) == [[[0, 1], [2, 3], [4]]]
 
 
+ON_ANY = [
+    Topology(), Topology(pp=2), Topology(pp=4), Topology(dp=3), Topology(pp=2, dp=2, placement=(0, 1, 1, 0)),
+    Topology(pp=2, dp=8, placement=(0, 1, 0, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [[9] * 16, [30, 3, 17, 64, 12, 5, 41, 2, 8], [64]])
+def test_padding_to_the_batch_maximum_within_max_tokens_cuts_alike_on_every_topology(lengths: list[int]) -> None:
+    """The micro-batches of deterministic runs; without `max_tokens` the rule tries several numbers of rows."""
+    cut: dict[bool, set[Any]] = {True: set(), False: set()}
+    for topology in ON_ANY:
+        costs = TokenCosts(topology.num_stages, overhead_ns=2000, bytes_per_token=1000)
+        for is_bounded in cut:
+            bound = 200 if is_bounded else 0
+            planner = Planner(topology, costs, 10**6, rule="batch-max", max_tokens=bound, seed=topology.pp, effort=200)
+            parts = planner.plan(lengths, step=topology.dp).batch.micro_batches
+            cut[is_bounded].add(frozenset((m.samples, m.layout, m.rows, m.encoder_len) for m in parts))
+    assert len(cut[True]) == 1
+    assert len(cut[False]) > 1 or len(lengths) == 1
+
+
 def test_fixed_rows_cuts_at_row_ends_and_each_piece_keeps_its_own_targets() -> None:
     samples = [SampleLength(0, 3, target=2), SampleLength(1, 9, target=6), SampleLength(2, 2, target=2)]
     rows = [m for replica in fixed_rows(samples, row_len=5, dp=1) for m in replica]
