@@ -191,17 +191,12 @@ class Bins:
             self.counts[number] = len(held)
             self.filled[number], self.load[number] = self.length[held].sum(), self.cost[held].sum()
 
-    def eject(self, cap: int, kept: BoolArray) -> None:
-        """Take from each bin above the cap the shortest sample whose going is enough, or shorter ones.
-
-        Those to be `kept` go only where no other is left.
-        """
+    def eject(self, cap: int) -> None:
+        """Take from each bin above the cap the shortest sample whose going is enough, or shorter ones."""
         while len(bins := np.flatnonzero(self.filled > cap)):
             held = self.slots[bins]
             lengths, over = self.length[held], (self.filled[bins] - cap)[:, None]
-            real = np.arange(held.shape[1]) < self.counts[bins, None]
-            free = real & ~kept[held]
-            free = np.where(free.any(axis=1, keepdims=True), free, real)
+            free = np.arange(held.shape[1]) < self.counts[bins, None]
             longest = np.where(free, lengths, 0).max(axis=1, keepdims=True)
             rating = np.where(free, np.where(lengths >= over, lengths, longest), CLOSED)
             # One that is much too long stays: the longest of the others goes, and maybe one more after it.

@@ -47,14 +47,12 @@ def deal(
     *,
     num_bins: int,
     cap: int,
-    first: int = 0,
 ) -> Dealt:
     """Samples of each block in `num_bins` bins of at most `cap` tokens, of nearly equal cost and tokens.
 
     tokens and costs are by place, shape (N,); block k is `order[bounds[k] : bounds[k + 1]]`, places. Longest processing
     time first by cost (Graham 1969) into bins that are below the block's mean of tokens, then exchanges of samples
     between bins while they lower the squared differences of both. No bin is empty where a block has as many samples.
-    Places below `first` are left out last.
 
     >>> dealt = deal(np.array([4, 3, 2, 1]), np.array([16, 9, 4, 1]), np.arange(4), np.array([0, 4]), num_bins=2, cap=6)
     >>> [dealt.places[a:b].tolist() for a, b in zip(dealt.starts, dealt.starts[1:])], dealt.left.tolist()
@@ -68,7 +66,7 @@ def deal(
     while start < num_blocks:
         stop = int(np.searchsorted(bounds, bounds[start] + _CHUNK, side="right")) - 1
         stop = min(max(start + _CHUNK_BLOCKS, stop), num_blocks)
-        one = _deal_chunk(tokens, costs, order, bounds[start : stop + 1], num_bins, cap, first, rounds, slots)
+        one = _deal_chunk(tokens, costs, order, bounds[start : stop + 1], num_bins, cap, rounds, slots)
         places.append(one[0])
         counts.append(one[1])
         left.append(one[2])
@@ -96,7 +94,6 @@ def _deal_chunk(
     bounds: IntArray,
     num_bins: int,
     cap: int,
-    first: int,
     rounds: int,
     slots: int,
 ) -> tuple[IntArray, IntArray, IntArray]:
@@ -112,8 +109,7 @@ def _deal_chunk(
     length = np.take_along_axis(length, sorted_columns, axis=1)
     cost = np.where(real, costs[place], 0)
 
-    stays = (place < first) & real
-    chosen = _longest_first(length, cost, sizes, stays, num_bins, cap)
+    chosen = _longest_first(length, cost, sizes, num_bins, cap)
     columns = ascending(chosen)
     bins = np.take_along_axis(chosen, columns, axis=1)
     blocks = np.arange(len(sizes), dtype=np.int64)[:, None]
@@ -127,17 +123,14 @@ def _deal_chunk(
         for number in range(rounds):
             if not members.exchange(number, slots, cap) and number >= 2 * num_bins:
                 break
-    members.eject(cap, np.append(stays.ravel(), False))
+    members.eject(cap)
     held, counts, out = members.contents()
     flat = place.ravel()
     return flat[held], counts, flat[np.concatenate([out, np.flatnonzero((chosen == num_bins).ravel() & real.ravel())])]
 
 
-def _longest_first(
-    length: IntArray, cost: IntArray, sizes: IntArray, kept: BoolArray, num_bins: int, cap: int
-) -> IntArray:
-    """The bin of each sample, shape of `length` (blocks x samples, longest first); `num_bins` where none has room.
-    One of those to be `kept` goes into the emptiest bin all the same, for `eject` to make room.
+def _longest_first(length: IntArray, cost: IntArray, sizes: IntArray, num_bins: int, cap: int) -> IntArray:
+    """Return the bin of each sample, shape of `length` (blocks x samples, longest first); `num_bins` if none has room.
 
     A round gives each block's next samples to its bins in ascending order of load, as long as that is what one at a
     time would do: up to the bin whose load exceeds the smallest that the round has made (and in any case to one in
@@ -179,7 +172,7 @@ def _longest_first(
         np.add.at(filled, (rows[row], to_bin), lengths[row, rank])
         next_up[rows] += take.sum(axis=1)
         for stuck in rows[~take.any(axis=1)].tolist():
-            _pass_stuck(stuck, length, cost, sizes, kept, limit, dealt)
+            _pass_stuck(stuck, length, sizes, limit, dealt)
         rows = rows[next_up[rows] < sizes[rows]]
     return dealt.chosen
 
@@ -224,21 +217,12 @@ class _Greedy:
         return cls(np.full((num_blocks, width), num_bins, np.int64), load, filled, np.zeros(num_blocks, np.int64))
 
 
-def _pass_stuck(
-    stuck: int, length: IntArray, cost: IntArray, sizes: IntArray, kept: BoolArray, limit: IntArray, dealt: _Greedy
-) -> None:
-    """On to the first sample of the block for which there is room; one to be `kept` goes into the emptiest bin."""
+def _pass_stuck(stuck: int, length: IntArray, sizes: IntArray, limit: IntArray, dealt: _Greedy) -> None:
+    """Go on to the first sample of the block for which there is room."""
     at = int(dealt.next_up[stuck])
-    if kept[stuck, at]:
-        emptiest = int(dealt.filled[stuck].argmin())
-        dealt.chosen[stuck, at] = emptiest
-        dealt.load[stuck, emptiest] += cost[stuck, at]
-        dealt.filled[stuck, emptiest] += length[stuck, at]
-        dealt.next_up[stuck] += 1
-        return
     width = length.shape[1]
     room = int(limit[stuck] - dealt.filled[stuck].min())
-    usable = (length[stuck] <= room) | kept[stuck] | (np.arange(width) >= sizes[stuck])
+    usable = (length[stuck] <= room) | (np.arange(width) >= sizes[stuck])
     usable[: at + 1] = False
     dealt.next_up[stuck] = int(usable.argmax()) if usable.any() else width
 

@@ -14,7 +14,6 @@ from dynapipe_ext.batching.sampling.even_steps import least_cost
 from dynapipe_ext.batching.sampling.fill import Steps, fill_steps, joined, place_rest
 from dynapipe_ext.batching.sampling.padded_steps import fill_padded, padded_costs
 from dynapipe_ext.batching.sampling.spread import spread, unfed
-from dynapipe_ext.batching.sampling.twins import twins_parted
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import NO_ARRAY, DataError, PlanError
 
@@ -23,7 +22,8 @@ Last = Literal["spread", "pad", "carry"]
 
 _FULL = 2048  # one part in so many of the cap stays free in "full" steps
 _LOOKED_AT = 1.001  # the gap of steps this even is not worked out
-_REPEAT = (0.984, 0.95, 0.9, 0.75, 0.0)  # how full repeated samples make the last step, as far as they fit
+_FILL = (0.984, 0.95, 0.9, 0.75, 0.0)  # how full other samples make a step of those that are due, as far as they fit
+_WINDOW = 16  # steps of samples from which those others are chosen if they should be of like length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class StepRule:
     """How samples are filled into steps: at most `max_tokens` a rank and step, balanced by `objective`.
 
     `last`: the samples that do not fill a step are spread over all steps ("spread"), trained in a last step that
-    repeats others ("pad"), or left for the next epoch ("carry").
+    repeats others ("pad"), or left for the next epoch ("carry"), whose first steps train them.
     """
 
     num_replicas: int
@@ -86,11 +86,12 @@ class EpochPlan:
 
 
 def plan_epoch(order: IntArray, tokens: IntArray, costs: IntArray, rule: StepRule, *, num_first: int = 0) -> EpochPlan:
-    """The plan of samples in the given order; `tokens` and `costs` are by sample. A pure function.
+    """Return the plan of samples in the given order; `tokens` and `costs` are by sample. A pure function.
 
-    The first `num_first` of the order were left before and are not left again.
+    The first `num_first` of the order were left before: with "carry" the first steps train them, so that none is left
+    again. No step has a sample twice.
 
-    Raises PlanError where some rank would have no sample in a step, naming the numbers.
+    Raises PlanError if some rank would have no sample in a step, naming the numbers.
     """
     by_place, cost = tokens[order], costs[order]
     num_ranks = rule.num_replicas
@@ -98,29 +99,35 @@ def plan_epoch(order: IntArray, tokens: IntArray, costs: IntArray, rule: StepRul
         raise PlanError(
             f"{len(order)} samples cannot feed {num_ranks} ranks: use fewer ranks, or last='pad' to repeat some"
         )
-    if rule.objective == "padded":
-        steps = fill_padded(by_place, num_ranks=num_ranks, cap=rule.max_tokens, all_of_them=rule.last == "spread")
-        if rule.last == "spread" and len(steps.left):
-            raise unfed(len(order), (len(steps.starts) - 1) // num_ranks + 1, num_ranks)
-    elif rule.last == "spread":
-        steps = spread(by_place, cost, num_ranks=num_ranks, cap=rule.max_tokens)
+    if rule.last == "carry":
+        due = _carried_steps(order, by_place, cost, rule, num_first)
+        rest = np.setdiff1d(np.arange(len(order), dtype=np.int64), np.concatenate([due.places, due.left]))
+        fresh = _ordinary_steps(by_place[rest], cost[rest], rule)
+        left = np.sort(np.concatenate([due.left, rest[fresh.left]]))
+        steps = joined([due, Steps(rest[fresh.places], fresh.starts, left)], left)
     else:
-        steps = _full_steps(by_place, cost, rule, num_first)
+        steps = _ordinary_steps(by_place, cost, rule)
     repeated = 0
     if rule.last == "pad" and len(steps.left):
         steps, repeated = _padded_up(steps, by_place, cost, rule)
-    plan = EpochPlan(order[steps.places], steps.starts, order[steps.left], num_ranks, repeated)
-    if rule.last != "carry" or int(np.bincount(order).max(initial=0)) < 2 or not plan.num_steps:
-        return plan
-    padded = rule.objective == "padded"
-    parted = twins_parted(
-        plan.samples, plan.starts, plan.rest, tokens, num_ranks=num_ranks, cap=rule.max_tokens, padded=padded
-    )
-    return EpochPlan(*parted, num_ranks)
+    return EpochPlan(order[steps.places], steps.starts, order[steps.left], num_ranks, repeated)
 
 
-def _full_steps(tokens: IntArray, costs: IntArray, rule: StepRule, num_first: int) -> Steps:
-    """Full steps only (less so where samples are too long to fill them); what is left would not fill another."""
+def _ordinary_steps(tokens: IntArray, costs: IntArray, rule: StepRule) -> Steps:
+    """Return steps of samples none of which is due; unless they are spread, what would not fill a step is left."""
+    if rule.objective == "padded":
+        all_of_them = rule.last == "spread"
+        steps = fill_padded(tokens, num_ranks=rule.num_replicas, cap=rule.max_tokens, all_of_them=all_of_them)
+        if all_of_them and len(steps.left):
+            raise unfed(len(tokens), (len(steps.starts) - 1) // rule.num_replicas + 1, rule.num_replicas)
+        return steps
+    if rule.last == "spread":
+        return spread(tokens, costs, num_ranks=rule.num_replicas, cap=rule.max_tokens)
+    return _full_steps(tokens, costs, rule)
+
+
+def _full_steps(tokens: IntArray, costs: IntArray, rule: StepRule) -> Steps:
+    """Full steps only (less so if samples are too long to fill them); what is left would not fill another."""
     target = rule.num_replicas * (rule.max_tokens - rule.max_tokens // _FULL)
     parts: list[Steps] = []
     left = np.arange(len(tokens), dtype=np.int64)
@@ -133,7 +140,6 @@ def _full_steps(tokens: IntArray, costs: IntArray, rule: StepRule, num_first: in
             num_ranks=rule.num_replicas,
             cap=rule.max_tokens,
             target=target,
-            first=int(np.searchsorted(left, num_first)),
         )
         parts.append(Steps(left[part.places] if parts else part.places, part.starts, left[part.left]))
         left = left[part.left]
@@ -141,27 +147,69 @@ def _full_steps(tokens: IntArray, costs: IntArray, rule: StepRule, num_first: in
     return joined(parts, left)
 
 
+def _carried_steps(order: IntArray, tokens: IntArray, costs: IntArray, rule: StepRule, num_first: int) -> Steps:
+    """Return steps of the samples that the last epoch left, and of those that the order has twice, filled up with
+    others of the order; left are those for which the order has too few samples to feed all ranks."""
+    rest = np.arange(len(order), dtype=np.int64)
+    parts: list[Steps] = []
+    left = [np.zeros(0, np.int64)]
+    due = _first_ones(order, rest[:num_first])
+    while len(due):
+        others = np.setdiff1d(rest, due, assume_unique=True)
+        others = _first_ones(order, others[~np.isin(order[others], order[due])])
+        if len(due) + len(others) < rule.num_replicas:
+            left.append(due)
+            rest, due = np.setdiff1d(rest, due, assume_unique=True), due[:0]
+        else:
+            step, due = _filled_up(due, others, tokens, costs, rule, _FILL)
+            parts.append(step)
+            rest = np.setdiff1d(rest, step.places, assume_unique=True)
+        if not len(due):
+            first = _first_ones(order, rest)
+            twice = np.setdiff1d(rest, first, assume_unique=True)
+            due = first[np.isin(order[first], order[twice])]
+    return joined(parts, np.sort(np.concatenate(left)))
+
+
+def _first_ones(order: IntArray, places: IntArray) -> IntArray:
+    """Return the places, in order, of which no earlier one has the same sample."""
+    return places[np.sort(np.unique(order[places], return_index=True)[1])]
+
+
 def _padded_up(steps: Steps, tokens: IntArray, costs: IntArray, rule: StepRule) -> tuple[Steps, int]:
-    """The left samples in last steps, filled up with samples from the start of the order; how many these are."""
+    """Return the left samples in last steps, filled up with samples from the start of the order, and how many these
+    are."""
     parts, left, repeated = [steps], steps.left, 0
     while len(left):
         others = np.setdiff1d(np.arange(len(tokens), dtype=np.int64), left, assume_unique=True)
         others = others if len(others) else left
-        sums = np.cumsum(tokens[others])
-        # Ever fewer are repeated until none of the left ones lacks room.
-        for share in _REPEAT if rule.objective != "padded" else (0.0,):
-            room = int(share * rule.num_replicas * rule.max_tokens) - int(tokens[left].sum())
-            wanted = max(int(np.searchsorted(sums, room, side="right")), rule.num_replicas - len(left))
-            places = np.concatenate([left, np.resize(others, wanted)])
-            last = _one_step(tokens[places], costs[places], rule)
-            left_now = left[last.left[last.left < len(left)]]
-            if not len(left_now):
-                break
-        trained = places[last.places]
-        repeated += len(trained) - (len(left) - len(left_now))
-        parts.append(Steps(trained, last.starts, left_now))
+        last, left_now = _filled_up(left, others, tokens, costs, rule, _FILL if rule.objective != "padded" else (0.0,))
+        repeated += len(last.places) - (len(left) - len(left_now))
+        parts.append(Steps(last.places, last.starts, left_now))
         left = left_now
     return joined(parts, left), repeated
+
+
+def _filled_up(
+    due: IntArray, others: IntArray, tokens: IntArray, costs: IntArray, rule: StepRule, shares: Sequence[float]
+) -> tuple[Steps, IntArray]:
+    """Return one step of places that are due and of as many others, the first ones, as one of the `shares` of its room
+    admits, ever fewer until no due one lacks room; and the due ones that are left. Others too few for all ranks are
+    repeated."""
+    room_of_step = rule.num_replicas * rule.max_tokens
+    if rule.objective == "padded":  # of the first ones those of like length, which pad least
+        near = others[: max(rule.num_replicas, int(np.searchsorted(np.cumsum(tokens[others]), _WINDOW * room_of_step)))]
+        others = near[np.argsort(np.abs(tokens[near] - np.median(tokens[due])), kind="stable")]
+    sums = np.cumsum(tokens[others])
+    for share in shares:
+        room = int(share * room_of_step) - int(tokens[due].sum())
+        wanted = max(int(np.searchsorted(sums, room, side="right")), rule.num_replicas - len(due))
+        places = np.concatenate([due, np.resize(others, wanted)])
+        step = _one_step(tokens[places], costs[places], rule)
+        left = due[step.left[step.left < len(due)]]
+        if not len(left):
+            break
+    return Steps(places[step.places], step.starts, left), left
 
 
 def _one_step(tokens: IntArray, costs: IntArray, rule: StepRule) -> Steps:

@@ -45,7 +45,6 @@ def fill_steps(
     num_ranks: int,
     cap: int,
     target: int,
-    first: int = 0,
     draft: bool = False,
 ) -> Steps:
     """The first `num_steps * target` tokens, in order of place, in steps of `num_ranks` bins of at most `cap` tokens.
@@ -53,7 +52,7 @@ def fill_steps(
     tokens and costs are by place, shape (N,). Blocks of a few steps are runs of the order whose ends are moved by
     exchanges of neighbours until their tokens are right; `deal` evens out the bins of a block, and bins of like cost
     make a step, as far as the steps' mean lengths stay alike. What lies behind the last block, or found no room, is
-    left; places below `first` come first. A `draft` says what finds room, in bins that are not yet evened out.
+    left. A `draft` says what finds room, in bins that are not yet evened out.
     """
     if not num_steps:
         return Steps(_NONE, np.zeros(1, np.int64), np.arange(len(tokens), dtype=np.int64))
@@ -64,11 +63,11 @@ def fill_steps(
     order, bounds = runs(tokens, np.cumsum(sizes), num_ranks=num_ranks, target=target)
     dealt_by = _dealt_by(tokens, costs, order, bounds, sizes * num_ranks)
     if draft:
-        parts = _dealt(tokens, dealt_by, order, bounds, sizes * num_ranks, cap, first)
+        parts = _dealt(tokens, dealt_by, order, bounds, sizes * num_ranks, cap)
         return _steps_of([(dealt.places, dealt.starts) for dealt, _ in parts], len(tokens))
     proposals: list[_Proposal] = []
     for keys in (dealt_by, tokens if np.array_equal(dealt_by, costs) else costs):
-        dealt = _dealt(tokens, keys, order, bounds, sizes * num_ranks, cap, first)
+        dealt = _dealt(tokens, keys, order, bounds, sizes * num_ranks, cap)
         steps = _filled(tokens, costs, dealt, num_ranks=num_ranks, cap=cap)
         proposals.append(_Proposal.of(steps, tokens, costs, num_ranks))
         if proposals[-1].dearest * num_ranks <= _UNEVEN * int(costs[steps.places].sum()) or len(tokens) > _MANY:
@@ -114,13 +113,13 @@ def _filled(tokens: IntArray, costs: IntArray, dealt: list[tuple[Dealt, int]], *
 
 
 def _dealt(
-    tokens: IntArray, dealt_by: IntArray, order: IntArray, bounds: IntArray, num_bins: IntArray, cap: int, first: int
+    tokens: IntArray, dealt_by: IntArray, order: IntArray, bounds: IntArray, num_bins: IntArray, cap: int
 ) -> list[tuple[Dealt, int]]:
     """Blocks of equally many bins dealt together, and how many these are; `num_bins` of each block, descending."""
     parts = []
     for number in sorted(set(num_bins.tolist()), reverse=True):
         begin, last = np.flatnonzero(num_bins == number)[[0, -1]].tolist()
-        dealt = deal(tokens, dealt_by, order, bounds[begin : last + 2], num_bins=number, cap=cap, first=first)
+        dealt = deal(tokens, dealt_by, order, bounds[begin : last + 2], num_bins=number, cap=cap)
         parts.append((dealt, number))
     return parts
 

@@ -40,7 +40,7 @@ from dynapipe_ext.reproducible import non_negative_least_squares
 OverLong = Literal["refuse", "truncate"]
 Share = Callable[[Callable[[], bytes]], bytes]  # calls its argument on one rank, returns what it gave on every rank
 
-_FORMAT = "dynapipe-sampler/4"
+_FORMAT = "dynapipe-sampler/5"
 _LARGEST_COST = 1 << 30  # of a sample, where coefficients are no integers
 _LARGEST_SUM = 1 << 58
 
@@ -241,7 +241,7 @@ class DistributedTokenBatchSampler:
     def _computed(self) -> EpochPlan:
         count = len(self._tokens)
         fresh = permutation(count, seed=self.seed, epoch=self.epoch) if self._shuffle else np.arange(count)
-        order = _after_carried(self._carried, fresh)
+        order = np.concatenate([self._carried, fresh])
         if self._segments:
             order = left_after(
                 order, self._tokens, self._costs, self._rule, self._segments, num_first=len(self._carried)
@@ -332,17 +332,6 @@ def _checked(lengths: npt.ArrayLike, max_tokens: int, over_long: OverLong) -> tu
             " over_long='truncate' and cut them in the collator"
         )
     return np.minimum(tokens, max_tokens), longer
-
-
-def _after_carried(carried: IntArray, fresh: IntArray) -> IntArray:
-    """Carried samples, then all of the epoch's own; one that is both comes in the later half, never twice in a step."""
-    if not len(carried):
-        return fresh
-    half = len(fresh) // 2
-    place = np.arange(len(fresh), dtype=np.int64)
-    early = np.isin(fresh, carried) & (place < half)
-    later = np.argsort(np.where(early, place + half, place), kind="stable")
-    return np.concatenate([carried, fresh[later]])
 
 
 def plain_pair(coefficients: Any) -> tuple[float, float]:

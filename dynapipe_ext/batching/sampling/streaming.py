@@ -16,7 +16,7 @@ from dynapipe_ext.batching.sampling.samplers import check_format, plain_pair, qu
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
 
-_FORMAT = "dynapipe-stream/2"
+_FORMAT = "dynapipe-stream/3"
 
 Sample = TypeVar("Sample")
 
@@ -160,8 +160,9 @@ class StreamingTokenBatches(Generic[Sample]):
         costs = quadratic_costs(tokens, self._coefficients) if self._rule.objective == "quadratic" else tokens
         rule = replace(self._rule, last="spread" if ended else "carry")
         before = [(ranks, steps) for ranks, _, steps in self._segments[:-1]]
-        order = left_after(np.arange(len(numbers), dtype=np.int64), tokens, costs, rule, before)
-        return plan_left(order, tokens, costs, rule), self._segments[-1][2]
+        num_first = len(self._pending)
+        order = left_after(np.arange(len(numbers), dtype=np.int64), tokens, costs, rule, before, num_first=num_first)
+        return plan_left(order, tokens, costs, rule, num_first=0 if before else num_first), self._segments[-1][2]
 
 
 def _refuse_several_workers() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.batching.sampling.even_steps import even_steps, least_cost
 from dynapipe_ext.batching.sampling.samplers import DistributedTokenBatchSampler
 from dynapipe_ext.batching.sampling.streaming import StreamingTokenBatches
-from dynapipe_ext.errors import PlanError
+from dynapipe_ext.errors import ConfigError, PlanError
 
 OBJECTIVES = st.sampled_from(["tokens", "quadratic", "padded"])
 LASTS = st.sampled_from(["spread", "pad", "carry"])
@@ -78,8 +78,12 @@ def test_what_is_carried_is_never_twice_in_a_step_and_epochs_together_train_all_
         lengths, max_tokens=cap, num_replicas=num_replicas, rank=0, objective=objective, last="carry", seed=seed
     )
     times: Counter[int] = Counter()
+    carried: list[int] = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
+        assert set(carried) <= set(sampler.plan.samples.tolist())
+        carried = sampler.plan.rest.tolist()
+        assert len(set(carried)) == len(carried)
         times += Counter(sampler.plan.samples.tolist())
         for step in range(sampler.plan.num_steps):
             of_step = [sampler.plan.batch(step, rank) for rank in range(num_replicas)]
@@ -92,6 +96,24 @@ def test_what_is_carried_is_never_twice_in_a_step_and_epochs_together_train_all_
     )
     again.set_epoch(2)
     assert again.plan.samples.tolist() == sampler.plan.samples.tolist()
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=12), st.integers(9, 12), st.integers(2, 4), OBJECTIVES)
+def test_of_few_samples_too_none_is_carried_twice(
+    lengths: list[int], cap: int, num_replicas: int, objective: Any
+) -> None:
+    try:
+        sampler = every_rank(lengths, num_replicas, max_tokens=cap, objective=objective, last="carry")[0]
+    except (ConfigError, PlanError):
+        reject()  # too few to fill a step
+    for epoch in range(1, 4):
+        carried = sampler.plan.rest.tolist()
+        sampler.set_epoch(epoch)
+        assert set(carried) <= set(sampler.plan.samples.tolist())
+        for step in range(sampler.plan.num_steps):
+            of_step = [i for rank in range(num_replicas) for i in sampler.plan.batch(step, rank)]
+            assert len(set(of_step)) == len(of_step) >= num_replicas
 
 
 @settings(max_examples=12)

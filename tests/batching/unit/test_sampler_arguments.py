@@ -67,7 +67,7 @@ def quadratic(*coefficients: int) -> StreamingTokenBatches[Any]:
         (
             DataError,
             "the saved stream has no pending: give what",
-            lambda: stream(8).load_state_dict({"format": "dynapipe-stream/2"}),
+            lambda: stream(8).load_state_dict({"format": "dynapipe-stream/3"}),
         ),
         (DataError, r"sample 0 of the stream has 3\.5 tokens but 1 to", lambda: list(stream(8, length_of=float))),
         (DataError, "the state has format None but", lambda: sampler(max_tokens=8).load_state_dict(None)),
