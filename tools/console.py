@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from dynapipe_ext.tools.files import ALONE, write_atomic
+from dynapipe_ext.tools.files import ALONE, write_output
 
 _PIPE_COLUMNS = 160
 
@@ -43,7 +43,7 @@ def delivering(where: str | None, value: Any) -> Iterator[None]:
     """The same around what shows its parts by itself. The file is written first: who reads along may stop early."""
     text = "" if where is None else json.dumps(value, indent=1) + "\n"
     if where and where != ALONE:
-        write_atomic(where, text)
+        write_output(where, text)
     yield
     if where == ALONE:
         sys.stdout.write(text)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dynapipe_ext.durable_files import replace_file
 from dynapipe_ext.errors import NO_ROOM, DataError, short, writing_move
 
 _T = TypeVar("_T")
@@ -64,36 +64,35 @@ def deliver_error(where: str | None, message: str, status: int) -> None:
         sys.stdout.write(text)
         return
     with contextlib.suppress(DataError):  # the error that is being reported matters more
-        write_atomic(where, text)
+        write_output(where, text)
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Replace a file by `text` in one step, and create its folder. A path such as /dev/null is written to directly.
-
-    Errors: DataError where the place cannot be written.
-    """
+    """Replace a file by `text` in one step, which a crash leaves whole, and create its folder. A link is replaced, and
+    what it points to stays. Errors: DataError where the place cannot be written."""
     target = Path(path)
-    if str(path) == "-":
-        raise DataError("- is standard output, which --json alone writes to: name a file (one of that name is ./-)")
     if target.is_dir():
         raise DataError(f"{target} is a folder: name another file, or move it away")
-    if target.exists() and not target.is_file():
-        try:
-            target.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"{target} cannot be written ({error.strerror}): choose another file") from error
-        return
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
+        replace_file(target, text.encode())
     except OSError as error:
         move = "make room there" if error.errno in NO_ROOM else "choose another directory"
         raise DataError(f"{target} cannot be written ({error.strerror}): {move}") from error
-    finally:
-        with contextlib.suppress(OSError):  # renamed already, or its folder cannot be used
-            part.unlink()
+
+
+def write_output(path: str | Path, text: str) -> None:
+    """Write a file that a user has named: as `write_atomic` does, but a path such as /dev/null or a pipe is written to
+    directly. Errors: DataError where the place cannot be written."""
+    target = Path(path)
+    if str(path) == "-":
+        raise DataError("- is standard output, which --json alone writes to: name a file (one of that name is ./-)")
+    if not target.exists() or target.is_file() or target.is_dir():
+        write_atomic(path, text)
+        return
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{target} cannot be written ({error.strerror}): choose another file") from error
 
 
 class Fields:

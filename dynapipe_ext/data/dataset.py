@@ -21,6 +21,7 @@ from dynapipe_ext.batch.micro_batches import LengthArray, documents_of
 from dynapipe_ext.data.examples import Example
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds, Truncation
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
+from dynapipe_ext.durable_files import replace_folder
 from dynapipe_ext.errors import NO_ARRAY, ConfigError, DataError, short, writing_move
 
 if TYPE_CHECKING:
@@ -569,12 +570,8 @@ def move_into_place(partial: Path, folder: Path) -> None:
     """Rename `partial` to `folder`. An older dataset is moved aside first; open maps of it stay valid."""
     aside = partial.with_name(partial.name + ".old")
     try:
-        if folder.exists():
-            os.rename(folder, aside)
-        os.rename(partial, folder)
+        replace_folder(partial, folder, aside)
     except OSError as error:
         raise DataError(
             f"{folder} could not be put in place ({error.strerror}): is another run preparing it?"
         ) from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

@@ -36,7 +36,7 @@ from dynapipe_ext.tools.estimate.answer import (
 from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data
 from dynapipe_ext.tools.estimate.options import OFFLOADS_TRIED, Limits, Question, RecomputeChoice, train_fault
 from dynapipe_ext.tools.estimate.ranking import Estimate, Search, estimate
-from dynapipe_ext.tools.files import write_atomic
+from dynapipe_ext.tools.files import write_output
 from dynapipe_ext.tools.progress import WorkProgress
 
 _PIPE_COLUMNS = 190  # no terminal to fit into
@@ -276,7 +276,7 @@ def write_best(answer: Estimate, path: str, *, data: Sequence[str], total_tokens
     place, option = first
     text = toml_text(answer.question, option, place, data=data, total_tokens=total_tokens)
     topology_of(TrainConfig.from_json(settings(answer.question, option), "the estimate"))
-    write_atomic(path, text)
+    write_output(path, text)
     passed = "" if place == 1 else f"; dynapipe train does not run what is before it: {_fault_before(answer)}"
     return f"option {place} is in {path}, for dynapipe train --config{passed}"
 

@@ -49,7 +49,7 @@ from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.settings.train_config import DEGREES, TrainConfig, add_flag, settings_of_flags
 from dynapipe_ext.tools.account.profile_errors import HeldOutErrors, errors_of_pieces, errors_table, held_out_errors
 from dynapipe_ext.tools.console import counted, deliver, say_loading
-from dynapipe_ext.tools.files import Fields, read_json, write_atomic
+from dynapipe_ext.tools.files import Fields, read_json, write_atomic, write_output
 from dynapipe_ext.tools.progress import WorkProgress
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
     if not is_first:
         return 0
     provenance["held_out_error"] = {group: one.mean for group, one in errors.items()}
-    write_atomic(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
+    write_output(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
     part.remove()
     took_s, num_shapes = time.monotonic() - job.start_s, len(profile.shapes())
     summary = {"out": str(args.out), "shapes": num_shapes, "seconds": took_s, "device": device_name}

@@ -16,7 +16,7 @@ from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedul
 from dynapipe_ext.settings.plan_rules import own_placement
 from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.console import delivering, output
-from dynapipe_ext.tools.files import write_atomic
+from dynapipe_ext.tools.files import write_output
 from dynapipe_ext.tools.show.schedule import (
     FILE_KINDS,
     FOR_COSTS,
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         write_html(args.html, view)
     if args.csv:
-        write_atomic(args.csv, to_csv(schedule))
+        write_output(args.csv, to_csv(schedule))
     with delivering(args.json, schedule_json(view)):
         console.print(rendered_schedule(view, width=console.width))
         if args.html:

@@ -14,7 +14,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.console import counted, deliver, say_loading
-from dynapipe_ext.tools.files import write_atomic
+from dynapipe_ext.tools.files import write_output
 from dynapipe_ext.tools.progress import WorkProgress
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if records.cut:
             progress.log(f"the last line of {args.records} was cut short and is left out")
         training = train(records.measured_on, records.records, seed=args.seed, on_fit=progress.advance)
-    write_atomic(args.out, json.dumps(training.model.to_json(), allow_nan=False) + "\n")
+    write_output(args.out, json.dumps(training.model.to_json(), allow_nan=False) + "\n")
     on = training.model.measured_on
     rows, longest, tokens = training.model.ceiling()
     deliver(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from dynapipe_ext.launch.job.run_directory import (
     run_to_resume,
     runs_folder,
 )
+from dynapipe_ext.launch.job.saved_settings import find_damage, read_saved_settings
 from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_ranks_here, store_password
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.store import asked_store
@@ -96,9 +98,9 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         raise ConfigError(f"--epochs {args.epochs:g} and --steps {args.steps} both say how long to train: give one")
     config = TrainConfig()
     if args.resume:
-        settings = run_to_resume(args.resume) / "config.toml"
-        if settings.is_file():
-            config = replace(TrainConfig.read(settings), named=frozenset({("plan", "layout")}))  # all of it was settled
+        saved = read_saved_settings(run_to_resume(args.resume))
+        if saved is not None:
+            config = replace(saved, named=frozenset({("plan", "layout")}))  # all of it was settled
         elif not args.config:
             raise ConfigError(f"--resume {args.resume} holds no run, as it has no config.toml: name a run's directory")
     if args.config:
@@ -165,6 +167,8 @@ def requested_job(args: argparse.Namespace, place: Place | None, *, secret: str 
     config = config_from(args)
     refuse_settings(config, compare=args.compare)
     if place is not None:
+        if args.resume and (damage := find_damage(run_to_resume(args.resume))):
+            print(f"note: {damage}", file=sys.stderr)
         refuse_no_room(config, place)
         if not args.resume:
             refuse_missing_file(config)

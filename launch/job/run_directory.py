@@ -13,18 +13,19 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from dynapipe_ext.errors import ConfigError, format_bytes
+from dynapipe_ext.durable_files import make_folder, sync
+from dynapipe_ext.errors import ConfigError, DataError, format_bytes
 from dynapipe_ext.executor.checkpoints.folder import AUTO_SAVE_S, lacks_room
 from dynapipe_ext.launch.job.own_outputs import OUTPUTS_FILE
 from dynapipe_ext.launch.processes.scratch import FileLock, is_held
 from dynapipe_ext.settings.tables import CheckpointSettings
 from dynapipe_ext.tools.account.report import RunReport
-from dynapipe_ext.tools.account.run_events import EVENTS_FILE, HISTORY_FILE
+from dynapipe_ext.tools.account.run_events import DAMAGED, EVENTS_FILE, HISTORY_FILE
 from dynapipe_ext.tools.console import counted
 
 CHECKPOINTS = "checkpoints"
 _RUNS, _LATEST, _LOCK = Path("runs"), "latest", ".lock"
-_HOLDS_A_RUN = (EVENTS_FILE, "report.json")
+_HOLDS_A_RUN = (EVENTS_FILE, "report.json", CHECKPOINTS)  # one of them may be lost
 _LEFT_BY_A_RUN = (
     *_HOLDS_A_RUN,
     CHECKPOINTS,
@@ -35,6 +36,7 @@ _LEFT_BY_A_RUN = (
     HISTORY_FILE,
     "index.html",
     OUTPUTS_FILE,
+    f"{EVENTS_FILE}{DAMAGED}",
     "loss.png",  # of older versions, as is trace.html
     "tensorboard",
     "trace.chrome.json",
@@ -120,7 +122,10 @@ def is_unfinished(run_dir: Path) -> bool:
     """Whether a directory holds a run that has not done all its steps, or not said so."""
     if not (run_dir / EVENTS_FILE).exists():
         return False
-    return is_unreported(run_dir) or RunReport.read(run_dir / "report.json").unfinished is not None
+    try:
+        return is_unreported(run_dir) or RunReport.read(run_dir / "report.json").unfinished is not None
+    except DataError:  # a report that a crash has cut says nothing
+        return True
 
 
 def is_unreported(run_dir: Path) -> bool:
@@ -211,7 +216,7 @@ def _made(path: Path) -> tuple[Path, bool]:
     """The directory, and whether it is new."""
     is_new = not path.exists()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
     except OSError as error:
         raise ConfigError(f"the run directory {path} cannot be made ({error.strerror}): choose another") from error
     return path, is_new
@@ -222,7 +227,9 @@ def _made_by_time(now: datetime) -> tuple[Path, bool]:
     while True:
         path = _RUNS / (stamp if number == 1 else f"{stamp}-{number}")
         try:
-            path.mkdir(parents=True)
+            make_folder(path.parent)
+            path.mkdir()
+            sync(path.parent)
         except FileExistsError:
             number += 1
         except OSError as error:

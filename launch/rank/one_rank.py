@@ -311,7 +311,7 @@ def _fill_run_directory(context: RankContext, chosen: Sequence[Variant], first_s
         if job.config.model.described is not None:
             keep_model_files(job.config, job.run_dir)
         return None
-    return resume_run(job, facts, first_step)
+    return resume_run(job, facts, chosen, first_step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,8 +105,7 @@ def begin_run(job: SettledJob, facts: RunFacts, chosen: Sequence[Variant]) -> No
     # With --costs, this file makes another run, and `dynapipe plan`, plan exactly as this one does.
     write_atomic(run_dir / "costs.json", json.dumps(costs_json) + "\n")
     _link_data(run_dir, job.data)
-    labels = [VariantLabel(one.name, one.config.plan.layout, one.config.plan.schedule) for one in chosen]
-    start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)
+    start_events(run_dir / EVENTS_FILE, facts, list(map(_label, chosen)), num_steps=config.run.steps)
     note(run_dir, "begun", 0, f"{counted(facts.topology.world_size, 'rank')}, {facts.device}")
     point_latest_at(run_dir)
 
@@ -117,14 +116,21 @@ def write_settings(job: SettledJob) -> None:
     write_atomic(job.run_dir / "config.toml", text)
 
 
-def resume_run(job: SettledJob, facts: RunFacts, step: int) -> RunSoFar:
+def _label(variant: Variant) -> VariantLabel:
+    return VariantLabel(variant.name, variant.config.plan.layout, variant.config.plan.schedule)
+
+
+def resume_run(job: SettledJob, facts: RunFacts, chosen: Sequence[Variant], step: int) -> RunSoFar:
     """Make a directory one of a run that goes on after `step` steps: what came later is run again. Returns the run as
     it then stands. Its settings stay those of before until the checkpoint is taken (`write_settings`)."""
     run_dir, config = job.run_dir, job.config
     if (run_dir / "data").is_symlink() or not (run_dir / "data").exists():  # else a copy that holds the data itself
         _link_data(run_dir, job.data)  # it may have been moved
     forget_fitted(run_dir, step)
-    events = resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
+    path = run_dir / EVENTS_FILE
+    events, num_lost = resume_events(path, step, facts, _label(chosen[0]), num_steps=config.run.steps)
+    if num_lost:
+        print(f"note: {path} was cut or damaged: the losses of steps 1 to {num_lost} are lost", file=sys.stderr)
     other_loss = _other_loss(job)
     note(run_dir, "resumed", step, f"{counted(facts.topology.world_size, 'rank')}, {facts.device}{other_loss}")
     if other_loss:

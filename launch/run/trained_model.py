@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dynapipe_ext.durable_files import replace_file, replace_folder
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
 from dynapipe_ext.executor.checkpoints.folder import MANIFEST, MODEL_FOLDER, OPTIMIZER_FILES, read_manifest
@@ -49,17 +51,14 @@ def _put(output: str, run_dir: Path, write: Callable[[Path], int], *, overwrite:
     overwrite = overwrite or is_own_output(run_dir, output)
     with suppress(DataError):  # without it, who goes on with the run needs --overwrite
         note_output(run_dir, output, written)
-    old = place.with_name(f".{place.name}.old")
     try:
-        if place.is_dir() and (overwrite or not any(place.iterdir())):
-            shutil.rmtree(old, ignore_errors=True)
-            place.rename(old)
-        written.rename(place)
+        if place.exists() and not (place.is_dir() and (overwrite or not any(place.iterdir()))):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        replace_folder(written, place, place.with_name(f".{place.name}.old"))
     except OSError as error:
         raise DataError(
             f"{output} cannot be put in place ({error.strerror}): the model is whole in {written}, move it"
         ) from None
-    shutil.rmtree(old, ignore_errors=True)
     return step
 
 
@@ -78,7 +77,7 @@ def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
     with writing_in(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in _carried(config):
-            shutil.copyfile(file, folder / file.name)
+            replace_file(folder / file.name, file.read_bytes())
 
 
 def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:

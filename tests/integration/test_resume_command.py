@@ -82,8 +82,11 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preload
     moved.parent.mkdir()
     broken.rename(moved)
     shutil.rmtree(tmp_path / "runs")
+    settings = moved / "config.toml"
+    settings.write_bytes(settings.read_bytes()[:700])  # as a crash may leave it
     status, said = ended(train("--resume", "elsewhere/moved"))
     assert status == 0, said
+    assert said.count("config.toml was cut, as by a crash: the settings of elsewhere/moved/checkpoints/iter_") == 1
     assert not (tmp_path / "runs").exists()  # nothing is looked for, or written, where the run was
     assert (moved / "data").resolve().parent == tmp_path / "elsewhere" / "tokenized"
     assert TrainConfig.read(moved / "config.toml").run.run_dir == "elsewhere/moved"
@@ -108,6 +111,12 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preload
         status, said = ended(train("--resume", str(whole), *more))
         assert (status, says in said) == (2, True), said
         assert (whole / "config.toml").read_text() == settings  # which the next resume reads
+    (whole / "events.jsonl").write_bytes((whole / "events.jsonl").read_bytes()[:5000])
+    (whole / "report.json").write_bytes(b"")
+    status, said = ended(train("--resume", str(whole), "--steps", str(STEPS + 1)))
+    assert status == 0, said
+    assert f"was cut or damaged: the losses of steps 1 to {STEPS} are lost" in said
+    assert RunReport.read(whole / "report.json").result.first_step == STEPS
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from dynapipe_ext.launch.job.data_form import is_encoder_decoder
 from dynapipe_ext.models.named_models import model_type, read_model
 from dynapipe_ext.settings.deepspeed_settings import read_deepspeed_config
 from dynapipe_ext.settings.train_config import TrainConfig
-from dynapipe_ext.tools.files import read_json, write_atomic
+from dynapipe_ext.tools.files import read_json, write_atomic, write_output
 
 
 def test_a_device_is_written_to_and_never_replaced() -> None:
     """Here a pipe; as root, a rename would put a file in the place of /dev/null."""
     read, write = os.pipe()
     try:
-        write_atomic(f"/dev/fd/{write}", "text")
+        write_output(f"/dev/fd/{write}", "text")
         assert os.read(read, 100) == b"text"
     finally:
         os.close(read)
@@ -33,7 +33,7 @@ def test_a_device_is_written_to_and_never_replaced() -> None:
 def test_a_file_is_replaced_in_one_step_and_its_folder_made(tmp_path: Path) -> None:
     target = tmp_path / "new" / "file.json"
     with pytest.raises(DataError, match="- is standard output, which --json alone writes to"):
-        write_atomic("-", "text")
+        write_output("-", "text")
     write_atomic(target, "one")
     write_atomic(target, "two")
     assert target.read_text() == "two"

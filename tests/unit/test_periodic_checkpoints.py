@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,12 @@ from dynapipe_ext.executor.checkpoints.saving import (
 )
 from dynapipe_ext.executor.events import EvalDone, StepDone
 from dynapipe_ext.executor.protocols import OptimizerPlace
+from dynapipe_ext.launch.job.run_directory import RunDirectory
 from dynapipe_ext.settings.tables import CheckpointSettings
+from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile, start_events
+from dynapipe_ext.tools.files import write_atomic
 from tests.support.steps import a_step
+from tests.unit.test_run_events import FACTS, OURS
 
 SIGTERM = SaveVote(False, signal.SIGTERM)
 
@@ -237,6 +242,49 @@ def test_nothing_is_saved_before_what_goes_with_it_is_written(slept: list[float]
         checkpoints.step_done(a_step(step))
     assert [run.step for run in kept.saved] == [1, 3]
     assert said == ["step 2: losses are not written: make room; it is tried again after 60 s"]
+
+
+def test_settings_and_events_are_on_the_disk_before_the_checkpoint_that_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the order of writes, syncs and renames, as a power loss could cut it anywhere."""
+    synced: dict[int, int] = {}  # the bytes of each file, by its inode, that are on the disk
+    lacking: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def record_sync(descriptor: int) -> None:
+        sync(descriptor)
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = len(os.listdir(descriptor)) if stat.S_ISDIR(status.st_mode) else status.st_size
+
+    def check_rename(path: Path, target: Path) -> Path:
+        if target.name.startswith("iter_"):
+            files = {path, *path.iterdir(), run / "config.toml", run / EVENTS_FILE}
+            sizes = {file: file.stat().st_size if file.is_file() else len(list(file.iterdir())) for file in files}
+            folders_of_names = {run.parent: {run.name}, run: {"config.toml", EVENTS_FILE, "checkpoints"}}
+            lacking.extend(file.name for file in files if synced.get(file.stat().st_ino, -1) < sizes[file])
+            lacking.extend(
+                str(folder) for folder, names in folders_of_names.items() if synced[folder.stat().st_ino] < len(names)
+            )
+        elif path.is_file():
+            assert synced[path.stat().st_ino] == path.stat().st_size  # before it takes its place
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "rename", check_rename)
+    run = tmp_path / "runs" / "one"
+    with RunDirectory(str(run)):
+        write_atomic(run / "config.toml", "[run]\n")
+        start_events(run / EVENTS_FILE, FACTS, [OURS], num_steps=4)
+        events = EventsFile(run / EVENTS_FILE, OURS.name)
+        saver = InFolder(run / "checkpoints")
+        checkpoints = checkpoints_of(saver, CheckpointSettings(save_every=2), num_steps=4, unwritten=events.catch_up)
+        for step in range(4):
+            events.step_done(a_step(step))
+            checkpoints.step_done(a_step(step))
+        events.close()
+    assert [state.step for state in saver.saved] == [2, 4]
+    assert lacking == []
 
 
 def test_a_run_does_not_wait_for_room_once_it_is_asked_to_end(

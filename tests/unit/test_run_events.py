@@ -93,18 +93,47 @@ def test_a_run_that_goes_on_keeps_the_steps_before_and_says_what_it_runs_on_now(
     start_events(path, FACTS, [OURS], num_steps=10)
     add(path, "ours", a_step(0), a_step(1), a_step(2))
     now = replace(FACTS, topology=Topology(tp=1, pp=4, dp=1))
-    resume_events(path, 2, now, num_steps=20)
+    assert resume_events(path, 2, now, OURS, num_steps=20) == (read_events(path), 0)
     events = read_events(path)
     assert (events.facts, events.num_steps) == (now, 20)
     assert [done.step for done in events.variants[0][1]] == [0, 1]
 
 
-def test_a_run_whose_events_end_before_its_checkpoint_is_refused_before_it_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "kept", "num_lost"),
+    [
+        (lambda data: data, [0, 1, 2, 3], 0),
+        (lambda data: b"", [], 4),
+        (lambda data: bytes(len(data)), [], 4),  # as a file system leaves a file whose content was not written
+        (lambda data: data[: len(data) // 2], [], 4),  # it ends before the checkpoint
+        (lambda data: data.replace(b'"step": 2,', b'"step": 2\0', 1), [2, 3], 2),
+        (lambda data: data[9:], [0, 1, 2, 3], 0),  # the first line, which is written again
+        (None, [], 4),
+    ],
+    ids=["whole", "empty", "zeros", "cut", "a line", "the first line", "gone"],
+)
+def test_damaged_events_lose_steps_and_never_the_run(
+    damage: Any, kept: list[int], num_lost: int, tmp_path: Path
+) -> None:
     path = tmp_path / "events.jsonl"
     start_events(path, FACTS, [OURS], num_steps=10)
-    add(path, "ours", a_step(0), a_step(1))
-    with pytest.raises(DataError, match=r"ends after step 2 but the checkpoint is of step 3.*put the whole file back"):
-        resume_events(path, 3, FACTS, num_steps=20)
+    add(path, "ours", *map(a_step, range(6)))
+    data = path.read_bytes()
+    path.unlink() if damage is None else path.write_bytes(damage(data))
+    events, lost = resume_events(path, 4, FACTS, OURS, num_steps=20)
+    assert (lost, [done.step for done in events.variants[0][1]]) == (num_lost, kept)
+    assert read_events(path) == events
+    aside = tmp_path / "events.jsonl.damaged"
+    assert aside.exists() == bool(num_lost and damage and damage(data))
+    assert resume_events(path, 4, FACTS, OURS, num_steps=20) == (events, num_lost if not kept else 0)
+    add(path, "ours", a_step(4))
+    assert [done.step for done in read_events(path).variants[0][1]] == [*kept, 4]
+
+
+def test_events_that_compare_ways_of_planning_are_not_resumed(tmp_path: Path) -> None:
+    path = written(tmp_path / "events.jsonl", a_step(0))
+    with pytest.raises(DataError, match="compares 2 ways of planning: only a run of one way can be resumed"):
+        resume_events(path, 1, FACTS, OURS, num_steps=20)
 
 
 def test_a_loss_that_is_no_number_is_null_and_read_again(tmp_path: Path) -> None:
@@ -202,13 +231,6 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, chang
         read_events(path)
 
 
-def test_a_full_disk_ends_the_run_by_name() -> None:
-    listener = EventsFile(Path("/dev/full"), "ours")
-    with pytest.raises(DataError, match="/dev/full cannot be written"):
-        listener.step_done(a_step(0))
-    listener.close()
-
-
 def test_steps_without_room_wait_for_it_and_no_part_of_a_line_stays(tmp_path: Path) -> None:
     said: list[str] = []
     path = written(tmp_path / "events.jsonl", a_step(0))
@@ -218,11 +240,14 @@ def test_steps_without_room_wait_for_it_and_no_part_of_a_line_stays(tmp_path: Pa
     try:
         for step in (1, 2):
             listener.step_done(a_step(step))
-        lack = listener.catch_up()
+        lack, left = listener.catch_up(), path.read_text()
+        with pytest.raises(DataError, match="events.jsonl cannot be written"):  # where nothing may wait
+            EventsFile(path, "theirs").step_done(a_step(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert str(lack) == f"{path} cannot be written (No space left on device): make room there, then resume"
-    assert path.read_text() == before
+    assert left == before
+    path.write_text(before)
     (once,) = said
     assert once.endswith("make room there; the run keeps its steps until then")
     listener.step_done(a_step(3))

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from dynapipe_ext.durable_files import open_kept
 from dynapipe_ext.errors import UNWRITABLE, DataError, NoRoomError, writing_move
 from dynapipe_ext.executor.events import AllRanks, DriftingShape, StepDone, furthest_off
 from dynapipe_ext.models.flops import Work
@@ -40,6 +41,7 @@ from dynapipe_ext.tools.files import Fields, parse_json, write_atomic, writing_i
 FORMAT = "dynapipe-events/1"
 EVENTS_FILE = "events.jsonl"
 HISTORY_FILE = "history.jsonl"
+DAMAGED = ".damaged"  # after the name of an events file that a resumed run could not keep in full
 _MOST_HAPPENINGS = 500  # that are read, the latest
 HappeningKind = Literal["begun", "save", "resumed", "fault", "ended"]
 
@@ -76,26 +78,53 @@ def _line(variant: str, done: StepDone) -> str:
     return json.dumps({"variant": variant, **step_json(done)}, allow_nan=False) + "\n"
 
 
-def resume_events(path: Path, step: int, facts: RunFacts, *, num_steps: int) -> RunEvents:
-    """Keep the first `step` steps of a run that resumes there and goes on to `num_steps`; what the file then has.
-    `facts` are the new ones, since a run may resume with another topology. The file is replaced whole or not at all.
-    Errors: DataError."""
-    events = read_events(path)
-    if len(events.variants) > 1:
-        raise DataError(
-            f"{path} compares {len(events.variants)} ways of planning: only a run of one way can be resumed"
-        )
-    labels = [label for label, _ in events.variants]
-    num_steps_held = max((done.step + 1 for _, steps in events.variants for done in steps), default=0)
-    if num_steps_held < step:
-        raise DataError(
-            f"{path} ends after step {num_steps_held} but the checkpoint is of step {step}, so losses are lost: put the"
-            " whole file back, or remove the checkpoints behind its end and resume from an earlier one"
-        )
-    steps_before = tuple((label, tuple(done for done in steps if done.step < step)) for label, steps in events.variants)
-    lines = [_line(label.name, done) for label, steps in steps_before for done in steps]
-    write_atomic(path, _header(facts, labels, num_steps) + "".join(lines))
-    return RunEvents(facts=facts, num_steps=num_steps, variants=steps_before)
+def resume_events(
+    path: Path, step: int, facts: RunFacts, label: VariantLabel, *, num_steps: int
+) -> tuple[RunEvents, int]:
+    """Keep the first `step` steps of a run that resumes there and continues to `num_steps`. Returns what the file then
+    has, and of how many of these steps the losses are lost.
+
+    `facts` and `label` are the new ones, since a run may resume with another topology. The file is replaced whole or
+    not at all. After a power loss it may be cut, empty or damaged: then the steps that lead to `step` without a gap are
+    kept, and the damaged file stays next to the new one, with DAMAGED in its name. Errors: DataError for a file that
+    compares ways of planning.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        text = ""
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): make it readable") from error
+    names, found = _salvaged(text)
+    if len(names) > 1:
+        raise DataError(f"{path} compares {len(names)} ways of planning: only a run of one way can be resumed")
+    first = step
+    while first - 1 in found:
+        first -= 1
+    before = [number for number in found if number < step]
+    num_lost = first if not before or min(before) < first else 0
+    if num_lost and text:
+        write_atomic(path.with_name(f"{path.name}{DAMAGED}"), text)
+    kept = tuple(found[number] for number in range(first, step))
+    write_atomic(path, _header(facts, [label], num_steps) + "".join(_line(label.name, done) for done in kept))
+    return RunEvents(facts=facts, num_steps=num_steps, variants=((label, kept),)), num_lost
+
+
+def _salvaged(text: str) -> tuple[set[str], dict[int, StepDone]]:
+    """What can be read of an events file, line by line: the names of its variants, and the steps by their number from
+    0, of which the last line counts."""
+    names: set[str] = set()
+    steps: dict[int, StepDone] = {}
+    for number, line in enumerate(text.split("\n")[:-1]):
+        with suppress(DataError):
+            fields = Fields(parse_json(line, "", ""), "")
+            if number == 0:
+                names |= {_label(Fields(variant, "")).name for variant in fields.one("variants", list)}
+            else:
+                names.add(fields.one("variant", str))
+                done = _step(fields)
+                steps[done.step] = done
+    return names, steps
 
 
 class EventsFile:
@@ -108,20 +137,26 @@ class EventsFile:
         self._path, self._variant, self._keeps_steps, self._say = path, variant, keeps_steps, say
         self._kept = b""
         with writing_in(path):
-            self._file = path.open("ab", buffering=0)
+            self._file = os.fdopen(open_kept(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
 
     def step_done(self, done: StepDone) -> None:
         has_room = not self._kept
         self._kept += _line(self._variant, done).encode()
-        if (lack := self.catch_up()) and has_room:
+        if (lack := self._write()) and has_room:
             self._say(f"{lack.problem}: {lack.remedy}; the run keeps its steps until then")
 
     def catch_up(self) -> NoRoomError | None:
-        """Write the steps that wait. The error of want of room; None where they are written."""
+        """Have all steps on the disk, also those that wait for room. The error of want of room; None where they are
+        there."""
+        return self._write(syncs=True)
+
+    def _write(self, *, syncs: bool = False) -> NoRoomError | None:
         num_before = os.fstat(self._file.fileno()).st_size
         try:
             if self._kept and self._file.write(self._kept) != len(self._kept):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if syncs:
+                os.fsync(self._file.fileno())
         except OSError as error:
             problem, remedy = f"{self._path} cannot be written ({error.strerror})", writing_move(error.errno)
             if not self._keeps_steps or error.errno not in UNWRITABLE:
@@ -150,8 +185,9 @@ def note(run_dir: Path, kind: HappeningKind, steps: int | None, text: str) -> No
     """Add a line to a run's history, now. Errors: DataError where it cannot be written."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     path = run_dir / HISTORY_FILE
-    with writing_in(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(Happening(now, kind, steps, text))) + "\n")
+    line = json.dumps(asdict(Happening(now, kind, steps, text))) + "\n"
+    with writing_in(path), open(open_kept(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8") as file:
+        file.write(line)
 
 
 def read_history(run_dir: Path) -> tuple[Happening, ...]:

@@ -6,7 +6,7 @@ import html
 from pathlib import Path
 
 from dynapipe_ext.tools.console import figure, percent
-from dynapipe_ext.tools.files import write_atomic
+from dynapipe_ext.tools.files import write_output
 from dynapipe_ext.tools.show.comparison import Comparison, Way
 from dynapipe_ext.tools.show.plan_drawing import Pane, drawn, legend_of_kinds
 from dynapipe_ext.tools.show.run_page import PAGE_FILE, RUN_FILES, with_file
@@ -60,9 +60,9 @@ def write_comparison_page(path: Path, comparison: Comparison) -> None:
         rows="\n".join(_row(way) for way in comparison.ways),
         link=_LINK if (of_run := path.parent / PAGE_FILE).exists() else "",
     )
-    write_atomic(path, page)
+    write_output(path, page)
     if path.name in RUN_FILES and of_run.exists():
-        write_atomic(of_run, with_file(of_run.read_text(encoding="utf-8"), path.name))
+        write_output(of_run, with_file(of_run.read_text(encoding="utf-8"), path.name))
 
 
 def _pane(way: Way) -> Pane:

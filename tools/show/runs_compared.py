@@ -10,7 +10,7 @@ from rich.table import Table
 from dynapipe_ext.errors import format_bytes
 from dynapipe_ext.tools.account.run_series import RunSeries
 from dynapipe_ext.tools.console import percent
-from dynapipe_ext.tools.files import write_atomic
+from dynapipe_ext.tools.files import write_output
 from dynapipe_ext.tools.show.charts import Chart, Line, chart_html
 from dynapipe_ext.tools.show.run_page import figure_charts, table_html, text
 from dynapipe_ext.tools.show.run_words import NamedRun, difference_sentences, settings_that_differ
@@ -90,4 +90,4 @@ def write_comparison(path: str | Path, one: NamedRun, other: NamedRun) -> None:
         f"<h2>Settings that differ</h2>{table_html(('setting', one.name, other.name), settings)}" if settings else "",
         "</div>\n",
     ]
-    write_atomic(path, page_html(title, "\n".join(filter(None, parts)), styles=("run.css",)))
+    write_output(path, page_html(title, "\n".join(filter(None, parts)), styles=("run.css",)))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.timeline import Trace, chrome_events
-from dynapipe_ext.tools.files import write_atomic
+from dynapipe_ext.tools.files import write_atomic, write_output
 
 FORMAT = "dynapipe-trace/1"
 
@@ -156,7 +156,7 @@ def write_trace_html(
     record = TraceRecord(measured=tuple(measured), simulated=tuple(simulated), rank_names=rank_names)
     heading = f'<h1>{html.escape(title)}</h1><p class="subtitle">{html.escape(subtitle)}</p>'
     body = f'<header class="heading">{heading}</header>\n{notes_html(notes)}\n{timeline_html(record)}'
-    write_atomic(path, page_html(title, body))
+    write_output(path, page_html(title, body))
 
 
 def page_html(title: str, body: str, *, styles: Sequence[str] = (), head: str = "") -> str:
