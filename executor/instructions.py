@@ -212,7 +212,8 @@ class ExecutionPlan:
     A replica is a block of `width` data parallel ranks, `width` x `dp_rank` and those behind it. All of them have this
     plan; each runs it on its slice of every row's positions, and `instructions` have the shapes of slices.
     `micro_batches` and `prediction` are those of the whole replica. The loss of a step is sum(weight x loss over
-    positions) over all replicas divided by `loss_divisor` (the global number of target tokens, or of samples).
+    positions) over all replicas divided by `loss_divisor`. Its weight among other steps is `loss_weight`: the global
+    number of target tokens, or of samples.
     `real_tokens` and `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica.
     `forward_only`: no backward follows (evaluation), so nothing is kept after a forward, and gradients stay as they
     are.
@@ -226,13 +227,18 @@ class ExecutionPlan:
     instructions: Sequence[Instruction]
     prediction: Prediction
     loss_norm: LossNorm
-    loss_divisor: int
+    loss_weight: int
     real_tokens: int
     padded_tokens: int
     num_micro_batches: tuple[int, ...]
     seed: int
     forward_only: bool = False
     width: int = 1
+
+    @property
+    def loss_divisor(self) -> int:
+        """At least 1: a batch without targets has loss 0."""
+        return max(1, self.loss_weight)
 
     @property
     def makespan_s(self) -> float:
@@ -502,14 +508,9 @@ def _plan_of_batch(batch: GlobalBatchPlan) -> partial[ExecutionPlan]:
         step=batch.step,
         seed=batch.seed,
         loss_norm=batch.loss_norm,
-        loss_divisor=loss_divisor(batch),
+        loss_weight=batch.target_tokens if batch.loss_norm == "tokens" else batch.num_samples,
         real_tokens=batch.real_tokens,
         padded_tokens=batch.padded_tokens,
         num_micro_batches=tuple(len(replica.micro_batches) for replica in batch.replicas),
         width=batch.width,
     )
-
-
-def loss_divisor(batch: GlobalBatchPlan) -> int:
-    """What the weighted loss sum of a step is divided by (at least 1: a batch without targets has loss 0)."""
-    return max(1, batch.target_tokens if batch.loss_norm == "tokens" else batch.num_samples)

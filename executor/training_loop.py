@@ -112,13 +112,13 @@ def evaluate(
     """Run up to `num_steps` steps of the loader (None: one whole epoch) and add up their losses.
 
     All ranks call it alike, with models in evaluation mode. Whatever the plans, the loss is that of one sample at a
-    time, up to floating-point reordering. Errors: ConfigError for a plan with backwards, which would train, and for no
-    steps; DataError for a loader without any.
+    time, up to floating-point reordering; global batches without targets do not count. Errors: ConfigError for a plan
+    with backwards, which would train, and for no steps; DataError for a loader without any, and for no targets.
     """
     if num_steps is not None and num_steps < 1:
         raise ConfigError(f"num_steps is {num_steps} but must be at least 1, or None for the whole epoch")
     start_s = clock()
-    losses, divisors, real_tokens = [], [], 0
+    losses, weights, real_tokens = [], [], 0
     for micro_batches, plan in islice(loader, num_steps):
         if not plan.forward_only:
             raise ConfigError(
@@ -126,11 +126,16 @@ def evaluate(
                 " of evaluation planner.for_forwards()"
             )
         losses.append(executor.execute(plan, micro_batches))
-        divisors.append(plan.loss_divisor)
+        weights.append(plan.loss_weight)
         real_tokens += plan.real_tokens
     if not losses:
         raise DataError("the evaluation's loader has no steps: give it more samples, or smaller global batches")
-    loss = sum(loss * divisor for loss, divisor in zip(losses, divisors, strict=True)) / sum(divisors)
+    if not any(weights):
+        raise DataError(
+            f"the evaluation's {len(losses)} global batches have no target tokens, so they have no loss: hold out more"
+            " samples, or evaluate more steps"
+        )
+    loss = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
     return EvalResult(loss=loss, real_tokens=real_tokens, num_steps=len(losses), seconds=clock() - start_s)
 
 

@@ -138,7 +138,7 @@ def _to_json(plan: ExecutionPlan, micro_batches: str) -> bytes:
     rest = [
         [[[spec.shape, spec.dtype] for spec in specs] for specs in tables],
         [prediction.makespan_ns, prediction.lower_bound_ns, prediction.peak_bytes, prediction.bubble_ratio],
-        [plan.loss_norm, plan.loss_divisor, plan.real_tokens, plan.padded_tokens, plan.num_micro_batches, plan.seed],
+        [plan.loss_norm, plan.loss_weight, plan.real_tokens, plan.padded_tokens, plan.num_micro_batches, plan.seed],
         plan.forward_only,
     ]
     return f"[{_json(place)},{micro_batches},[{instructions}],{_json(rest)[1:]}".encode()
@@ -153,7 +153,7 @@ def _from_json(body: bytes) -> ExecutionPlan:
     place, micro_batches, instructions, tables, prediction, totals, forward_only = json.loads(body)
     step, dp_rank, pp_rank, stage_ranks, *width = place
     makespan_ns, lower_bound_ns, peak_bytes, bubble_ratio = prediction
-    loss_norm, loss_divisor, real_tokens, padded_tokens, num_micro_batches, seed = totals
+    loss_norm, loss_weight, real_tokens, padded_tokens, num_micro_batches, seed = totals
     specs = tuple(tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in table) for table in tables)
     return ExecutionPlan(
         step=step,
@@ -169,7 +169,7 @@ def _from_json(body: bytes) -> ExecutionPlan:
             bubble_ratio=bubble_ratio,
         ),
         loss_norm=loss_norm,
-        loss_divisor=loss_divisor,
+        loss_weight=loss_weight,
         real_tokens=real_tokens,
         padded_tokens=padded_tokens,
         num_micro_batches=tuple(num_micro_batches),

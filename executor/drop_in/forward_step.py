@@ -100,7 +100,7 @@ class ForwardStepStage:
 
     def start_step(self, plan: ExecutionPlan) -> None:
         self._plan = plan
-        self._runner.start_step(replace(plan, loss_divisor=1))
+        self._runner.start_step(replace(plan, loss_weight=1))
 
     def load(self, micro_batch: int, batch: Batch) -> None:
         self._runner.load(micro_batch, batch)

@@ -386,7 +386,7 @@ def _plan(micro_batches: Sequence[MicroBatch], stage: int, num_stages: int, widt
         instructions=tuple(BackwardInput(stage, number) for number in range(len(micro_batches))),  # as some are split
         prediction=Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=(0, 0, 0), bubble_ratio=0.0),
         loss_norm="tokens",
-        loss_divisor=max(1, padded_tokens),
+        loss_weight=padded_tokens,
         real_tokens=sum(m.real_tokens for m in micro_batches),
         padded_tokens=padded_tokens,
         num_micro_batches=(len(micro_batches),),

@@ -270,7 +270,7 @@ def test_forwards_gather_sharded_weights_over_replicas_and_end_without_a_reducti
 
 
 class Data:
-    """Seeded lengths; token j of sample i is 7 i + j."""
+    """Seeded lengths; token j of sample i is 7 i + j. All but the first are targets, or none where lengths say so."""
 
     def __init__(self, num_samples: int = 41) -> None:
         sizes = np.random.default_rng(3).integers(3, 90, num_samples)
@@ -280,7 +280,8 @@ class Data:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TokenSample:
-        return TokenSample(index, 7 * index + np.arange(self.lengths[index, 0] + 1), 1)
+        length, _, targets = self.lengths[index]
+        return TokenSample(index, 7 * index + np.arange(length + 1), 1 + length - targets)
 
 
 class Adding:
@@ -368,3 +369,22 @@ def test_an_evaluation_refuses_plans_that_train_no_data_and_no_steps() -> None:
         evaluate(executor, [])
     with DynaPipeDataLoader(data, training.for_forwards(), batch_size=10, coordinates=at) as loader:
         assert evaluate(executor, loader, 2).num_steps == 2
+
+
+def test_an_evaluation_leaves_global_batches_without_targets_out_of_its_mean() -> None:
+    """One sample a batch, every third without a target."""
+    data = Data()
+    data.lengths[::3, 2] = 0
+    executor = PipelineExecutor(Adding([0], []), InlineHub().transport(0))
+    at = Coordinates(tp_rank=0, pp_rank=0, dp_rank=0)
+    planning = Planner(Topology(), replace(COSTS, num_stages=1), 1e9, format=ActivationFormat(4)).for_forwards()
+    counted = [i for i in range(len(data)) if i % 3]
+    wanted = sum(float((data[i].tokens[:-1] + 1).sum()) for i in counted) / int(data.lengths[counted, 2].sum())
+    with DynaPipeDataLoader(data, planning, batch_size=1, coordinates=at) as loader:
+        assert evaluate(executor, loader).loss == pytest.approx(wanted, rel=1e-12)
+    data.lengths[:, 2] = 0
+    with (
+        DynaPipeDataLoader(data, planning, batch_size=1, coordinates=at) as loader,
+        pytest.raises(DataError, match="global batches have no target tokens"),
+    ):
+        evaluate(executor, loader)

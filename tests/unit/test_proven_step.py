@@ -14,7 +14,6 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.executor.instructions import loss_divisor
 from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan, certify, predicted
@@ -169,9 +168,3 @@ def test_where_nothing_fits_with_its_buffers_the_planner_says_why() -> None:
 
 def instructions(plans: Any) -> list[list[tuple[Any, ...]]]:
     return [[plan.instructions for plan in replica] for replica in plans]
-
-
-@pytest.mark.parametrize(("targets", "divisor"), [(0, 1), (1, 1), (2, 2)])
-def test_a_loss_is_divided_by_its_target_tokens_and_by_one_where_there_are_none(targets: int, divisor: int) -> None:
-    batch = WHOLE.plan([SampleLength(i, 5, target=int(i < targets)) for i in range(3)]).batch
-    assert (batch.loss_norm, loss_divisor(batch)) == ("tokens", divisor)
