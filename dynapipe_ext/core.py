@@ -1,19 +1,13 @@
-"""The native core, where the installation has one; its twins in Python give the same numbers."""
+"""The compiled core, `dynapipe_ext/_native`: it prices, searches, times and proves plans."""
 
 from __future__ import annotations
 
-from types import ModuleType
-from typing import Literal
-
-native: ModuleType | None
 try:
-    import dynapipe_ext._core as compiled  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import dynapipe_ext._core as native  # type: ignore[import-not-found, import-untyped, unused-ignore]
+except ImportError as error:
+    raise ImportError(
+        "dynapipe-ext was installed without its compiled core: install a C++ compiler (g++ or clang++) and install"
+        f" dynapipe-ext again ({error})"
+    ) from error
 
-    native = compiled
-except ImportError:
-    native = None
-
-
-def active_core() -> Literal["native", "python"]:
-    """Which core plans: "native" (C++), or "python" where the package was built without a compiler."""
-    return "python" if native is None else "native"
+__all__ = ["native"]

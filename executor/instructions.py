@@ -19,12 +19,9 @@ encode a step of thousands of ranks never make the values.
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, assert_never, overload
 
@@ -34,7 +31,7 @@ import numpy.typing as npt
 from dynapipe_ext.batch.micro_batches import GlobalBatchPlan, LossNorm, MicroBatch
 from dynapipe_ext.batch.topology import ActivationFormat, TensorSpec
 from dynapipe_ext.core import native
-from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 
@@ -166,6 +163,13 @@ class Program(Sequence[Instruction]):
         self.table, self.specs = table, specs
         self._instructions: tuple[Instruction, ...] | None = None
 
+    @classmethod
+    def of(cls, instructions: Sequence[Instruction]) -> Program:
+        """Return the program of these instructions."""
+        places: dict[tuple[TensorSpec, ...], int] = {}
+        rows = [_row_of(instruction, places) for instruction in instructions]
+        return cls(np.array(rows, np.int32).reshape(-1, 7), tuple(places))
+
     def __len__(self) -> int:
         return len(self.table)
 
@@ -203,6 +207,23 @@ class Program(Sequence[Instruction]):
         buffer = Buffer("gradient" if is_gradient else "activation", stage, micro_batch)
         transfer: Instruction = kind(buffer, peer, channel, self.specs[specs]) if kind in (Send, Recv) else kind(buffer)
         return transfer
+
+
+def _row_of(instruction: Instruction, places: dict[tuple[TensorSpec, ...], int]) -> tuple[int, ...]:
+    """Return the row of an instruction in `Program.table`; `places` of specs grow as new ones come."""
+    letter = _LETTERS.index(type(instruction))
+    match instruction:
+        case Load(micro_batch):
+            return letter, 0, micro_batch, 0, 0, 0, 0
+        case Forward(stage, m) | Backward(stage, m) | BackwardInput(stage, m) | BackwardWeight(stage, m):
+            return letter, stage, m, 0, 0, 0, 0
+        case Send(buffer, peer, channel, specs) | Recv(buffer, peer, channel, specs):
+            place = places.setdefault(specs, len(places))
+            return letter, buffer.stage, buffer.micro_batch, buffer.payload == "gradient", peer, channel, place
+        case WaitSend(buffer) | WaitRecv(buffer):
+            return letter, buffer.stage, buffer.micro_batch, buffer.payload == "gradient", 0, 0, 0
+        case _:
+            assert_never(instruction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,16 +292,6 @@ Times = Sequence[Sequence[tuple[int, int]]]  # per rank, per action: (start_ns, 
 RankPrograms = tuple[Sequence[Instruction], ...]  # of each pipeline rank
 
 
-class _Message(NamedTuple):
-    """A buffer that changes ranks; positions are indices into the two ranks' action lists."""
-
-    buffer: Buffer
-    sender: int
-    sent_after: int
-    receiver: int
-    used_by: int
-
-
 def channel_of(sender: int, receiver: int) -> int:
     """Communicator of a direction within the pair of ranks: 0 upwards, 1 downwards."""
     return 0 if sender < receiver else 1
@@ -299,10 +310,6 @@ def lower_schedule(
 
     `order_times` are those by which transfers are ordered (default: `times`).
     """
-    if native is None:
-        return lowered_in_python(
-            schedule, times, micro_batches, activation_format, transfer_ns, order_times=order_times
-        )
     specs, places = _specs_of(schedule, micro_batches, activation_format)
     transfers = np.zeros(places.shape, np.int64) if transfer_ns is None else np.array(transfer_ns, np.int64)
     tables = native.lowered(
@@ -339,125 +346,6 @@ def _specs_of(
 def _first_alike(boundary: int, changing: Sequence[int]) -> int:
     """The first boundary with the same specs: all are alike from one that changes them to the next."""
     return max((0, *(stage for stage in changing if stage <= boundary)))
-
-
-def lowered_in_python(
-    schedule: PipelineSchedule,
-    times: Times,
-    micro_batches: Sequence[MicroBatch],
-    activation_format: ActivationFormat,
-    transfer_ns: Sequence[Sequence[int]] | None = None,
-    *,
-    order_times: Times | None = None,
-) -> RankPrograms:
-    """What `lower_schedule` says, without the native core."""
-    starts = [[start for start, _ in rank] for rank in times]
-    before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
-    after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
-    changing = activation_format.changing_stages
-    specs_of = cache(lambda micro_batch, boundary: activation_format.specs(micro_batches[micro_batch], boundary))
-    for message, post in _in_one_order(order_times or times, _messages(schedule)):
-        buffer, sender, sent_after, receiver, used_by = message
-        channel = channel_of(sender, receiver)
-        boundary = buffer.stage - (buffer.payload == "gradient")
-        specs = specs_of(buffer.micro_batch, _first_alike(boundary, changing))
-        after[sender][sent_after].append(Send(buffer, receiver, channel, specs))
-        before[receiver][post].append(Recv(buffer, sender, channel, specs))
-        arrival_ns = times[sender][sent_after][1]
-        if transfer_ns is not None:
-            arrival_ns += transfer_ns[boundary][buffer.micro_batch]
-        wait = max(bisect_right(starts[sender], arrival_ns), sent_after + 1)
-        before[sender][wait].append(WaitSend(buffer))
-        before[receiver][used_by].append(WaitRecv(buffer))
-    return tuple(
-        tuple(_rank_instructions(actions, before[rank], after[rank])) for rank, actions in enumerate(schedule.ranks)
-    )
-
-
-def _in_one_order(times: Times, messages: Sequence[_Message]) -> list[tuple[_Message, int]]:
-    """The messages by when they are predicted to be sent, each with the action of its receiver that follows.
-
-    Of actions that end at one time, what another needs comes first.
-    """
-    sent = {(message.sender, message.sent_after): message for message in messages}
-    sources = {(message.receiver, message.used_by): message for message in messages}
-    num_done = [0] * len(times)
-
-    def is_ready(rank: int) -> bool:
-        if num_done[rank] == len(times[rank]):
-            return False
-        needed = sources.get((rank, num_done[rank]))
-        return needed is None or num_done[needed.sender] > needed.sent_after
-
-    ordered = []
-    ready = [(spans[0][1], rank) for rank, spans in enumerate(times) if is_ready(rank)]
-    heapq.heapify(ready)
-    while ready:
-        _, rank = heapq.heappop(ready)
-        message = sent.get((rank, num_done[rank]))
-        num_done[rank] += 1
-        following = [rank]
-        if message is not None:
-            ordered.append((message, num_done[message.receiver]))
-            if num_done[message.receiver] == message.used_by:
-                following.append(message.receiver)
-        for one in following:
-            if is_ready(one):
-                heapq.heappush(ready, (times[one][num_done[one]][1], one))
-    return ordered
-
-
-def _messages(schedule: PipelineSchedule) -> list[_Message]:
-    takers: dict[tuple[bool, int, int], tuple[int, int]] = {}  # whether it goes up, stage, micro-batch -> its place
-    for rank, actions in enumerate(schedule.ranks):
-        for i, action in enumerate(actions):
-            if action.kind is not Kind.BACKWARD_WEIGHT:
-                takers[action.kind is Kind.FORWARD, action.stage, action.micro_batch] = rank, i
-    last, messages = schedule.num_stages - 1, []
-    for (up, stage, micro_batch), (rank, i) in takers.items():
-        if stage == (last if up else 0):
-            continue
-        receiver, used_by = takers[up, stage + 1 if up else stage - 1, micro_batch]
-        if receiver != rank:
-            buffer = Buffer("activation" if up else "gradient", stage, micro_batch)
-            messages.append(_Message(buffer, rank, i, receiver, used_by))
-    return messages
-
-
-def _rank_instructions(
-    actions: Sequence[Action], before: dict[int, list[Instruction]], after: dict[int, list[Instruction]]
-) -> list[Instruction]:
-    """Receives are posted first, then finished sends give up their memory, then the action's input is awaited."""
-    order = {Recv: 0, WaitSend: 1, WaitRecv: 2}
-    none: list[Instruction] = []
-    loaded: set[int] = set()
-    instructions: list[Instruction] = []
-    for i, action in enumerate(actions):
-        first = before.get(i, none)
-        instructions += sorted(first, key=lambda one: order[type(one)]) if len(first) > 1 else first
-        if action.micro_batch not in loaded:
-            loaded.add(action.micro_batch)
-            instructions.append(Load(action.micro_batch))
-        instructions.append(_compute(action))
-        instructions += after.get(i, none)
-    for i in sorted(before):
-        if i >= len(actions):
-            instructions += before[i]
-    return instructions
-
-
-def _compute(action: Action) -> Instruction:
-    match action.kind:
-        case Kind.FORWARD:
-            return Forward(action.stage, action.micro_batch)
-        case Kind.BACKWARD:
-            return Backward(action.stage, action.micro_batch)
-        case Kind.BACKWARD_INPUT:
-            return BackwardInput(action.stage, action.micro_batch)
-        case Kind.BACKWARD_WEIGHT:
-            return BackwardWeight(action.stage, action.micro_batch)
-        case _:
-            assert_never(action.kind)
 
 
 def lower(

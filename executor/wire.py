@@ -14,7 +14,7 @@ import operator
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, assert_never
+from typing import Any
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import TensorSpec
@@ -206,46 +206,10 @@ def _micro_batch(row: list[Any]) -> MicroBatch:
 
 
 def _instructions_text(instructions: Sequence[Instruction]) -> tuple[str, Iterable[tuple[TensorSpec, ...]]]:
-    """Their JSON, and the specs that it names by their places. It is written here, or by the native core: a step of
-    thousands of ranks has hundreds of thousands of instructions."""
-    if isinstance(instructions, Program) and native is not None:
-        text, order = native.program_text(instructions.table, len(instructions.specs))
-        return text, [instructions.specs[place] for place in order]
-    return text_in_python(instructions)
-
-
-def text_in_python(instructions: Sequence[Instruction]) -> tuple[str, Iterable[tuple[TensorSpec, ...]]]:
-    """What the native core writes of a program."""
-    texts = []
-    tables: dict[tuple[TensorSpec, ...], int] = {}
-    places: dict[int, int] = {}  # by the id of specs, whose hash takes longer than all the rest
-    for instruction in instructions:
-        match instruction:  # the most frequent first, as cases are tried in turn
-            case WaitSend():
-                texts.append(f'["s",{_buffer_text(instruction.buffer)}]')
-            case WaitRecv():
-                texts.append(f'["r",{_buffer_text(instruction.buffer)}]')
-            case Send() | Recv():
-                specs = instruction.specs
-                if (place := places.get(id(specs))) is None:
-                    place = places[id(specs)] = tables.setdefault(specs, len(tables))
-                letter = "S" if type(instruction) is Send else "R"
-                texts.append(
-                    f'["{letter}",{_buffer_text(instruction.buffer)},{instruction.peer},{instruction.channel},{place}]'
-                )
-            case Load():
-                texts.append(f'["L",{instruction.micro_batch}]')
-            case Forward():
-                texts.append(f'["F",{instruction.stage},{instruction.micro_batch}]')
-            case Backward():
-                texts.append(f'["B",{instruction.stage},{instruction.micro_batch}]')
-            case BackwardInput():
-                texts.append(f'["I",{instruction.stage},{instruction.micro_batch}]')
-            case BackwardWeight():
-                texts.append(f'["W",{instruction.stage},{instruction.micro_batch}]')
-            case _:
-                assert_never(instruction)
-    return ",".join(texts), tables
+    """Return their JSON, and the specs that it names by their places."""
+    program = instructions if isinstance(instructions, Program) else Program.of(instructions)
+    text, order = native.program_text(program.table, len(program.specs))
+    return text, [program.specs[place] for place in order]
 
 
 def _instruction(row: list[Any], tables: tuple[tuple[TensorSpec, ...], ...]) -> Instruction:
@@ -273,10 +237,6 @@ def _instruction(row: list[Any], tables: tuple[tuple[TensorSpec, ...], ...]) -> 
 
 
 _PAYLOADS: dict[str, Payload] = {"a": "activation", "g": "gradient"}
-
-
-def _buffer_text(buffer: Buffer) -> str:
-    return f'"{buffer.payload[0]}",{buffer.stage},{buffer.micro_batch}'
 
 
 def _buffer(payload: str, stage: int, micro_batch: int) -> Buffer:

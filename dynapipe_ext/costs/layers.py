@@ -85,7 +85,6 @@ def stage_values(
     *,
     has_decoder: bool,
     head_on_every: bool = False,
-    use_native: bool = True,
 ) -> tuple[FloatArray, BoolArray]:
     """Forward, backward and W in ms, MB stored and MB while the last layer runs: (5, stages, M); and what is known.
 
@@ -96,28 +95,9 @@ def stage_values(
     total, in_table = np.zeros((len(_PRICES), len(layout), count)), np.ones(count, bool)
     if not grids[0] or (has_decoder and not grids[1]):
         return total, np.zeros(count, bool)
-    if native is not None and use_native:
-        parts = [[_for_core(grid)] if grid else [] for grid in grids]
-        places = np.ascontiguousarray(shapes)
-        native.stage_costs(parts, [axes[kind] for kind in KINDS], list(layout), head_on_every, places, total, in_table)
-        return total, in_table
-    layers = np.zeros((len(KINDS), len(_PRICES), count))
-    for layer, kind, grid in zip(layers, KINDS, grids, strict=True):
-        if grid:
-            values, measured = grid.at(list(shapes[axes[kind]]))
-            in_table &= measured
-            for place, column in _columns(grid):
-                layer[place] = values[column]
-    e, d, head = layers
-    for stage, (num_encoder, num_decoder) in enumerate(layout):
-        total[:4, stage] = num_encoder * e[:4] + num_decoder * d[:4]
-        if stage == len(layout) - 1 or head_on_every:
-            total[:4, stage] += head[:4]
-        if num_encoder:
-            total[4, stage] = (num_encoder - 1) * e[3] + e[4]
-        if num_decoder:
-            last = num_encoder * e[3] + (num_decoder - 1) * d[3] + d[4]
-            total[4, stage] = np.maximum(total[4, stage], last)
+    parts = [[_for_core(grid)] if grid else [] for grid in grids]
+    places = np.ascontiguousarray(shapes)
+    native.stage_costs(parts, [axes[kind] for kind in KINDS], list(layout), head_on_every, places, total, in_table)
     return total, in_table
 
 
@@ -184,38 +164,20 @@ def values_with_halves(
     grids: Sequence[Grid | None],
     halves: Sequence[tuple[int, int]],
     shapes: FloatArray,
-    *,
-    use_native: bool = True,
 ) -> FloatArray:
     """Forward, backward and W in ms, MB stored and MB while something runs, (5, stages, M): `total` of whole layers and
     the head, and on top attentions and MLPs alone, `halves` of every stage, by their `grids`.
 
     A half that runs needs its own working memory beside all that the stage stores. `total` may be written over.
     """
+    own = [grid for grid in grids if grid]
+    if len(own) < len(grids):
+        return total  # of a kind of recomputation that the table does not have: no shape is known
     counts = np.array(halves, np.float64).T
-    if native is not None and use_native and all(grids):
-        own = [grid for grid in grids if grid]
-        shares = [list(grid.share_of_bytes or WHOLE_SHARE) for grid in own]
-        places = np.ascontiguousarray(shapes)
-        native.add_halves(total, [_for_core(grid) for grid in own], shares, counts.tolist(), places)
-        return total
-    times, stored, working = total[:3].copy(), total[3].copy(), total[4] - total[3]
-    for count, grid in zip(counts[:, :, None], grids, strict=True):
-        if grid is not None:
-            forward, backward, weight, held, peak = _one_layer(grid, shapes)
-            times += count * np.stack([forward, backward, weight])[:, None]
-            stored += count * held
-            working = np.maximum(working, count * (peak - held))
-    return np.concatenate([times, [stored, stored + working]])
-
-
-def _one_layer(grid: Grid, shapes: FloatArray) -> FloatArray:
-    """Forward, backward and W in ms, MB stored and MB at the peak: (5, M)."""
-    values, _ = grid.at(list(shapes[:2]))
-    layer = np.zeros((len(_PRICES), shapes.shape[1]))
-    for place, column in _columns(grid):
-        layer[place] = values[column]
-    return layer
+    shares = [list(grid.share_of_bytes or WHOLE_SHARE) for grid in own]
+    places = np.ascontiguousarray(shapes)
+    native.add_halves(total, [_for_core(grid) for grid in own], shares, counts.tolist(), places)
+    return total
 
 
 def values_with_spread_head(

@@ -16,7 +16,6 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import PlanError
 
-_UNREACHED = 1 << 61  # above any sum of feasible costs, and still addable to one cost
 _BOUNDS_AT_ONCE = 12
 
 
@@ -33,7 +32,7 @@ class Partition:
         return self.sum_ns + weight * self.max_ns
 
 
-def best_partition(costs: IntArray, weight: int, thinning_ns: int = 0, *, use_native: bool = True) -> Partition:
+def best_partition(costs: IntArray, weight: int, thinning_ns: int = 0) -> Partition:
     """The contiguous partition that minimises sum + weight x max of its parts' costs, exactly.
 
     `costs[j, r - 1]`: cost of the part of r items that ends at item j; each part of one item must be feasible. Bounds
@@ -47,12 +46,12 @@ def best_partition(costs: IntArray, weight: int, thinning_ns: int = 0, *, use_na
     widths = (costs.shape[1] - feasible[:, ::-1].argmax(axis=1)).astype(np.int32)
 
     def solve(bounds: Sequence[int]) -> list[Partition]:
-        return _solve(costs, widths, bounds, use_native)
+        return _solve(costs, widths, bounds)
 
     loosest = solve([INFEASIBLE - 1])[0]
     if not weight:
         return loosest
-    least = native.least_bound(costs, widths) if native is not None and use_native else _least_maximum(costs)
+    least = native.least_bound(costs, widths)
     tightest = solve([least])[0]
     best = min((tightest, loosest), key=lambda parts: (parts.value(weight), parts.ends))
     room = min(loosest.max_ns, (best.value(weight) - loosest.sum_ns) // weight)
@@ -91,55 +90,14 @@ def _open_bounds(bounds: IntArray, solved: dict[int, Partition], weight: int, be
     return sorted(fresh - solved.keys())
 
 
-def _solve(costs: IntArray, widths: npt.NDArray[np.int32], bounds: Sequence[int], use_native: bool) -> list[Partition]:
+def _solve(costs: IntArray, widths: npt.NDArray[np.int32], bounds: Sequence[int]) -> list[Partition]:
     """For every bound, the partition of least sum with no part above it; equal sums go to fewer rows at the end."""
-    if native is not None and use_native:
-        solved = native.cheapest_cuts(costs, widths, list(bounds))
-    else:
-        solved = _cheapest_cuts(costs[:, : int(widths.max())], np.array(bounds, np.int64))
     partitions = []
-    for total, ends in solved:
+    for total, ends in native.cheapest_cuts(costs, widths, list(bounds)):
         last = np.array(ends, np.int64)
         parts = costs[last - 1, np.diff(last, prepend=0) - 1]
         partitions.append(Partition(tuple(ends), int(total), int(parts.max())))
     return partitions
-
-
-def _least_maximum(costs: IntArray) -> int:
-    """The smallest bound under which a partition exists."""
-    num_items, width = costs.shape
-    least = np.full(num_items + 1, INFEASIBLE, np.int64)
-    least[0] = 0
-    for end in range(1, num_items + 1):
-        most = min(width, end)
-        least[end] = np.maximum(least[end - most : end][::-1], costs[end - 1, :most]).min()
-    return int(least[-1])
-
-
-def _cheapest_cuts(costs: IntArray, bounds: IntArray) -> list[tuple[int, list[int]]]:
-    """The twin of the native core's: for every bound, the sum of the cheapest cuts and their ends."""
-    num_items, width = costs.shape
-    num_bounds = len(bounds)
-    sums = np.full((num_bounds, num_items + 1), _UNREACHED, np.int64)
-    sums[:, 0] = 0
-    rows = np.zeros((num_items + 1, num_bounds), np.int64)
-    every = np.arange(num_bounds)
-    for end in range(1, num_items + 1):
-        most = min(width, end)
-        part = costs[end - 1, :most]
-        total = sums[:, end - most : end][:, ::-1] + part
-        np.copyto(total, _UNREACHED, where=part > bounds[:, None])
-        chosen = total.argmin(axis=1)
-        rows[end] = chosen + 1
-        sums[:, end] = np.minimum(total[every, chosen], _UNREACHED)
-    cheapest = []
-    for k in range(num_bounds):
-        ends, end = [], num_items
-        while end > 0:
-            ends.append(end)
-            end -= int(rows[end, k])
-        cheapest.append((int(sums[k, -1]), ends[::-1]))
-    return cheapest
 
 
 def cut_again(costs: IntArray, parts: Partition, num_parts: int) -> Partition:
@@ -208,13 +166,11 @@ def good_partitions(costs: Sequence[int], weights: Sequence[int], most: int) -> 
 
 _ROUNDS_PER_ITEM = 4
 _CLOSE_ENOUGH = 10_000  # refinement ends once the largest load is within one part in so many of the mean
-_MOST_IN_PAIRS = 96  # items of two groups whose exchanges of pairs are tried; more items hardly need it
-_PARTNERS = 8  # least loaded groups with which pairs are exchanged; where these do not help, others seldom do
 _BOTH_WAYS = 128  # items up to which the largest differencing method is tried as a second start
 
 
 def assign_replicas(
-    costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False, seed: int = 0, use_native: bool = True
+    costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False, seed: int = 0
 ) -> list[list[int]]:
     """Indices of the micro-batches of each replica, in the given order within each.
 
@@ -232,9 +188,9 @@ def assign_replicas(
     _check(costs_ns, num_replicas, equal_counts)
     groups = _longest_first(costs_ns, num_replicas, count // num_replicas if equal_counts else count)
     if num_replicas > 1:
-        groups = _refined(groups, costs_ns, equal_counts, use_native)
+        groups = _refined(groups, costs_ns, equal_counts)
         if count <= _BOTH_WAYS and not equal_counts and not _is_close(groups, costs_ns):
-            other = _refined(karmarkar_karp(costs_ns, num_replicas), costs_ns, equal_counts, use_native)
+            other = _refined(karmarkar_karp(costs_ns, num_replicas), costs_ns, equal_counts)
             groups = min(groups, other, key=lambda one: _largest(one, costs_ns))
     shift = seed % num_replicas
     return [sorted(group) for group in groups[-shift:] + groups[:-shift]] if shift else [sorted(g) for g in groups]
@@ -286,9 +242,7 @@ def _longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> li
     return min(groups, rows, key=lambda one: _largest(one, costs))
 
 
-def _refined(
-    groups: Sequence[Sequence[int]], costs: Sequence[int], equal_counts: bool, use_native: bool
-) -> list[list[int]]:
+def _refined(groups: Sequence[Sequence[int]], costs: Sequence[int], equal_counts: bool) -> list[list[int]]:
     """The groups after exchanges that lower the largest load, until none helps or it is close to the mean.
 
     Single items first, with the least loaded groups first; where these do not help, up to two items each way with the
@@ -296,103 +250,8 @@ def _refined(
     """
     floor = load_floor(costs, len(groups), equal_counts=equal_counts)
     rounds = _ROUNDS_PER_ITEM * len(costs)
-    if native is not None and use_native:
-        refined: list[list[int]] = native.balanced(groups, list(map(int, costs)), floor, rounds, equal_counts)
-        return refined
-    return _refined_in_python(groups, costs, floor, rounds, equal_counts)
-
-
-def _refined_in_python(
-    shares: Sequence[Sequence[int]], costs: Sequence[int], floor: int, rounds: int, equal_counts: bool
-) -> list[list[int]]:
-    """The twin of the native core's `balance.hpp`."""
-    groups = [sorted(share, key=lambda i: (costs[i], i)) for share in shares]
-    num, loads = len(groups), [sum(costs[i] for i in group) for group in groups]
-    values = [np.array([costs[i] for i in group], np.int64) for group in groups]
-    for _ in range(rounds):
-        top = max(range(num), key=lambda g: (loads[g], -g))
-        if (loads[top] - floor) * _CLOSE_ENOUGH <= floor:
-            break
-        exchange = _best_exchange(groups, values, loads, top, equal_counts)
-        if exchange is None:
-            break
-        other, to_give, to_take = exchange.other, exchange.to_give, exchange.to_take
-        for g, less, more in ((top, to_give, to_take), (other, to_take, to_give)):
-            left = [i for i in groups[g] if i not in less]
-            groups[g] = sorted([*left, *more], key=lambda i: (costs[i], i))
-            loads[g] += sum(costs[i] for i in more) - sum(costs[i] for i in less)
-            values[g] = np.array([costs[i] for i in groups[g]], np.int64)
-    return groups
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """Items that a group gives to another and takes from it."""
-
-    other: int
-    to_give: list[int]
-    to_take: list[int]
-
-
-def _best_exchange(
-    groups: Sequence[Sequence[int]], values: Sequence[IntArray], loads: Sequence[int], top: int, equal_counts: bool
-) -> _Exchange | None:
-    """An exchange that lowers the largest load, that of group `top`; None where none does."""
-    least_first = sorted(range(len(groups)), key=lambda g: (loads[g], g))
-    for size in (1, 2):
-        for other in least_first if size == 1 else least_first[:_PARTNERS]:
-            gap = loads[top] - loads[other]
-            if other == top or gap < 2 or (size > 1 and len(groups[top]) + len(groups[other]) > _MOST_IN_PAIRS):
-                continue
-            exchange = _exchange(groups, values, top, other, gap, size, equal_counts)
-            if exchange:
-                return exchange
-    return None
-
-
-def _exchange(
-    groups: Sequence[Sequence[int]],
-    values: Sequence[IntArray],
-    top: int,
-    other: int,
-    gap: int,
-    size: int,
-    equal_counts: bool,
-) -> _Exchange | None:
-    """The exchange of at most `size` items each way that brings two loads nearest to each other; None if none does.
-
-    The loads differ by `gap`; whatever moves less than that from the larger to the smaller lowers the larger.
-    """
-    best_off, best = gap, None
-    for num_given in range(1, size + 1):
-        sums_given, places_given = _units(values[top], num_given)
-        for num_taken in (num_given,) if equal_counts else range(size + 1):
-            if max(num_given, num_taken) < size:
-                continue  # tried when size was smaller
-            sums_taken, places_taken = _units(values[other], num_taken)
-            if not len(sums_given) or not len(sums_taken):
-                continue
-            place = np.searchsorted(sums_taken, sums_given - gap // 2)
-            for near in (np.maximum(place - 1, 0), np.minimum(place, len(sums_taken) - 1)):
-                off = np.abs(2 * (sums_given - sums_taken[near]) - gap)
-                row = int(off.argmin())
-                if off[row] < best_off:
-                    to_give = [groups[top][i] for i in places_given[row]]
-                    to_take = [groups[other][i] for i in places_taken[near[row]]]
-                    best_off, best = int(off[row]), _Exchange(other, to_give, to_take)
-    return best
-
-
-def _units(values: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """Sums of `size` of the ascending values, ascending, and the places (units, size) of what they sum."""
-    if size == 0:
-        return np.zeros(1, np.int64), np.zeros((1, 0), np.int64)
-    if size == 1:
-        return values, np.arange(len(values))[:, None]
-    a, b = np.triu_indices(len(values), 1)
-    sums = values[a] + values[b]
-    order = np.argsort(sums, kind="stable")
-    return sums[order], np.stack([a, b], axis=1)[order]
+    refined: list[list[int]] = native.balanced(groups, list(map(int, costs)), floor, rounds, equal_counts)
+    return refined
 
 
 def _largest(groups: Sequence[Sequence[int]], costs: Sequence[int]) -> int:

@@ -20,7 +20,6 @@ from typing import Any
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
-from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DataError, writing_move
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -91,7 +90,6 @@ class DumpingPlanner:
             "format": DUMP_FORMAT,
             "planner": self._planner_file,
             "version": version("dynapipe-ext"),
-            "core": active_core(),
             "step": step,
             "reserve_bytes": reserve_bytes,
             "samples": [_sample_json(s) for s in samples],

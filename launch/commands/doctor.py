@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 import dynapipe_ext.errors
-from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DynaPipeError, install_advice
 from dynapipe_ext.executor.drop_in.clone import clone_version, misfits
 from dynapipe_ext.executor.free_memory import most_free_bytes
@@ -98,7 +97,6 @@ def all_checks(redis_server: str | None = None, megatron_lm: Path | None = None)
     probes: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("Python", _python),
         ("dynapipe-ext", _package),
-        ("planning core", _core),
         ("plans", lambda: Check("plans", True, f"proven: {PROVEN_RULE}")),
         ("torch", _torch),
         ("devices", _devices),
@@ -156,11 +154,6 @@ def _loop(name: str) -> Check:
     version = _version(name)
     hint = "" if version == TRIED[name] else f"its adapter was tried with {TRIED[name]}"
     return Check(name, version == TRIED[name], version or "not installed", hint=hint)
-
-
-def _core() -> Check:
-    hint = "" if active_core() == "native" else "plans are the same but slower: install again with a C++ compiler"
-    return Check("planning core", active_core() == "native", active_core(), hint=hint)
 
 
 def _torch() -> Check:

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from dynapipe_ext.batch.micro_batches import SampleLength
-from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import PROVEN_RULE, ProvenStep, prove_step
 from dynapipe_ext.launch.command_parser import add_json, ending, flag_of, given_flags
@@ -190,7 +189,7 @@ def _show(made: _Made, args: argparse.Namespace, console: Console) -> None:
         console.print(f"over replicas: {planner.replica_collectives}")
     console.print(f"proven: {PROVEN_RULE}", soft_wrap=True)
     if not planner.forward_only:
-        console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
+        console.print(f"search: {planner.effort:,} moves")
     if made.num_tried:
         tried = f"{counted(made.num_tried, 'search')} from seed {planner.seed} on"
         console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")

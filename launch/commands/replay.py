@@ -11,7 +11,6 @@ from typing import Any
 from rich.text import Text
 
 from dynapipe_ext.batch.micro_batches import SampleLength
-from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DataError, DynaPipeError, short
 from dynapipe_ext.executor.plans.dump import DUMP_FORMAT, DUMPED_PLANNER_FORMAT, planner_file, replicas_json
 from dynapipe_ext.executor.proven_step import prove
@@ -45,15 +44,13 @@ def run(args: argparse.Namespace) -> int:
     planner, is_as_dumped = _planner(path, dump.one("planner", str))
     samples = _samples(dump.many("samples", list), path)
     step, reserve_bytes = dump.one("step", int), dump.one("reserve_bytes", int)
-    replicas, core = dump.one("replicas", list), dump.one("core", str)
+    replicas = dump.one("replicas", list)
     step_plan = planner.plan(samples, step=step, reserve_bytes=reserve_bytes)
     proven = prove(step_plan, planner.activation_format, planner.replica_collectives)
     console = output(_PIPE_COLUMNS)
     console.print(rendered_plan(of_proven_step(proven, planner.topology), width=console.width))
     if not is_as_dumped:
         console.print("the planner's settings or costs were changed since the run")
-    if core != active_core():
-        console.print(f"the run planned with the {core} core, this is the {active_core()} one")
     differences = list(json_differences(replicas, replicas_json(step_plan), "replicas"))
     for line in differences[:_MOST_SHOWN]:
         console.print(Text(line), soft_wrap=True)

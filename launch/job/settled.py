@@ -25,7 +25,6 @@ from rich.console import Console
 
 from dynapipe_ext.batch.topology import ActivationFormat, PlacementName, ReplicaCollectives, Topology, Vocabulary
 from dynapipe_ext.batch.vocabulary import gathered_vocabulary, spread_vocabulary
-from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.adjustments import FittedTimes, without
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -388,11 +387,8 @@ def show_samples(dataset: TokenDataset, number: int, console: Console) -> None:
 
 
 def ranks_line(topology: Topology) -> str:
-    """What a job says when it starts: its ranks, and the core that plans for them."""
-    core = active_core()
-    slower = "" if core == "native" else " (slower than the native one: see dynapipe doctor)"
-    ranks = f"ranks: {topology.world_size} (TP{topology.tp} x PP{topology.pp} x DP{topology.dp})"
-    return f"{ranks}, plans by the {core} core{slower}"
+    """Return what a job prints about its ranks when it starts."""
+    return f"ranks: {topology.world_size} (TP{topology.tp} x PP{topology.pp} x DP{topology.dp})"
 
 
 def data_progress(config: TrainConfig) -> tuple[WorkProgress, Callable[[int], None]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import mul
@@ -20,10 +19,9 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.judge.simulate import check_range
 
 IntArray = npt.NDArray[np.int64]
-Job = tuple[int, int, int]  # head_ns, duration_ns, tail_ns
-_MOST_IN_64_BITS = 2.0**61  # of times that are added up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +110,9 @@ class _Chains:
         for stage, rank in enumerate(stage_ranks):
             self.stages.setdefault(rank, []).append(stage)
         tables = costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.transfer_ns
-        small = sum(float(table.sum()) for table in tables) < _MOST_IN_64_BITS  # else in Python's integers
-        forward, backward, weight, transfer = tables if small else tuple(table.astype(object) for table in tables)
-        self.forward: IntArray = forward
-        self.weight: IntArray = weight
+        check_range(*tables)
+        forward, backward, weight, transfer = tables
+        self.forward, self.weight = forward, weight
         self.gradient: IntArray = backward - weight if split else backward
         last, none = costs.num_stages - 1, np.zeros_like(forward[0])
         moves: list[Any] = [none if stage_ranks[s] == stage_ranks[s + 1] else transfer[s] for s in range(last)]
@@ -173,31 +170,7 @@ def _preemptive_ns(heads: IntArray, durations: IntArray, tails: IntArray) -> int
     >>> _preemptive_ns(np.array([0, 1, 0]), np.array([2, 3, 1]), np.array([5, 9, 0]))
     13
     """
-    if native is None or heads.dtype != np.int64:
-        return preemptive_in_python(zip(heads.tolist(), durations.tolist(), tails.tolist(), strict=True))
     return int(native.preemptive_ns(heads, durations, tails))
-
-
-def preemptive_in_python(jobs: Iterable[Job]) -> int:
-    """`_preemptive_ns` without the native core."""
-    ready: list[tuple[int, int]] = []  # (-tail, time left)
-    now, best = 0, 0
-    for head, duration, tail in sorted(jobs):
-        while ready and now < head:
-            minus_tail, left = ready[0]
-            if now + left > head:
-                ready[0] = minus_tail, now + left - head
-                now = head
-            else:
-                heapq.heappop(ready)
-                now += left
-                best = max(best, now - minus_tail)
-        now = max(now, head)
-        heapq.heappush(ready, (-tail, duration))
-    for minus_tail, left in sorted(ready):
-        now += left
-        best = max(best, now - minus_tail)
-    return best
 
 
 FloatArray = npt.NDArray[np.float64]

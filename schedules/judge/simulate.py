@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dynapipe_ext.batch.micro_batches import PieceNeighbours, SamplePieces
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
@@ -135,6 +137,7 @@ def _check_progress(schedule: PipelineSchedule, num_micro_batches: int) -> None:
 
 
 _KINDS = tuple(Kind)  # in the order of the native core
+_MOST_IN_64_BITS = 2.0**61  # of times or bytes that are added up
 
 # Slot that must be filled, duration_ns, slot that is filled, delay_ns until it is.
 TimedAction = tuple[int, int, int, int]
@@ -150,19 +153,23 @@ def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list
     Errors: PlanError if the costs do not match the schedule, or if ranks wait for each other for ever; it names the
     action at which each of them is blocked.
     """
-    if native is None or not _are_small(costs.forward_ns, costs.backward_ns, costs.transfer_ns):
-        spans, stuck = run_steps(timed_actions(schedule, costs), num_slots(costs.num_stages, costs.num_micro_batches))
-    else:
-        times_ns = (costs.forward_ns, costs.backward_ns, costs.input_ns, costs.weight_ns, costs.transfer_ns)
-        spans, stuck = _by_core(native.simulated, schedule, costs, schedule.stage_ranks, *times_ns)
+    check_range(costs.forward_ns, costs.backward_ns, costs.transfer_ns)
+    times_ns = (costs.forward_ns, costs.backward_ns, costs.input_ns, costs.weight_ns, costs.transfer_ns)
+    spans: list[list[SpanNs]]
+    spans, stuck = _by_core(native.simulated, schedule, costs, schedule.stage_ranks, *times_ns)
     if stuck:
         raise deadlock(schedule, stuck)
     return spans
 
 
-def _are_small(*tables: IntArray) -> bool:
-    """Whether sums over these are within 64 bits."""
-    return sum(float(table.sum()) for table in tables) < 2.0**61
+def check_range(*tables: IntArray) -> None:
+    """Check that sums over these times or bytes stay within 64 bits. Raises PlanError."""
+    total = sum(float(table.sum(dtype=np.float64)) for table in tables)
+    if total >= _MOST_IN_64_BITS:
+        raise PlanError(
+            f"times or bytes add up to {total:.3g} but must stay below {_MOST_IN_64_BITS:.3g}: check the units of the"
+            " cost model (ns and bytes)"
+        )
 
 
 def _by_core(judge: Callable[..., Any], schedule: PipelineSchedule, costs: MicroBatchCosts, *arguments: object) -> Any:
@@ -223,7 +230,7 @@ def trace_of(schedule: PipelineSchedule, costs: MicroBatchCosts, spans: Sequence
 
 
 def num_slots(num_stages: int, num_micro_batches: int) -> int:
-    """Length of the table of arrival times that run_steps needs."""
+    """Length of the table of arrival times."""
     return _FIRST + 2 * num_stages * num_micro_batches
 
 
@@ -268,45 +275,8 @@ def backward_steps(
     ]
 
 
-def run_steps(ranks: Sequence[Sequence[TimedAction]], slots: int) -> tuple[list[list[SpanNs]], list[tuple[int, int]]]:
-    """Spans of every rank, and (rank, position) of each rank that can never go on (none: the order is sound).
-
-    A rank runs until its next input is not there, and is looked at again when that slot is filled: every step is
-    visited once, whatever the order.
-    """
-    arrival = [-1] * slots
-    arrival[_NOW] = 0
-    waiter = [-1] * slots
-    position = [0] * len(ranks)
-    clock = [0] * len(ranks)
-    spans: list[list[SpanNs]] = [[] for _ in ranks]
-    runnable = list(range(len(ranks)))
-    while runnable:
-        rank = runnable.pop()
-        steps, now, done = ranks[rank], clock[rank], spans[rank]
-        index = position[rank]
-        for index in range(position[rank], len(steps)):
-            need, duration, out, delay = steps[index]
-            start = arrival[need]
-            if start < now:
-                if start < 0:
-                    waiter[need] = rank
-                    break
-                start = now
-            now = start + duration
-            done.append((start, now))
-            arrival[out] = now + delay
-            if waiter[out] >= 0:
-                runnable.append(waiter[out])
-                waiter[out] = -1
-        else:
-            index = len(steps)
-        position[rank], clock[rank] = index, now
-    return spans, [(rank, index) for rank, index in enumerate(position) if index < len(ranks[rank])]
-
-
 def timed_actions(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[TimedAction]]:
-    """Every rank's list, for `run_steps`. Errors: PlanError if the costs do not match the schedule."""
+    """Every rank's list of timed actions. Errors: PlanError if the costs do not match the schedule."""
     check_sizes(schedule, costs)
     forward = forward_steps(costs, schedule.stage_ranks)
     backward = backward_steps(costs, schedule.stage_ranks)
@@ -407,31 +377,10 @@ def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int,
 
     Errors: PlanError if the costs do not match the schedule.
     """
-    if native is None or not _are_small(costs.stored_bytes, costs.working_bytes, costs.static_bytes):
-        return peaks_in_python(schedule, costs)
+    check_range(costs.stored_bytes, costs.working_bytes, costs.static_bytes)
     counted = [kind.value in costs.working_in for kind in _KINDS]
     held = (costs.stored_bytes, costs.working_bytes, list(static_bytes(schedule, costs)))
     return tuple(_by_core(native.peak_bytes, schedule, costs, *held, counted))
-
-
-def peaks_in_python(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
-    """What `peak_bytes` says, without the native core."""
-    counted = tuple(kind for kind in Kind if kind.value in costs.working_in)  # an Enum's own hash is slow
-    working = costs.working_bytes.tolist()
-    peaks = []
-    for rank, static, after in zip(
-        schedule.ranks, static_bytes(schedule, costs), held_bytes(schedule, costs), strict=True
-    ):
-        peak = before = static
-        for action, held in zip(rank, after, strict=True):
-            during = max(before, held)
-            if action.kind in counted:
-                during += working[action.stage][action.micro_batch]
-            if during > peak:
-                peak = during
-            before = held
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 class StageMemory:

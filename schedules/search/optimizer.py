@@ -1,4 +1,4 @@
-"""The best schedules from some starts: the search by the native core, or by its Python twin where there is none."""
+"""The best schedules from some starts, searched by the native core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, PipelineSchedule
 from dynapipe_ext.schedules.judge.disturbances import spread_of
 from dynapipe_ext.schedules.judge.simulate import SharedCores, peak_bytes, validate
-from dynapipe_ext.schedules.search.joint import search_in_python
 from dynapipe_ext.schedules.search.problem import (
     NEVER,
     Chosen,
@@ -64,7 +63,6 @@ class Settings:
     stage_ranks: Sequence[int] | None = None  # default: stage s on rank s
     short_stages: Sequence[int] = ()  # what is ready there goes first (`DispatchRule`)
     equal_counts: bool = False
-    use_native: bool = True
     cores: SharedCores | None = None  # None: every rank has its own
     noise: float = 0.0  # the largest share by which times are disturbed
 
@@ -224,7 +222,7 @@ def _trials(candidates: Sequence[_Candidate], settings: Settings) -> list[Search
         return _searched(one.problem, one.cuts, one.orders, settings, one.trial, with_actions=not one.rest.moves)
 
     threads = min(len(os.sched_getaffinity(0)), len(candidates))
-    if threads > 1 and settings.use_native and native is not None:  # the native core releases Python's lock
+    if threads > 1:  # the native core releases Python's lock
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(trial, candidates))
     return [trial(one) for one in candidates]
@@ -308,10 +306,7 @@ def _searched(
     *,
     with_actions: bool = True,
 ) -> SearchState:
-    equal_counts, use_native = settings.equal_counts, settings.use_native
-    return search(
-        problem, cuts, orders, walk, equal_counts=equal_counts, use_native=use_native, with_actions=with_actions
-    )
+    return search(problem, cuts, orders, walk, equal_counts=settings.equal_counts, with_actions=with_actions)
 
 
 def search(
@@ -321,7 +316,6 @@ def search(
     walk: Walk,
     *,
     equal_counts: bool = False,
-    use_native: bool = True,
     with_actions: bool = True,
 ) -> SearchState:
     """The best state of a walk of random moves from `cuts`, which cover the items in turn, and from `starts` (per
@@ -331,8 +325,6 @@ def search(
     whatever the number that is to follow. A function of its arguments; of equals the first stays. The native core can
     leave out its actions, which take long to write down.
     """
-    if native is None or not use_native:
-        return search_in_python(problem, cuts, starts, walk, equal_counts=equal_counts)
     new_cuts, groups, chosen_rules, makespans, actions = native.search(
         problem.records,
         np.ascontiguousarray(problem.shapes, np.int32),

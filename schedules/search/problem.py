@@ -1,4 +1,4 @@
-"""What the search is given and what it returns, for both cores: a problem, dispatch rules, start orders, a state."""
+"""What the search is given and what it returns: a problem, dispatch rules, start orders, a state."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from dynapipe_ext.schedules.judge.simulate import SharedCores
 from dynapipe_ext.splits.padded import Cut
 
 NEVER = 1 << 60  # a makespan that no order has
-NO_LIMIT_BYTES = 1 << 60  # Sums of bytes, and of bytes times time, stay within the integers of both cores.
-_MOST_WEIGHT = 4
-_ALLOWANCE = 4096  # a move may cost up to one part in so many at first
+NO_LIMIT_BYTES = 1 << 60  # Sums of bytes, and of bytes times time, stay within 64 bits.
 
 
 class CostField(IntEnum):
@@ -122,16 +120,8 @@ class Problem:
                 work += int(self.records[cut.kind, shape, :, actions].sum())
         return self.cores.floor_ns(work)
 
-    def cost_record(self, cut: Cut) -> IntArray | None:
-        """Costs (stages, fields) of a cut, or None where it cannot be a micro-batch."""
-        first, end, kind = cut
-        if end - first > self.shapes.shape[1] or (shape := int(self.shapes[end - 1, end - first - 1])) < 0:
-            return None
-        record: IntArray = self.records[kind, shape]
-        return None if record[0, CostField.FORWARD] >= INFEASIBLE else record
 
-
-def records_of(kind_costs: Sequence[MicroBatchCosts], *, split: bool, use_native: bool = True) -> IntArray:
+def records_of(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntArray:
     """`Problem.records` of shapes priced under every kind of recomputation."""
     first = kind_costs[0]
     records = np.empty((len(kind_costs), first.num_micro_batches, first.num_stages, len(CostField)), np.int64)
@@ -145,11 +135,7 @@ def records_of(kind_costs: Sequence[MicroBatchCosts], *, split: bool, use_native
             CostField.WORKING: costs.working_bytes,
             CostField.TRANSFER: costs.transfer_ns,
         }
-        if native is not None and use_native:
-            native.fill_records([np.ascontiguousarray(tables[field]) for field in CostField], record)
-        else:
-            for field, table in tables.items():
-                record[:, : len(table), field] = table.T
+        native.fill_records([np.ascontiguousarray(tables[field]) for field in CostField], record)
         record[costs.forward_ns.max(axis=0) >= INFEASIBLE, :, CostField.FORWARD] = INFEASIBLE
     return records
 
@@ -163,10 +149,6 @@ class Walk:
     moves: int
     begun: int = 0
     cooling: int = 1
-
-    def most(self, least: int, step: int) -> int:
-        """What move number `step` may lead to where the least so far is that."""
-        return least + least // _ALLOWANCE * self.cooling // (self.cooling + step)
 
 
 @dataclass(slots=True)
@@ -192,21 +174,6 @@ class SearchState:
     def value(self) -> tuple[int, int]:
         """The smaller the better: the largest makespan (at least the floor), then the sum of all."""
         return max(self.floor_ns, *self.makespan_ns), sum(self.makespan_ns)
-
-    @property
-    def energy(self) -> int:
-        """What a move may raise a little: mostly the largest makespan, and a little the sum, so that the other replicas
-        make room."""
-        most, whole = self.value
-        return _MOST_WEIGHT * len(self.makespan_ns) * most + whole
-
-    def most_ns_within(self, energy: int, d: int) -> int:
-        """The largest makespan that replica d may have beside the others' so that the energy stays within a bound."""
-        others = self.makespan_ns[:d] + self.makespan_ns[d + 1 :]
-        weight, most = _MOST_WEIGHT * len(self.makespan_ns), max([self.floor_ns, *others])
-        left = energy - sum(others)
-        below = left - weight * most
-        return below if below <= most else left // (weight + 1)
 
 
 def start_orders(costs: MicroBatchCosts, sample_pieces: Sequence[SamplePieces] = ()) -> list[list[int]]:

@@ -11,15 +11,13 @@ from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, bottleneck
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.reproducible import non_negative_least_squares, splitmix64
+from dynapipe_ext.reproducible import non_negative_least_squares
 from dynapipe_ext.splits.padded import Cut, PricedCuts
 
 ShapeLaw = tuple[float, float, float, float, float, float]  # see `fitted_law`
 
 _NEAR = (0.6, 1.5)  # times the usual micro-batch's time: shapes that a law is fitted to, as only these will come about
 _FEWEST_SHAPES = 32
-_LONGER = 1.1  # times what it took: how long a micro-batch may become that was not below the median
-_ALLOWANCE = 2000  # a move may cost up to one part in so many at first
 _MOVES = 256  # for every sample
 _SEED = 0
 
@@ -73,82 +71,11 @@ def regrouped(
 
     A move gives an item to another group or exchanges two, mostly one that is its group's longest on a side. No group
     becomes much longer, or comes to have more positions, padding included, than `most_tokens`. Record-to-record travel
-    (Dueck 1993), as in `joint`. A function of its arguments.
+    (Dueck 1993), as in the search. A function of its arguments.
     """
     if len(groups) < 2:
         return list(map(list, groups))
-    if native is not None:
-        new_groups: list[list[int]] = native.regrouped(
-            list(map(list, groups)), list(encoder), list(decoder), law, most_tokens, moves, _SEED
-        )
-        return new_groups
-    return Regrouping(groups, encoder, decoder, law, most_tokens).after(moves, _SEED)
-
-
-class Regrouping:
-    """The native core's twin: groups, and what moves have made of their costs."""
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[int]],
-        encoder: Sequence[int],
-        decoder: Sequence[int],
-        law: ShapeLaw,
-        most_tokens: int,
-    ) -> None:
-        self.groups, self.lengths, self.law = [list(group) for group in groups], (encoder, decoder), law
-        self.most_tokens = most_tokens
-        self.cost = [self._cost(group) for group in self.groups]
-        median = sorted(self.cost)[len(self.cost) // 2]
-        self.most = [max(cost * _LONGER, median) for cost in self.cost]
-
-    def after(self, moves: int, seed: int) -> list[list[int]]:
-        state, energy = seed, 0.0
-        for cost in self.cost:  # one after the other, as the native core adds; `sum` compensates
-            energy += cost
-        record, allowance = energy, energy / _ALLOWANCE
-        for move in range(moves):
-            state, choice = splitmix64(state)
-            state, places = splitmix64(state)
-            a, b = choice % len(self.groups), (choice >> 16) % len(self.groups)
-            if a == b or (len(self.groups[a]) < 2 and not choice >> 34 & 1):
-                continue
-            mine, theirs = self._moved(a, b, choice >> 32, places)
-            costs = self._cost(mine), self._cost(theirs)
-            changed = energy + (costs[0] + costs[1] - self.cost[a] - self.cost[b])
-            if not self._possible(a, mine, costs[0]) or not self._possible(b, theirs, costs[1]):
-                continue
-            if changed > record + allowance * (moves - move) / moves:
-                continue
-            self.groups[a], self.groups[b] = mine, theirs
-            self.cost[a], self.cost[b] = costs
-            energy, record = changed, min(record, changed)
-        return self.groups
-
-    def _moved(self, a: int, b: int, choice: int, places: int) -> tuple[list[int], list[int]]:
-        """Groups a and b after the move; bits of the choice: the side, exchange or gift, any item or the longest."""
-        mine, theirs = list(self.groups[a]), list(self.groups[b])
-        lengths = self.lengths[choice & 1]
-        i = places % len(mine)
-        if choice >> 3 & 3:
-            i = max(range(len(mine)), key=lambda at: lengths[mine[at]])
-        if choice >> 2 & 1:
-            j = (places >> 32) % len(theirs)
-            mine[i], theirs[j] = theirs[j], mine[i]
-        else:
-            theirs.append(mine[i])
-            mine[i] = mine[-1]
-            mine.pop()
-        return mine, theirs
-
-    def _possible(self, g: int, items: Sequence[int], cost: float) -> bool:
-        return cost <= max(self.cost[g], self.most[g]) and len(items) * sum(self._shape(items)) <= self.most_tokens
-
-    def _cost(self, items: Sequence[int]) -> float:
-        c0, c1, c2, c3, c4, c5 = self.law
-        e, d = self._shape(items)
-        return (c1 * e + c2 * d + c3 * (e * e) + c4 * (d * d) + c5 * (e * d)) * len(items) + c0
-
-    def _shape(self, items: Sequence[int]) -> tuple[int, int]:
-        encoder, decoder = self.lengths
-        return max(encoder[item] for item in items), max(decoder[item] for item in items)
+    new_groups: list[list[int]] = native.regrouped(
+        list(map(list, groups)), list(encoder), list(decoder), law, most_tokens, moves, _SEED
+    )
+    return new_groups

@@ -28,7 +28,6 @@ import numpy as np
 from contenders import provenance
 from peers import readiness_first
 
-from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
@@ -42,7 +41,7 @@ BARS = {(8, 64, 0.1): 0.08, (8, 64, 0.3): 0.095, (8, 64, 0.6): 0.16}
 MEAN_BAR = 0.4  # of natural 1F1B's, over variations from 0.1
 RESULTS = Path(__file__).parent / "results"
 _UNIT_NS, _UNIT_BYTES = 1_000_000, 1_000_000
-_EFFORT = 2000 if active_core() == "native" else 4
+_EFFORT = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +169,7 @@ def as_json(table: Mapping[tuple[int, int, float], Mapping[str, float]]) -> list
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--effort", type=int, default=_EFFORT, help="of the search (native core 2000, else 4)")
+    parser.add_argument("--effort", type=int, default=_EFFORT, help="of the search")
     parser.add_argument("--seeds", type=int, default=10, help="draws of every cell (the bars are for 10)")
     parser.add_argument("--workers", type=int, default=2)
 
@@ -192,7 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "format": "dynapipe-grid/1",
         **provenance(args.machine),
         "command": f"python tests/bench/grid.py --effort {args.effort} --seeds {args.seeds}",
-        "core": active_core(),
         "wall_s": round(time.perf_counter() - start_s, 1),
         "bars": bars,
         "cells": as_json(table),

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dynapipe_ext.batch.micro_batches import SamplePieces
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
-from dynapipe_ext.schedules.search.dispatch import Pipeline, dispatch
-from dynapipe_ext.schedules.search.problem import NEVER, Chosen, CostField, DispatchRule
+from dynapipe_ext.schedules.search.optimizer import search
+from dynapipe_ext.schedules.search.problem import NEVER, DispatchRule, Problem, Walk, records_of, schedules_of
+from dynapipe_ext.splits.padded import Cut
 
 # A gradient before a forward before a W, and a W as soon as nothing else can run.
 READINESS_FIRST = DispatchRule(extra=None, rhythm=0, patience=1 << 20, most_pending=None)
@@ -97,17 +99,47 @@ def readiness_first(
     Simulated on these costs, it is what such ranks do when times turn out so.
     Errors: PlanError where a micro-batch does not fit alone.
     """
-    orders: list[list[Chosen]] = [[] for _ in range(max(stage_ranks) + 1)]
-    pipe = _pipeline(costs, stage_ranks, memory_limit_bytes, split)
-    if dispatch(pipe, READINESS_FIRST, orders=orders) >= NEVER:
+    free = [memory_limit_bytes] * (max(stage_ranks) + 1)
+    for rank, num_bytes in zip(stage_ranks, costs.static_bytes.tolist(), strict=True):
+        free[rank] -= num_bytes
+    taken_ns, schedule = dispatch(costs, READINESS_FIRST, stage_ranks, free, split=split)
+    if taken_ns >= NEVER:
         raise PlanError(
             f"readiness-first dispatch is blocked by a limit of {memory_limit_bytes} B: raise it, or use smaller"
             " micro-batches"
         )
-    backward = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
-    kinds = {CostField.FORWARD: Kind.FORWARD, CostField.GRADIENT: backward, CostField.WEIGHT: Kind.BACKWARD_WEIGHT}
-    ranks = tuple(tuple(Action(one.stage, kinds[one.action], one.position) for one in order) for order in orders)
-    return PipelineSchedule("readiness-first", ranks, tuple(stage_ranks))
+    return replace(schedule, name="readiness-first")
+
+
+def dispatch(
+    costs: MicroBatchCosts,
+    rule: DispatchRule,
+    stage_ranks: Sequence[int],
+    free_bytes: Sequence[int],
+    *,
+    split: bool,
+    short_stages: Sequence[int] = (),
+    sample_pieces: Sequence[SamplePieces] = (),
+) -> tuple[int, PipelineSchedule]:
+    """Return what a rule makes of micro-batches in the order of the costs' columns: its makespan in ns (NEVER if it is
+    blocked), and the schedule. `free_bytes` of each rank: its limit less what is static."""
+    positions = list(range(costs.num_micro_batches))
+    problem = Problem(
+        stage_ranks=tuple(stage_ranks),
+        free_bytes=tuple(free_bytes),
+        split=split,
+        working_in_backward=costs.working_in != "F",
+        records=records_of([costs], split=split),
+        shapes=np.array(positions, np.int32).reshape(-1, 1),
+        rules=(rule,),
+        sample_pieces=tuple(sample_pieces),
+        short_stages=tuple(short_stages),
+    )
+    state = search(problem, [Cut(m, m + 1, 0) for m in positions], [[positions]], Walk(seed=0, moves=0))
+    if state.makespan_ns[0] >= NEVER:
+        return NEVER, PipelineSchedule("blocked", ((),) * len(free_bytes), tuple(stage_ranks))
+    (schedule,) = schedules_of(state.actions, problem)
+    return state.makespan_ns[0], schedule
 
 
 def measure_slack(
@@ -134,22 +166,4 @@ def measure_slack(
     noisy = [runs(noisy_costs(costs, noise, seed=seed, split=split)) for seed in seeds]
     return Slack(
         *(Loss(free_s, tuple(column)) for free_s, column in zip(planned, zip(*noisy, strict=True), strict=True))
-    )
-
-
-def _pipeline(costs: MicroBatchCosts, stage_ranks: Sequence[int], limit_bytes: int, split: bool) -> Pipeline:
-    free = [limit_bytes] * (max(stage_ranks) + 1)
-    for rank, num_bytes in zip(stage_ranks, costs.static_bytes.tolist(), strict=True):
-        free[rank] -= num_bytes
-    return Pipeline(
-        stage_ranks=tuple(stage_ranks),
-        free_bytes=tuple(free),
-        split=split,
-        working_in_backward=costs.working_in != "F",
-        forward=costs.forward_ns.tolist(),
-        gradient=(costs.input_ns if split else costs.backward_ns).tolist(),
-        weight=costs.weight_ns.tolist(),
-        stored=costs.stored_bytes.tolist(),
-        working=costs.working_bytes.tolist(),
-        transfer=costs.transfer_ns.tolist(),
     )

@@ -36,7 +36,6 @@ from peers import peer_plan, renumbered
 
 from dynapipe_ext.batch.micro_batches import Layout
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.notation import plan_json
@@ -362,14 +361,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if peers:
         print(peer_text(peers) + "\n")
     print(table_text(rows))
-    core, wall_s = active_core(), time.perf_counter() - start_s
-    print(f"\n{command}\n{made['machine']}, {made['date']}, commit {made['commit']}, {core} core, {wall_s:.0f} s")
+    wall_s = time.perf_counter() - start_s
+    print(f"\n{command}\n{made['machine']}, {made['date']}, commit {made['commit']}, {wall_s:.0f} s")
     print(f"load average {load:.1f} before and {os.getloadavg()[0]:.1f} after")
     result = {
         "format": "dynapipe-plans/1",
         **made,
         "command": command,
-        "core": core,
         "load_average": load,
         "wall_s": round(wall_s, 1),
         "bars": [{**{f.name: getattr(r, f.name) for f in fields(r)}, "passed": r.passed} for r in rows],

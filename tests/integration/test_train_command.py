@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import zstandard
 
-from dynapipe_ext.core import active_core
 from dynapipe_ext.launch.processes.network import free_port
 from dynapipe_ext.launch.store import RedisServer
 from dynapipe_ext.settings.train_config import TrainConfig
@@ -164,7 +163,7 @@ def test_eight_ranks_leave_a_whole_report_and_a_page(preloaded: Preloaded, tiny:
     spans = [event for event in _chrome(run_dir) if event.get("ph") == "X"]
     assert {event["tid"] for event in spans} == set(range(8))
 
-    assert f"ranks: 8 (TP2 x PP2 x DP2), plans by the {active_core()} core" in done.stderr
+    assert "ranks: 8 (TP2 x PP2 x DP2)\n" in done.stderr
     assert "step 2 (2/2)  loss" in done.stderr
     for words in ("tok/s", "padding", "bubble"):
         assert words in done.stderr
@@ -308,8 +307,8 @@ def test_torchrun_trains_as_the_launcher_does(
     text = four_layers.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "embedded"}"')
     (tmp_path / "auto.toml").write_text(text.replace("[topology]", '[topology]\nplacement = "auto"'))
     done = torchrun(shlex.split(preloaded.interpreter), 2, tmp_path / "auto.toml")
-    said = f"ranks: 2 (TP1 x PP2 x DP1), plans by the {active_core()} core"
-    assert [line for line in done.stderr.splitlines() if "core" in line and "ranks" in line] == [said]  # rank 0's alone
+    said = "ranks: 2 (TP1 x PP2 x DP1)"
+    assert [line for line in done.stderr.splitlines() if line.startswith("ranks: ")] == [said]  # rank 0's alone
     tried = [line.split()[0] for line in done.stderr.splitlines() if re.match(r"\W*(v|linear|interleaved)\b", line)]
     taken = TrainConfig.read(tmp_path / "embedded" / "config.toml").topology
     assert sorted(word.rstrip(",") for word in tried) == ["interleaved", "linear", "v"]

@@ -1,4 +1,4 @@
-"""Levelling: both cores make the same moves, cuts stay a cover, and no result is worse than its start."""
+"""Levelling: cuts stay a cover, and many long replicas gain by it."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.core import native
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search import proposals
@@ -30,14 +29,6 @@ def cases(draw: st.DrawFn) -> Case:
         groups[int(rng.integers(0, dp))].append(item)
     times = RankTimes(work_ns=work, head_ns=head, tail_ns=tail, total_ns=work.sum(axis=1))
     return times, shapes, [(i, i + 1) for i in range(items)], groups
-
-
-@pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=60)
-@given(case=cases(), moves=st.integers(0, 250), seed=st.integers(0, 2**64 - 1), equal=st.booleans())
-def test_both_cores_level_alike(case: Case, moves: int, seed: int, equal: bool) -> None:
-    ways = [levelled(*case, moves=moves, seed=seed, equal_counts=equal, use_native=one) for one in (True, False)]
-    assert ways[0] == ways[1]
 
 
 @settings(max_examples=40)

@@ -1,30 +1,18 @@
-"""The search over micro-batches with pieces of samples: both cores alike, orders that may run, no deadlock."""
+"""The search over micro-batches with pieces of samples: orders that may run, no deadlock."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.core import native
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, validate
-from dynapipe_ext.schedules.search.dispatch import GradientOrder, Pipeline, Table, dispatch
-from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best, search
-from dynapipe_ext.schedules.search.problem import (
-    NEVER,
-    Chosen,
-    DispatchRule,
-    Problem,
-    Walk,
-    piece_positions,
-    records_of,
-    rules,
-)
-from dynapipe_ext.splits.padded import Cut
+from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best
+from dynapipe_ext.schedules.search.problem import NEVER, DispatchRule, piece_positions, rules
+from tests.bench.noise import dispatch
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)]
 
@@ -78,18 +66,6 @@ def pieced(draw):
     return stage_ranks, start, least, rng
 
 
-@pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=18)
-@given(case=pieced(), split=st.booleans(), effort=st.integers(0, 400), more=st.integers(0, 90), equal=st.booleans())
-def test_the_native_core_finds_what_its_twin_finds_with_samples_in_pieces(case, split, effort, more, equal) -> None:
-    stage_ranks, start, least, _ = case
-    asked = Settings(
-        memory_limit_bytes=least + more, split=split, effort=effort, seed=more, stage_ranks=stage_ranks,
-        equal_counts=equal,
-    )  # fmt: skip
-    assert optimize_best([start], asked) == optimize_best([start], replace(asked, use_native=False))
-
-
 @settings(max_examples=70)
 @given(case=pieced(), split=st.booleans(), effort=st.integers(0, 80), more=st.integers(0, 60))
 def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_says(case, split, effort, more) -> None:
@@ -117,7 +93,7 @@ def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_s
 @given(case=pieced(), split=st.booleans(), short=st.sets(st.integers(0, 5)))
 def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_its_pieces(case, split, short) -> None:
     """Any interleaving of pieces and whole micro-batches, under every rule, with the bytes that the argument needs and
-    not one more; in both cores."""
+    not one more."""
     stage_ranks, start, _, rng = case
     group = rng.permutation(len(start.cuts)).tolist()
     standing = sorted(piece_positions(group, start.sample_pieces))
@@ -128,53 +104,42 @@ def test_no_order_blocks_where_every_sample_fits_with_all_that_stands_between_it
     sample_pieces = tuple(tuple(sorted(pieces)) for pieces in standing)
     costs = start.kind_costs[0].take(order)
     free = []
-    gradients, positions = GradientOrder.of(len(order), sample_pieces), range(len(order))
+    positions = range(len(order))
+    span_of = {position: (pieces[0], pieces[-1]) for pieces in sample_pieces for position in pieces}
     short_stages = tuple(stage for stage in range(len(stage_ranks)) if stage in short)
     for rank in range(max(stage_ranks) + 1):
         own = [s for s, r in enumerate(stage_ranks) if r == rank]
         stored, working = costs.stored_bytes[own].sum(axis=0), costs.working_bytes[own].max(axis=0)
         spanning = [  # what is inside once all before has gone: samples whose pieces span the place, and it
-            [q for q in positions if gradients.first_of[q] <= last <= gradients.last_of[q]] for last in positions
+            [q for q in positions if span_of.get(q, (q, q))[0] <= last <= span_of.get(q, (q, q))[1]]
+            for last in positions
         ]
         free.append(max(int(stored[inside].sum() + working[inside].max()) for inside in spanning))
-    pipe = Pipeline(
-        stage_ranks=stage_ranks, free_bytes=tuple(free), split=split,
-        working_in_backward=costs.working_in != "F", sample_pieces=sample_pieces, short_stages=short_stages,
-        **_tables(costs, split=split),
-    )  # fmt: skip
-    problem = Problem(
-        stage_ranks=stage_ranks, free_bytes=tuple(free), split=split, working_in_backward=pipe.working_in_backward,
-        records=records_of([costs], split=split), shapes=np.arange(len(order), dtype=np.int32).reshape(-1, 1),
-        rules=(), sample_pieces=sample_pieces, short_stages=short_stages,
-    )  # fmt: skip
     for rule in rules(split=split):
         if rule.rhythm < 2:  # which waits for forwards that memory may keep back
-            makespan_ns = dispatch(pipe, rule)
+            makespan_ns, _ = dispatch(
+                costs, rule, stage_ranks, free, split=split, short_stages=short_stages, sample_pieces=sample_pieces
+            )
             assert makespan_ns < NEVER
-            cuts = [Cut(m, m + 1, 0) for m in positions]
-            found = search(replace(problem, rules=(rule,)), cuts, [[list(positions)]], Walk(seed=0, moves=0))
-            assert found.makespan_ns == [makespan_ns]
 
 
 def test_what_a_younger_micro_batch_took_does_not_keep_the_oldest_from_going_on() -> None:
     """Rank 1 takes both on stage 1, as 6 bytes hold each of them to its end. The first then works with 3 there, which
     are no longer needed when the second one comes to its 4: counting them beside these would stop the first."""
     ones = [[1, 1]] * 4
-    pipe = Pipeline(
-        stage_ranks=(0, 1, 0, 1), free_bytes=(9, 6), split=False, working_in_backward=True,
+    costs = costs_of(
         forward=ones, gradient=ones, weight=[[0, 0]] * 4, stored=[[1, 1], [1, 1], [1, 1], [1, 3]],
         working=[[0, 0], [2, 0], [0, 0], [3, 0]], transfer=[[0, 0]] * 3,
     )  # fmt: skip
-    orders: list[list[Chosen]] = [[], []]
-    assert dispatch(pipe, DispatchRule(extra=None, rhythm=1), orders=orders) == 12
-    shown = [" ".join(f"{stage}{'FB'[kind]}{m}" for kind, stage, m in rank) for rank in orders]
+    makespan_ns, found = dispatch(costs, DispatchRule(extra=None, rhythm=1), (0, 1, 0, 1), (9, 6), split=False)
+    assert makespan_ns == 12
+    shown = [" ".join(map(str, rank)) for rank in found.ranks]
     assert shown == ["0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 3F0 3B0 1B0 3F1 3B1 1B1"]
 
 
 def test_what_pieces_work_with_stays_while_others_come_and_go() -> None:
     """Pieces (2, 3, 6) come to the last stage before 4, and stay: with 7 on the first one nothing would go on."""
-    pipe = Pipeline(
-        stage_ranks=(0, 1, 2, 2, 1, 0), free_bytes=(260, 179, 203), split=True, working_in_backward=True,
+    costs = costs_of(
         forward=[
             [3, 15, 9, 31, 31, 6, 9, 23], [10, 34, 34, 11, 29, 7, 18, 6], [20, 23, 13, 26, 35, 26, 26, 29],
             [30, 16, 4, 2, 12, 25, 35, 31], [19, 8, 36, 39, 7, 16, 26, 21], [26, 2, 36, 32, 20, 5, 7, 7],
@@ -199,18 +164,21 @@ def test_what_pieces_work_with_stays_while_others_come_and_go() -> None:
             [2, 1, 4, 0, 1, 5, 4, 0], [0, 7, 1, 6, 2, 2, 2, 5], [2, 5, 2, 2, 4, 1, 2, 2],
             [4, 2, 2, 6, 6, 3, 4, 4], [3, 0, 5, 0, 0, 2, 2, 2],
         ],
-        sample_pieces=((2, 3, 6), (1, 5)),
     )  # fmt: skip
-    assert dispatch(pipe, DispatchRule(extra=0, rhythm=1, most_pending=None)) < NEVER
+    rule, stage_ranks = DispatchRule(extra=0, rhythm=1, most_pending=None), (0, 1, 2, 2, 1, 0)
+    pieces = ((2, 3, 6), (1, 5))
+    assert dispatch(costs, rule, stage_ranks, (260, 179, 203), split=True, sample_pieces=pieces)[0] < NEVER
 
 
-def _tables(costs: MicroBatchCosts, *, split: bool) -> dict[str, Table]:
-    tables = {
-        "forward": costs.forward_ns, "gradient": costs.input_ns if split else costs.backward_ns,
-        "weight": costs.weight_ns, "stored": costs.stored_bytes, "working": costs.working_bytes,
-        "transfer": costs.transfer_ns,
-    }  # fmt: skip
-    return {name: table.tolist() for name, table in tables.items()}
+def costs_of(**tables: list[list[int]]) -> MicroBatchCosts:
+    """Costs of split backwards by name; nothing is static."""
+    forward, gradient, weight, stored, working, transfer = (
+        np.array(tables[name]) for name in ("forward", "gradient", "weight", "stored", "working", "transfer")
+    )
+    return MicroBatchCosts(
+        forward_ns=forward, backward_ns=gradient + weight, weight_ns=weight, stored_bytes=stored, working_bytes=working,
+        transfer_ns=transfer, transfer_bytes=transfer, static_bytes=np.zeros(len(forward), np.int64),
+    )  # fmt: skip
 
 
 def _by_first(start: Start, group: list[int]) -> list[int]:

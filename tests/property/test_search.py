@@ -1,4 +1,4 @@
-"""The search: the native core and its twin agree to the last number, and what they find keeps every promise."""
+"""The search: what it finds keeps every promise."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -18,7 +17,7 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.reproducible import splitmix64
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
-from dynapipe_ext.schedules.judge.simulate import SharedCores, makespan_ns, peak_bytes, validate
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, peak_bytes, validate
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize, optimize_best
@@ -91,45 +90,6 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
     return stage_ranks, Start(kind_costs=tuple(kinds), shapes=shapes, cuts=tuple(cuts), groups=groups), limit
 
 
-@pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=25)
-@given(
-    case=cases(),
-    split=st.booleans(),
-    effort=st.integers(0, 400),
-    seed=st.integers(0, 2**64 - 1),
-    equal=st.booleans(),
-    cores=st.none() | st.builds(SharedCores, st.integers(1, 4), st.integers(1, 2)),
-    short=st.sets(st.integers(0, 5)),
-)
-def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, equal, cores, short) -> None:
-    stage_ranks, start, limit = case
-    asked = Settings(
-        memory_limit_bytes=limit,
-        split=split,
-        effort=effort,
-        seed=seed,
-        stage_ranks=stage_ranks,
-        short_stages=[stage for stage in range(len(stage_ranks)) if stage in short],
-        equal_counts=equal,
-        cores=cores,
-    )
-    other = replace(start, groups=(tuple(m for group in start.groups for m in group), *((),) * (len(start.groups) - 1)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "TRIAL", 60)  # so that most searches go on after their trials
-        for starts in ([start], [start, other]) if not equal else ([start],):
-            assert optimize_best(starts, asked) == optimize_best(starts, replace(asked, use_native=False))
-
-
-@pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=30)
-@given(case=cases(), split=st.booleans(), effort=st.integers(0, 60), noise=st.sampled_from([0.05, 0.2, 0.9]))
-def test_under_noise_the_native_core_finds_what_its_twin_finds(case, split, effort, noise) -> None:
-    stage_ranks, start, limit = case
-    asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks, noise=noise)
-    assert optimize_best([start], asked) == optimize_best([start], replace(asked, use_native=False))
-
-
 def mean_over_disturbed_times_ns(schedule: PipelineSchedule, costs: MicroBatchCosts, noise: float) -> int:
     """By hand: eight draws of a share for each action, once added to its time and once taken off it."""
     stages, count = costs.forward_ns.shape
@@ -152,9 +112,7 @@ def mean_over_disturbed_times_ns(schedule: PipelineSchedule, costs: MicroBatchCo
 
 
 @settings(max_examples=60)
-@given(
-    case=cases(), split=st.booleans(), effort=st.integers(0, 300 if native else 40), noise=st.sampled_from([0.1, 0.5])
-)
+@given(case=cases(), split=st.booleans(), effort=st.integers(0, 300), noise=st.sampled_from([0.1, 0.5]))
 def test_under_noise_the_mean_over_disturbed_times_counts_and_predicted_times_hardly_grow(
     case, split, effort, noise
 ) -> None:
@@ -189,7 +147,7 @@ def costs_of(start: Start, replica: tuple[Cut, ...]) -> MicroBatchCosts:
     case=cases(),
     split=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
-    efforts=st.lists(st.integers(0, 3000 if native else 300), min_size=2, max_size=4),
+    efforts=st.lists(st.integers(0, 3000), min_size=2, max_size=4),
     trial=st.sampled_from([20, 500]),
 )
 def test_more_effort_never_ends_worse_and_goes_the_same_way_at_first(case, split, seed, efforts, trial) -> None:
@@ -207,8 +165,9 @@ def test_more_effort_never_ends_worse_and_goes_the_same_way_at_first(case, split
 
 @settings(max_examples=50)
 @given(
-    case=cases(), split=st.booleans(), effort=st.integers(0, 60), equal=st.booleans(), short=st.sets(st.integers(0, 5))
-)
+    case=cases(), split=st.booleans(), effort=st.integers(0, 400), equal=st.booleans(),
+    short=st.sets(st.integers(0, 5)),
+)  # fmt: skip
 def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, split, effort, equal, short) -> None:
     stage_ranks, start, limit = case
     short_stages = [stage for stage in range(len(stage_ranks)) if stage in short]

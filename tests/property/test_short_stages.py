@@ -14,8 +14,8 @@ from dynapipe_ext.models.named_models import preset
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.search.dispatch import Pipeline, dispatch
-from dynapipe_ext.schedules.search.problem import Chosen, DispatchRule
+from dynapipe_ext.schedules.search.problem import DispatchRule
+from tests.bench.noise import dispatch
 
 PLACEMENTS = [spread_vocabulary(Topology(pp=pp), "head").placement for pp in (2, 3, 4)]
 PLACEMENTS.append(spread_vocabulary(Topology(pp=3, placement=placement_of("v", 3)), "head").placement)
@@ -25,16 +25,9 @@ F, B = Kind.FORWARD, Kind.BACKWARD
 def dispatched(costs: MicroBatchCosts, stage_ranks: tuple[int, ...], rhythm: int) -> PipelineSchedule:
     """The order of a rule under which memory keeps nothing back."""
     ranks = max(stage_ranks) + 1
-    pipe = Pipeline(
-        stage_ranks=stage_ranks, free_bytes=(1 << 40,) * ranks, split=False, working_in_backward=True,
-        forward=costs.forward_ns.tolist(), gradient=costs.backward_ns.tolist(), weight=costs.weight_ns.tolist(),
-        stored=costs.stored_bytes.tolist(), working=costs.working_bytes.tolist(), transfer=costs.transfer_ns.tolist(),
-        short_stages=tuple(range(len(stage_ranks) - ranks + 1, len(stage_ranks))),
-    )  # fmt: skip
-    chosen: list[list[Chosen]] = [[] for _ in range(ranks)]
-    dispatch(pipe, DispatchRule(extra=None, rhythm=rhythm), orders=chosen)
-    orders = tuple(tuple(Action(s, (F, B)[kind], m) for kind, s, m in rank) for rank in chosen)
-    return PipelineSchedule("dispatched", orders, stage_ranks)
+    short_stages = range(len(stage_ranks) - ranks + 1, len(stage_ranks))
+    rule = DispatchRule(extra=None, rhythm=rhythm)
+    return dispatch(costs, rule, stage_ranks, [1 << 40] * ranks, split=False, short_stages=short_stages)[1]
 
 
 def uneven_costs(seed: int, stages: int, ranks: int, count: int) -> MicroBatchCosts:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.core import active_core
 from tests.support.limits import LIMIT_S
 
 
@@ -63,7 +62,6 @@ def test_no_test_or_leftover_is_in_the_wheel(wheel_names: list[str]) -> None:
     assert bad == []
 
 
-@pytest.mark.skipif(active_core() != "native", reason="a pure build was asked for")
 def test_set_up_has_installed_the_compiled_core_inside_the_one_package() -> None:
     from dynapipe_ext import _core  # type: ignore[attr-defined]
 

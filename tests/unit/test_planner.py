@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext import core
 from dynapipe_ext.batch.micro_batches import SampleLength, as_length_array, check_cover, round_up, sample_lengths
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -64,28 +62,6 @@ def test_a_plan_that_leaves_out_a_sample_is_not_given(monkeypatch: pytest.Monkey
         planned([9, 4, 7])
 
 
-@pytest.mark.skipif(core.native is None, reason="a pure build was asked for")
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("decoder", [False, True])
-def test_a_plan_is_the_same_with_either_core(monkeypatch: pytest.MonkeyPatch, split: bool, decoder: bool) -> None:
-    lengths = np.minimum(np.random.default_rng(1).lognormal(4, 1, (40, 2)), 600).astype(int) + 1
-    samples = [SampleLength(i, int(e), int(d) if decoder else 0) for i, (e, d) in enumerate(lengths)]
-    costs = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
-    planner = Planner(Topology(pp=3, dp=2), costs, 30_000, effort=300, split_backward=split)
-    plan = planner.plan(samples)
-    twins = [
-        module for name, module in sys.modules.items() if name.startswith("dynapipe_ext.") and "native" in vars(module)
-    ]
-    assert len(twins) > 2
-    for module in twins:
-        monkeypatch.setattr(module, "native", None)
-    again = planner.plan(samples)
-    assert (again.batch, again.schedules, again.certificate) == (plan.batch, plan.schedules, plan.certificate)
-    first = Planner(planner.topology, costs, 30_000, effort=0, split_backward=split).plan(samples)
-    assert plan.makespan_s <= first.makespan_s
-
-
-@pytest.mark.skipif(core.native is None, reason="a pure build was asked for")
 def test_starts_are_tried_in_threads_where_there_are_cores_with_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [SampleLength(i, 100 + 37 * i % 90, 5 + 53 * i % 70) for i in range(9)]
     planner = Planner(Topology(pp=2, dp=2), COSTS, 1e9, effort=400)

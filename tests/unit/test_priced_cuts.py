@@ -10,7 +10,6 @@ import pytest
 
 from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.batch.topology import Topology
-from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import bottleneck
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -98,10 +97,9 @@ def test_what_does_not_fit_is_refused_by_sample() -> None:
     assert max(cuts.times(cuts.first_cuts(pp=2, dp=1, min_in_flight=1))) < INFEASIBLE
 
 
-@pytest.mark.skipif(native is None, reason="a pure build was asked for")
 @pytest.mark.parametrize("stage_ranks", [None, (0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 1, 0), (0, 1, 0, 1)])
 @pytest.mark.parametrize("min_in_flight", [1, 2, 9])
-def test_the_native_core_finds_the_bottleneck_that_its_twin_finds(
+def test_the_bottleneck_is_the_busiest_rank_and_the_fullest_one(
     stage_ranks: tuple[int, ...] | None, min_in_flight: int
 ) -> None:
     rng = np.random.default_rng(min_in_flight)
@@ -112,9 +110,22 @@ def test_the_native_core_finds_the_bottleneck_that_its_twin_finds(
     uneven["static_bytes"] = rng.integers(0, 10**6, 4)
     costs = replace(costs, **uneven)
     never = np.arange(200) % 7 == 0
+    ranks = np.array(stage_ranks if stage_ranks and len(set(stage_ranks)) < 4 else range(4))
+    count = int(ranks.max()) + 1
     for one in (costs, costs.refusing(never), replace(costs, forward_ns=np.where(never, INFEASIBLE, costs.forward_ns))):
-        found = [bottleneck(one, min_in_flight, stage_ranks, use_native=use_native) for use_native in (True, False)]
-        assert [values.tolist() for values in found[0]] == [values.tolist() for values in found[1]]
+        times, needs = bottleneck(one, min_in_flight, stage_ranks)
+        for m in range(200):
+            cannot_run = (one.forward_ns[:, m] >= INFEASIBLE).any() or (one.stored_bytes[:, m] >= INFEASIBLE).any()
+            work = [int((one.forward_ns + one.backward_ns)[ranks == rank, m].sum()) for rank in range(count)]
+            assert times[m] == (INFEASIBLE if cannot_run else max(work))
+            if (one.stored_bytes[:, m] < INFEASIBLE).all():
+                held = [min_in_flight if min_in_flight > count else min(count - r, min_in_flight) for r in range(count)]
+                assert needs[m] == max(
+                    int(one.static_bytes[ranks == rank].sum())
+                    + held[rank] * int(one.stored_bytes[ranks == rank, m].sum())
+                    + int(one.working_bytes[ranks == rank, m].max())
+                    for rank in range(count)
+                )
 
 
 @pytest.mark.parametrize("decoder", [False, True])
@@ -131,14 +142,17 @@ def test_pairs_are_cut_for_twice_as_many_in_flight_as_ranks_as_well(decoder: boo
     assert [one in starts for one in made] == [decoder, True, True]
 
 
-@pytest.mark.skipif(native is None, reason="a pure build was asked for")
 @pytest.mark.parametrize("split", [False, True])
-def test_the_native_core_lays_records_out_as_its_twin_does(split: bool) -> None:
+def test_records_hold_every_cost_of_every_shape_and_kind(split: bool) -> None:
     rng = np.random.default_rng(0)
     made = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
     costs = made.evaluate_shapes(rng.integers(1, 9, 21), rng.integers(1, 900, 21))
     never = np.arange(21) % 5 == 0
     kinds = [costs, replace(costs.refusing(never), weight_ns=rng.integers(0, 99, (3, 21)))]
-    by_core, by_twin = (records_of(kinds, split=split, use_native=use_native) for use_native in (True, False))
-    assert by_core.tolist() == by_twin.tolist()
-    assert len({*by_core[0, 1, 0].tolist()}) > 3
+    records = records_of(kinds, split=split)
+    for record, one in zip(records, kinds, strict=True):
+        gradient = one.input_ns if split else one.backward_ns
+        transfer = np.vstack([one.transfer_ns, np.zeros((1, 21), np.int64)])
+        forward = np.where(one.forward_ns.max(axis=0) >= INFEASIBLE, INFEASIBLE, one.forward_ns)
+        tables = (forward, gradient, one.weight_ns, one.stored_bytes, one.working_bytes, transfer)
+        assert record.tolist() == np.stack(tables, axis=-1).transpose(1, 0, 2).tolist()
