@@ -161,8 +161,13 @@ _HARMLESS = """
 _HARMLESS_NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _HARMLESS))
 
 
+OWN_PREFIX = "dynapipe_"  # of every argument that this package adds: they decide how steps run, not what is computed
+
+
 def is_harmless(name: str) -> bool:
     """Whether an argument, whatever its value, never changes what the model computes."""
+    if name.startswith(OWN_PREFIX):
+        return True
     return name not in FOLLOWED and name not in LEFT_AS_IT_IS and _HARMLESS_NAME.fullmatch(name) is not None
 
 

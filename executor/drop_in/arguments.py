@@ -1,4 +1,4 @@
-"""The arguments that this package adds to Megatron-LM's, all beginning with --dynapipe-."""
+"""The arguments that this package adds to Megatron-LM's, all of them beginning with `OWN_PREFIX`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.drop_in.sample_streams import LongSamples
 from dynapipe_ext.executor.drop_in.settings import DropInSettings
 from dynapipe_ext.executor.store.address import StoreAddress, named_store
+from dynapipe_ext.models.megatron_arguments import OWN_PREFIX
 from dynapipe_ext.settings.declared import declared
 from dynapipe_ext.settings.tables import PlanSettings, TopologySettings
 
@@ -43,7 +44,7 @@ class ScriptSettings:
 
     def value(self, args: Any, name: str) -> Any:
         own_value = getattr(self, name)
-        return own_value if own_value is not None else getattr(args, f"dynapipe_{name}", None)
+        return own_value if own_value is not None else getattr(args, f"{OWN_PREFIX}{name}", None)
 
     def settings(self, args: Any) -> DropInSettings:
         """With `args`, Megatron-LM's, or None for a script without. Errors: DataError for costs that cannot be read."""
@@ -73,7 +74,7 @@ class ScriptSettings:
 
     def _store(self, args: Any) -> StoreAddress | None:
         if self.store is None:
-            return self.store_of(getattr(args, "dynapipe_store", None))
+            return self.store_of(getattr(args, f"{OWN_PREFIX}store", None))
         return StoreAddress.parse(self.store) if isinstance(self.store, str) else self.store
 
     def check_unplanned(self, args: Any) -> None:
@@ -81,7 +82,7 @@ class ScriptSettings:
         values = {name: self.value(args, name) for name in ("layout", "pieces", "width")}
         values |= {name: self.value(args, name) for name in ("valid_data", "long_samples", "tokens_per_batch")}
         ignored = [f"{name} is {value!r}" for name, value in values.items() if value not in (None, "padded", "off", 1)]
-        has_store = self.store is not None or getattr(args, "dynapipe_store", None) is not None
+        has_store = self.store is not None or getattr(args, f"{OWN_PREFIX}store", None) is not None
         ignored += ["store was given"] * has_store
         if ignored:
             raise ConfigError(
@@ -92,12 +93,12 @@ class ScriptSettings:
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add --dynapipe-*, once; an `extra_args_provider` of Megatron-LM."""
-    if "--dynapipe-costs" in parser._option_string_actions:
+    if _flag("costs") in parser._option_string_actions:
         return parser
     plan, group = declared(PlanSettings), parser.add_argument_group(title="dynapipe-ext")
 
     def add_rule(name: str, help: str) -> None:
-        group.add_argument(f"--dynapipe-{name.replace('_', '-')}", **plan[name].flag_options, help=help)
+        group.add_argument(_flag(name), **plan[name].flag_options, help=help)
 
     add_rule("costs", "costs of the model (`dynapipe profile`); counted from its description without")
     add_rule("memory_limit_gb", "most 1e9 bytes of a rank; without, what Megatron's own schedule would hold")
@@ -111,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
     )
     group.add_argument(
-        "--dynapipe-placement",
+        _flag("placement"),
         choices=get_args(MegatronPlacement),
         help="of the stages where ranks hold several: interleaved as in Megatron-LM (default), or v, down the ranks and"
         " back up, for two a rank whose layers --pipeline-model-parallel-layout says",
@@ -121,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "run packed samples of more than N tokens in pieces; auto: where that is faster (default: off)",
     )
     group.add_argument(
-        "--dynapipe-width",
+        _flag("width"),
         **declared(TopologySettings)["width"].flag_options,
         help="data parallel ranks that join into one replica of planned data, each with a slice of every row; auto: as"
         " many as are fastest for each step (default: 1)",
@@ -129,10 +130,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def _flag(name: str) -> str:
+    """
+    >>> _flag("memory_limit_gb")
+    '--dynapipe-memory-limit-gb'
+    """
+    return f"--{OWN_PREFIX}{name}".replace("_", "-")
+
+
 def _add_data(group: argparse._ArgumentGroup) -> None:
     """Which data are planned, and who plans them."""
     group.add_argument(
-        "--dynapipe-data",
+        _flag("data"),
         nargs="+",
         metavar="PATH",
         help="samples of uneven length, cut into planned micro-batches: a folder that `dynapipe preprocess` wrote,"
@@ -140,25 +149,25 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         " several are mixed, by the weights before them (0.5 A 0.5 B) or by their numbers of samples",
     )
     group.add_argument(
-        "--dynapipe-valid-data",
+        _flag("valid_data"),
         nargs="+",
         metavar="PATH",
         help="to validate on instead of a part by --split; with --multiple-validation-sets each is a set",
     )
     group.add_argument(
-        "--dynapipe-long-samples",
+        _flag("long_samples"),
         choices=get_args(LongSamples),
         help="what becomes of samples of more than --seq-length positions: refused (default), truncated (default of"
         " --sft), or cut into chunks that are samples of their own",
     )
     group.add_argument(
-        "--dynapipe-tokens-per-batch",
+        _flag("tokens_per_batch"),
         type=int,
         metavar="N",
         help="steps of at most N tokens instead of --global-batch-size samples, which is what the loop still counts",
     )
     group.add_argument(
-        "--dynapipe-store",
+        _flag("store"),
         metavar="FILE",
         help="a file of mode 600 with the address of a Redis-compatible store and its password: plans are then made"
         " by a process beside the training (or DYNAPIPE_KV_HOST, DYNAPIPE_KV_PORT and DYNAPIPE_STORE_PASSWORD)",

@@ -6,12 +6,14 @@ import ast
 import dataclasses
 import re
 import tarfile
+from argparse import ArgumentParser
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.arguments import add_arguments
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, LatentAttention
 from dynapipe_ext.models.families import FORMS
 from dynapipe_ext.models.huggingface import read_config, write_config
@@ -383,6 +385,12 @@ def test_the_activation_is_what_megatrons_kernels_compute(arguments: dict[str, A
     assert architecture.activation == activation
     if not unsayable(architecture):
         assert read_arguments(write_arguments(architecture)) == architecture
+
+
+def test_our_own_arguments_of_megatron_lm_say_nothing_of_the_model() -> None:
+    own = {action.dest: "given" for action in add_arguments(ArgumentParser(add_help=False))._actions}
+    assert len(own) > 10
+    assert read_arguments(_ROPE | own) == read_arguments(_ROPE)
 
 
 def test_every_argument_of_megatron_has_one_meaning_here() -> None:
