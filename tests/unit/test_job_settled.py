@@ -54,15 +54,22 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "held-out data": {"eval": {"fraction": 0.2, "every": 1}},
     "bf16, states over replicas": {"model": {"dtype": "bfloat16"}, "optimizer": {"distributed": True}},
     "sequence parallel": {"topology": {"sequence_parallel": True}},
-    "transformers": {"model": {"architecture": "MODEL", "backend": "transformers"}, "topology": ONE_TP},
+    "transformers": {
+        "model": {"architecture": "MODEL", "from_scratch": True, "backend": "transformers"},
+        "topology": ONE_TP,
+    },
     "LoRA": {
         "model": {"architecture": "MODEL", "init_from": "MODEL", "backend": "transformers"},
         "lora": {"enabled": True},
         "topology": ONE_TP,
     },
-    "ZeRO 1": {"model": {"architecture": "MODEL"}, "deepspeed": {"config": "zero1.json"}, "topology": ONE_TP},
+    "ZeRO 1": {
+        "model": {"architecture": "MODEL", "from_scratch": True},
+        "deepspeed": {"config": "zero1.json"},
+        "topology": ONE_TP,
+    },
     "ZeRO 2": {
-        "model": {"architecture": "MODEL"},
+        "model": {"architecture": "MODEL", "from_scratch": True},
         "deepspeed": {"config": "zero2.json"},
         "topology": {"tp": 1, "pp": 1, "dp": 2},
     },
