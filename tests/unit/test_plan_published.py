@@ -28,8 +28,8 @@ def settings(folder: Path, model: Any, *, text: str = "") -> list[str]:
     model.save_pretrained(folder / "model")
     (folder / "lengths.txt").write_text("\n".join(["20", "33", "9", "14"]))
     (folder / "job.toml").write_text(
-        f'[model]\narchitecture = "{folder / "model"}"\nbackend = "transformers"\nmax_seq_len = 64\nfrom_scratch = true\n'
-        f"[topology]\ntp = 1\npp = 2\ndp = 1\n[plan]\neffort = 10\n{text}"
+        f'[model]\narchitecture = "{folder / "model"}"\nbackend = "transformers"\nmax_seq_len = 64\n'
+        f"from_scratch = true\n[topology]\ntp = 1\npp = 2\ndp = 1\n[plan]\neffort = 10\n{text}"
     )
     return ["--config", str(folder / "job.toml"), "--lengths", str(folder / "lengths.txt")]
 

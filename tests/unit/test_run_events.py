@@ -241,7 +241,7 @@ def test_steps_without_room_wait_for_it_and_no_part_of_a_line_stays(tmp_path: Pa
         for step in (1, 2):
             listener.step_done(a_step(step))
         lack, left = listener.catch_up(), path.read_text()
-        with pytest.raises(DataError, match="events.jsonl cannot be written"):  # where nothing may wait
+        with pytest.raises(DataError, match=r"events\.jsonl cannot be written"):  # where nothing may wait
             EventsFile(path, "theirs").step_done(a_step(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
