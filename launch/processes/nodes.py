@@ -33,6 +33,7 @@ from dynapipe_ext.launch.processes.agent import (
 )
 from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all, say_at_once
 from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lost, stacks_asked_for
+from dynapipe_ext.ray_cluster import connect_to_ray
 
 FOLLOW_FLAG = "--follow-stdin"
 WrittenOrder = Literal["save", "stacks"]  # a line of a node's standard input
@@ -354,12 +355,7 @@ class RayNodes:
             raise ConfigError(f"--ray needs Ray: {install_advice('ray')}") from None
         self._ray: Any = ray
         if not self._ray.is_initialized():
-            options = {"include_dashboard": False} if address is None else {"address": address}
-            try:
-                self._ray.init(logging_level="ERROR", **options)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                where = address or "this machine"
-                raise ConfigError(f"Ray does not start at {where} ({error}): check --ray-address") from None
+            connect_to_ray(self._ray, address)
         room = {"CPU": 1, "GPU": num_ranks} if self._ray.cluster_resources().get("GPU") else {"CPU": num_ranks}
         self._group = self._ray.util.placement_group([room] * num_nodes, strategy="STRICT_SPREAD")
         if not self._group.wait(_PLACE_S):

@@ -81,6 +81,7 @@ PREPROCESSING = Wing(
         "dynapipe_ext.data.tokenizer",
         "dynapipe_ext.durable_files",
         "dynapipe_ext.errors",
+        "dynapipe_ext.ray_cluster",
     ),
 )
 # The last two use the planner and what lies below it as anyone outside may; nothing of training uses them.

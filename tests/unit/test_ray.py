@@ -1,6 +1,7 @@
 """What runs on a Ray cluster, one of this machine here: preprocessing, and the nodes of a job."""
 
 import json
+import os
 from contextlib import ExitStack
 
 import pytest
@@ -15,6 +16,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.processes.agent import NodeEnd
 from dynapipe_ext.launch.processes.nodes import RayNodes, run_on_nodes
 from tests.support.limits import LIMIT_S
+from tests.support.listeners import listeners_below, refuse_open
 from tests.support.preprocessing import BYTES, Stopping
 
 ray = pytest.importorskip("ray", reason="the optional package ray is not installed")
@@ -54,6 +56,11 @@ def corpus(tmp_path, monkeypatch):
 
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_cluster_of_its_own_listens_on_loopback_only(cluster):
+    """Ray runs what it is sent. A cluster that is named is the user's."""
+    refuse_open(listeners_below(os.getpid()))
 
 
 def test_a_ray_cluster_goes_on_where_a_local_run_was_stopped_and_gives_the_same_bytes(tmp_path, cluster, corpus):

@@ -27,6 +27,7 @@ from dynapipe_ext.data.preprocessing.encoders import Encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodedBlock, EncodeSettings, encode_block
 from dynapipe_ext.data.preprocessing.inputs import BLOCK_BYTES, Block, BlockStream, InputFile, file_blocks
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, ExecutionError, install_advice
+from dynapipe_ext.ray_cluster import connect_to_ray
 
 Result = EncodedBlock | Exception
 _MODULE = "dynapipe_ext.data.preprocessing.worker"
@@ -261,19 +262,9 @@ class RayWorkers:
         self._own = False
 
     def __enter__(self) -> Self:
-        ray = self._ray
-        if not ray.is_initialized():
-            options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-            if self._address is not None:
-                options |= {"address": self._address}
-            else:
-                options |= {"include_dashboard": False, "num_cpus": self._local_cpus}
-                options |= {"object_store_memory": self._object_store_bytes}
-            try:
-                ray.init(**options)
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                where = self._address or "this machine"
-                raise ConfigError(f"Ray does not start at {where} ({error}): check --ray-address") from None
+        if not self._ray.is_initialized():
+            own = {"num_cpus": self._local_cpus, "object_store_memory": self._object_store_bytes}
+            connect_to_ray(self._ray, self._address, own, log_to_driver=False)
             self._own = True
         return self
 
