@@ -14,12 +14,11 @@ import shlex
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import get_args
 
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
@@ -35,7 +34,6 @@ from dynapipe_ext.launch.processes.agent import (
     NodeEnd,
     NodePlace,
     Order,
-    RendezvousBackend,
     run_agent,
     torchrun_command,
 )
@@ -50,7 +48,6 @@ from dynapipe_ext.launch.processes.env import (
     slurm_place,
 )
 from dynapipe_ext.launch.processes.host_checks import hosts_away
-from dynapipe_ext.launch.processes.meeting_place import refusing_other_job
 from dynapipe_ext.launch.processes.network import holder_of_port, interface_towards, refuse_unknown_host
 from dynapipe_ext.launch.processes.nodes import (
     FOLLOW_FLAG,
@@ -109,7 +106,10 @@ def _add_launch_flags(parser: argparse._ActionsContainer) -> None:
         help=f"where the nodes meet (default: the first of --hosts at a free port; of nodes started by hand: {_PORT})",
     )
     parser.add_argument(
-        "--rdzv-backend", choices=get_args(RendezvousBackend), default="c10d", help="static keeps the order of nodes"
+        "--rdzv-backend",
+        choices=("c10d", "static"),
+        default="c10d",
+        help="with static every node must have its --node-rank; the rendezvous is the package's own with both",
     )
     parser.add_argument(
         "--rdzv-id", metavar="ID", help="of the job (default: a new one; of nodes started by hand: made of --run-dir)"
@@ -156,8 +156,7 @@ class LaunchedJob:
         """The command that starts the launcher of one of several nodes, on that node."""
         words = [sys.executable, "-m", "dynapipe_ext.launch.cli", "launch", "--nnodes", str(place.num_nodes)]
         words += ["--node-rank", str(place.node_rank), "--rdzv-endpoint", place.rdzv_endpoint]
-        words += ["--rdzv-backend", place.rdzv_backend, "--rdzv-id", place.rdzv_id]
-        words += ["--max-restarts", "0", FOLLOW_FLAG]
+        words += ["--rdzv-id", place.rdzv_id, "--max-restarts", "0", FOLLOW_FLAG]
         return [*words, *self.words]
 
     def places(self, first_address: str) -> list[NodePlace]:
@@ -212,25 +211,20 @@ def run(args: argparse.Namespace) -> int:
 def _agent_starter(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> StartOnHosts:
     """A function that runs torchrun here once. Errors: ConfigError or StoreError now, once, instead of on every
     rank."""
-    secret = job_secret()
-    store_and_secret(args, secret)
+    launched = job_secret()
+    _, shared = store_and_secret(args, launched)
     if job.place.num_nodes > 1:
         refuse_unknown_host(_host_of(job.place.rdzv_endpoint))
         if job.place.node_rank == 0:
             _refuse_taken_port(job.place.rdzv_endpoint, follows=args.follow_stdin)
     place = replace(job.place, local_addr=_local_address(job.place))
     command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
-    secret = secret or (secrets.token_hex(32) if job.place.num_nodes == 1 else "")
+    secret = launched or (secrets.token_hex(32) if job.place.num_nodes == 1 else shared)
 
     def start(_: tuple[Host, ...], is_restart: bool) -> NodeEnd:
-        orders: AbstractContextManager[Callable[[], Order]] = nullcontext(lambda: "")
-        if args.follow_stdin:
-            orders = nullcontext(OrdersOfStdin())
-        elif by_hand:
-            orders = refusing_other_job(place)
+        order: Callable[[], Order] = OrdersOfStdin() if args.follow_stdin else lambda: ""
         limits = {"timeout_s": job.config.job.timeout_s, "grace_s": job.config.checkpoint.grace_s}
-        with orders as order:
-            return run_agent(command, secret=secret, order=order, is_restart=is_restart, **limits)
+        return run_agent(command, secret=secret, order=order, is_restart=is_restart, **limits)
 
     return start
 
@@ -307,7 +301,6 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         num_ranks=num_ranks,
         num_nodes=num_nodes,
         node_rank=args.node_rank,
-        rdzv_backend=args.rdzv_backend,
         rdzv_endpoint=_with_port(args.rdzv_endpoint, agreed.port) if args.rdzv_endpoint else "",
         rdzv_id=args.rdzv_id or agreed.job_id,
     )

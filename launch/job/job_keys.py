@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.processes.scratch import ScratchDirectory, read_secret
-
-_FEWEST_CHARACTERS = 16  # who sees the salt, and reaches the store, could try all shorter ones
+from dynapipe_ext.launch.processes.scratch import FEWEST_CHARACTERS, ScratchDirectory, is_guessable, read_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +86,16 @@ class JobKeys:
 
 def tag_of_secret(secret: str) -> str:
     """What tells that two ranks have the same secret; empty for one that could be guessed by it, or none."""
-    if len(secret) < _FEWEST_CHARACTERS:
+    if is_guessable(secret):
         return ""
     return hmac.digest(secret.encode(), b"dynapipe comparison of secrets", "sha256").hex()
 
 
 def refuse_guessable(secret: str, source: str) -> str:
     """The secret. Errors: ConfigError for one that is short."""
-    if len(secret) < _FEWEST_CHARACTERS:
+    if is_guessable(secret):
         raise ConfigError(
-            f"{source} holds {len(secret)} characters but a job's secret must have at least {_FEWEST_CHARACTERS}:"
+            f"{source} holds {len(secret)} characters but a job's secret must have at least {FEWEST_CHARACTERS}:"
             f" (umask 77; openssl rand -hex 32 > {source})"
         )
     return secret

@@ -125,7 +125,7 @@ def _record(place: Path) -> RankRecord:
     return RankRecord(int(place.name), int(place.read_text()), runs, end, place.with_name(place.name + _STACKS))
 
 
-RendezvousBackend = Literal["c10d", "static"]
+RENDEZVOUS = "dynapipe"  # torchrun's name of the package's own, in processes/rendezvous.py
 Order = Literal["", "save", "stacks", "end"]  # to a node: nothing, or what its launcher shall do
 LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another try may succeed
 TAKEN_STATUS = 69  # EX_UNAVAILABLE: another process has the port at which nodes were to meet
@@ -147,7 +147,6 @@ class NodePlace:
     num_ranks: int
     num_nodes: int = 1
     node_rank: int | None = None
-    rdzv_backend: RendezvousBackend = "c10d"
     rdzv_endpoint: str = ""
     rdzv_id: str = ""
     local_addr: str = ""
@@ -169,21 +168,17 @@ def torchrun_command(place: NodePlace, max_restarts: int, train_words: Sequence[
     """
     >>> place = NodePlace(num_ranks=8, num_nodes=2, node_rank=0, rdzv_endpoint="node0:29400", rdzv_id="mine")
     >>> print(*torchrun_command(place, 0, ["--config", "mine.toml"])[3:])
-    --nnodes 2 --nproc-per-node 8 --max-restarts 0 --rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id mine \
---node-rank 0 --rdzv-conf is_host=1 -m dynapipe_ext.launch.rank --config mine.toml
+    --nnodes 2 --nproc-per-node 8 --max-restarts 0 --rdzv-backend dynapipe --rdzv-endpoint node0:29400 --rdzv-id mine \
+--rdzv-conf node_rank=0 -m dynapipe_ext.launch.rank --config mine.toml
     """
     words = [sys.executable, "-m", "dynapipe_ext.launch.processes.torchrun"]
     words += ["--nnodes", str(place.num_nodes), "--nproc-per-node", str(place.num_ranks)]
     words += ["--max-restarts", str(max_restarts)]
-    if place.num_nodes == 1:
-        words.append("--standalone")
-    else:
-        words += ["--rdzv-backend", place.rdzv_backend, "--rdzv-endpoint", place.rdzv_endpoint]
-        words += ["--rdzv-id", place.rdzv_id]
+    words += ["--rdzv-backend", RENDEZVOUS]
+    if place.num_nodes > 1:
+        words += ["--rdzv-endpoint", place.rdzv_endpoint, "--rdzv-id", place.rdzv_id]
         if place.node_rank is not None:
-            words += ["--node-rank", str(place.node_rank)]
-            if place.rdzv_backend == "c10d":  # else it looks for the endpoint's host among this node's names
-                words += ["--rdzv-conf", f"is_host={int(place.node_rank == 0)}"]
+            words += ["--rdzv-conf", f"node_rank={place.node_rank}"]
         if place.local_addr:
             words += ["--local-addr", place.local_addr]
     return [*words, "-m", "dynapipe_ext.launch.rank", *train_words]
@@ -276,6 +271,8 @@ def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str, words_o
     first = next((end for end in ends if end.is_first), None)
     if agent.poll() == 0:
         return NodeEnd(0)
+    if words_of_agent and agent.poll() == USER_ERROR_STATUS:
+        return NodeEnd(USER_ERROR_STATUS, words_of_agent)
     if end := _final(ranks):
         return end
     was_killed = (agent.poll() or 0) < 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ STORE_PASSWORD_VARIABLE = "DYNAPIPE_STORE_PASSWORD"
 _JOB_SECRET_VARIABLE = "DYNAPIPE_JOB_SECRET"
 _LAUNCHER_VARIABLE = "DYNAPIPE_LAUNCHER"
 _RESTART_VARIABLE = "DYNAPIPE_RESTART"
+_MEETING_VARIABLE = "DYNAPIPE_MEETING"
 _TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _DYNAPIPE_KV_PORT = "29500"  # DynaPipe's own default
@@ -23,8 +24,8 @@ _DYNAPIPE_KV_PORT = "29500"  # DynaPipe's own default
 class RankEnv:
     """A process's place in its job, under torchrun's names.
 
-    `init_method` is for torch.distributed.init_process_group: "env://" under torchrun, a file for ranks forked on this
-    machine.
+    `init_method` is for torch.distributed.init_process_group: a file if this package has started all ranks on this
+    machine, "env://" under torchrun.
     """
 
     rank: int
@@ -73,7 +74,7 @@ def rank_env(variables: Mapping[str, str] | None = None) -> RankEnv:
         raise ConfigError(
             f"{', '.join(missing)} not set: start this with torchrun --nproc-per-node N -m …, or use dynapipe train"
         )
-    return RankEnv(
+    env = RankEnv(
         rank=_number(variables, "RANK"),
         world_size=_number(variables, "WORLD_SIZE"),
         local_rank=_number(variables, "LOCAL_RANK"),
@@ -81,6 +82,10 @@ def rank_env(variables: Mapping[str, str] | None = None) -> RankEnv:
         master_addr=variables["MASTER_ADDR"],
         master_port=_number(variables, "MASTER_PORT"),
     )
+    meeting_file = variables.get(_MEETING_VARIABLE)
+    if meeting_file and env.local_world_size == env.world_size:
+        return replace(env, init_method=f"file://{meeting_file}")
+    return env
 
 
 def own_device(local_rank: int) -> Any:
@@ -111,6 +116,16 @@ def job_secret() -> str:
     """The secret that a launcher has given all ranks of a job, empty without one. It leaves the environment: of the
     processes that this one starts, torchrun alone needs it (`agent_variables`)."""
     return os.environ.pop(_JOB_SECRET_VARIABLE, "")
+
+
+def shared_secret() -> str:
+    """The secret of a job in torchrun's agent, which leaves it to the ranks; empty without one."""
+    return os.environ.get(_JOB_SECRET_VARIABLE, "")
+
+
+def offer_meeting_file(path: Path) -> None:
+    """Have the ranks that this process starts, all ranks of a job, meet in a file that is to be made at `path`."""
+    os.environ[_MEETING_VARIABLE] = str(path)
 
 
 def node_variables(secret: str, *, is_restart: bool) -> dict[str, str]:

@@ -85,6 +85,15 @@ def _addresses() -> dict[str, str]:
     }
 
 
+def is_own_host(host: str) -> bool:
+    """Whether a name or address is of this machine."""
+    try:
+        resolved = {str(address[0]).partition("%")[0] for *_, address in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return any(_is_loopback("", address) for address in resolved) or not resolved.isdisjoint(_addresses())
+
+
 def _is_loopback(name: str, address: str) -> bool:
     return name == "lo" or address.startswith("127.") or address in ("::1",)
 

@@ -72,6 +72,12 @@ def _remove_abandoned(base: Path) -> None:
 
 
 _MOST_BYTES = 4096
+FEWEST_CHARACTERS = 16  # of a secret: who sees what is made of it could try all shorter ones
+
+
+def is_guessable(secret: str) -> bool:
+    """Whether a secret is so short, or empty, that nothing made of it may be shown."""
+    return len(secret) < FEWEST_CHARACTERS
 
 
 def read_secret(path: Path, from_environment: str | None) -> str:

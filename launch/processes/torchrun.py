@@ -12,10 +12,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from dynapipe_ext.errors import in_one_line
+from dynapipe_ext.errors import ConfigError, DynaPipeError, in_one_line
 from dynapipe_ext.launch.processes.agent import leave_words_of_agent
-from dynapipe_ext.launch.processes.cluster import BUG_STATUS, say_at_once
+from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, say_at_once
 from dynapipe_ext.launch.processes.env import launcher
+from dynapipe_ext.launch.processes.scratch import ScratchDirectory
 
 
 def main(words: Sequence[str]) -> int:
@@ -23,18 +24,23 @@ def main(words: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from dynapipe_ext.launch.processes.rendezvous import register_rendezvous
+
     logging.disable(logging.ERROR)  # of which ranks it ends, and how they did
     try:
-        run.main(words)
+        with ScratchDirectory() as scratch:
+            register_rendezvous(scratch.path)
+            run.main(words)
     except ChildFailedError:
         return BUG_STATUS
     except Exception as error:  # noqa: BLE001 - whatever it is, the launcher may start again
-        words_of_agent = f"torchrun: {in_one_line(error)}"
+        is_own = isinstance(error, DynaPipeError)
+        words_of_agent = in_one_line(error) if is_own else f"torchrun: {in_one_line(error)}"
         if (own := launcher()) is None:
             say_at_once(words_of_agent)
         else:
             leave_words_of_agent(own.records, words_of_agent)
-        return BUG_STATUS
+        return USER_ERROR_STATUS if isinstance(error, ConfigError) else BUG_STATUS
     return 0
 
 

@@ -25,7 +25,7 @@ from contextlib import (
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -220,11 +220,14 @@ def _first_failure(env: RankEnv, own_failure: tuple[str, bool]) -> tuple[str, bo
     attempt = agent_attempt()
     if attempt is None:
         return own_failure
-    from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import FileStore, TCPStore
 
     try:
         limit = timedelta(seconds=_ASK_S)
-        store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=limit, wait_for_workers=False)
+        if env.init_method.startswith(scheme := "file://"):
+            store: Any = FileStore(env.init_method.removeprefix(scheme), env.world_size)
+        else:
+            store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=limit, wait_for_workers=False)
         key = f"dynapipe/failure/{attempt}"
         first: bytes = store.compare_set(key, "", json.dumps(own_failure))
     except RuntimeError:  # the agent has gone

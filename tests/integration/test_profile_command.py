@@ -29,6 +29,7 @@ from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.commands import profile_model
 from dynapipe_ext.launch.job.configured import architecture_of
 from dynapipe_ext.settings.train_config import TrainConfig
+from tests.support.listeners import listeners_seen, refuse_open
 from tests.support.preloaded import Preloaded
 
 _CONFIG = """
@@ -192,7 +193,9 @@ def test_widths_are_measured_by_real_ranks_and_priced_by_what_these_took(
     config, out, lengths = tmp_path / "model.toml", tmp_path / "costs.json", str(tmp_path / "lengths.npy")
     config.write_text(_CONFIG.replace("tp = 1", 'tp = 1\ndp = 4\nwidth = "auto"'))
     few = [*_FEW, "--max-tokens", "128", "--max-shapes", "4", "--recompute", "none"]
-    assert main(["profile", "--config", str(config), *few, "--out", str(out)]) == 0
+    with listeners_seen() as listeners:
+        assert main(["profile", "--config", str(config), *few, "--out", str(out)]) == 0
+    refuse_open(listeners)
     assert "width 4: exchange" in capfd.readouterr().out
     table = CostTable.read(out)
     assert set(table.blocks) == {2, 4}

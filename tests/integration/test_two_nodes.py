@@ -88,33 +88,42 @@ def test_a_mistake_on_one_of_two_hosts_is_said_once_and_nothing_starts_again(
     assert [line for line in said.splitlines() if not line.startswith("network of rank")] == [last]
 
 
-def test_nodes_that_people_start_with_unlike_secret_files_blame_these_not_the_store(
+def test_a_node_that_nobody_invited_is_refused_alone_and_the_job_waits_for_the_invited_one(
     hosts: list[Host], preloaded: Preloaded, tmp_path: Path
 ) -> None:
-    """The store would refuse the second node's password."""
+    """It takes a rank, with another secret file or with none. The invited node has other settings, which end both."""
     (tmp_path / "job.toml").write_text(CONFIG.replace("tp = 2", "tp = 1"))
+    (tmp_path / "unlike.toml").write_text(CONFIG.replace("tp = 2", "tp = 1") + "[optimizer]\nlr = 0.5\n")
+    python, into = hosts_python(preloaded, tmp_path), host_files(hosts[:2], tmp_path, slots=1)[-1]
     (tmp_path / "unlike").touch(0o600)
     (tmp_path / "unlike").write_text("a line of another file")
-    python, into = hosts_python(preloaded, tmp_path), host_files(hosts[:2], tmp_path, slots=1)[-1]
-    endpoint = f"{hosts[0][1]}:29411"
+
+    def node(rank: int, settings: str, *secret: str) -> subprocess.Popen[str]:
+        words = ["--nnodes", "2", "--node-rank", str(rank), "--rdzv-endpoint", f"{hosts[0][1]}:29411"]
+        words += ["--max-restarts", "0", "--config", settings, "--run-dir", "run", *secret]
+        command = [into, hosts[rank][0], python, "-m", "dynapipe_ext.launch.cli", "launch", *words]
+        return stack.enter_context(subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True))
+
     with store_of(hosts[0], tmp_path) as flags, ExitStack() as stack:
+        strangers = [[*flags[:-2], "--secret-file", str(tmp_path / "unlike")], []]
         if not flags:
             (tmp_path / "secret").touch(0o600)
             (tmp_path / "secret").write_text("a line of the first file")
-            flags = ["--secret-file", str(tmp_path / "secret")]
-        nodes = []
-        for number, (name, _, _) in enumerate(hosts[:2]):
-            own = [*flags[:-1], str(tmp_path / ("unlike" if number else "secret"))]
-            words = ["--nnodes", "2", "--node-rank", str(number), "--rdzv-endpoint", endpoint, "--max-restarts", "0"]
-            words += ["--config", "job.toml", "--run-dir", "run", *own]
-            command = [into, name, python, "-m", "dynapipe_ext.launch.cli", "launch", *words]
-            node = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-            nodes.append(stack.enter_context(node))
-        said = [node.communicate(timeout=LIMIT_S)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [2, 2], "\n\n".join(said)
-    fault = f"the secret files of rank 0 ({hosts[0][0]}) and rank 1 ({hosts[1][0]}) differ: name a file with the same"
-    assert f"comparison of nodes: {fault}" in "".join(said)
-    assert "password" not in "".join(said).replace("read its password", "")
+        invited = [*flags[:-2], "--secret-file", str(tmp_path / "secret")]
+        first = node(0, "job.toml", *invited)
+        for secret in strangers:
+            stranger = node(1, "job.toml", *secret)
+            _, own_words = stranger.communicate(timeout=LIMIT_S)
+            assert stranger.returncode == 2, own_words
+            (fault,) = [line for line in own_words.splitlines() if line.startswith("dynapipe: error: ")]
+            assert fault.startswith("dynapipe: error: the secret of this node differs from that of the first node, at")
+            assert first.poll() is None
+        second = node(1, "unlike.toml", *invited)
+        said = [one.communicate(timeout=LIMIT_S)[1] for one in (first, second)]
+    assert (first.returncode, second.returncode) == (2, 2), "\n\n".join(said)
+    assert f"lr is 0.002 for rank 0 ({hosts[0][0]}) and 0.5 for rank 1 ({hosts[1][0]})" in "".join(said)
+    assert said[0].count("a node is refused (") == 2
+    assert "a line of" not in "".join(said)
 
 
 def test_jobs_that_start_at_once_on_the_same_hosts_end_as_if_alone_and_one_of_unlike_nodes_before_it_trains(

@@ -66,7 +66,7 @@ RIM = {
         "launch/rank/megatron_run.py",
         "launch/rank/transformers_run.py",
         "launch/megatron_core.py",  # a training script to copy from
-        "launch/processes/meeting_place.py",  # torch's store, too, in a process of its own
+        "launch/processes/rendezvous.py",  # what that uses
         "launch/processes/torchrun.py",  # its agent
         "launch/rank/meeting.py",  # torch's store, and the process group of all ranks
         "launch/rank/references.py",

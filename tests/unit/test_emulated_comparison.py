@@ -34,6 +34,7 @@ from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.show.comparison import Comparison
 from dynapipe_ext.tools.show.comparison_page import write_comparison_page
+from tests.support.listeners import listeners_seen
 
 LETTERS: dict[type, str] = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
 
@@ -180,7 +181,9 @@ def test_the_demo_compares_without_a_run_and_writes_its_page(
     hasty: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["demo"]) == 0
+    with listeners_seen() as listeners:
+        assert cli.main(["demo"]) == 0
+    assert listeners == set()
     how, result, where = capsys.readouterr().out.splitlines()
     assert "8 emulated ranks (PP4 x DP2)" in how
     assert "times as slowly" in how

@@ -48,26 +48,25 @@ def test_on_one_machine_torchrun_starts_all_ranks_with_the_flags_of_train(capsys
     (words,) = commands(capsys, *arguments)
     assert words[1:] == [
         *TORCHRUN.format(nodes=1, ranks=8, restarts=0).split(),  # the launcher starts again itself
-        *["--standalone", "-m", "dynapipe_ext.launch.rank", "--tp", "2", "--pp", "2", "--dp", "2"],
+        *["--rdzv-backend", "dynapipe", "-m", "dynapipe_ext.launch.rank", "--tp", "2", "--pp", "2", "--dp", "2"],
         *["--data", "a b.jsonl=1", "c.jsonl=2", "--min-lr", "1e-9", "--steps", "3"],
     ]
 
 
 def test_of_nodes_that_are_started_one_by_one_torchrun_counts_the_restarts(capsys: pytest.CaptureFixture[str]) -> None:
     meeting = ["--nnodes", "2", "--rdzv-endpoint", "localhost", "--run-dir", "r", "--rdzv-id", "mine"]
-    for backend, conf in (("c10d", ["--rdzv-conf", "is_host=0"]), ("static", [])):
+    for backend in ("c10d", "static"):  # both mean the package's own
         (words,) = commands(capsys, *meeting, "--node-rank", "1", "--rdzv-backend", backend)
-        said = f"--rdzv-backend {backend} --rdzv-endpoint localhost:29400 --rdzv-id mine --node-rank 1"
-        wanted = [*TORCHRUN.format(nodes=2, ranks=4, restarts=3).split(), *said.split(), *conf]
+        said = "--rdzv-backend dynapipe --rdzv-endpoint localhost:29400 --rdzv-id mine --rdzv-conf node_rank=1"
+        wanted = [*TORCHRUN.format(nodes=2, ranks=4, restarts=3).split(), *said.split()]
         assert words[1 : len(wanted) + 1] == wanted
     (words,) = commands(capsys, *meeting)
-    assert "--node-rank" not in words
     assert "--rdzv-conf" not in words
 
 
 def test_a_script_for_any_number_of_nodes_runs_on_one(capsys: pytest.CaptureFixture[str]) -> None:
     (words,) = commands(capsys, "--nnodes", "1", "--rdzv-endpoint", "node0", "--rdzv-id", "mine")
-    assert "--standalone" in words
+    assert "--rdzv-endpoint" not in words
 
 
 def test_nodes_that_are_started_one_by_one_agree_on_where_they_meet(
@@ -149,12 +148,12 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
     for rank, (words, torchrun) in enumerate(zip(shells[::2], shells[1::2], strict=True)):
         line = shlex.split(words[6])
         assert line[:4] == ["cd", str(here), "&&", "exec"]
-        said = f"--nnodes 2 --node-rank {rank} --rdzv-endpoint {place['--rdzv-endpoint']} --rdzv-backend c10d"
+        said = f"--nnodes 2 --node-rank {rank} --rdzv-endpoint {place['--rdzv-endpoint']}"
         said += f" --rdzv-id {place['--rdzv-id']}"
         said += " --max-restarts 0 --follow-stdin"
         asked = [*SIZES, "--run-dir", "my run", *own]
         assert line[5:] == ["-m", "dynapipe_ext.launch.cli", "launch", *said.split(), *asked, "||", "exit", "127"]
-        assert f"--node-rank {rank} --rdzv-conf is_host={int(rank == 0)}" in " ".join(torchrun)
+        assert f"--rdzv-conf node_rank={rank} " in " ".join(torchrun)
     assert "hidden" not in str(shells)
     by_ssh, *_ = commands(capsys, "--hosts", "hosts", "--run-dir", "my run", *own)
     assert place["--rdzv-id"] not in by_ssh[-1]  # another launch, another place
