@@ -1,6 +1,6 @@
 """The guides and an API reference as a site of static pages.
 
-    pip install "mkdocs>=1.6,<2" "mkdocstrings[python]>=0.27"
+    pip install mkdocs==1.6.1 "mkdocstrings[python]==1.0.8" mkdocstrings-python==2.0.11
     python -m tests.support.site          writes build/site; a broken link or reference ends it with status 1
 
 The reference is made of docstrings without importing anything: a page a folder, a section a module.
