@@ -132,6 +132,14 @@ def list_files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
+def file_stamp(path: Path) -> list[int]:
+    """Return numbers that differ once a file was written to or replaced, without reading it: size in bytes, times of
+    change of its content and of its entry, in ns, and its number. Whoever keeps the first time (`cp -p`) changes the
+    second."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
 def checksum(path: Path) -> str:
     """Return the checksum of a file's content."""
     with path.open("rb") as file:

@@ -21,7 +21,7 @@ from dynapipe_ext.batch.micro_batches import LengthArray, documents_of
 from dynapipe_ext.data.examples import Example
 from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds, Truncation
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
-from dynapipe_ext.durable_files import replace_folder
+from dynapipe_ext.durable_files import file_stamp, replace_folder
 from dynapipe_ext.errors import NO_ARRAY, ConfigError, DataError, short, writing_move
 
 if TYPE_CHECKING:
@@ -58,15 +58,11 @@ def seal(
 
     Errors: DataError where the disk has no room.
     """
-    digest = hashlib.sha256()
-    has_mask = (folder / TARGETS_FILE).is_file()
-    for name in (TOKENS_FILE, TARGETS_FILE) if has_mask else (TOKENS_FILE,):
-        _add_file(digest, folder / name)
     copies = {"first_target": first_target, "task_ids": task_ids}
     copies |= {} if num_first is None else {FIRST_DOCUMENTS: num_first}
-    for name, array in _write_arrays(folder, sizes, copies).items():
-        for start in range(0, len(array), _CHUNK_SAMPLES):
-            digest.update(array[start : start + _CHUNK_SAMPLES].tobytes())
+    arrays = _write_arrays(folder, sizes, copies)
+    digest = _digest_samples(folder, arrays)
+    for name, array in arrays.items():
         array.flush()
         assert name in (*ARRAYS, FIRST_DOCUMENTS)
     samples = digest.hexdigest()
@@ -87,10 +83,18 @@ def seal(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
-def _add_file(digest: Any, path: Path) -> None:
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
+def _digest_samples(folder: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+    """The sha256 of a dataset's tokens, marks of targets and arrays, before it is finished."""
+    digest = hashlib.sha256()
+    for name in (TOKENS_FILE, TARGETS_FILE):
+        if (folder / name).is_file():
+            with (folder / name).open("rb") as file:
+                while block := file.read(_READ_BYTES):
+                    digest.update(block)
+    for name in ("offsets", "first_target", "task_ids", FIRST_DOCUMENTS, "lengths"):
+        for start in range(0, len(arrays[name]) if name in arrays else 0, _CHUNK_SAMPLES):
+            digest.update(arrays[name][start : start + _CHUNK_SAMPLES].tobytes())
+    return digest
 
 
 def _write_arrays(
@@ -227,6 +231,23 @@ class TokenDataset:
                 " and prepare the data again"
             )
         return TokenDataset(directory=folder, meta=meta, tokens=tokens, targets=targets, **arrays)
+
+    def verify(self) -> None:
+        """Read all tokens and compare them with the fingerprint that meta.json has of them.
+
+        It takes 0.5 s per GB with the instructions that most CPUs have for SHA-256. Errors: DataError for others.
+        """
+        arrays = {name: getattr(self, name) for name in (*ARRAYS, FIRST_DOCUMENTS)}
+        digest = _digest_samples(self.directory, {name: one for name, one in arrays.items() if one is not None})
+        saved = self.samples_fingerprint
+        if saved is None:  # in older folders the fingerprint is of the tokenizer, too
+            file = self.directory / FILE_NAME
+            digest.update(file.read_bytes() if file.is_file() else b"")
+        if digest.hexdigest() != (saved or self.fingerprint):
+            raise DataError(
+                f"{self.directory} is damaged: its tokens are not those that were prepared: remove it and prepare the"
+                " data again"
+            )
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenDataset], tuple[Path]]:
         return TokenDataset.open, (self.directory,)  # a pickled memmap would take its whole file to each worker
@@ -390,16 +411,16 @@ def open_prepared(directory: str | Path, *, max_seq_len: int) -> TokenDataset:
 
 
 def fingerprint_of_source(source: str | Path | Mapping[str, object]) -> str:
-    """sha256 of a source: of a file's path, size and modification time, or of a generator's settings."""
+    """sha256 of a source: of a file's path and `file_stamp`, or of a generator's settings."""
     if isinstance(source, Mapping):
         described: Mapping[str, object] = source
     else:
         path = Path(source)
         try:
-            status = path.stat()
+            stamp = file_stamp(path)
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}): check the path given as --data") from None
-        described = {"path": str(path.resolve()), "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+        described = {"path": str(path.resolve()), "stamp": stamp}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from pathlib import Path
 
+from dynapipe_ext.durable_files import file_stamp
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.tools.files import read_json, write_atomic
 
@@ -40,8 +40,8 @@ def _places(run_dir: Path) -> dict[str, list[dict[str, list[int]]]]:
 
 
 def _contents(folder: Path) -> dict[str, list[int]]:
-    """Bytes and time of the last change of every file, by its path in the folder; of folders that they are there."""
-    facts = {path.relative_to(folder).as_posix(): path.lstat() for path in sorted(folder.rglob("*"))}
+    """The `file_stamp` of every file, by its path in the folder; of folders and links that they are there."""
     return {
-        name: [] if stat.S_ISDIR(fact.st_mode) else [fact.st_size, fact.st_mtime_ns] for name, fact in facts.items()
+        path.relative_to(folder).as_posix(): file_stamp(path) if path.is_file() and not path.is_symlink() else []
+        for path in sorted(folder.rglob("*"))
     }

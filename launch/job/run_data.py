@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -47,6 +48,7 @@ from dynapipe_ext.data.sample_selection import (
     weighted_files,
 )
 from dynapipe_ext.data.tokenizer import FILE_NAME
+from dynapipe_ext.durable_files import remove_path
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.executor.checkpoints.folder import read_manifest
 from dynapipe_ext.launch.job.configured import training_rule
@@ -211,22 +213,23 @@ class RunData:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def run_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> RunData:
+def run_data(config: TrainConfig, progress: Callable[[int], None] | None = None, *, verifies: bool = True) -> RunData:
     """The data of a run with these settings, in the parts that `[eval]` makes. They are a folder that `dynapipe
     preprocess` wrote, or the user's files or generated examples, which are tokenized once into a folder beside the
     runs.
 
     If several runs need the same tokens at once, one of them makes these; `progress` gets the number of samples done.
-    Held-out text is tokenized with the training data's tokenizer. The tasks file is read once, here.
+    Held-out text is tokenized with the training data's tokenizer. The tasks file is read once, here. With `verifies`
+    all tokens are compared with their fingerprint, once per machine: damaged ones of this run's text are made again.
 
     Errors: ConfigError and DataError for data that cannot be trained on, or evaluated on beside these, or have ids that
     the run's model has not.
     """
     tasks = _tasks(config)  # refused before any text is read
-    whole = _prepared(config, tasks.bounds, progress)
+    whole = _prepared(config, tasks.bounds, progress, verifies=verifies)
     check_tasks(tasks, whole)
     shares = _shares(config, tasks, whole)
-    train, held_out = _parts(config, tasks.bounds, shares, whole)
+    train, held_out = _parts(config, tasks.bounds, shares, whole, verifies=verifies)
     _refuse_unknown_ids(config, whole)
     if held_out is not None and held_out.whole is not whole:
         _refuse_unknown_ids(config, held_out.whole)
@@ -244,15 +247,21 @@ def _tasks(config: TrainConfig) -> Tasks:
     return tasks
 
 
-def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], None] | None) -> TokenDataset:
+def _prepared(
+    config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], None] | None, *, verifies: bool
+) -> TokenDataset:
     if _is_tokens(config):
         dataset = open_prepared(config.data.path, max_seq_len=config.model.max_seq_len)
+        if verifies:
+            dataset.verify()
         refuse_other_tokens(config.data, dataset, encoder_decoder=config.model.num_decoder_layers > 0)
         if not config.eval.path or is_prepared(config.eval.path):  # else the fields may be those of its text
             refuse_other_fields(config.data, dataset)
         return dataset
     source = _source(config, tasks)
     with _writing_alone(source.folder):
+        if verifies:
+            _remove_damaged(source.folder)
         if not isinstance(source.tokenizer, str):
             return _preprocessed(config, tasks, _paths(config), source.folder, source.tokenizer, source.form, progress)
         return prepare(
@@ -277,6 +286,17 @@ def _writing_alone(folder: Path) -> Iterator[None]:
         yield
 
 
+def _remove_damaged(folder: Path) -> None:
+    """Remove tokens that were made of this run's text and are no longer what they were."""
+    if not is_prepared(folder):
+        return
+    try:
+        TokenDataset.open(folder).verify()
+    except DataError:
+        print(f"note: the tokens in {folder} are damaged: they are prepared again", file=sys.stderr, flush=True)
+        remove_path(folder)
+
+
 def _refuse_unknown_ids(config: TrainConfig, data: TokenDataset) -> None:
     """Errors: DataError. A tokenizer may have more ids than a published model, as long as no sample has them."""
     model = config.model
@@ -290,7 +310,7 @@ def _refuse_unknown_ids(config: TrainConfig, data: TokenDataset) -> None:
 
 
 def _parts(
-    config: TrainConfig, tasks: TaskBounds, shares: SampleShares | None, whole: TokenDataset
+    config: TrainConfig, tasks: TaskBounds, shares: SampleShares | None, whole: TokenDataset, *, verifies: bool
 ) -> tuple[TokenDataset | SampleSubset, TokenDataset | SampleSubset | None]:
     settings, seed = config.eval, config.run.seed
     if settings.fraction:
@@ -300,14 +320,17 @@ def _parts(
     if not settings.path:
         return train, None
     if is_prepared(settings.path):
-        return train, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole)
+        prepared = _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole)
+        if verifies:
+            prepared.verify()
+        return train, prepared
     encoder = whole.tokenizer()
     form = form_of(config.data, find_inputs([settings.path]), encoder)
     made_by = [digest_of(encoder), *form.described(), *_lengths(config, tasks)]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
-    if is_prepared(folder):
-        return train, TokenDataset.open(folder)
     with _writing_alone(folder):
+        if verifies:
+            _remove_damaged(folder)
         return train, _preprocessed(config, tasks, [settings.path], folder, encoder, form, None)
 
 

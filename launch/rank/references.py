@@ -16,6 +16,7 @@ import torch.distributed as dist
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.references import ReferencedPairs, References
 from dynapipe_ext.data.sample_selection import SampleSubset
+from dynapipe_ext.durable_files import file_stamp
 from dynapipe_ext.errors import NO_ARRAY, ExecutionError, NotFiniteError, named_collectives
 from dynapipe_ext.evaluating import evaluating
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -135,10 +136,9 @@ def _key(config: TrainConfig, architecture: Architecture, data: TokenDataset | S
 
 
 def files_of(place: Path) -> list[list[object]]:
-    """Path, bytes and time of change of a file, or of all files below a folder."""
+    """Path and `file_stamp` of a file, or of all files below a folder."""
     files = sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]
-    described = ((path, path.stat()) for path in files)
-    return [[str(path.resolve()), status.st_size, status.st_mtime_ns] for path, status in described]
+    return [[str(path.resolve()), *file_stamp(path)] for path in files]
 
 
 def _read_array(place: Path, shape: tuple[int, int]) -> References | None:

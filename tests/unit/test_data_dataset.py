@@ -258,6 +258,39 @@ def test_missing_data_is_refused_when_opened(tmp_path):
         TokenDataset.open(tmp_path / "none")
 
 
+def test_tokens_that_are_not_what_was_prepared_are_noticed_byte_by_byte(tmp_path):
+    folder = tmp_path / "d"
+    prepare(lambda: list(made_up())[:2], folder, **BYTES).verify()
+    for name in ("tokens.bin", "offsets.npy", "first_target.npy", "task_ids.npy", "lengths.npy"):
+        content = (folder / name).read_bytes()
+        for place in range(128 if name.endswith(".npy") else 0, len(content)):
+            (folder / name).write_bytes(content[:place] + bytes([255 - content[place]]) + content[place + 1 :])
+            with pytest.raises(DataError, match=r"damaged|should hold"):
+                TokenDataset.open(folder).verify()
+        (folder / name).write_bytes(content)
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["samples_fingerprint"]  # as older versions wrote it
+    (folder / "meta.json").write_text(json.dumps(meta))
+    TokenDataset.open(folder).verify()
+    (folder / "meta.json").write_text(json.dumps(meta | {"fingerprint": "0" * 64}))
+    with pytest.raises(DataError, match="its tokens are not those that were prepared"):
+        TokenDataset.open(folder).verify()
+
+
+def test_a_file_of_other_content_has_another_fingerprint_though_its_size_and_time_are_kept(tmp_path):
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path.write_text("one")
+    os.utime(path, ns=(1, 1))
+    first = fingerprint_of_source(path)
+    path.write_text("two")
+    os.utime(path, ns=(1, 1))
+    second = fingerprint_of_source(path)
+    other.write_text("six")
+    os.utime(other, ns=(1, 1))
+    other.rename(path)
+    assert len({first, second, fingerprint_of_source(path)}) == 3
+
+
 def test_the_fingerprint_of_a_file_changes_with_its_size_time_and_path(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("one")

@@ -60,6 +60,37 @@ def test_a_prepared_folder_is_trained_on_as_it_is(tmp_path: Path) -> None:
         run_data(short)
 
 
+def test_damaged_tokens_are_made_again_of_their_text_and_refused_where_they_were_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of training and of evaluation, by the project's own tokenizers and by preprocessing."""
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n' * 4)
+    tables = {
+        "data": {"path": str(tmp_path / "train.jsonl"), "tokenizer": "bytes"},
+        "eval": {"path": str(tmp_path / "held_out.jsonl"), "every": 1},
+        "run": {"run_dir": str(tmp_path / "run")},
+    }
+    config = TrainConfig.from_json(tables)
+    data = run_data(config)
+    assert data.held_out is not None
+    folders = [data.whole.directory, data.held_out.whole.directory]
+    saved = [(folder / "tokens.bin").read_bytes() for folder in folders]
+    for folder, content in zip(folders, saved, strict=True):
+        (folder / "tokens.bin").write_bytes(bytes(255 - byte for byte in content))
+    again = run_data(config)
+    assert again.fingerprint == data.fingerprint
+    assert [(folder / "tokens.bin").read_bytes() for folder in folders] == saved
+    notes = [f"note: the tokens in {folder} are damaged: they are prepared again" for folder in folders]
+    assert capsys.readouterr().err.splitlines() == notes
+    for table, folder in zip(("data", "eval"), folders, strict=True):
+        given = config.with_values(**{table: {"path": str(folder)}})
+        run_data(given)
+        (folder / "tokens.bin").write_bytes(bytes(255 - byte for byte in (folder / "tokens.bin").read_bytes()))
+        with pytest.raises(DataError, match="its tokens are not those that were prepared"):
+            run_data(given)
+
+
 def test_what_is_held_out_for_evaluation_is_told_as_training_data_are(tmp_path: Path) -> None:
     for name, length in ("train", 9), ("held_out", 90):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{"a" * length}"}}\n' for _ in range(8)))
@@ -115,7 +146,7 @@ def test_a_run_goes_on_with_the_samples_it_was_trained_on_alone_though_their_fil
                 data.train, PLANNER, tokens_per_batch=8192, shuffle=True, seed=trained.run.seed
             ).state_dict(),
         )  # fmt: skip
-        manifest = Manifest(run=run, optimizer=OptimizerPlace(1, {}), versions={}, files={}, tensors={})
+        manifest = Manifest(run=run, optimizer=OptimizerPlace(1, {}), versions={}, files={}, checksums={}, tensors={})
         (tmp_path / "dynapipe.json").write_bytes(manifest.encode())
         path.touch()
         refuse_other_data(tmp_path, trained, run_data(trained))

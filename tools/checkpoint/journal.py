@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dynapipe_ext.durable_files import sync
+from dynapipe_ext.durable_files import file_stamp, sync
 from dynapipe_ext.errors import ConfigError, DataError, short
 
 NAME = ".dynapipe-convert.jsonl"
@@ -185,10 +185,9 @@ def is_whole(directory: Path, finished: Finished) -> bool:
 
 
 def source_fingerprint(source: Path) -> str:
-    """Changes when any file below `source` does: of names, sizes and times of change."""
+    """Changes when any file below `source` does: of names and what `file_stamp` gives."""
     digest = hashlib.sha256()
     for name in sorted(files_below(source)):
         with contextlib.suppress(OSError):  # gone meanwhile, or a link to nowhere
-            stat = (source / name).stat()
-            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode(errors="surrogateescape"))
+            digest.update(f"{name}\0{file_stamp(source / name)}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()

@@ -48,6 +48,7 @@ from dynapipe_ext.data.preprocessing.encoding import (
 from dynapipe_ext.data.preprocessing.inputs import Block, BlockStream, InputFile
 from dynapipe_ext.data.preprocessing.workers import InlineWorkers, Workers
 from dynapipe_ext.data.tokenizer import BpeTokenizer, train_tokenizer
+from dynapipe_ext.durable_files import file_stamp
 from dynapipe_ext.errors import ConfigError, DataError, writing_move
 
 _NAME, _LOCK = "journal.jsonl", "lock"
@@ -333,8 +334,8 @@ def train_bpe(files: Sequence[InputFile], settings: EncodeSettings, vocab_size: 
 
 
 def source_digest(files: Sequence[InputFile]) -> str:
-    """sha256 of the paths, sizes and modification times of the files."""
-    described = [[str(file.path.resolve()), file.form, *_stamp(file.path)] for file in files]
+    """sha256 of the paths of the files and of their `file_stamp`."""
+    described = [[str(file.path.resolve()), file.form, *file_stamp(file.path)] for file in files]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
@@ -558,8 +559,3 @@ def _same_file(old: Path, new: Path) -> None:
         os.link(old, new)
     except OSError:  # a file system without links
         shutil.copyfile(old, new)
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
