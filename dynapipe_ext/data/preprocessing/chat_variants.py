@@ -12,11 +12,21 @@ THOUGHT_END = "</think>"
 
 
 def spellings(messages: Messages) -> Iterator[Messages]:
-    """The messages as most templates read them, then as others do: with contents as parts, with arguments as text.
+    """The messages as most templates read them, then as others do: with contents as parts, with arguments as text, and
+    with null or an empty text for the content of a message that is calls alone.
 
     Arguments that are JSON text, as published programs of models return them, are objects first: most templates write
-    text that they are given as a string within JSON.
+    text that they are given as a string within JSON. Fields that are null are left out first: many templates write the
+    word None, but know of fields that are not there.
     """
+    chat = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    yield from _spellings(chat)
+    if any("content" not in message for message in chat):
+        for empty in (None, ""):
+            yield from _spellings([{"content": empty, **message} for message in chat])
+
+
+def _spellings(messages: Messages) -> Iterator[Messages]:
     with_objects, with_text = _with_arguments(messages, argument_object), _with_arguments(messages, _as_text)
     yield with_objects
     yield as_parts(with_objects)

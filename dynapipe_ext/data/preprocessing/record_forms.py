@@ -245,7 +245,7 @@ def example_of(record: Mapping[str, object], fields: RecordFields, *, where: str
     elif fields.pair is None:
         raise lacking(record, [fields.text], where=where, fields="all records must have the field named by --text-key")
     else:
-        advice = f'give {{"{fields.pair[0]}", "{fields.pair[1]}"}} or {{"{fields.text}"}}'
+        advice = f'all must be of one kind, {{"{fields.pair[0]}", "{fields.pair[1]}"}} or {{"{fields.text}"}}'
         raise lacking(record, [name for name in fields.pair if name not in record], where=where, fields=advice)
     task = string_field(record, TASK, where=where) if TASK in record else "unnamed"
     return Example(task, prompt, target, place=where)
@@ -355,8 +355,7 @@ def _message(message: object, number: int, where: str) -> Mapping[str, Any]:
     """The message without the switches of its loss, and with its parts of text joined."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise DataError(f'{where}: message {number} must be an object with a "role", like "user"')
-    values = {name: value for name, value in message.items() if value is not None and name not in _LOSS_SWITCHES}
-    fields = {name: _without_nulls(value) for name, value in values.items()}
+    fields = {name: value for name, value in message.items() if value is not None and name not in _LOSS_SWITCHES}
     if message.get("content") is None and (message.get("tool_calls") or message["role"] == "tool"):
         return fields | ({"content": None} if "content" in message else {})
     if "content" not in message:
@@ -445,14 +444,7 @@ def _tools(record: Mapping[str, object], where: str) -> list[Any] | None:
         tools = _parsed(tools, f"{where}: field {TOOLS!r}") if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{where}: field {TOOLS!r} must be a list of the tools' descriptions, or left out")
-    return [_without_nulls(tool) for tool in tools] if tools else None
-
-
-def _without_nulls(value: Any) -> Any:
-    """The value without fields that are null, at any depth: rows of Parquet and Arrow have the fields of all rows."""
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+    return tools or None
 
 
 def _parsed(text: object, what: str) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import assert_never
+from typing import Any, assert_never
 
 from dynapipe_ext.data.examples import as_object, decoded, parse_line
 from dynapipe_ext.data.preprocessing.inputs import Block, BlockStream, InputFile
@@ -104,5 +104,13 @@ def _rows(block: Block) -> Iterator[tuple[str, Record]]:
                     "write the file again with UTF-8 strings"
                 ) from None
             for row in rows:
-                yield f"{block.file}, row {number}", row
+                yield f"{block.file}, row {number}", {name: _without_nulls(value) for name, value in row.items()}
                 number += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value of a column without members that are null, at any depth: all rows of Parquet and Arrow have the members
+    of all. So a null that was written as one goes, too; in columns of JSON text it stays."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value

@@ -135,9 +135,7 @@ class FolderEncoder:
 
         special = self._tokenizer.special_tokens_map
         template, refusal, lossy = self._template(tools), None, None
-        for variant in spellings(messages):
-            # As transformers has it: many templates write the word None, but know of fields that are not there.
-            chat = [{name: value for name, value in message.items() if value is not None} for message in variant]
+        for chat in spellings(messages):
             render = partial(
                 render_jinja_template, conversations=[chat], tools=tools, chat_template=template, **choices, **special
             )
