@@ -10,6 +10,9 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 
+[ -n "${SLURM_JOB_NODELIST:-}" ] || { echo "slurm.sh: this is no job of Slurm: start it by sbatch" >&2; exit 2; }
+[ -n "$(command -v scontrol)" ] || { echo "slurm.sh: scontrol is not in PATH, which names the nodes: add Slurm's bin folder to PATH" >&2; exit 2; }
+
 hosts=$(mktemp)
 trap 'rm -f "$hosts"' EXIT
 scontrol show hostnames "$SLURM_JOB_NODELIST" > "$hosts"

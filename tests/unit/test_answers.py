@@ -200,6 +200,41 @@ def test_words_beside_calls_and_thoughts_that_are_lost_are_missed_on_every_path(
         rendered(template, thought, kind)
 
 
+def test_nulls_in_arguments_and_schemas_are_values() -> None:
+    record = called(SUN | {"function": {"name": "sun", "arguments": {"in": "Rome", "on": None}}})
+    record["tools"][0]["function"]["parameters"] = {"default": None}
+    text = rendered(of_each(USER, f"<|a|>{{{{ m.content }}}}{CALL}<|e|>", SAYS, before="{{ tools | tojson }}"), record)
+    assert '"parameters": {"default": null}' in text
+    assert '⟦<call>sun{"in": "Rome", "on": null}</call><|e|>⟧' in text
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "{{ m.content or '' }}",
+        "{% if m['content'] is not none %}{{ '' + m['content'] }}{% endif %}",
+        "{{ m.content + '' }}",
+    ],
+)
+def test_calls_alone_have_no_content_or_null_or_an_empty_text_as_the_template_wants_it(
+    words: str, content: dict[str, Any]
+) -> None:
+    record = called(SUN)
+    del record["messages"][1]["content"]
+    record["messages"][1] |= content
+    text = rendered(of_each(USER, f"<|a|>{words}{CALL}<|e|>", SAYS, before="{{ tools | tojson }}"), record)
+    assert '<|u|>Hi<|e|><|a|>⟦<call>sun{"in": "Rome"}</call><|e|>⟧<|t|>yes<|e|>' in text
+
+
+def test_a_chat_whose_only_target_is_its_first_token_is_refused_for_that() -> None:
+    with pytest.raises(DataError, match="here: nothing to train on: loss can fall on no first token, which follows"):
+        rendered(
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            chat(("assistant", "A")),
+        )
+
+
 def test_characters_for_private_use_in_messages_are_words_like_others() -> None:
     icon = "\U000f0001 \U0010fffd"
     expected = f"<|u|>{icon}<|e|><|a|>⟦{icon} a<|e|>⟧"

@@ -210,6 +210,18 @@ def test_orders_on_standard_input_come_one_at_a_time_whatever_reads_they_arrive_
         assert [*orders, next_order(), next_order()] == ["", "", "stacks", "save", "", "", "", "", "end", "end"]
 
 
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [({}, "this is no job of Slurm: start it by sbatch"), ({"SLURM_JOB_NODELIST": "n1"}, "scontrol is not in PATH")],
+)
+def test_the_slurm_script_says_what_it_misses(names: dict[str, str], says: str, root: Path) -> None:
+    job = subprocess.run(
+        ["/bin/bash", root / "launch" / "slurm.sh"], env=names | {"PATH": ""}, capture_output=True, timeout=LIMIT_S
+    )
+    assert job.returncode == 2
+    assert says in job.stderr.decode()
+
+
 def test_the_slurm_script_starts_all_nodes_and_is_queued_again_once_all_have_saved(tmp_path: Path, root: Path) -> None:
     script = root / "launch" / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True, timeout=LIMIT_S)

@@ -7,7 +7,7 @@ import gzip
 import lzma
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -68,15 +68,33 @@ def decompressed(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
             with gzip.open(raw, "rb") as stream:
                 yield from iter(lambda: stream.read(_READ_BYTES), b"")
         case ".xz":
-            with lzma.open(raw, "rb") as stream:
-                yield from iter(lambda: stream.read(_READ_BYTES), b"")
+            yield from _streams(raw, lzma.LZMADecompressor, padding=b"\0")
         case ".bz2":
-            with bz2.open(raw, "rb") as stream:
-                yield from iter(lambda: stream.read(_READ_BYTES), b"")
+            yield from _streams(raw, bz2.BZ2Decompressor, padding=b"")
         case ".zst":
             yield from _zstandard_blocks(raw)
         case _:
             yield from iter(lambda: raw.read(_READ_BYTES), b"")
+
+
+def _streams(
+    raw: IO[bytes], new: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor], *, padding: bytes
+) -> Iterator[bytes]:
+    """Decompress one stream after the other, with `padding` between them, to the end of the file. The readers of
+    Python's library end at the first byte behind a stream that begins no other, without a word."""
+    stream, compressed = new(), b""
+    while compressed := compressed or raw.read(_READ_BYTES):
+        if stream.eof:
+            if not (compressed := compressed.lstrip(padding)):
+                continue
+            stream = new()
+        while compressed or not (stream.eof or stream.needs_input):
+            if block := stream.decompress(compressed, _READ_BYTES):
+                yield block
+            compressed = b""
+        compressed = stream.unused_data if stream.eof else b""
+    if not stream.eof:
+        raise EOFError
 
 
 def _zstandard_blocks(raw: IO[bytes]) -> Iterator[bytes]:

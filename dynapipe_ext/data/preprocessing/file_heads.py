@@ -29,7 +29,7 @@ _DECODER = json.JSONDecoder()
 
 def json_form(head: str) -> tuple[Literal["json", "jsonl"], str]:
     """("json", MEMBER) for an array, or for an object whose MEMBER is the array of all records; ("jsonl", "") for
-    records of a line each. `head` is the beginning of a file.
+    records of a line each, of which the first may be an array. `head` is the beginning of a file.
 
     >>> json_form('[{"text": "a"}]'), json_form('{"text": "a"}')
     (('json', ''), ('jsonl', ''))
@@ -48,7 +48,9 @@ def json_form(head: str) -> tuple[Literal["json", "jsonl"], str]:
         _, end = _DECODER.raw_decode(head, start)
     except (ValueError, RecursionError):
         return "json", ""
-    return ("jsonl" if head[_after_space(head, end) :][:1] == "[" else "json"), ""
+    follows = head[_after_space(head, end) :][:1]
+    is_line = "\n" not in head[start:end] and "\n" in head[end : _after_space(head, end)]
+    return ("jsonl" if follows == "[" or (follows and is_line) else "json"), ""
 
 
 def wrapper_of(head: str, start: int) -> str:

@@ -392,7 +392,8 @@ class _Pass:
                     self._append(encoded)
         self._end_file()
         if self.totals["samples"] == 0:
-            raise DataError("the input has no samples: give files with at least one record that is not empty")
+            skipped = f": all {self.totals['skipped']} records are empty" if self.totals["skipped"] else ""
+            raise DataError(f"the input has no samples{skipped}: give files with at least one record that has words")
 
     def _keep(self) -> bool:
         """Keep the entries whose blocks the input still has; returns whether blocks are left."""
@@ -531,6 +532,8 @@ def _finish_megatron(
     made: list[dict[Path, Path]] = []  # for each key the finished files and their places, the index last
     for number, prefix in enumerate(prefixes):
         sizes = _stream(journal, f"{SIZES}-{number}", "<i8")
+        if not len(sizes):
+            raise DataError(f"field {settings.keys[number]!r} is empty in all records: fill it, or name another")
         index, lengths = journal.folder / f"{number}.idx", journal.folder / f"{number}.lengths.npy"
         tokens = journal.folder / f"{number}.tokens"
         documents = np.concatenate([[0], np.cumsum(_stream(journal, f"{SENTENCES}-{number}", "<i8"))])

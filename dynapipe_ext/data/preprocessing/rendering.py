@@ -300,8 +300,14 @@ _CHANGE = "change the messages, or give another tokenizer's folder"
 def _with_targets(rendered: Rendered, where: str) -> Rendered:
     if any(rendered.is_target):
         return rendered
+    if rendered.truncated:
+        raise DataError(
+            f"{where}: nothing is left to train on within max_seq_len: raise it with --max-seq-len, or remove the"
+            " record"
+        )
     raise DataError(
-        f"{where}: nothing is left to train on within max_seq_len: raise it with --max-seq-len, or remove the record"
+        f"{where}: nothing to train on: loss can fall on no first token, which follows nothing, and the answer has no"
+        " other: put a message before it, give it words, or remove the record"
     )
 
 

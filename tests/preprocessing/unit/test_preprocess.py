@@ -160,6 +160,16 @@ def test_a_record_with_nothing_in_it_is_refused_or_left_out_and_counted(tmp_path
     assert (outcome.num_samples, outcome.num_skipped) == (2, 2)
 
 
+def test_a_corpus_whose_records_are_all_empty_is_refused_for_that(tmp_path):
+    files = find_inputs([jsonl(tmp_path / "d.jsonl", [{"text": "", "url": "a"}] * 3)])
+    settings = EncodeSettings(target="dataset", skip_empty=True)
+    with pytest.raises(DataError, match="the input has no samples: all 3 records are empty: give files"):
+        preprocess(files, tmp_path / "out", settings=settings, encoder=BYTES)
+    settings = EncodeSettings(target="megatron", keys=("url", "text"))
+    with pytest.raises(DataError, match="field 'text' is empty in all records: fill it, or name another"):
+        preprocess(files, tmp_path / "out", settings=settings, encoder=BYTES)
+
+
 def test_a_file_without_records_is_named(tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n \n")
     files = find_inputs([jsonl(tmp_path / "d.jsonl", [{"text": "a"}]), tmp_path / "blank.jsonl"])

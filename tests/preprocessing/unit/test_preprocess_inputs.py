@@ -198,6 +198,9 @@ def test_a_folder_of_files_is_told_how_to_name_them(tmp_path, names, example):
         ("d.jsonl.bz2", bz2.compress(JSONL)[:-20], r"d\.jsonl\.bz2 ends too early: "),
         ("d.jsonl.bz2", b"BZx" + bz2.compress(JSONL), r"d\.jsonl\.bz2 cannot be read"),
         ("d.jsonl.xz", lzma.compress(JSONL)[:-20], r"d\.jsonl\.xz ends too early"),
+        ("d.jsonl.xz", lzma.compress(JSONL) + b"more than a magic number", r"d\.jsonl\.xz cannot be read"),
+        ("d.jsonl.bz2", bz2.compress(JSONL) + b"more than a magic number", r"d\.jsonl\.bz2 cannot be read"),
+        ("d.jsonl", b'[{"text": "a"}]\n{"text": "b"}\n', r"line 1: the record is a list, not an object"),
         ("d.jsonl.zst", zstandard.ZstdCompressor().compress(JSONL)[:-9], r"d\.jsonl\.zst ends too early"),
         ("d.parquet", b"PAR1 not really", "cannot be read as Parquet"),
         ("d.parquet.gz", b"x", r"Parquet file inside \.gz: decompress it"),
@@ -207,6 +210,20 @@ def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path, name, content, 
     path = write(tmp_path, name, content)
     with pytest.raises(DataError, match=says):
         read(path)
+
+
+def test_streams_follow_one_another_in_a_file_with_padding_between_those_of_xz(tmp_path):
+    for suffix, compress in COMPRESS.items():
+        between = bytes(8) if suffix == ".xz" else b""
+        path = write(tmp_path, f"d.jsonl{suffix}", compress(JSONL[:9]) + between + compress(JSONL[9:]) + between)
+        assert [row for _, row in read(path)] == ROWS
+
+
+def test_nulls_in_rows_are_fields_of_other_rows_and_nulls_in_json_are_values(tmp_path):
+    row = {"messages": [{"a": 1, "b": None}], "c": None}
+    path = write_parquet(tmp_path, {"messages": [row["messages"], [{"a": 1, "b": "c"}]], "c": [None, "d"]})
+    assert read(path, columns=("messages", "c"))[0][1] == {"messages": [{"a": 1}], "c": None}
+    assert read(write(tmp_path, "d.jsonl", json.dumps(row).encode() + b"\n{}"))[0][1] == row
 
 
 def test_a_block_has_the_digest_of_its_records_wherever_the_file_lies(tmp_path):

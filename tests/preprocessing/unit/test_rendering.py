@@ -483,6 +483,7 @@ def called() -> dict[str, Any]:
         ("chatml", [{"text": "a"}, CHAT], "line 2: .*lacks 'text' .*: all records .* must be of one kind"),
         ("chatml", [{"question": "a"}], "line 1: .*messages; input and target; .* or name yours with --input-key"),
         ("chatml", [{"text": ""}], "line 1: the record is empty"),
+        ("none", [{"text": "a"}, {"input": "a", "target": "b"}], "line 2: .*lacks 'text'.*all records .* be of one k"),
     ],
 )
 def test_what_no_template_can_say_is_refused_with_its_line(
