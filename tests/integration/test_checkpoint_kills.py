@@ -175,6 +175,7 @@ def test_a_rank_that_cannot_write_fails_all_ranks_by_name(background, run_ranks,
         saver.advance(wait=True)
         if env.rank == 1:  # as a full disk: files of this process end at 100 bytes
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            sys.dont_write_bytecode = True  # which would be cut, and stay
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         said = []
         for act in (lambda: saver.save(run_at(2)), lambda: saver.advance(wait=True)):

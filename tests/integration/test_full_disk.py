@@ -16,6 +16,8 @@ from tests.support.limits import LIMIT_S
 from tests.support.preloaded import Command, Preloaded
 from tests.support.rank_processes import rank_process
 
+# A limit on the size of files would cut what a rank compiles, and leave it so for all that come later.
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONDONTWRITEBYTECODE": "1"}
 ENDED = r"dynapipe: error: rank 0 ended with exit status 2 \(see its message above\)\n"
 
 
@@ -24,7 +26,7 @@ def train(preloaded: Preloaded, folder: Path, steps: int, at_step_2: Callable[[C
     (folder / "settings.toml").write_text(SETTINGS.replace("steps = 40", f"steps = {steps}"))
     said = []
     words = ["train", "--config", "settings.toml", "--run-dir", "run", *flags]
-    with preloaded.started(words, cwd=folder, environment={"GLOO_SOCKET_IFNAME": "lo"}) as command:
+    with preloaded.started(words, cwd=folder, environment=ENVIRONMENT) as command:
         for line in command.stderr:
             if line.startswith("step 2 "):
                 at_step_2(command)
@@ -53,7 +55,7 @@ def test_a_run_without_room_for_a_checkpoint_goes_on_and_waits_for_it_at_its_end
     (tmp_path / "settings.toml").write_text(SETTINGS)
     words = ["train", "--config", "settings.toml", "--run-dir", "run", "--save-every", "3"]
     lines = []
-    with preloaded.started(words, cwd=tmp_path, environment={"GLOO_SOCKET_IFNAME": "lo"}) as command:
+    with preloaded.started(words, cwd=tmp_path, environment=ENVIRONMENT) as command:
         for line in command.stderr:
             lines.append(line)
             if line.startswith("step 4 "):  # of its files only checkpoints grow

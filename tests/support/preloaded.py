@@ -370,6 +370,7 @@ def _become(
     os.environ.update(environment)
     tempfile.tempdir = None  # as TMPDIR says now
     sys.argv = ["dynapipe", *arguments]
+    sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environment
     if interpreter:
         sys.executable = interpreter
     if place_of or not is_code:
