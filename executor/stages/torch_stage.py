@@ -83,7 +83,6 @@ class TorchStage:
         self._stages = tuple(modules) if isinstance(modules, Mapping) else None
         self._calls = [with_batch(chunk, chunk) for chunk in chunks]
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
-        self._loss_check = LossCheck(loss)
         gradients = accumulator(trained, parallel.sum_over_replicas if parallel else None)
 
         def make_splittable() -> list[torch.Tensor]:
@@ -138,7 +137,6 @@ class TorchStage:
         self._runner.backward_weight(stage, micro_batch)
 
     def finish_step(self) -> float:
-        self._loss_check.end()
         return self._runner.finish_step(self._parallel.sum_over_job if self._parallel else _only_rank)
 
     def losses(self) -> dict[int, float]:
@@ -160,12 +158,9 @@ class TorchStage:
         output = self._calls_of[stage](*inputs, batch)
         if stage != self._plan.num_stages - 1:
             return output
-        loss = self._loss(output, batch)
-        self._loss_check(output, batch, loss)
-        return loss
+        return self._loss(output, batch)
 
 
-_FEW = 64  # positions
 _DECODER_ROWS = frozenset(("decoder_tokens", "labels", "loss_weights"))  # else the encoder's where there is no decoder
 _ROWS_BY_SIDE = _DECODER_ROWS | {"tokens", "encoder_tokens", "position_ids"}
 
@@ -210,102 +205,6 @@ def _refuse_other_arguments(loss: LossFunction) -> None:
         signature.bind(None, None)
     except TypeError:
         raise ConfigError(f"the loss takes {signature} but must be a function of (output, batch)") from None
-
-
-class LossCheck:
-    """Looks in the first step whether a loss is a sum over positions that heeds their weights. It calls the loss a few
-    times more; random numbers stay as they are.
-
-    Errors of a call: ConfigError for a mean, and for a sum over padding and inputs, too.
-    """
-
-    def __init__(self, function: LossFunction) -> None:
-        self._function = function
-        self._may_be_mean = self._may_leave_weights = True
-
-    def end(self) -> None:
-        """The first step is over."""
-        self._may_be_mean = self._may_leave_weights = False
-
-    def __call__(self, output: Any, batch: Batch, loss: Any) -> None:
-        """Of one micro-batch, which may not tell."""
-        weights = batch.get("loss_weights")
-        if not self._may_leave_weights or not isinstance(weights, torch.Tensor) or not isinstance(loss, torch.Tensor):
-            return
-        if loss.dim() or not loss.isfinite() or not loss or not (weights > 0).any():
-            return
-        devices = [output.device] if isinstance(output, torch.Tensor) and output.is_cuda else []
-        with torch.random.fork_rng(devices), torch.no_grad():
-            few = _few_positions(output, batch, weights)
-            if not (weights == 1).all():  # where all count, a sum without weights is right
-                if self._leaves_weights(few) and self._leaves_weights((output, batch)):
-                    raise ConfigError(
-                        'the loss stays as it is where batch["loss_weights"] are doubled: it is a mean, or leaves them'
-                        " aside, and the step would not be that of its target tokens: return"
-                        ' (losses * batch["loss_weights"]).sum()'
-                    )
-                self._may_leave_weights = False
-            if few is not None and self._may_be_mean:
-                self._may_be_mean = False
-                if self._is_mean(*few):
-                    raise ConfigError(
-                        "the loss of some positions stays as it is where all of them are there twice: it is a mean"
-                        " over positions, which the step divides once more: return"
-                        ' (losses * batch["loss_weights"]).sum()'
-                    )
-
-    def _of(self, output: Any, batch: Batch) -> torch.Tensor | None:
-        """The loss of what is not the micro-batch; None where it cannot be had."""
-        try:
-            loss = self._function(_own(output), batch)
-        except Exception:  # noqa: BLE001
-            return None
-        return loss if isinstance(loss, torch.Tensor) else None
-
-    def _leaves_weights(self, given: tuple[Any, Batch] | None) -> bool:
-        """Whether the loss stays as it is with doubled weights; also where it cannot be had."""
-        if given is None:
-            return True
-        output, batch = given
-        once = self._of(output, batch)
-        doubled = self._of(output, {**batch, "loss_weights": 2 * batch["loss_weights"]})
-        return once is None or doubled is None or torch.equal(once, doubled)
-
-    def _is_mean(self, output: torch.Tensor, batch: Batch) -> bool:
-        """Whether positions have the same loss twice as once, and the mean of the losses of their halves."""
-        once = self._of(output, batch)
-        twice = self._of(torch.cat([output, output]), _rows(batch, output, lambda x: torch.cat([x, x])))
-        half = output.shape[1] // 2
-        first = self._of(output[:, :half], _rows(batch, output, lambda x: x[:, :half]))
-        second = self._of(output[:, half:], _rows(batch, output, lambda x: x[:, half:]))
-        if once is None or twice is None or first is None or second is None or not once:
-            return False
-        near = 32 * torch.finfo(once.dtype).eps
-        mean = (first + second) / 2
-        return all(torch.isclose(x, once, rtol=near, atol=0.0) for x in (twice, mean))
-
-
-def _own(output: Any) -> Any:
-    """What a loss may write to."""
-    return output.clone() if isinstance(output, torch.Tensor) else output
-
-
-def _few_positions(output: Any, batch: Batch, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """An even number of positions of one row, from the first that counts on; None where there are no two."""
-    if weights.dim() != 2 or not isinstance(output, torch.Tensor) or output.shape[:2] != weights.shape:
-        return None
-    row, first = (weights > 0).nonzero()[0].tolist()
-    num = min(_FEW, weights.shape[1] - first) // 2 * 2
-    place = slice(row, row + 1), slice(first, first + num)
-    return (output[place], {**batch, **_rows(batch, output, lambda x: x[place])}) if num else None
-
-
-def _rows(batch: Batch, output: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """The batch with each tensor of rows as `change` has it."""
-    return {
-        name: change(x) if isinstance(x, torch.Tensor) and x.shape[:2] == output.shape[:2] else x
-        for name, x in batch.items()
-    }
 
 
 def _refuse_ownerless(chunks: Iterable[Module]) -> None:

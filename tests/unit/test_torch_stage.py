@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.replaced_forward import replace_forward
 from dynapipe_ext.executor.stages.split_linear import hand_over_each_use, make_linears_splittable, pass_hooks_by
-from dynapipe_ext.executor.stages.torch_stage import LossCheck, TorchStage
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.schedules.planner import Planner
 
@@ -223,22 +222,6 @@ PARTLY_TARGETS[-1]["loss_weights"][0, 0] = 0
         (lambda m: run(TorchStage(m, losses_of)), r"loss is a tensor of shape \(\d+, \d+\) but must be a scalar"),
         (lambda m: run(TorchStage(m, lambda logits, batch: 1.0)), "loss is float but must be a scalar tensor"),
         (lambda m: run(TorchStage(m, lambda x, batch: loss_sum(x.detach(), batch))), "stage 0 returns has no gradient"),
-        (
-            lambda m: run(TorchStage(m, lambda x, batch: losses_of(x, batch).mean()), batches=PARTLY_TARGETS),
-            r"stays as it is .* it is a mean",
-        ),
-        (lambda m: run(TorchStage(m, lambda x, batch: losses_of(x, batch).mean())), "it is a mean over positions"),
-        (
-            lambda m: run(TorchStage(m, mean_of_targets), batches=PARTLY_TARGETS),
-            r"where batch\[\"loss_weights\"\] are doubled: it is a mean",
-        ),
-        (
-            lambda m: run(
-                TorchStage(m, lambda x, batch: (losses_of(x, batch) * batch["loss_weights"]).mean()),
-                batches=PARTLY_TARGETS,
-            ),
-            "stays as it is where all of them are there twice: it is a mean over positions",
-        ),
         (lambda m: run(TorchStage({1: m}, loss_sum)), r"stages \(0,\) of the plan but has modules for \(1,\)"),
         (
             lambda m: TorchStage(m, loss_sum).start_step(plan_of(pp=2)),
@@ -395,70 +378,6 @@ def test_what_follows_a_split_layer_may_be_computed_in_its_place():
         split_step(model)
         found.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *found))
-
-
-def test_looking_at_the_loss_leaves_random_numbers_as_they_are():
-    def noisy(logits: torch.Tensor, batch) -> torch.Tensor:
-        return loss_sum(torch.nn.functional.dropout(logits, 0.3), batch)
-
-    states = []
-    for check in (True, False):
-        model = model_of()
-        stage = TorchStage(model, noisy)
-        if not check:
-            stage._loss_check.end()
-        torch.manual_seed(5)
-        run(stage)
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
-
-
-ENDS = torch.tensor([0, 10, 32])
-
-
-def own_row(logits: torch.Tensor, batch) -> torch.Tensor:
-    return (losses_of(logits, batch)[0] * batch["loss_weights"][0]).sum()
-
-
-def by_ends(logits: torch.Tensor, batch) -> torch.Tensor:
-    losses = (losses_of(logits, batch) * batch["loss_weights"]).flatten()
-    return sum(losses[a:b].sum() for a, b in itertools.pairwise(ENDS.tolist()))
-
-
-def in_its_place(logits: torch.Tensor, batch) -> torch.Tensor:
-    logits -= logits.amax(-1, keepdim=True).detach()
-    return loss_sum(logits, batch)
-
-
-@pytest.mark.parametrize("weights", ["ones", "some", "none"])
-@pytest.mark.parametrize(
-    "loss",
-    [
-        loss_sum,
-        own_row,
-        by_ends,
-        in_its_place,
-        lambda x, batch: (losses_of(x, batch) * batch["loss_weights"]).flatten()[:32].sum(),
-        lambda x, batch: 1e-11 * loss_sum(x, batch),
-        lambda x, batch: loss_sum(x, batch) + 1e4,
-        lambda x, batch: loss_sum(x, batch) + 0.1 * x.logsumexp(-1).square().sum(),
-    ],
-)
-def test_sums_over_positions_are_not_taken_for_means(loss, weights):
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 32, VOCAB, generator=generator).requires_grad_()
-    batch = {
-        "labels": torch.randint(0, VOCAB, (1, 32), generator=generator),
-        "loss_weights": torch.tensor([[1.0] * 32]),
-    }
-    if weights != "ones":
-        batch["loss_weights"][0, :20] = 0
-    if weights == "none":
-        batch["loss_weights"].zero_()
-    output = logits * 1
-    check, value = LossCheck(loss), loss(output, batch)
-    check(output, batch, value)
-    value.backward()
 
 
 def test_split_layers_compile_into_one_graph():

@@ -76,8 +76,6 @@ class TransformersStage(TorchStage):
         super().__init__(self._parts, loss, restarts_attention=True, measure_bytes=measure_bytes, **options)
         self._shares_rows = False
         self._takes_logits = not isinstance(loss, LossOfLogits)
-        if not self._takes_logits:
-            self._loss_check.end()
         self._device = next(self._parts[0].parameters()).device
 
     def start_step(self, plan: ExecutionPlan) -> None:
