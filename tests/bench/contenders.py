@@ -22,23 +22,27 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.errors import DataError, DynaPipeError, PlanError
+from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
 from dynapipe_ext.launch.job.configured import layers_to_place
 from dynapipe_ext.schedules.placements import PlacementSearch, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.schedules.rivals import list_rivals
+from dynapipe_ext.settings.plan_rules import own_placement
 
 TOPOLOGY = Topology(tp=1, pp=4, dp=2)
 INTERLEAVED, V = (replace(TOPOLOGY, placement=placement_of(name, 4)) for name in ("interleaved", "v"))
 MEMORY_LIMIT_BYTES = 36e9
 FEW_BYTES, REAL_BYTES = ActivationFormat(4), ActivationFormat(4096, "bfloat16")  # of messages: a token's, GPT 6.7B's
 TWO_NODES = Links(intra=Link(0, 600e9), inter=Link(10_000, 25e9), ranks_per_node=4)  # PP4 x DP2: ranks 1 and 2 part
+RIVALS = {rival.name: rival for rival in list_rivals(TOPOLOGY.pp)}
+EVEN, PLACED = "ours, packed, V, split", "ours, packed, placed, split"
 COLUMNS = {
     "padding": "padding to the batch maximum, 1F1B",
-    "packing": "packing, document attention, balanced 1F1B",
-    "packing, interleaved": "the same, interleaved 1F1B",
+    **{name: name for name in RIVALS},
     "dynapipe": "DynaPipe's rule",
-    "ours": "ours, one stage a rank, whole backwards",
-    "ours, placed, split": "ours, `--placement auto --split-backward`",
+    "ours": "ours, one stage per rank, full backwards, padded",
+    EVEN: "ours, `--layout packed --placement v --split-backward`: even layers in a V, as ZB-V has them",
+    PLACED: "ours, `--layout packed --placement auto --split-backward`",
 }
 Costs: TypeAlias = CostTable | TokenCosts
 
@@ -103,57 +107,50 @@ def _drawn(tokens: int, count: int) -> Iterator[Batch]:
 def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Planner settings of a column; of several, the fastest plan counts: a rule that leaves a size open is at its best.
 
-    Besides the columns: ours and DynaPipe's split under 1F1B in natural order, DynaPipe's also under its cyclic order,
-    ours with split backwards, under the zero-bubble schedules, and in packed rows; packing with whole rows. Those of
-    several stages a rank go with `topology_for`.
+    In addition to the columns: whole rows; DynaPipe's split under 1F1B in natural order, and under its cyclic order;
+    ours under 1F1B in natural order, with split backwards, under the zero-bubble schedules, in a V, and placed. Those
+    with several stages per rank go with `topology_for`.
     """
+    if column in RIVALS:
+        return [RIVALS[column].rules]
     longest = round_up(max(lengths), 8)
     match column:
         case "padding":
             return [{"rule": "batch-max", "schedule": "1f1b"}]
-        case "packing" | "packing, interleaved" | "whole rows":
-            rule = "fixed-rows" if column == "whole rows" else "packed-balanced"
-            schedule = "interleaved-1f1b" if column == "packing, interleaved" else "1f1b"
+        case "whole rows":
             rows = dict.fromkeys(max(longest, n) for n in (2048, 4096, 8192))
-            return [{"rule": rule, "layout": "packed", "schedule": schedule, "max_tokens": n} for n in rows]
+            return [{"rule": "fixed-rows", "layout": "packed", "schedule": "1f1b", "max_tokens": n} for n in rows]
         case "dynapipe":
             return [{"rule": "dynapipe", "schedule": "adaptive"}]
         case "DynaPipe's split, cyclic":
             return [{"rule": "dynapipe", "schedule": "cyclic"}]
-        case "ours" | "ours, V" | "ours, placed":
-            return [{"schedule": "adaptive"}]
-        case "ours, split" | "ours, V, split" | "ours, placed, split":
-            return [{"schedule": "adaptive", "split_backward": True}]
+        case "DynaPipe's split, 1F1B":
+            return [{"rule": "dynapipe", "schedule": "1f1b"}]
         case "ours, 1F1B":
             return [{"schedule": "1f1b"}]
         case "ours, ZB-H1" | "ours, ZB-H2" | "ours, ZB-V" | "ours, V-Half":
             return [{"schedule": column.removeprefix("ours, ").lower()}]
-        case "ours, packed":
-            rows = dict.fromkeys(max(longest, n) for n in (2048, 4096))
-            return [{"layout": "packed", "schedule": "adaptive", "max_tokens": n} for n in rows]
-        case "DynaPipe's split, 1F1B":
-            return [{"rule": "dynapipe", "schedule": "1f1b"}]
         case _:
-            raise ValueError(column)
+            own, *words = column.split(", ")
+            if own != "ours" or not {*words} <= {"packed", "V", "placed", "split"}:
+                raise ValueError(column)
+            layout = "packed" if "packed" in words else "padded"
+            return [{"schedule": "adaptive", "layout": layout, "split_backward": "split" in words}]
 
 
 def topology_for(column: str, costs: Costs, batches: Sequence[Batch]) -> Topology:
     """TOPOLOGY with the stages of a column on its ranks, for the placed ones as `--placement auto` takes them for the
     batches; costs that cannot be placed get a V."""
-    match column:
-        case "ours, placed" | "ours, placed, split":
-            if isinstance(costs, TokenCosts):
-                return V
-            (options,) = settings(column, batches[0].lengths)
-            planner = _planner(TOPOLOGY, costs, MEMORY_LIMIT_BYTES, FEW_BYTES, options)
-            sampled = [sample_lengths(batch.lengths) for batch in batches]
-            return best_topology(planner, sampled)
-        case "packing, interleaved":
-            return INTERLEAVED
-        case "ours, V" | "ours, V, split" | "ours, ZB-V" | "ours, V-Half":
-            return V
-        case _:
-            return TOPOLOGY
+    words = column.split(", ")
+    if column in RIVALS:
+        name = own_placement(RIVALS[column].schedule)
+        return {"linear": TOPOLOGY, "interleaved": INTERLEAVED, "v": V}[name]
+    if "placed" in words and not isinstance(costs, TokenCosts):
+        (options,) = settings(column, batches[0].lengths)
+        planner = _planner(TOPOLOGY, costs, MEMORY_LIMIT_BYTES, FEW_BYTES, options)
+        sampled = [sample_lengths(batch.lengths) for batch in batches]
+        return best_topology(planner, sampled)
+    return V if {"V", "placed", "ZB-V", "V-Half"} & {*words} else TOPOLOGY
 
 
 def best_topology(planner: Planner, batches: SampledBatches) -> Topology:
@@ -174,7 +171,7 @@ def best_topology(planner: Planner, batches: SampledBatches) -> Topology:
     return search.trials(get_args(PlacementName))[0].topology
 
 
-def best_plan(
+def best_step(
     column: str,
     costs: Costs,
     lengths: Sequence[int],
@@ -182,21 +179,21 @@ def best_plan(
     topology: Topology = TOPOLOGY,
     limit_bytes: float = MEMORY_LIMIT_BYTES,
     messages: ActivationFormat = FEW_BYTES,
-) -> tuple[StepPlan, Planner, float]:
-    """The column's plan, the planner that made it, and the CPU seconds of all its planning.
+) -> tuple[ProvenStep, Planner, float]:
+    """Return the column's proven step, the planner that made it, and the CPU seconds of planning and proving it.
 
-    Raises PlanError where nothing of the column fits the limits.
+    Raises PlanError if nothing of the column fits the limits, VerificationError for a step that would not end.
     """
     start_s, best, refusal = time.process_time(), None, None
     for options in settings(column, lengths):
         planner = _planner(topology, costs, limit_bytes, messages, options)
         try:
-            plan = planner.plan(lengths)
+            proven = prove_step(planner, sample_lengths(lengths), step=0)
         except PlanError as error:
             refusal = refusal or error
             continue
-        if best is None or plan.makespan_s < best[0].makespan_s:
-            best = (plan, planner)
+        if best is None or proven.step_plan.makespan_s < best[0].step_plan.makespan_s:
+            best = (proven, planner)
     if best is None:
         assert refusal is not None
         raise refusal

@@ -2,7 +2,8 @@
 
     python tests/bench/emulated.py --costs DIR --shared DIR
 
-Without --costs the costs are made up, without --shared the lengths are the generator's. Between two nodes, pipeline
+Every row is a proven step; headlines.py writes the pages' figures from the result. Without --costs the costs are made
+up, without --shared the lengths are the generator's. Between two nodes, pipeline
 ranks 1 and 2, a message takes 10 us and its bytes at 25 GB/s. Whole-row attention prices a row of documents as one.
 """
 
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from contenders import (
+    EVEN,
     FEW_BYTES,
     MEMORY_LIMIT_BYTES,
+    PLACED,
     REAL_BYTES,
+    RIVALS,
     TOPOLOGY,
-    best_plan,
+    best_step,
     cost_model,
     measured_to_file,
     provenance,
@@ -32,11 +36,12 @@ from dynapipe_ext.launch.store import RedisServer
 
 RESULT = Path(__file__).parent / "results" / "emulated.json"
 FORMAT = "dynapipe-emulated/1"
+_REAL = ", real messages"
+_APART = ", two nodes"
 ROWS = {
     "padding": "padding to the batch maximum, 1F1B",
     "whole rows": "packing into fixed rows, whole-row attention, 1F1B",
-    "packing": "packing, document attention, balanced, 1F1B",
-    "packing, interleaved": "packing, document attention, balanced, interleaved 1F1B",
+    **{name: name for name in RIVALS},
     "DynaPipe's split, 1F1B": "DynaPipe's split, 1F1B in natural order",
     "DynaPipe's split, cyclic": "DynaPipe's split, its cyclic order",
     "dynapipe": "DynaPipe's split, adaptive",
@@ -51,10 +56,11 @@ ROWS = {
     "ours, V, split": "our split, adaptive on a V, backward as I and W",
     "ours, placed": "our split, adaptive, --placement auto",
     "ours, placed, split": "our split, adaptive, --placement auto, I and W",
-    "packing, two nodes": "packing, document attention, 1F1B; two nodes",
-    "packing, interleaved, two nodes": "packing, document attention, interleaved; two nodes",
-    "ours, placed, split, two nodes": "ours, --placement auto, I and W; two nodes",
-    "ours, real messages": "our split, adaptive; real messages, copied by gloo",
+    EVEN: "ours in packed rows, adaptive on a V, I and W",
+    PLACED: "ours in packed rows, --placement auto, I and W",
+    **{name + _APART: f"{name}; two nodes" for name in RIVALS},
+    PLACED + _APART: "ours in packed rows, --placement auto, I and W; two nodes",
+    "ours" + _REAL: "our split, adaptive; real messages, copied by gloo",
 }
 LIMITS = {
     "ours, ZB-H1": 60e9,
@@ -84,13 +90,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         store = f"{server.name} {server.version}"
         for column in args.only or ROWS:
             name = ROWS[column]
-            apart, real = column.endswith(", two nodes"), column.endswith(", real messages")
-            setting = column.removesuffix(", two nodes").removesuffix(", real messages")
+            apart, real = column.endswith(_APART), column.endswith(_REAL)
+            setting = column.removesuffix(_APART).removesuffix(_REAL)
             costs, cost_name = cost_model(args.costs, apart=apart)
             topology = topology_for(setting, costs, batches)
             costs, _ = cost_model(args.costs, topology, apart=apart)
             limit_bytes = LIMITS.get(column, MEMORY_LIMIT_BYTES)
-            _, planner, _ = best_plan(
+            _, planner, _ = best_step(
                 setting,
                 costs,
                 batch.lengths,

@@ -1,19 +1,24 @@
-"""The README's five figures, the summary of docs/results.md and its table of public workloads, from the result files.
+"""Every figure of the README and of docs/results.md that is from a result file, and the blocks that hold them.
 
     python tests/bench/headlines.py [--write]
 
-Prints the blocks, or writes each between its markers. A figure names what it is (measured, emulated,
-simulated), its machine and the file that it comes from.
+Prints the blocks, or writes each between its markers. A figure names what it is (measured, emulated, simulated), its
+machine and the file that it comes from. The figures of the workload that the README shows are all from workload.json;
+emulated ones are shown if emulated.json has the very plans of that file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from dynapipe_ext.schedules.rivals import describe_gain, pick_best_rival
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
@@ -111,13 +116,175 @@ def _read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+OURS, EVEN = "ours, packed, placed, split", "ours, packed, V, split"
+_SHORT = {OURS: "ours", EVEN: "ours, on the layers of ZB-V"}
+
+
+def pictured(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the ways that the README's picture shows of the first batch, each with the line above its pane: packed
+    1F1B and the best rival above ours."""
+    step_s = _first_batch(result)
+    rivals = [name for name in result["rivals"] if name in step_s]
+    best = pick_best_rival({name: step_s[name] for name in rivals})
+    heads = {}
+    for column in dict.fromkeys([*rivals[:1], best, EVEN, OURS]):
+        way = result["sizes"][0]["batches"][0]["ways"][column]
+        name = _SHORT.get(column, column) + (", the best rival" if column == best else "")
+        idle = f"{100 * way['bubble_ratio']:.0f} % idle"
+        heads[column] = f"{name}: {way['makespan_s']:.2f} s, {way['micro_batches']} micro-batches, {idle}"
+    return heads
+
+
+def picture_heads() -> list[str]:
+    """Return the lines that the README's picture must have."""
+    return list(pictured(_read("workload")).values())
+
+
+def gain() -> str:
+    """Return the README's sentence on its picture."""
+    result = _read("workload")
+    step_s = _first_batch(result)
+    rivals = {name: step_s[name] for name in result["rivals"] if name in step_s}
+    best = pick_best_rival(rivals)
+    even, usual = describe_gain(step_s[EVEN], rivals), f"packed 1F1B {rivals['packed 1F1B']:.2f} s"
+    return "\n".join(
+        [
+            f"**{step_s[OURS]:.2f} s per step, {describe_gain(step_s[OURS], rivals)} ({rivals[best]:.2f} s).** On the"
+            f" even layers of ZB-V ours takes {step_s[EVEN]:.2f} s, {even.partition(' time ')[0]}; {usual}.",
+            "",
+            f"GPT 6.7B on measured A100 layer costs, {_topology(result)}, {result['limit_gb']:g} GB per device,"
+            " simulated; all steps are proven. Each row is a rank; gaps are idle time. No plan ends before the dashed"
+            " line. Every word is explained under [Words](.github/docs/README.md#words).",
+        ]
+    )
+
+
+def workload(result: Mapping[str, Any], emulated: Mapping[str, Any] | None) -> str:
+    """Return the table of the workload on the page of results: a row per way of training."""
+    first, slept = result["sizes"][0], _same_plans(result, emulated)
+    sizes = [f"{round(size['tokens'] / 1024)}k tokens" for size in result["sizes"]]
+    counts = [len(size["batches"]) for size in result["sizes"]]
+    heads = [
+        "", "first batch, simulated", "first batch, emulated",
+        *(f"{name}, median of {count}" for name, count in zip(sizes, counts, strict=True)),
+        "padding efficiency", "bubble", "CPU, planning and proof",
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for column, name in result["columns"].items():
+        own = [
+            f"**{name}**" if column == OURS else name,
+            _seconds(_first_batch(result).get(column)),
+            _seconds(slept.get(column)),
+            *(_seconds(_median(size, column, "makespan_s")) or "does not fit" for size in result["sizes"]),
+            *(
+                "" if (value := _median(first, column, key)) is None else f"{value:.3f}"
+                for key in ("padding_efficiency", "bubble_ratio")
+            ),
+            _seconds(_median(first, column, "planning_cpu_s"), digits=2),
+        ]
+        lines.append(f"| {' | '.join(own)} |")
+    bounds = [statistics.median(batch["bound_s"] for batch in size["batches"]) for size in result["sizes"]]
+    lines.append(
+        f"| bound | {_seconds(first['batches'][0]['bound_s'])} | | {' | '.join(map(_seconds, bounds))} | | | |"
+    )
+    if all("reference" in batch for size in result["sizes"] for batch in size["batches"]):
+        reported = [
+            _seconds(statistics.median(batch["reference"]["makespan_s"] for batch in size["batches"]))
+            for size in result["sizes"]
+        ]
+        own_first = _seconds(first["batches"][0]["reference"]["makespan_s"])
+        lines.append(f"| DynaPipe's own planner, as it reports | {own_first} | | {' | '.join(reported)} | | | |")
+    return "\n".join([*_gains(result, slept), "", *lines, "", *_notes(result), *_compared_run(result)])
+
+
+def _gains(result: Mapping[str, Any], slept: Mapping[str, float]) -> Iterator[str]:
+    """What ours gains over the best rival, on the first batch and in the median of each size."""
+
+    def sentence(what: str, step_s: Mapping[str, float]) -> str:
+        rivals = {name: step_s[name] for name in result["rivals"] if name in step_s}
+        even = describe_gain(step_s[EVEN], rivals).partition(" time ")[0]
+        return f"- {what}: **{describe_gain(step_s[OURS], rivals)}**; on the even layers of ZB-V {even}."
+
+    yield sentence("first batch, simulated", _first_batch(result))
+    if {OURS, EVEN, *result["rivals"]} <= slept.keys():
+        yield sentence("first batch, emulated", slept)
+    else:
+        yield "- first batch, emulated: not yet measured with these rivals."
+    for size in result["sizes"]:
+        medians = {column: _median(size, column, "makespan_s") for column in result["columns"]}
+        known = {column: seconds for column, seconds in medians.items() if seconds is not None}
+        yield sentence(f"{round(size['tokens'] / 1024)}k tokens, median of {len(size['batches'])}, simulated", known)
+
+
+def _notes(result: Mapping[str, Any]) -> list[str]:
+    return [
+        f"- {result['machine']}, {result['date']}; {result['costs']}; {_topology(result)}, {result['limit_gb']:g} GB"
+        f" per device, for rivals too; {result['lengths']}. Not run on GPUs: simulated figures are the cost table's.",
+        "- simulated: exact simulation of a proven step; emulated: real ranks, store and transfers, sleeping for the"
+        " table's seconds; CPU: measured. Padding, bubble and CPU are medians at the first size.",
+        "- Rivals pack by best fit, with attention within each document, and take the fastest of several row lengths,"
+        " orders of the rows and recomputation modes for each step; their CPU seconds are those of trying them all."
+        " Padding takes the best of several micro-batch sizes. Every way pads to 8 and may recompute.",
+        "- DynaPipe's rule is its split and its balancing in our implementation, under our adaptive schedule. Its own"
+        " planner's simulator counts inputs one position shorter.",
+        "- Packed rows have no measurements of their own: they are priced as padded shapes with the same tokens and the"
+        " same sum of squared lengths.",
+        "- The bound is the least work of the whole model divided by the ranks. It holds for every split, layout,"
+        " order, placement and recomputation, with unlimited memory: no plan is faster, and the fastest may be slower.",
+    ]
+
+
+def _compared_run(result: Mapping[str, Any]) -> Iterator[str]:
+    for row in result["compared_run"]:
+        values = sorted(row["values"].items(), key=lambda item: item[0] != "ours")
+        figures = ", ".join(f"{name} {value:.{row['digits']}f}{row['unit']}" for name, value in values)
+        yield f"- {row['name']} (`dynapipe train --compare`), measured: {figures}."
+
+
+def _first_batch(result: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of the first batch, which the README shows and emulated.py runs, by column; of those that fit."""
+    ways = result["sizes"][0]["batches"][0]["ways"]
+    return {column: way["makespan_s"] for column, way in ways.items() if "makespan_s" in way}
+
+
+def _same_plans(result: Mapping[str, Any], emulated: Mapping[str, Any] | None) -> dict[str, float]:
+    """Emulated seconds by column, of the rows that ran the plans of the first batch on unstretched time."""
+    if emulated is None or emulated["costs_fingerprint"] != result["costs_fingerprint"] or emulated["scale"] != 1:
+        return {}
+    planned = _first_batch(result)
+    return {
+        row["column"]: row["measured_s"]
+        for row in emulated["rows"]
+        if math.isclose(planned.get(row["column"], 0.0), row["predicted_s"], rel_tol=1e-6)
+    }
+
+
+def _median(size: Mapping[str, Any], column: str, key: str) -> float | None:
+    """None for a column that does not fit one of the batches."""
+    ways = [batch["ways"][column] for batch in size["batches"]]
+    return statistics.median(way[key] for way in ways) if all(key in way for way in ways) else None
+
+
+def _seconds(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f} s"
+
+
+def _topology(result: Mapping[str, Any]) -> str:
+    degrees = result["topology"]
+    return " × ".join(f"{name.upper()}{degrees[name]}" for name in ("pp", "dp"))
+
+
 def _step() -> tuple[str, str, str, str]:
-    result = _read("emulated")
-    seconds = {row["column"]: row["measured_s"] for row in result["rows"]}
-    figure = f"**{seconds['ours, placed, split']:.2f} s**; packed 1F1B {seconds['packing']:.2f} s"
-    figure += f", interleaved {seconds['packing, interleaved']:.2f} s, padded {seconds['padding']:.1f} s"
-    what = f"a step of {round(result['tokens'] / 1024)}k tokens, GPT 6.7B, PP4 × DP2"
-    return what, figure, f"emulated: real ranks, sleeping stages; {result['machine']}", "emulated"
+    result = _read("workload")
+    step_s, slept = _first_batch(result), _same_plans(result, _read("emulated"))
+    how = "simulated, proven steps"
+    if {OURS, *result["rivals"]} <= slept.keys():
+        step_s, how = slept, f"emulated: real ranks, sleeping stages; {_read('emulated')['machine']}"
+    rivals = {name: step_s[name] for name in result["rivals"] if name in step_s}
+    times = ", ".join(f"{seconds:.2f} s" for seconds in (step_s[OURS], rivals[pick_best_rival(rivals)]))
+    figure = f"**{describe_gain(step_s[OURS], rivals)}** ({times}); packed 1F1B {rivals['packed 1F1B']:.2f} s"
+    what = f"a step of {round(result['sizes'][0]['tokens'] / 1024)}k tokens, GPT 6.7B, {_topology(result)}"
+    return what, figure, how, "workload"
 
 
 def _pieces() -> tuple[str, str, str, str]:
@@ -160,14 +327,30 @@ def written(page: str, name: str, block: str) -> str:
     return page.partition(begin)[0] + f"{begin}\n{block}\n{end}" + page.partition(end)[2]
 
 
+def blocks() -> tuple[tuple[Path, str, str], ...]:
+    """Return every block: its page, the name of its markers, its text."""
+    return (
+        (README, "gain", gain()),
+        (README, "headlines", headlines()),
+        (PAGE, "workload", workload(_read("workload"), _read("emulated"))),
+        (PAGE, "summary", summary()),
+        (PAGE, "public", public()),
+    )
+
+
+def write_pages() -> None:
+    """Write every block into its page."""
+    for page, name, block in blocks():
+        page.write_text(written(page.read_text(), name, block))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="into the README and the page of results")
     args = parser.parse_args()
-    blocks = ((README, "headlines", headlines()), (PAGE, "summary", summary()), (PAGE, "public", public()))
-    for page, name, block in blocks:
-        if args.write:
-            page.write_text(written(page.read_text(), name, block))
+    if args.write:
+        write_pages()
+    for _, _, block in blocks():
         print(block)
     return 0
 

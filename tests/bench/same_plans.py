@@ -131,7 +131,7 @@ def rules(shared: Path) -> Iterator[tuple[str, Callable[[], str]]]:
             )
         if name == "linear":
             base = Planner(topology, measured, MEMORY_LIMIT_BYTES, format=REAL_BYTES, collectives=ReplicaCollectives())
-            for column in ("padding", "packing", "whole rows", "dynapipe"):
+            for column in ("padding", "packed 1F1B", "whole rows", "dynapipe"):
                 for number, chosen in enumerate(settings(column, [s.encoder for s in samples])):
                     yield f"rule {column} {number}", partial(digest_of_plan, replace(base, **chosen), samples)
             for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
