@@ -40,7 +40,7 @@ from dynapipe_ext.launch.job.run_directory import (
     run_to_resume,
     runs_folder,
 )
-from dynapipe_ext.launch.job.saved_settings import find_damage, read_saved_settings
+from dynapipe_ext.launch.job.saved_settings import find_damage, read_saved_settings, refuse_untrusted
 from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_ranks_here, store_password
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.store import asked_store
@@ -129,7 +129,10 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         if tables["model"]["max_seq_len"] != args.truncate:
             raise ConfigError(f"--truncate is {args.truncate} and --max-seq-len {args.max_seq_len}: give one of them")
     config = config.with_values(**_beside_file(tables, config))
-    if not args.resume:
+    if args.resume:
+        given = config.named | {(table, name) for table, values in tables.items() for name in values}
+        refuse_untrusted(config, run_to_resume(args.resume), given)
+    else:
         refuse_random_weights(config.model)
     return config
 

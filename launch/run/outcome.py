@@ -43,6 +43,7 @@ from dynapipe_ext.launch.job.run_directory import (
     link,
     point_latest_at,
 )
+from dynapipe_ext.launch.job.saved_settings import find_untrusted, read_saved_settings
 from dynapipe_ext.launch.job.settled import SettledJob
 from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.processes.env import launcher, under_torchrun
@@ -196,8 +197,12 @@ def _saved_line(run_dir: Path, command: str) -> str:
     saved = checkpoints(run_dir / CHECKPOINTS)
     if not saved:
         return "nothing was saved"
-    on = f"; to go on: {command} --resume {shlex.quote(str(run_dir))}" if command else ""
-    return f"saved: {saved[-1]}{on}"
+    if not command:
+        return f"saved: {saved[-1]}"
+    words = ["--resume", str(run_dir)]
+    if (config := read_saved_settings(run_dir)) is not None:
+        words += [word for flag, value in find_untrusted(config, run_dir).items() for word in (flag, value)]
+    return f"saved: {saved[-1]}; to go on: {command} {shlex.join(words)}"
 
 
 def report_what_ran(run_dir: Path, reason: str) -> None:

@@ -103,7 +103,8 @@ def test_fitted_costs_hold_from_one_step_on_and_in_the_run_that_goes_on(folder: 
         name: str = json.loads((folder / "plans" / f"step-{step:06d}.json").read_text())["planner"]
         return name
 
-    preloaded.train("--resume", "run", "--steps", str(NUM_STEPS + 1), cwd=folder)
+    more = ["--steps", str(NUM_STEPS + 1), "--plan-dir", "plans", "--log-dir", "logs"]
+    preloaded.train("--resume", "run", *more, cwd=folder)
     before, after = {planner_of(step) for step in range(4)}, {planner_of(step) for step in range(4, NUM_STEPS + 1)}
     assert (len(before), len(after), before & after) == (1, 1, set())
     names = {path.name for path in (folder / "plans").iterdir() if not path.name.startswith("planner-")}

@@ -82,7 +82,9 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
         where = ["--run-dir", name, "--output", f"{name}-trained"]
         said[name] = preloaded_transformers.train(*given, *ranks, *where, cwd=folder)
         interrupted(folder / name, folder / f"{name}-again")
-        preloaded_transformers.train("--resume", f"{name}-again", "--overwrite", cwd=folder)
+        preloaded_transformers.train(
+            "--resume", f"{name}-again", "--output", f"{name}-trained", "--overwrite", cwd=folder
+        )
     return folder, said
 
 

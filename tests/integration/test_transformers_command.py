@@ -147,7 +147,7 @@ def test_sixteen_bits_and_dropout_go_on_to_the_bit_and_the_best_weights_are_the_
     given += ["--eval-fraction", "0.2", "--eval-every", "2", "--keep-best", "--save-every", "2", "--keep-last", "0"]
     preloaded_transformers.train(*given, cwd=tmp_path)
     interrupted(tmp_path / "run", tmp_path / "again")
-    preloaded_transformers.train("--resume", "again", "--overwrite", cwd=tmp_path)
+    preloaded_transformers.train("--resume", "again", "--output", "trained", "--overwrite", cwd=tmp_path)
     assert report_of(tmp_path / "again")["losses"] == report_of(tmp_path / "run")["losses"]
     whole, resumed = last_tensors(tmp_path / "run"), last_tensors(tmp_path / "again")
     assert {tensor.dtype for tensor in whole.values()} == {torch.bfloat16, torch.float32}

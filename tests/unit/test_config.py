@@ -302,6 +302,50 @@ def test_a_file_beside_a_resumed_run_changes_what_it_names_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("of_run", "flags", "says"),
+    [
+        ({"job": {"redis_server": "/evil.sh"}}, [], "names a program: /evil.sh: add --redis-server /evil.sh"),
+        ({"job": {"redis_server": "run/evil.sh"}}, [], "names a program: run/evil.sh: add --redis-server run/evil.sh"),
+        ({"job": {"redis_server": "/evil.sh"}}, ["--redis-server", "/usr/bin/valkey-server"], ""),
+        ({"job": {"redis_server": "/evil.sh"}}, ["--redis-server", ""], ""),
+        ({"debug": {"log_dir": "/home/logs"}}, [], "writes outside of it: /home/logs: add --log-dir /home/logs"),
+        ({"debug": {"plan_dir": "run/../plans"}}, [], "writes outside of it: run/../plans: add --plan-dir"),
+        ({"debug": {"plan_dir": "run/link/plans"}}, [], "writes outside of it: run/link/plans: add --plan-dir"),
+        ({"debug": {"plan_dir": "run/plans", "log_dir": "run"}}, [], ""),
+        ({"debug": {"log_dir": "logs"}}, ["--config", "more.toml"], ""),
+        ({"checkpoint": {"output": "tuned"}}, ["--steps", "90"], "writes outside of it: tuned: add --output tuned"),
+        ({"checkpoint": {"output": "tuned"}}, ["--output", "tuned"], ""),
+        ({"checkpoint": {"output_merged": "tuned"}}, ["--output", "tuned"], "add --output-merged tuned to allow that"),
+        ({"deepspeed": {"config": "plain.json"}}, [], ""),
+        (
+            {"deepspeed": {"config": "writes.json"}},
+            [],
+            "writes outside of it: writes.json: add --deepspeed writes.json",
+        ),
+        ({"deepspeed": {"config": "writes.json"}}, ["--deepspeed", "writes.json"], ""),
+    ],
+)
+def test_a_resumed_run_takes_no_program_and_no_place_outside_of_it_from_its_folder(
+    of_run: dict[str, Any], flags: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/link").symlink_to(tmp_path)
+    Path("more.toml").write_text('[debug]\nlog_dir = "logs"\n')
+    Path("plain.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    Path("writes.json").write_text(json.dumps({"csv_monitor": {"enabled": True, "output_path": "/home/logs"}}))
+    begun = TrainConfig().with_values(**of_run)
+    Path("run/config.toml").write_text(toml_of(begun.to_json(), "Settings."))
+    if not says:
+        parse_train(["--resume", "run", *flags])
+        return
+    with pytest.raises(ConfigError) as refused:
+        parse_train(["--resume", "run", *flags])
+    assert says in str(refused.value)
+    assert len(str(refused.value)) <= 200
+
+
+@pytest.mark.parametrize(
     ("of_run", "named", "expected"),
     [
         ({"data": {"batch_size": 10}}, "[data]\ntokens_per_batch = 600", {"data": {"batch_size": 0}}),
