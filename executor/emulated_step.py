@@ -31,7 +31,7 @@ def emulated_step(proven: ProvenStep, *, scale: float = 1.0) -> tuple[Trace, ...
     Ranks sleep `scale` times as long as the costs count; the trace is in counted seconds again, so that what the
     machine adds to each action weighs less the larger the scale is. Tensor parallel ranks do alike: one stands for all.
 
-    Errors: ExecutionError where a rank fails, or waits for longer than a step can last.
+    Errors: ExecutionError if a rank fails, or waits for longer than a step can last; a defect is raised as it is.
     """
     ranks, failures = _ranks(proven, scale), list[Exception]()
     together = threading.Barrier(len(ranks))
@@ -40,7 +40,9 @@ def emulated_step(proven: ProvenStep, *, scale: float = 1.0) -> tuple[Trace, ...
         thread.start()
     for thread in threads:
         thread.join()
-    if failures:  # the others have waited for the first one
+    if failures:  # the other ranks have waited for the first one
+        if not isinstance(failures[0], DynaPipeError | threading.BrokenBarrierError):
+            raise failures[0]
         raise ExecutionError(f"an emulated rank failed: {failures[0]}") from failures[0]
     start_s = min(span.start_s for rank in ranks for span in rank.spans)
     return tuple(
@@ -73,7 +75,7 @@ class _Rank:
         try:
             together.wait(_SLACK_S)
             executor.execute(self.plan, [{}] * len(self.plan.micro_batches))
-        except (DynaPipeError, threading.BrokenBarrierError) as error:
+        except Exception as error:  # noqa: BLE001 - the thread ends with it, and nobody else would hear of it
             failures.append(error)
 
 
