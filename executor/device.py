@@ -121,15 +121,15 @@ def send_json(value: Any, source: int, group: Any, device: Any) -> Any:
 
 
 def gather_bytes(data: bytes, device: Any, *, group: Any = None, to_first: bool = False) -> list[bytes]:
-    """The `data` of every rank of the group, in their order: on every rank, or only on the job's first one (`to_first`;
-    the others get an empty list)."""
+    """Return the `data` of every rank of the group, in their order: on every rank, or only on the group's first one
+    (`to_first`; the other ranks get an empty list)."""
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device), group=group)
     longest = max(1, *(int(size) for size in sizes))
     own_row = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
-    rows = [] if to_first and dist.get_rank() else [torch.empty_like(own_row) for _ in sizes]
+    rows = [] if to_first and dist.get_rank(group) else [torch.empty_like(own_row) for _ in sizes]
     if to_first:
-        dist.gather(own_row, rows or None, dst=0)
+        dist.gather(own_row, rows or None, dst=dist.get_process_group_ranks(group)[0], group=group)
     else:
         dist.all_gather(rows, own_row, group=group)
     return [bytes(row[: int(size)].cpu().numpy()) for row, size in zip(rows, sizes, strict=bool(rows))]

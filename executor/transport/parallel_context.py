@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import Coordinates, Topology
-from dynapipe_ext.errors import ConfigError, check_timeout
+from dynapipe_ext.errors import ConfigError, ExecutionError, check_timeout
 from dynapipe_ext.executor.device import rank_device
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_group, make_pipeline_groups
 
@@ -20,7 +20,8 @@ class ParallelContext:
 
     `coordinates` say where this rank is, `stages` which stages it holds, `transport` moves their buffers, and the sums
     are what `TorchStage(parallel=…)` asks for. `replicas` is the process group of the ranks that hold the same stages,
-    one of each replica. What waits longer than `timeout_s` ends its rank.
+    one of each replica. What waits longer than `timeout_s` fails: with an ExecutionError over gloo, by the end of the
+    process over NCCL.
     Errors: ConfigError where torch.distributed has another number of ranks, or cannot move what a GPU holds.
     """
 
@@ -47,7 +48,8 @@ class ParallelContext:
         self._pipeline_groups: dict[tuple[int, ...], Any] = {}
 
     def group(self, in_common: Callable[[Coordinates], Hashable | None]) -> Any:
-        """The process group of the ranks that have as much `in_common` as this one; all ranks make theirs at once."""
+        """Return the process group of the ranks that have as much `in_common` as this one; all ranks make theirs at
+        once. A rank with None gets torch's NON_GROUP_MEMBER."""
         return make_group(self.topology, self._rank, in_common, timeout_s=self._timeout_s)
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
@@ -59,8 +61,20 @@ class ParallelContext:
         dist.all_reduce(tensor)
 
     def sum_over_pipeline(self, pp_ranks: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
-        """The sum over these pipeline ranks of one replica, which no others call; all ranks ask for it at one point."""
+        """Return the sum over these pipeline ranks of one replica; all ranks of the job ask for it at one point.
+
+        Only these ranks may call it: it raises ExecutionError on other ranks, instead of a sum over the job.
+        """
         if pp_ranks not in self._pipeline_groups:
             group = self.group(lambda c: (c.tp_rank, c.dp_rank) if c.pp_rank in pp_ranks else None)
             self._pipeline_groups[pp_ranks] = group
+        if self.coordinates.pp_rank not in pp_ranks:
+            return partial(_refuse_sum, self.coordinates.pp_rank, pp_ranks)
         return partial(dist.all_reduce, group=self._pipeline_groups[pp_ranks])
+
+
+def _refuse_sum(pp_rank: int, pp_ranks: tuple[int, ...], _tensor: torch.Tensor) -> None:
+    raise ExecutionError(
+        f"pipeline rank {pp_rank} calls a sum over pipeline ranks {', '.join(map(str, pp_ranks))}, of which it is not"
+        " one: call it on these ranks only"
+    )

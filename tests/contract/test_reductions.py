@@ -56,6 +56,13 @@ def test_ranks_sum_over_the_job_and_over_the_replicas_of_their_stages(run_ranks)
             ParallelContext(topology, device=torch.device("cuda", 1))
         parallel = ParallelContext(topology, timeout_s=LIMIT_S)
         found = parallel.stages, sums(parallel, env.rank)
+        of_first = parallel.sum_over_pipeline((0,))
+        if parallel.coordinates.pp_rank == 1:
+            with pytest.raises(ExecutionError, match="rank 1 calls a sum over pipeline ranks 0, of which"):
+                of_first(torch.ones(1))
+        nobody = parallel.group(lambda place: None)
+        dist.all_reduce(alone := torch.ones(1), group=nobody)
+        assert alone.item() == 1
         dist.barrier()
         dist.destroy_process_group()
         return found

@@ -34,11 +34,13 @@ def exchanged(env: RankEnv) -> dict[str, object]:
     last_two, rank = dist.new_group([1, 2]), env.rank
     in_group = rank > 0
     result: dict[str, object] = {
+        "rank": rank,
         "sent": send_bytes(b"of rank %d" % rank, CPU, source=2),
         "sent empty": send_bytes(b"" if rank == 1 else b"another", CPU, source=1),
         "sent json": send_json({"rank": rank}, 0, None, CPU),
         "on all": gather_bytes(b"x" * rank, CPU),
         "on the first": gather_bytes(b"y" * rank, CPU, to_first=True),
+        "on the first of a group": gather_bytes(b"z" * rank, CPU, group=last_two, to_first=True) if in_group else None,
         "json of a group": gather_json([rank], CPU, last_two) if in_group else None,
         "alike": refusal("a plan", None),
         "unlike": refusal("a plan" if rank < 2 else "another", None),
@@ -56,6 +58,7 @@ def test_ranks_get_what_others_send_and_refuse_plans_that_differ() -> None:
         assert result["sent empty"] == b""
         assert result["sent json"] == {"rank": 0}
         assert result["on all"] == [b"", b"x", b"xx"]
+        assert result["on the first of a group"] == {1: [b"z", b"zz"], 2: []}.get(result["rank"])
         assert result["alike"] == ""
         assert result["unlike"] == f"ranks 0 and 2 planned the steps of these data differently: {SENTENCE}"
     assert first["on the first"] == [b"", b"y", b"yy"]
