@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -363,3 +365,11 @@ def test_declared_names_are_those_that_this_deepspeed_reads() -> None:
 
 def parameters_of(kind: type) -> set[str]:
     return {*inspect.signature(kind).parameters} - {"optimizer", "params", "model_params"}
+
+
+def test_a_deepspeed_that_cannot_be_loaded_leaves_logging_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.INFO)
+    with pytest.raises(ImportError):
+        make_engine(torch.nn.Linear(1, 1), {}, SimpleNamespace())  # type: ignore[arg-type]
+    assert logging.root.manager.disable == logging.INFO

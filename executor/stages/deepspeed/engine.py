@@ -8,8 +8,8 @@ import logging
 import math
 import struct
 import warnings
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -69,6 +69,17 @@ class ModelParallelUnit:
         return 1
 
 
+@contextmanager
+def _no_warnings_logged() -> Iterator[None]:
+    """Within: this process logs errors only; on exit what it logged before, also if the block fails."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: ParallelContext) -> Any:
     """`deepspeed.initialize` on all ranks at the same point; matrices decay, norms and biases do not.
 
@@ -76,10 +87,9 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: Par
     CPU nothing is compiled: DeepSpeed would build an extension as it starts, and wait for ever for a build that was
     killed. Errors: ConfigError for what DeepSpeed does not take.
     """
-    logging.disable(logging.WARNING)  # that there is no accelerator, from every rank
-    import deepspeed
+    with _no_warnings_logged():  # that there is no accelerator, from every rank
+        import deepspeed
 
-    logging.disable(logging.NOTSET)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
     deepspeed.utils.logger.setLevel(logging.WARNING if dist.get_rank() == 0 else logging.ERROR)
     if parallel.device.type == "cpu":
