@@ -58,8 +58,10 @@ class PipelineExecutor:
     def execute(self, plan: ExecutionPlan, micro_batches: Sequence[Batch]) -> float:
         """Run one step and return the loss of the global batch; gradients are then complete and reduced.
 
-        `micro_batches[i]` holds the tensors of `plan.micro_batches[i]`. Raises ExecutionError when a peer is late, and
-        for every step after one that raised, whatever it raised: what ranks sent each other in it may still arrive.
+        `micro_batches[i]` holds the tensors of `plan.micro_batches[i]`. Raises ExecutionError when a peer is late over
+        gloo; over NCCL torch's watchdog then ends the process (SIGABRT, after the group's time limit). Raises
+        ExecutionError, too, for every step after one that raised, whatever it raised: what ranks sent each other in it
+        may still arrive.
         What an instruction raises carries a note that says which one, where, and on what.
         """
         if not isinstance(plan, ExecutionPlan):

@@ -21,7 +21,8 @@ Groups = dict[tuple[int, int], Any]  # (peer pp_rank, communicator) -> process g
 def make_group(
     topology: Topology, rank: int, in_common: Callable[[Coordinates], Hashable | None], *, timeout_s: float
 ) -> Any:
-    """The group of the ranks that have as much `in_common` as this one; None where that is None.
+    """Return the group of the ranks that have as much `in_common` as this one. If that is None, return torch's
+    NON_GROUP_MEMBER, with which collectives do nothing: None would mean all ranks of the job.
 
     Every rank of the job must call this at the same point: group creation is collective.
     """
@@ -30,13 +31,20 @@ def make_group(
         groups.setdefault(in_common(topology.coordinates(other)), []).append(other)
     groups.pop(None, None)
     made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in groups.values()]
-    return next((group for group, ranks in zip(made, groups.values(), strict=True) if rank in ranks), None)
+    own = (group for group, ranks in zip(made, groups.values(), strict=True) if rank in ranks)
+    return next(own, dist.GroupMember.NON_GROUP_MEMBER)
 
 
 def make_pipeline_groups(topology: Topology, rank: int, *, timeout_s: float) -> Groups:
-    """This rank's groups. Every rank of the job must call this at the same point: group creation is collective.
+    """Return this rank's groups. Every rank of the job must call this at the same point: group creation is collective.
 
     Directions have groups of their own because NCCL runs a pair's operations in order, without tags, on one queue.
+
+    A rank also counts the groups of which it is not a member: torch numbers them. That sends nothing, since torch (2.1
+    and later) ends group creation without a barrier, and takes 0.02 s with 512 ranks and 0.13 s with 4,096
+    (tests/bench/process_groups.py). `use_local_synchronization` would leave this out, but then torch names a group by
+    the number of groups that a rank is a member of. Neighbours in a pipeline have different numbers, and would wait for
+    each other until the time limit.
     """
     me = topology.coordinates(rank)
     neighbours = sorted(
@@ -104,8 +112,9 @@ class TorchP2PTransport:
     """Asynchronous sends and receives on a group a direction, past torch's isend and irecv, which look the group and
     its ranks up each time. `rank` is the global rank; waits raise after `timeout_s`.
 
-    On CUDA a wait is one of the stream alone, which the host runs ahead of, and the time limit is that of the group,
-    whose watchdog ends the process: asked to wait with a limit, NCCL would hold up the host until the transfer is done.
+    On CUDA only the stream waits, and the host runs ahead of it. There the time limit is that of the group, after which
+    NCCL's watchdog ends the process: no wait raises for a late peer. If asked to wait with a limit, NCCL would hold up
+    the host until the transfer is done.
     """
 
     def __init__(

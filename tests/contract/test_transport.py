@@ -16,6 +16,7 @@ from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport, make_pipeline_groups
+from tests.bench.process_groups import pipeline_groups
 from tests.support.limits import SOON_S
 
 PAIR = Topology(pp=2)
@@ -225,3 +226,12 @@ def test_an_inline_hub_keeps_no_transfer_that_has_happened():
         assert receiving.wait()[0].mean() == step
         assert sending.wait() == ()
         assert hub._meetings == {}
+
+
+def test_the_groups_of_512_ranks_ask_nobody_but_their_members() -> None:
+    """A barrier for each, of all ranks, would be seen in the store."""
+    topology = Topology(tp=1, pp=16, dp=32)
+    for rank, peers in ((0, {1}), (topology.rank(tp_rank=0, pp_rank=7, dp_rank=11), {6, 8})):
+        groups, _, num_keys = pipeline_groups(topology, rank)
+        assert groups.keys() == {(peer, channel) for peer in peers for channel in (0, 1)}
+        assert num_keys == 0
