@@ -25,7 +25,10 @@ from dynapipe_ext.executor.drop_in.pipeline import MegatronPlacement
 from dynapipe_ext.executor.drop_in.placement import as_interleaved, check_placement, placed
 from dynapipe_ext.executor.drop_in.planned_data import PlannedSteps
 from dynapipe_ext.executor.drop_in.refusals import check_arguments
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.drop_in.sample_streams import LongSamples
+from dynapipe_ext.executor.stages.megatron.layers import ROTATIONS
+from dynapipe_ext.executor.stages.megatron.stage import LINEAR
 from dynapipe_ext.executor.store.address import StoreAddress, named_store
 
 
@@ -73,8 +76,16 @@ def installed(
         shape_of=shape_of,
     )
     with ExitStack() as patches:
+        _keep_what_stages_replace(patches)
         _install(patches, script_settings)
         yield
+
+
+def _keep_what_stages_replace(patches: ExitStack) -> None:
+    """On exit Megatron's own functions are back that stages replace once they are made."""
+    for name, function in (*ROTATIONS, LINEAR):
+        module = importlib.import_module(name)
+        _replace(patches, module, function, getattr(module, function))
 
 
 def _install(patches: ExitStack, script_settings: ScriptSettings) -> None:
@@ -234,5 +245,4 @@ def _replace_everywhere(patches: ExitStack, original: Callable[..., Any], replac
 
 
 def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:
-    patches.callback(setattr, module, name, getattr(module, name))
-    setattr(module, name, value)
+    patches.enter_context(replaced(module, **{name: value}))

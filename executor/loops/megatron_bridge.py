@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.loops.replaced import replaced
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.loops.running_model import RunningModel
 from dynapipe_ext.megatron import installed
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from dynapipe_ext import Topology, plan_micro_batches
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.loops.counts import MicroBatchSamples, in_count
-from dynapipe_ext.executor.loops.replaced import replaced
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 

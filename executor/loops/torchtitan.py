@@ -22,9 +22,9 @@ from dynapipe_ext.batch.topology import ActivationFormat, Coordinates, ReplicaCo
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import gather_json, rank_device
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.loops.counts import MicroBatchSamples
-from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.executor.loops.running_model import RunningModel
 from dynapipe_ext.megatron import installed
 

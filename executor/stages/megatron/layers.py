@@ -39,6 +39,11 @@ _LENGTHS = "dynapipe_lengths"  # attribute of a tensor of borders: the documents
 _ANGLES = "dynapipe_angles"  # attribute of a tensor of borders: angles, and those of the row's positions
 IN_ONE_PASS = "dynapipe_in_one_pass"  # attribute of a configuration of ours: its models take kernels where they can
 _NAME = "_apply_rotary_pos_emb_thd"
+# The functions, by module and name, that `rotate_without_waiting` replaces.
+ROTATIONS = (
+    ("megatron.core.models.common.embeddings.rope_utils", _NAME),
+    ("megatron.core.transformer.attention", "apply_rotary_pos_emb"),
+)
 _TURNS = {"rotary_interleaved", "multi_latent_attention", "mscale", "cp_group"}  # options that kernels know
 YARN_FACTOR = "yarn_rotary_scaling_factor"  # an attribute of TransformerConfig that makes attention concentrate
 

@@ -86,6 +86,7 @@ def replay_megatron(device: torch.device) -> Replay:
 
 
 _NAME = "LinearWithGradAccumulationAndAsyncCommunication"
+LINEAR = "megatron.core.tensor_parallel.layers", _NAME  # what `split_megatron_linears` replaces
 
 
 def split_megatron_linears() -> None:

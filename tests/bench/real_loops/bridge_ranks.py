@@ -54,8 +54,8 @@ with megatron_cpu.triton_named():
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 import dynapipe_ext.megatron as dynapipe
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.loops import megatron_bridge
-from dynapipe_ext.executor.loops.replaced import replaced
 from tests.support.model_folders import write_model_tokenizer
 
 STEPS, ROWS, PACK = 20, 16, 256  # rows of a global batch, positions of one

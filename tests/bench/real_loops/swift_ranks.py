@@ -24,8 +24,8 @@ megatron_cpu.install()
 import megatron.core.extensions.transformer_engine as engine
 
 import dynapipe_ext.megatron as dynapipe
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.loops import ms_swift
-from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.tools.checkpoint import load_hf_weights
 from tests.bench.real_loops.stand_ins import local_block_spec, name_absent, pretend_device

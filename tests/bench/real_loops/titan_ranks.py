@@ -26,8 +26,8 @@ from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.models import llama3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.loops import torchtitan
-from dynapipe_ext.executor.loops.replaced import replaced
 
 STEPS, PP, VOCAB = 20, 2, 2048
 SHAPES = [(2, 40), (1, 96), (4, 16), (1, 33), (3, 57), (2, 8)]  # rows and positions of a step's micro-batches

@@ -42,8 +42,8 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 import dynapipe_ext.megatron as dynapipe
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.loops import verl
-from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.tools.checkpoint import load_hf_weights
 from tests.bench.real_loops.stand_ins import LOCAL, local_block_spec, pretend_device

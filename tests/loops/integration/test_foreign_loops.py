@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 import dynapipe_ext.megatron as dynapipe  # noqa: E402
 from dynapipe_ext.errors import DynaPipeError  # noqa: E402
 from dynapipe_ext.executor.drop_in.clone import ENTRY_POINTS, STEP_KEYWORDS  # noqa: E402
+from dynapipe_ext.executor.stages.megatron.layers import rotate_without_waiting  # noqa: E402
+from dynapipe_ext.executor.stages.megatron.stage import split_megatron_linears  # noqa: E402
 from tests.support.megatron_loops import (  # noqa: E402
     LENGTH,
     VOCAB,
@@ -68,6 +71,33 @@ def test_every_argument_of_every_loop_is_taken() -> None:
     (getter,) = (entry for entry in ENTRY_POINTS if entry.name == "get_forward_backward_func")
     with dynapipe.installed():
         assert getter.parameters == {*inspect.signature(schedules.get_forward_backward_func).parameters}
+
+
+def megatron_attributes() -> dict[tuple[str, str], object]:
+    """What every module of Megatron, and every class in one, has under each of its names."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "megatron":
+            for attribute, value in list(vars(module).items()):
+                found[name, attribute] = value
+                if isinstance(value, type) and value.__module__ == name:
+                    found |= {(f"{name}.{attribute}", own): it for own, it in vars(value).items()}
+    return found
+
+
+def test_on_exit_megatron_is_as_it_was_before() -> None:
+    """Also what stages replace for good once they are made, and a static method."""
+    with dynapipe.installed():
+        pass  # all is imported that is
+    before = megatron_attributes()
+    with dynapipe.installed():
+        split_megatron_linears()
+        rotate_without_waiting()
+        within = megatron_attributes()
+    changed = {name for name, value in within.items() if before.get(name) is not value}
+    assert len(changed) > 5
+    after = megatron_attributes()
+    assert {name for name in after.keys() | before.keys() if after.get(name) is not before.get(name)} == set()
 
 
 def batches(shapes: list[tuple[int, int]]) -> Iterator[dict[str, torch.Tensor]]:

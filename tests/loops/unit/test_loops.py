@@ -13,9 +13,9 @@ import torch
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.executor.drop_in.replaced import replaced
 from dynapipe_ext.executor.loops import TRIED, megatron_bridge, ms_swift, slime, verl
 from dynapipe_ext.executor.loops.counts import in_count
-from dynapipe_ext.executor.loops.replaced import replaced
 from dynapipe_ext.executor.loops.running_model import RunningModel
 from dynapipe_ext.launch.commands import doctor
 

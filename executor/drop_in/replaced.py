@@ -6,15 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_ABSENT = object()
+
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Within: attributes of a module or class have these values; on exit their own again."""
-    before = {name: getattr(owner, name) for name in values}
+    # Not by getattr, which shows a static or class method as something else, and what a class inherits as its own.
+    before = {name: vars(owner).get(name, _ABSENT) for name in values}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
