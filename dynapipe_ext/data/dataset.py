@@ -333,6 +333,11 @@ class TokenDataset:
         return (tuple(records["pair"]), str(records["text"])) if isinstance(records, dict) else None
 
     @property
+    def template_date(self) -> str:
+        """The date that its tokenizer's chat template has written into chats; empty if it writes none."""
+        return str(self.meta.get("template_date", ""))
+
+    @property
     def unread_fields(self) -> tuple[str, ...]:
         """The fields of the records that hold their words, too, and were not read (`record_forms.unread_fields`)."""
         names = self.meta.get("unread_fields")

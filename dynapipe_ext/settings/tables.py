@@ -209,6 +209,9 @@ class DataSettings:
     the last of those alone (`loss_on`). `input_key` and `target_key` name the fields of a pair, where these are
     not input and target or prompt and response. `text_key` names the field of a plain text, and only texts are read.
 
+    `template_date` (YYYY-MM-DD) is the day that a chat template prints which asks for it. By default it is the day of
+    preparation; a run keeps it in its settings, so that a resume makes the same tokens on another day or machine.
+
     `max_input_len` and `max_target_len` bound the two sides of a sample; 0: only the whole sample is bounded. `tasks`
     is a file with such bounds, and weights, for each task. Exactly one of `tokens_per_batch` and `batch_size` is above
     0.
@@ -230,6 +233,7 @@ class DataSettings:
     input_key: str = setting("", "--input-key", "field of the prompt (input, prompt)", "KEY")
     target_key: str = setting("", "--target-key", "field of the response (target, response)", "KEY")
     text_key: str = setting("", "--text-key", "field of plain text (text), read though pairs are there", "KEY")
+    template_date: str = setting("")
     truncate: bool = setting(False)
     max_input_len: int = setting(0, "--max-input-len", "most tokens of an input; 0: only of a sample", at_least=0)
     max_target_len: int = setting(0, "--max-target-len", "most tokens of a target; 0: only of a sample", at_least=0)

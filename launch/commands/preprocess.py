@@ -186,14 +186,15 @@ def run(args: argparse.Namespace) -> int:
         )
     started_s, outcomes = time.monotonic(), []
     for inputs, target in parts:
+        dated = work.with_fixed_date(encoder, Path(target))
         with _progress(console, args.log_interval) as show, _noted_when_stopped(console):
             outcomes.append(
                 work.preprocess(
                     inputs,
                     target,
                     settings=settings,
-                    encoder=encoder,
-                    workers=_workers(args, settings, encoder),
+                    encoder=dated,
+                    workers=_workers(args, settings, dated),
                     overwrite=args.overwrite,
                     progress=show,
                 )

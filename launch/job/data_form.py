@@ -97,6 +97,10 @@ def loss_notes(prepared: TokenDataset) -> list[str]:
                 f" too. {names}: to train on answers alone, name the prompt's field by --input-key and the answer's by"
                 " --target-key; else name the text by --text-key"
             )
+    if day := prepared.template_date:
+        notes.append(
+            f"note: the chat template prints the date, which is {day} in all samples (when they were prepared)"
+        )
     if num_empty := prepared.num_empty_targets:
         notes.append(
             f"note: {counted(num_empty, 'sample')} with an empty target: the end of text is all they teach: remove"

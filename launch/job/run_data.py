@@ -35,7 +35,7 @@ from dynapipe_ext.data.pairs import PairDataset, pair_lengths
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings, read_examples
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
-from dynapipe_ext.data.preprocessing.preprocess import preprocess
+from dynapipe_ext.data.preprocessing.preprocess import preprocess, template_date_of, with_fixed_date
 from dynapipe_ext.data.preprocessing.record_forms import RecordFields
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.sample_selection import (
@@ -100,6 +100,15 @@ def refuse_other_tokens(data: DataSettings, prepared: TokenDataset, *, encoder_d
             f"{prepared.directory} was prepared by another tokenizer than {tokenizer}, or without what that puts around"
             f" samples, so a model of {tokenizer} would train on other tokens: {again}`), or name the tokenizer of"
             " the data"
+        )
+
+
+def _refuse_other_date(data: DataSettings, prepared: TokenDataset) -> None:
+    """Errors: DataError for prepared data with another date in their chats than a run began with."""
+    if data.template_date and prepared.template_date != data.template_date:
+        raise DataError(
+            f"the chat template has written the date {prepared.template_date or '(none)'} into {prepared.directory},"
+            f" but this run began with {data.template_date}: put back the data of that day, or give --data their text"
         )
 
 
@@ -255,6 +264,7 @@ def _prepared(
         if verifies:
             dataset.verify()
         refuse_other_tokens(config.data, dataset, encoder_decoder=config.model.num_decoder_layers > 0)
+        _refuse_other_date(config.data, dataset)
         if not config.eval.path or is_prepared(config.eval.path):  # else the fields may be those of its text
             refuse_other_fields(config.data, dataset)
         return dataset
@@ -263,7 +273,8 @@ def _prepared(
         if verifies:
             _remove_damaged(source.folder)
         if not isinstance(source.tokenizer, str):
-            return _preprocessed(config, tasks, _paths(config), source.folder, source.tokenizer, source.form, progress)
+            encoder = with_fixed_date(source.tokenizer, source.folder, config.data.template_date)
+            return _preprocessed(config, tasks, _paths(config), source.folder, encoder, source.form, progress)
         return prepare(
             source.examples,
             source.folder,
@@ -328,6 +339,7 @@ def _parts(
     form = form_of(config.data, find_inputs([settings.path]), encoder)
     made_by = [digest_of(encoder), *form.described(), *_lengths(config, tasks)]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
+    encoder = with_fixed_date(encoder, folder)
     with _writing_alone(folder):
         if verifies:
             _remove_damaged(folder)
@@ -440,6 +452,9 @@ def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> N
         return
     differing = "tokens, of the same lengths," if same_lengths else "lengths"
     paths = ", ".join(_paths(config)) if not _is_tokens(config) else config.data.path
+    day = data.whole.template_date
+    if day and read_manifest(checkpoint).run.settings.get("data", {}).get("template_date") != day:
+        differing += f", since the chat template prints the date, now {day}: tokens"
     raise DataError(
         f"{checkpoint} was trained on other data than {paths or 'the generator'} in {Path.cwd()} by these settings"
         f" (their {differing} differ): resume with the same data and settings, where the run was started or with --data"
@@ -532,6 +547,8 @@ def _source(config: TrainConfig, tasks: TaskBounds) -> _Source:
             " decoder-only model's own tokenizer reads records: leave it out; to read texts where records have more,"
             " name their field by text_key"
         )
+    if data.template_date and not (isinstance(tokenizer, FolderEncoder) and tokenizer.prints_date):
+        raise ConfigError(f"template_date is {data.template_date}, but no chat template prints the date: leave it out")
     if paths:
         files = find_inputs(paths)
         prints = [fingerprint_of_source(file.path) for file in files]
@@ -545,7 +562,10 @@ def _source(config: TrainConfig, tasks: TaskBounds) -> _Source:
         examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
         fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
     made_from = [fingerprint, *made_by, *form.described(), *_lengths(config, tasks)]
-    return _Source(examples, fingerprint, tokenizer, form, _tokenized(config, made_from))
+    folder = _tokenized(config, made_from)
+    if data.template_date and template_date_of(folder) not in ("", data.template_date):
+        folder = _tokenized(config, [*made_from, data.template_date])  # this run began with another date
+    return _Source(examples, fingerprint, tokenizer, form, folder)
 
 
 def _lengths(config: TrainConfig, tasks: TaskBounds) -> list[object]:

@@ -348,6 +348,7 @@ def _settled_data(request: JobRequest, console: Console) -> tuple[TrainConfig, R
     progress, advance = data_progress(config)
     with progress:
         data = run_data(config, advance)
+    config = config.with_values(data={"template_date": data.whole.template_date})  # for resumes on other days
     console.print("\n".join(data_lines(data)), markup=False, soft_wrap=True)
     if request.num_shown or config.eval.path:
         forms = [form for form in shown_forms(config) if request.num_shown or form.endswith(OTHER_FORM)]

@@ -41,7 +41,8 @@ class _Letters:
 
 def letters(template: str) -> FolderEncoder:
     """A model's tokenizer whose tokens are characters; those of what looks like a special token are special."""
-    return FolderEncoder(_Letters(template), {}, eos=END, separator=None, specials="parse", add_special_tokens=False)
+    choices: Any = {"separator": None, "specials": "parse", "add_special_tokens": False, "template_date": "2026-11-22"}
+    return FolderEncoder(_Letters(template), {}, eos=END, **choices)
 
 
 def rendered(template: str, record: Mapping[str, Any], kind: Template = "chat", **choices: Any) -> str:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.dataset import prepare
+from dynapipe_ext.data.dataset import TokenDataset, prepare
 from dynapipe_ext.data.examples import generate_examples
 from dynapipe_ext.data.sample_selection import samples_of_epoch
 from dynapipe_ext.data.tokenizer import train_tokenizer
@@ -25,6 +30,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints.folder import Manifest, RunState
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import OptimizerPlace
+from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.job import requested
 from dynapipe_ext.launch.job.run_data import (
     data_lines,
@@ -34,9 +40,12 @@ from dynapipe_ext.launch.job.run_data import (
     shown_forms,
     validated_on,
 )
+from dynapipe_ext.launch.job.settled import _settled_data
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.files import toml_of
+from dynapipe_ext.tools.show.samples import sample_text
+from tests.support.model_folders import CHATML, write_chats, write_model_tokenizer
 
 PLANNER = Planner(Topology(), TokenCosts(1), 1e9)
 
@@ -165,6 +174,51 @@ def test_a_run_goes_on_with_the_samples_it_was_trained_on_alone_though_their_fil
     path.write_text('{"input": "a", "target": "c"}\n' * 4)
     with pytest.raises(DataError, match=r"was trained on other data .*\(their tokens, of the same lengths, differ\)"):
         refuse_other_data(tmp_path, split, run_data(split))
+
+
+def test_a_template_that_prints_the_date_prints_that_of_the_first_preparation_on_every_day_and_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def on(day: str) -> None:
+        monkeypatch.setattr(
+            "dynapipe_ext.data.preprocessing.preprocess.date", SimpleNamespace(today=lambda: date.fromisoformat(day))
+        )
+
+    write_model_tokenizer(tmp_path / "tokenizer", template="{{ strftime_now('%d %b %Y') }}" + CHATML)
+    path = write_chats(tmp_path / "chats.jsonl", 4)
+    text = toml_of({"data": {"path": str(path), "tokenizer": str(tmp_path / "tokenizer"), "batch_size": 2}}, "")
+    (tmp_path / "job.toml").write_text(text)
+    parser = argparse.ArgumentParser()
+    requested.add_arguments(parser)
+    request = requested.requested_job(parser.parse_args(["--config", str(tmp_path / "job.toml")]), None)
+    here = request.config.with_values(run={"run_dir": str(tmp_path / "here" / "run")})
+    on("2026-11-28")
+    console = Console(file=io.StringIO(), width=200)
+    settled, first = _settled_data(replace(request, config=here), console)
+    assert sample_text(first.whole[0], first.whole.tokenizer()).plain.startswith("28 Nov 2026<|im_start|>")
+    assert "note: the chat template prints the date, which is 2026-11-28 in all samples" in console.file.getvalue()
+    on("2026-11-29")
+    assert run_data(here).whole.directory == first.whole.directory
+    there = {"run": {"run_dir": str(tmp_path / "there" / "run")}}
+    other = run_data(here.with_values(**there))
+    assert other.whole.template_date == "2026-11-29"
+    resumed = run_data(settled.with_values(**there))  # a run keeps its date among its settings
+    assert resumed.whole.directory != other.whole.directory
+    assert resumed.fingerprint == first.fingerprint
+    with pytest.raises(
+        DataError, match=r"date 2026-11-29 into .*, but this run began with 2026-11-28: put back the data"
+    ):
+        run_data(settled.with_values(data={"path": str(other.whole.directory)}))
+    with pytest.raises(
+        ConfigError, match="template_date is 2026-11-28, but no chat template prints the date: leave it out"
+    ):
+        run_data(settled.with_values(data={"tokenizer": "bytes"}))
+    command = ["preprocess", "--input", str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--workers", "1"]
+    for day in ("2026-11-30", "2026-12-01"):
+        on(day)
+        assert cli.main([*command, "--output", str(tmp_path / "ahead")]) == 0
+    assert TokenDataset.open(tmp_path / "ahead").template_date == "2026-11-30"
+    assert "already there" in capsys.readouterr().out
 
 
 def test_validation_losses_are_named_by_their_samples_and_their_kind(tmp_path: Path) -> None:

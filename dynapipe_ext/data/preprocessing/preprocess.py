@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -46,6 +47,7 @@ from dynapipe_ext.data.preprocessing.encoding import (
     texts_of,
 )
 from dynapipe_ext.data.preprocessing.inputs import Block, BlockStream, InputFile
+from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.preprocessing.workers import InlineWorkers, Workers
 from dynapipe_ext.data.tokenizer import BpeTokenizer, train_tokenizer
 from dynapipe_ext.durable_files import file_stamp
@@ -73,8 +75,8 @@ class StreamJournal:
     Errors: DataError where another process works in the folder, or the disk refuses to write.
     """
 
-    def __init__(self, folder: Path, key: str, streams: Sequence[str]) -> None:
-        self.folder, self.key, self.streams = folder, key, tuple(streams)
+    def __init__(self, folder: Path, key: str, streams: Sequence[str], template_date: str = "") -> None:
+        self.folder, self.key, self.streams, self._template_date = folder, key, tuple(streams), template_date
         self.entries: list[Entry] = []
         self._ends: list[int] = []  # of journal.jsonl, before each entry and at its end
         self._files: dict[str, IO[bytes]] = {}
@@ -164,7 +166,7 @@ class StreamJournal:
             for left in self.folder.iterdir():
                 if left.name != _LOCK:
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
-            header = json.dumps({"key": self.key}) + "\n"
+            header = json.dumps({"key": self.key, "template_date": self._template_date}) + "\n"
             (self.folder / _NAME).write_text(header, encoding="utf-8")
         for name in (*self.streams, _NAME):
             path = self.folder / _NAME if name == _NAME else self.path(name)
@@ -283,14 +285,15 @@ def preprocess(
         raise ConfigError(f"{str(output)!r} is no prefix of file names: give one, for example my-gpt2")
     key = settings.digest(encoder)
     source = source_digest(files)
-    work = place.with_name(f".{place.name}.preparing")
+    work = _work_of(place)
     if settings.target == "dataset" and (outcome := _reusable(place, key, source)):
         if unfinished(work, key):  # interrupted after its very last step
             with StreamJournal(work, key, stream_names(settings)) as journal:
                 journal.remove()
         return outcome
     _refuse_other(place, work, settings, key, overwrite)
-    with StreamJournal(work, key, stream_names(settings)) as journal:
+    template_date = encoder.template_date if isinstance(encoder, FolderEncoder) else ""
+    with StreamJournal(work, key, stream_names(settings), template_date) as journal:
         encoding = _Pass(files, settings, journal, progress)
         encoding.encode(workers or InlineWorkers(settings, encoder), lambda block: look_at(block, settings, encoder))
         journal.finished()
@@ -300,6 +303,30 @@ def preprocess(
             outputs = _finish_megatron(place, journal, settings, encoder)
         journal.remove()
     return encoding.outcome(outputs)
+
+
+def with_fixed_date(encoder: Encoder, place: Path, wanted: str = "") -> Encoder:
+    """The encoder, whose chat template prints one date, if any: `wanted`, or else its own, or that of earlier work on
+    the output `place`, or today's."""
+    if not isinstance(encoder, FolderEncoder) or not encoder.prints_date:
+        return encoder
+    known = wanted or encoder.template_date or template_date_of(place)
+    return encoder.with_template_date(known or date.today().isoformat())
+
+
+def template_date_of(place: Path) -> str:
+    """The date in the chats of a dataset, finished or not; empty without one."""
+    place = place.resolve() if place.is_symlink() else place
+    try:
+        with (_work_of(place) / _NAME).open("rb") as file:
+            header = json.loads(file.readline())
+    except (OSError, ValueError):
+        header = TokenDataset.open(place).meta if is_prepared(place) else {}
+    return str(header.get("template_date", "")) if isinstance(header, Mapping) else ""
+
+
+def _work_of(place: Path) -> Path:
+    return place.with_name(f".{place.name}.preparing")
 
 
 def check_settings(settings: EncodeSettings, encoder: Encoder) -> None:
@@ -518,6 +545,7 @@ def _finish_dataset(
             },
             "settings": {"preprocess": journal.key},
             "unread_fields": list(settings.unread),
+            **({"template_date": encoder.template_date} if isinstance(encoder, FolderEncoder) else {}),
         },
     )
     move_into_place(whole, place)

@@ -12,7 +12,8 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from functools import partial
+from datetime import date, datetime
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from dynapipe_ext.data.preprocessing.answers import PlacedTokens, training_templ
 from dynapipe_ext.data.preprocessing.chat_variants import keeps_words, spellings
 from dynapipe_ext.data.preprocessing.encoders import FORMAT, LibraryEncoder, Specials
 from dynapipe_ext.data.preprocessing.template_limits import in_template_limits
-from dynapipe_ext.errors import ConfigError, DataError, install_advice
+from dynapipe_ext.errors import ConfigError, DataError, install_advice, short
 
 _MOST_FILE_BYTES = 256 << 20
 _OTHER_PLACES = ("/dev/shm", "/tmp")
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".vocab")
+_NOW = "strftime_now"  # the function by which a template asks for the date
+_NOW_CALL = re.compile(rf"{_NOW}\(\s*(?:format\s*=\s*)?(['\"])((?:(?!\1)[^\\])*)\1\s*\)")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what a template puts around the turns that carry loss
 _PROBE = "The 12,345 quick  brown\tfox\n\n  jumped. Größe — 你好, مرحبا! <s></s><|endoftext|> e\u0301 \U0001f600 x_y=1;"
 
@@ -43,8 +46,10 @@ class FolderEncoder:
         separator: int | None,
         specials: Specials,
         add_special_tokens: bool,
+        template_date: str = "",
     ) -> None:
         self._tokenizer, self._files = tokenizer, dict(files)
+        self.template_date = template_date
         self.eos, self.separator = eos, separator
         self.vocab_size = max(len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values()))
         self._specials: Specials = specials
@@ -67,6 +72,7 @@ class FolderEncoder:
                 "specials": self._specials,
                 "add_special_tokens": self._add_special_tokens,
                 "files": self._files,
+                **({"template_date": self.template_date} if self.template_date else {}),
             }
         )
 
@@ -100,6 +106,22 @@ class FolderEncoder:
         """`answers.writes_newline` of the chat template."""
         return writes_newline(self._template(None))
 
+    @property
+    def prints_date(self) -> bool:
+        """Whether the chat template asks what day it is."""
+        return _NOW in str(self._tokenizer.chat_template)
+
+    def with_template_date(self, template_date: str) -> FolderEncoder:
+        """The same tokenizer, whose chat template takes every day for this one (YYYY-MM-DD), so that equal chats become
+        equal tokens on each. Errors: ConfigError for another text."""
+        try:
+            date.fromisoformat(template_date)
+        except ValueError:
+            raise ConfigError(f"template_date is {template_date!r}: give a day as YYYY-MM-DD") from None
+        own = copy(self)
+        own.template_date = template_date
+        return own
+
     def for_last_message(self) -> FolderEncoder:
         """The same tokenizer for chats of which only the last message is trained on (`training_template`)."""
         own = copy(self)
@@ -107,7 +129,8 @@ class FolderEncoder:
         return own
 
     def _template(self, tools: Sequence[Any] | None) -> str:
-        return training_template(str(self._tokenizer.get_chat_template(tools=tools)), only_last=self._only_last)
+        template = training_template(str(self._tokenizer.get_chat_template(tools=tools)), only_last=self._only_last)
+        return _dated(template, self.template_date) if _NOW in template else template
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, answer_next: bool = False
@@ -137,7 +160,12 @@ class FolderEncoder:
         template, refusal, lossy = self._template(tools), None, None
         for chat in spellings(messages):
             render = partial(
-                render_jinja_template, conversations=[chat], tools=tools, chat_template=template, **choices, **special
+                render_jinja_template,
+                conversations=[chat],
+                tools=tools,
+                chat_template=template,
+                **choices,
+                **special,
             )
             try:
                 (text,), spans = in_template_limits(render)
@@ -188,7 +216,25 @@ class FolderEncoder:
             separator=record["separator"],
             specials=record["specials"],
             add_special_tokens=record["add_special_tokens"],
+            template_date=str(record.get("template_date", "")),
         )
+
+
+@lru_cache(maxsize=16)
+def _dated(template: str, day: str) -> str:
+    """The chat template with the date of a day in the place of its calls for today's. Errors: DataError for a call
+    whose form of the date is not written out, and so for calls without a day."""
+
+    def written(call: re.Match[str]) -> str:
+        return json.dumps(datetime.fromisoformat(day).strftime(call[2]))
+
+    dated = _NOW_CALL.sub(written, template) if day else template
+    if call := re.search(rf"{_NOW}\s*\(", dated):
+        raise DataError(
+            f"the chat template asks for the date by {short(dated[call.start() :][:40])}, which cannot be fixed: write"
+            f" {_NOW}('%Y-%m-%d') in it, for example, or the date itself"
+        )
+    return dated
 
 
 def _temporary_place() -> str:
