@@ -184,21 +184,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(
             f"warning: the tokenizer has no token for {', '.join(dropped)} and drops such characters without notice"
         )
-    started_s, outcomes = time.monotonic(), []
-    for inputs, target in parts:
-        dated = work.with_fixed_date(encoder, Path(target))
-        with _progress(console, args.log_interval) as show, _noted_when_stopped(console):
-            outcomes.append(
-                work.preprocess(
-                    inputs,
-                    target,
-                    settings=settings,
-                    encoder=dated,
-                    workers=_workers(args, settings, dated),
-                    overwrite=args.overwrite,
-                    progress=show,
-                )
-            )
+    started_s = time.monotonic()
+    outcomes = [_preprocessed(args, inputs, target, settings, encoder, console) for inputs, target in parts]
     seconds = time.monotonic() - started_s
     if args.tasks:
         _note_tasks(chosen_tasks(args), [target for _, target in parts], console)
@@ -222,6 +209,27 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     return 0
+
+
+def _preprocessed(
+    args: argparse.Namespace,
+    inputs: tuple[InputFile, ...],
+    target: str,
+    settings: EncodeSettings,
+    encoder: Encoder,
+    console: Console,
+) -> work.PreprocessOutcome:
+    encoder = work.with_fixed_date(encoder, Path(target))
+    with _progress(console, args.log_interval) as show, _noted_when_stopped(console):
+        return work.preprocess(
+            inputs,
+            target,
+            settings=settings,
+            encoder=encoder,
+            workers=_workers(args, settings, encoder),
+            overwrite=args.overwrite,
+            progress=show,
+        )
 
 
 def _take_other_names(args: argparse.Namespace, console: Console) -> None:
