@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, in_one_line
+from dynapipe_ext.models.named_models import drops_values, is_rate
 
 
 def meta_model(whole: Any, config: Any) -> Any:
@@ -67,6 +68,41 @@ def read_transformers_config(folder: str | Path) -> Any:
             f"transformers {transformers.__version__} makes no configuration of {folder} ({in_one_line(error)}): give"
             " a model that it knows"
         ) from error
+
+
+Rate = tuple[Any, str, float]  # a configuration of transformers, a field of it, and its value
+
+
+def nested_configs(config: Any) -> list[Any]:
+    """Return a configuration and those within it, of towers and text."""
+    return [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
+
+
+def set_dropout(config: Any, rate: float) -> list[Rate]:
+    """Give all dropout of a configuration one rate, and leave out no layers; return the rates that it had.
+
+    What else is drawn in training (a router's jitter) is off, too. Raises ConfigError for a rate above 0 if the
+    configuration has no dropout.
+    """
+    before = [
+        (part, name, value)
+        for part in nested_configs(config)
+        for name, value in list(vars(part).items())
+        if is_rate(name, value)
+    ]
+    if rate and not any(drops_values(name) for _, name, _ in before):
+        raise ConfigError(
+            f"[model] dropout is {rate:g} but a {config.model_type} of transformers has none: leave it out, or take"
+            " --backend megatron"
+        )
+    put_rates((part, name, rate if drops_values(name) else 0.0) for part, name, _ in before)
+    return before
+
+
+def put_rates(rates: Iterable[Rate]) -> None:
+    """Give fields of configurations their values."""
+    for part, name, value in rates:
+        setattr(part, name, value)
 
 
 def linear_layers(folder: str | Path) -> Iterator[tuple[str, int, int, float]]:

@@ -269,11 +269,8 @@ _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_f
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
 _ANY_LENGTH = 1 << 20  # of states, and of scores by distance, whose configurations have no positions
-_DROPOUTS = (
-    "attention_dropout", "attn_pdrop", "dropout_rate", "embd_pdrop", "resid_pdrop", "embedding_dropout",
-    "residual_dropout",
-)  # fmt: skip
-_DEFAULT_DROPOUTS = {  # the values that transformers takes for missing fields
+_OF_OTHER_HEADS = ("classifier", "summary")  # which no language model has
+_DEFAULT_DROPOUTS = {  # the values that transformers takes for missing fields, of families with a twin in megatron-core
     "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
     "t5": {"dropout_rate": 0.1},
     "mt5": {"dropout_rate": 0.1},
@@ -320,10 +317,36 @@ def model_type(model: str) -> str:
 
 
 def dropout_rates(model: str) -> dict[str, float]:
-    """The dropout rates above 0 of a model's config.json, defaults included; none without such a file."""
+    """Return the dropout rates above 0 of a model's config.json, defaults included; none without such a file."""
     raw = raw_config(model)
-    rates = _DEFAULT_DROPOUTS.get(str(raw.get("model_type")), {}) | {n: raw[n] for n in _DROPOUTS if n in raw}
-    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate}
+    rates = _DEFAULT_DROPOUTS.get(str(raw.get("model_type")), {}) | rates_in(raw)
+    return {name: rate for name, rate in rates.items() if rate}
+
+
+def rates_in(raw: Mapping[str, Any]) -> dict[str, float]:
+    """Return all rates of a configuration, those of parts within it too, by their names.
+
+    >>> rates_in({"attn_pdrop": 0.1, "text_config": {"layerdrop": 0}, "classifier_dropout": 0.2, "drop_last": True})
+    {'attn_pdrop': 0.1, 'layerdrop': 0}
+    """
+    rates: dict[str, float] = {}
+    for name, value in raw.items():
+        if isinstance(value, Mapping):
+            rates |= rates_in(value)
+        elif isinstance(name, str) and is_rate(name, value):  # labels have numbers for names
+            rates[name] = value
+    return rates
+
+
+def is_rate(name: str, value: object) -> bool:
+    """Return whether a field of a configuration is a rate at which training leaves values out, or disturbs them."""
+    is_named_so = ("drop" in name or "jitter" in name) and not any(other in name for other in _OF_OTHER_HEADS)
+    return is_named_so and isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+
+
+def drops_values(name: str) -> bool:
+    """Return whether a rate is one of dropout, by its name: not of layers left out, or of factors around 1."""
+    return "jitter" not in name and "layer" not in name and "path" not in name
 
 
 def raw_config(model: str) -> Mapping[str, Any]:

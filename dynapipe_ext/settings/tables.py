@@ -106,7 +106,8 @@ class ModelSettings:
     configuration without it trains only with `from_scratch`, from random weights; a preset, which has no weights, needs
     neither. `backend` "auto" computes the model by megatron-core where that is possible, else by transformers, as for
     adapters. `layer_pattern` is a file that names the modules of a model of transformers, where they cannot be derived;
-    `cut` is where the model is cut into stages, once that is proven, and no setting.
+    `cut` is where the model is cut into stages, once that is proven, and no setting. `dropout` is the rate of all
+    dropout in training; the rates in a config.json do not count.
 
     With `num_decoder_layers` the model is a T5 of these sizes, and its encoder has `num_layers`. `max_seq_len` then
     bounds input and target together. It may exceed that of a published T5, whose positions are relative.
@@ -304,8 +305,9 @@ class PlanSettings(PlanRules):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
     """AdamW. The learning rate rises over `warmup_steps`, or over `warmup_fraction` of all steps where that is above 0.
-    It then follows `lr_schedule` from `lr` to `min_lr`; "wsd" is constant, and linear over the last tenth. Norms and
-    biases do not decay. `clip_grad` bounds the global norm of gradients (0: off).
+    It then follows `lr_schedule` from `lr` to `min_lr`; "wsd" is constant, and linear over the last tenth. Weights of
+    norms and biases do not decay, whatever their shapes and whatever computes the model: those that transformers'
+    Trainer leaves out (`get_decay_parameter_names`). `clip_grad` bounds the global norm of gradients (0: off).
 
     A step whose loss or gradients are not finite, or whose gradient norm is above 1.8e19, changes no weight and does
     not count. `nan_policy` "stop" ends the run there; "skip" goes on, for up to `max_skips` such steps in a row. With

@@ -134,7 +134,7 @@ class TrainConfig:
         if self.debug.log_level == "debug" and not self.debug.log_dir:
             raise ConfigError(f"{where}: [debug] log_level is 'debug' but no log_dir says where logs go: give one")
         check_data_settings(self.data, where)
-        check_preferences(self.preferences, self.data, self.plan, model, where)
+        check_preferences(self.preferences, self.data, self.plan, model, self.lora, where)
         check_optimizer(self.optimizer, where)
         if model.num_decoder_layers and plan.rule == "fixed-rows":
             raise ConfigError(
@@ -273,7 +273,12 @@ def check_data_settings(data: DataSettings, where: str) -> None:
 
 
 def check_preferences(
-    preferences: PreferenceSettings, data: DataSettings, plan: PlanSettings, model: ModelSettings, where: str
+    preferences: PreferenceSettings,
+    data: DataSettings,
+    plan: PlanSettings,
+    model: ModelSettings,
+    lora: LoraSettings,
+    where: str,
 ) -> None:
     """Refuse what pairs of answers cannot be beside. Errors: ConfigError."""
     if not preferences.loss:
@@ -295,6 +300,12 @@ def check_preferences(
         raise ConfigError(f"{at} but [plan] pieces is {plan.pieces!r}, and a pair stays whole: set pieces to 'off'")
     if plan.rule not in ("dynapipe-ext", "packed-balanced"):
         raise ConfigError(f"{at} but [plan] rule {plan.rule!r} knows no pairs: take dynapipe-ext, or packed-balanced")
+    dropouts = {"[model] dropout": model.dropout, "[lora] lora_dropout": lora.lora_dropout}
+    if drawn := [f"{name} {rate:g}" for name, rate in dropouts.items() if rate]:
+        raise ConfigError(
+            f"{at}, which compares scores of answers, but {' and '.join(drawn)} would draw other scores at each step:"
+            " leave it out"
+        )
     if preferences.label_smoothing and preferences.loss != "dpo":
         raise ConfigError(
             f"{at} but label_smoothing is {preferences.label_smoothing:g}, which dpo alone has: leave it out"

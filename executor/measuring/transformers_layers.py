@@ -22,7 +22,7 @@ from dynapipe_ext.executor.stages.transformers.stage import token_loss_sum
 from dynapipe_ext.executor.stages.transformers.twin import layers_of_all_kinds, with_layers
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import LayerPattern
-from dynapipe_ext.models.module_tree import meta_model
+from dynapipe_ext.models.module_tree import meta_model, set_dropout
 from dynapipe_ext.settings.tables import LoraSettings
 
 
@@ -40,6 +40,7 @@ class TransformersLayers:
     device: torch.device
     layouts: Sequence[Layout]
     options: Mapping[str, Any]
+    dropout: float = 0.0
     pattern: LayerPattern | None = None
     adapters: LoraSettings | None = None
 
@@ -68,6 +69,7 @@ class TransformersLayers:
         small = with_layers(self.config, self.num_layers)
         if kind.num_decoder_layers:
             small.num_decoder_layers = self.num_layers
+        set_dropout(small, self.dropout)
         with quietly(), torch.random.fork_rng(devices=[]), self.device:
             model = self._whole._from_config(small, dtype=getattr(torch, self.dtype), **self.options)
         (part,) = parts_of_model(model.train(), pattern=self.pattern)

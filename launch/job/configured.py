@@ -41,7 +41,7 @@ from dynapipe_ext.data.batches import GlobalBatches, GlobalBatchRule
 from dynapipe_ext.errors import ConfigError, LowMemoryError, PlanError, format_bytes
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
-from dynapipe_ext.models.named_models import dropout_rates, is_float32_folder
+from dynapipe_ext.models.named_models import is_float32_folder
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.rivals import Rival, list_rivals
@@ -250,13 +250,13 @@ def analytic_costs(
 
 def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
     """Rates and factors as they were measured; what follows from the settings (topology, dtype, sharding) from them."""
-    plan, m, width = config.plan, config.model, 4 if config.model.dtype == "float32" else 2
+    plan, width = config.plan, 4 if config.model.dtype == "float32" else 2
     settled: dict[str, Any] = {
         "topology": topology_of(config),
         "activation_bytes_per_value": width,
         "param_bytes": width,
         "sequence_parallel": config.topology.sequence_parallel and config.topology.tp > 1,
-        "dropout": config.model.dropout > 0 or (m.uses_transformers and bool(dropout_rates(m.architecture))),
+        "dropout": config.model.dropout > 0,
         "distributed_optimizer": config.optimizer.distributed,
         "split_backward": plan.is_split,
         "head_slice": HEAD_SLICE if can_slice_head(config) else 0,

@@ -20,10 +20,13 @@ from dynapipe_ext.launch.job.configured import idle_bytes
 from dynapipe_ext.launch.processes.env import visible_devices
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_pattern import MASKED_ROW, LayerPattern, ProvenCut, read_pattern
+from dynapipe_ext.models.module_tree import read_transformers_config
 from dynapipe_ext.models.named_models import (
     config_file,
     dropout_rates,
+    drops_values,
     is_float32_folder,
+    rates_in,
     raw_config,
     refuse_adapters,
 )
@@ -71,7 +74,7 @@ def refuse_unsupported(config: TrainConfig) -> None:
         tp = config.topology.tp
         raise ConfigError(
             f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(unsupported)}:"
-            " leave it out (dropout is that of its config.json), or, where megatron-core has a twin, --lora and"
+            " leave it out, or, where megatron-core has a twin, --lora and"
             " --backend" + (f"; tp is {tp}, also where nothing names it: name 1 (--tp 1)" if tp > 1 else "")
         )
 
@@ -168,7 +171,6 @@ def _refuse_beside_pairs(config: TrainConfig) -> None:
 def _asked_of_megatron(config: TrainConfig) -> dict[str, bool]:
     return {
         "tp": config.topology.tp > 1,
-        "dropout": config.model.dropout > 0,
         "the distributed optimizer": config.optimizer.distributed,
         "saving in the background": config.checkpoint.background,
         f"save_format {config.checkpoint.save_format}": config.checkpoint.save_format != "hf",
@@ -347,13 +349,23 @@ def usual_rates(named: Collection[str], *, adapts: bool) -> Tables:
 
 
 def dropout_line(config: TrainConfig) -> str:
-    """What a run says of the dropout in a config.json where megatron-core trains the model without; else nothing."""
+    """Return what a run says of the dropout in a config.json that it trains without, or of the fields that `[model]
+    dropout` is put into; empty if there is none."""
     model = config.model
-    if not model.architecture or model.dropout or model.uses_transformers:
+    if not model.architecture:
         return ""
-    if not (rates := dropout_rates(model.architecture)):
+    file = config_file(model.architecture)
+    if model.uses_transformers:
+        rates = rates_in(read_transformers_config(model.architecture).to_dict())
+        if model.dropout:
+            names = sorted(name for name in rates if drops_values(name))
+            return f"dropout: {model.dropout:g} as {', '.join(names)} of {file}"
+        rates = {name: rate for name, rate in rates.items() if rate}
+    else:
+        rates = {} if model.dropout else dropout_rates(model.architecture)
+    if not rates:
         return ""
-    file, rates_text = config_file(model.architecture), ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    rates_text = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     return f"dropout: none, though {file} has {rates_text}: [model] dropout of a --config sets one rate for all"
 
 

@@ -164,6 +164,7 @@ def _layers_to_measure(
         layouts=(config.plan.layout,),
         pattern=options.pop("pattern", None),
         options=options,
+        dropout=model.dropout,
         adapters=adapters,
     )
 

@@ -81,7 +81,8 @@ def rank_parts(
     """This rank's parts of the run's model, with adapters where these are to train. `shares_rows`: plans may join
     ranks, whose attention is then ours in padded rows, too."""
     model, topology, pp_rank = config.model, parallel.topology, parallel.coordinates.pp_rank
-    options = {"dtype": getattr(torch, model.dtype), **part_options(config, shares_rows=shares_rows)}
+    dtype = getattr(torch, model.dtype)
+    options = {"dtype": dtype, "dropout": model.dropout, **part_options(config, shares_rows=shares_rows)}
     if model.init_from:
         parts = parts_of_folder(model.init_from, topology, pp_rank, **options)
     else:

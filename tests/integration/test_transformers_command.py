@@ -137,15 +137,17 @@ def test_sixteen_bits_and_dropout_go_on_to_the_bit_and_the_best_weights_are_the_
     preloaded_transformers: Preloaded, tmp_path: Path
 ) -> None:
     """Float32 masters, random numbers that go by step and sample, and a learning rate that is soon too high."""
-    model_folder("gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    model_folder("gpt2", tmp_path / "model", resid_pdrop=0.3)
     write_chats(tmp_path / "data.jsonl", SAMPLES)
     count_costs(tmp_path)
+    (tmp_path / "dropout.toml").write_text("[model]\ndropout = 0.1\n")
     given = ["--model", "model", "--data", "data.jsonl", "--output", "trained", "--backend", "transformers"]
-    given += ["--costs", "costs.json"]
+    given += ["--config", "dropout.toml", "--costs", "costs.json", "--tp", "1"]
     given += ["--run-dir", "run", "--pp", "2", "--num-workers", "0", "--dtype", "bf16", "--memory-limit-gb", "1"]
     given += ["--steps", "6", "--batch-size", str(BATCH), "--lr", "0.1", "--lr-schedule", "constant", "--warmup", "0"]
     given += ["--eval-fraction", "0.2", "--eval-every", "2", "--keep-best", "--save-every", "2", "--keep-last", "0"]
-    preloaded_transformers.train(*given, cwd=tmp_path)
+    said = preloaded_transformers.train(*given, cwd=tmp_path)
+    assert "dropout: 0.1 as attn_pdrop, embd_pdrop, resid_pdrop of model/config.json" in said
     interrupted(tmp_path / "run", tmp_path / "again")
     preloaded_transformers.train("--resume", "again", "--output", "trained", "--overwrite", cwd=tmp_path)
     assert report_of(tmp_path / "again")["losses"] == report_of(tmp_path / "run")["losses"]

@@ -160,9 +160,7 @@ def test_dropout_is_the_same_on_one_rank_and_on_two(run_ranks, folder):
     options = {"rule": "batch-max", "pad_multiple": 1}
 
     def parts_of(topology: Topology) -> Callable[[int], list[TransformersPart]]:
-        config = CONFIGS["gpt2"]()
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2
-        return lambda pp_rank: parts_of_config(config, topology, pp_rank, seed=4)
+        return lambda pp_rank: parts_of_config(CONFIGS["gpt2"](), topology, pp_rank, seed=4, dropout=0.2)
 
     (alone, _), *_ = run_ranks(1, lambda env: steps(env, Topology(), parts_of(Topology()), **options))
     halves = HALVES_IN_A_V

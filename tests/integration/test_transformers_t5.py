@@ -281,7 +281,7 @@ def test_what_runs_of_pairs_do_not_have_is_refused_before_anything_is_prepared(a
 
 def test_a_run_of_pairs_without_weights_is_refused(tmp_path, capsys):
     tiny("t5").config.save_pretrained(tmp_path)
-    said = refusal(tmp_path, ["--layout", "padded"], capsys)
+    said = refusal(tmp_path, ["--layout", "padded", "--from-scratch"], capsys)
     assert "which transformers trains from weights on, but gives none: name a folder" in said
 
 

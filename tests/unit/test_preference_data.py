@@ -186,6 +186,7 @@ def test_records_without_two_answers_to_a_prompt_are_refused_by_name(record, say
         ({"preferences": {"loss": "orpo", "label_smoothing": 0.1}}, "label_smoothing is 0.1, which dpo alone has"),
         ({"preferences": {"loss": "dpo", "gamma": 5.0}}, "gamma is 5, which simpo alone has: leave it out"),
         ({"preferences": {"beta": 0.5}}, "describes a loss but loss is '', which learns from texts: set it"),
+        ({"model": {"dropout": 0.1}}, r"\[model\] dropout 0\.1 would draw other scores at each step: leave"),
         ({"preferences": {"loss": "kto"}}, "loss is 'kto': choose from"),
         ({"data": {"tokenizer": "bytes"}}, "read by a decoder-only model's own tokenizer"),
         ({"data": {"max_input_len": 5}}, "pairs of answers, which have no input and target sides"),

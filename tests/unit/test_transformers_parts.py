@@ -14,9 +14,12 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages.chunk_runner import DeferredGradients
 from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_config, parts_of_folder, parts_of_model
+from dynapipe_ext.executor.stages.transformers.saving import save_parts
 from dynapipe_ext.executor.stages.transformers.stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineReductions
 from dynapipe_ext.models.layer_pattern import LayerPattern
+from dynapipe_ext.models.module_tree import nested_configs
+from dynapipe_ext.models.named_models import drops_values, is_rate
 from tests.support.tiny_models import SIZES, one_by_one, tiny_model
 from tests.support.tiny_steps import SAMPLES, assert_same, batches_of, learned, plans_of
 
@@ -208,3 +211,45 @@ def test_what_a_class_does_not_train_is_not_trained_of_a_folder_either(tmp_path)
         weights = [named for (part,) in parts for named in part.model.named_parameters()]
         assert {name for name, weight in weights if not weight.requires_grad} == wanted
     assert len(wanted) == 2
+
+
+_BLOCKS = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+DROPPING = {
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, n_positions=64),
+    "opt": lambda: transformers.OPTConfig(**_BLOCKS, ffn_dim=24, word_embed_proj_dim=16, max_position_embeddings=64),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_BLOCKS, intermediate_size=24),
+    "bloom": lambda: transformers.BloomConfig(vocab_size=61, hidden_size=16, n_layer=2, n_head=2),
+    "falcon": lambda: transformers.FalconConfig(**_BLOCKS),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES | {"num_local_experts": 2}),
+}
+
+
+@pytest.mark.parametrize("family", DROPPING)
+def test_a_stage_drops_values_only_at_the_rate_that_is_asked_for(family, tmp_path):
+    """Whatever the configuration says, which a saved model still says. A rate is for all dropout, not for layers."""
+    config = DROPPING[family]()
+    rates = [name for part in nested_configs(config) for name, value in vars(part).items() if is_rate(name, value)]
+    for name in rates:
+        setattr(config, name, 0.5)
+    tokens = torch.arange(40).reshape(1, -1) % 61
+
+    def logits(dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
+        (part,) = parts_of_config(config, seed=0, dropout=dropout)
+        torch.manual_seed(1)
+        trained = part.model.train()(tokens).logits
+        if not dropout:
+            save_parts([part], tmp_path / "saved")
+        assert {getattr(part.model.config, name) for name in rates if drops_values(name)} == {dropout}
+        assert not any(getattr(part.model.config, name) for name in rates if not drops_values(name))
+        return trained, part.model.eval()(tokens).logits
+
+    trained, evaluated = logits(0.0)
+    assert torch.equal(trained, evaluated)
+    assert not torch.allclose(*logits(0.3), atol=1e-3)
+    saved = transformers.AutoConfig.from_pretrained(tmp_path / "saved")
+    assert [getattr(saved, name) for name in rates] == [0.5] * len(rates)
+
+
+def test_dropout_of_a_family_that_has_none_is_refused():
+    with pytest.raises(ConfigError, match=r"dropout is 0\.1 but a mamba2? of transformers has none: leave it out"):
+        parts_of_config(transformers.MambaConfig(vocab_size=61, hidden_size=16), seed=0, pattern=LLAMA, dropout=0.1)

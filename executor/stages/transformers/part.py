@@ -21,6 +21,7 @@ from dynapipe_ext.executor.stages.transformers.few_passes import compute_in_few_
 from dynapipe_ext.executor.stages.transformers.head import LeftHead
 from dynapipe_ext.executor.stages.transformers.layers import PartPlace, with_own_modules
 from dynapipe_ext.models.layer_pattern import LayerPattern
+from dynapipe_ext.models.module_tree import Rate
 
 
 class TransformersPart(torch.nn.Module, ABC):
@@ -34,6 +35,7 @@ class TransformersPart(torch.nn.Module, ABC):
     """
 
     pattern: LayerPattern | None = None  # by which it was cut; a T5 has none
+    loaded_dropout: Sequence[Rate] = ()  # of the configuration, before it got the run's
 
     def __init__(
         self, model: Any, place: PartPlace, layers: Mapping[int, Any], holders: Mapping[str, tuple[int, ...]]

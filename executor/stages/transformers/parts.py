@@ -28,7 +28,7 @@ from dynapipe_ext.executor.stages.transformers.part import ModelCut, Transformer
 from dynapipe_ext.executor.stages.transformers.quiet import quietly
 from dynapipe_ext.executor.stages.transformers.t5 import T5Cut
 from dynapipe_ext.models.layer_pattern import LayerPattern, ProvenCut
-from dynapipe_ext.models.module_tree import causal_class, read_transformers_config
+from dynapipe_ext.models.module_tree import causal_class, read_transformers_config, set_dropout
 from dynapipe_ext.models.named_models import refuse_other_pairs
 from dynapipe_ext.peak_memory import is_out_of_memory
 
@@ -61,10 +61,12 @@ def parts_of_folder(
     pp_rank: int = 0,
     *,
     pattern: LayerPattern | None = None,
+    dropout: float = 0.0,
     **options: Any,
 ) -> list[TransformersPart]:
     """This rank's parts of a model that `save_pretrained` wrote, in training mode; only their weights are read.
 
+    All dropout has the rate `dropout`, whatever the folder's config.json says of it; saved parts say that again.
     `options` are those of from_pretrained: dtype, attn_implementation. Errors as `parts_of_model`; DataError for a
     folder that lacks weights, has them in other shapes, or in files that cannot be read.
     """
@@ -74,13 +76,13 @@ def parts_of_folder(
     whole = model_class(config, pattern)
     if _has_pairs(config, pattern):
         cut = T5Cut(_is_tied(load, whole))
-        parts = _built(whole, config, topology, pp_rank, cut, load)
+        parts = _built(whole, config, topology, pp_rank, cut, load, dropout=dropout)
         for part in parts:
             part.model.config.tie_word_embeddings = cut.tied  # which transformers says of every T5, and saves
         return parts
     causal = _causal_cut(whole, config, pattern, options)
     load = partial(load, idle=causal.pattern.idle)
-    parts = _built(whole, config, topology, pp_rank, causal, load)
+    parts = _built(whole, config, topology, pp_rank, causal, load, dropout=dropout)
     for model in (part.model for part in parts):
         head, embedding = (
             getattr(end(), "weight", None) for end in (model.get_output_embeddings, model.get_input_embeddings)
@@ -139,12 +141,13 @@ def parts_of_config(
     *,
     seed: int,
     pattern: LayerPattern | None = None,
+    dropout: float = 0.0,
     **options: Any,
 ) -> list[TransformersPart]:
     """This rank's parts of a fresh model, in training mode, its weights as the family draws them.
 
     They are keyed by seed and module, so every topology starts from the same model. `config` may be the path of one.
-    `options` and errors as `parts_of_folder`.
+    `dropout`, `options` and errors as `parts_of_folder`.
     """
     if isinstance(config, str | Path):
         config = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
@@ -159,7 +162,8 @@ def parts_of_config(
             f"a {config.model_type} that transformers computes begins with weights: give a folder that has them, or"
             " have megatron-core draw and compute it"
         )
-    return _built(whole, config, topology, pp_rank, _causal_cut(whole, config, pattern, options), draw, seed=seed)
+    cut = _causal_cut(whole, config, pattern, options)
+    return _built(whole, config, topology, pp_rank, cut, draw, dropout=dropout, seed=seed)
 
 
 def _has_pairs(config: Any, pattern: LayerPattern | None) -> bool:
@@ -215,6 +219,7 @@ def _built(
     cut: ModelCut,
     build: Callable[[Any], Any],
     *,
+    dropout: float,
     seed: int | None = None,
 ) -> list[TransformersPart]:
     """Parts that `build` makes, each of a class that cuts itself before it has memory. What the class itself does not
@@ -230,24 +235,32 @@ def _built(
 
     with quietly():
         for place in cut.places(config, topology or Topology(), pp_rank):
-            model = build(_part_class(whole, partial(leave, place)))
+            model = build(_part_class(whole, partial(leave, place), dropout))
             for module in model.modules():
                 vars(module).pop("_init_weights", None)  # drawn
             for name, weight in model.named_parameters():
                 weight.requires_grad_(weight.requires_grad and name not in untrained)
-            parts.append(cut.part(model.train(), place))
+            part = cut.part(model.train(), place)
+            part.loaded_dropout = model.loaded_dropout
+            parts.append(part)
     hold_shared_once(parts)
     return parts
 
 
-def _part_class(whole: Any, leave: Callable[[Any], None]) -> Any:
-    """`whole`, cut as soon as it is made to what `leave` leaves: from_pretrained then gives memory to that alone."""
+def _part_class(whole: Any, leave: Callable[[Any], None], dropout: float = 0.0) -> Any:
+    """`whole`, cut as soon as it is made to what `leave` leaves: from_pretrained then gives memory to that alone. It
+    keeps the rates that its configuration had before that got `dropout`."""
 
     class Part(whole):  # type: ignore[misc]
         _keys_to_ignore_on_load_unexpected = (r".*",)
 
         def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
+            before = set_dropout(config, dropout)
             super().__init__(config, *inputs, **kwargs)
+            self.loaded_dropout = before
+            for module in self.modules() if not dropout else ():
+                if isinstance(module, torch.nn.modules.dropout._DropoutNd):  # of a rate in the family's code
+                    module.p = 0.0
             _draw_own_alone(self)
             leave(self)
 

@@ -16,6 +16,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
 from dynapipe_ext.executor.stages.transformers.quiet import quietly
+from dynapipe_ext.models.module_tree import put_rates
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -69,9 +70,12 @@ def _save_part(part: TransformersPart, folder: Path) -> None:
             state[name] = weight
     # In a job of several ranks transformers writes on the first alone, for there all would have the whole model.
     model.should_save_on_this_rank = lambda *_, **__: True
+    in_training = [(config, name, getattr(config, name)) for config, name, _ in part.loaded_dropout]
+    put_rates(part.loaded_dropout)
     try:
         model.save_pretrained(folder, state_dict={name: weight.detach() for name, weight in state.items()})
     finally:
+        put_rates(in_training)
         del model.should_save_on_this_rank
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError, in_one_line
-from dynapipe_ext.models.module_tree import layer_list, meta_model, num_weights
+from dynapipe_ext.models.module_tree import layer_list, meta_model, nested_configs, num_weights, set_dropout
 
 TWIN_VOCABULARY = 96
 _SMALL = 3_000_000  # weights of a model that is its own twin
@@ -56,7 +56,7 @@ def built_twin(whole: Any, small: Any, attention: str | None = None) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         small = copy.deepcopy(small)
-        for part in _parts_of(small):
+        for part in nested_configs(small):
             part.dtype = torch.float32
         twin = whole._from_config(small, **({"attn_implementation": attention} if attention else {}))
         _draw(twin)
@@ -77,7 +77,7 @@ def _small_configs(whole: Any, config: Any) -> Iterator[Any]:
     model = meta_model(whole, config)
     if num_weights(model) <= _SMALL:
         small = copy.deepcopy(config)
-        _without_dropout(small)
+        set_dropout(small, 0.0)
         yield small
         return
     num_layers = layers_of_all_kinds(model)
@@ -94,9 +94,9 @@ def _small_configs(whole: Any, config: Any) -> Iterator[Any]:
 def _shrunk(config: Any, num_layers: int, shrinks: Sequence[Callable[[Any], None]]) -> Any:
     small = _with_few_ids(config, num_layers)
     for shrink in shrinks:
-        for part in _parts_of(small):
+        for part in nested_configs(small):
             shrink(part)
-    _without_dropout(small)
+    set_dropout(small, 0.0)
     return small
 
 
@@ -129,7 +129,7 @@ def with_layers(config: Any, num_layers: int) -> Any:
     """A copy with so many layers in the text's part, kinds in their order, and two in others."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    for part in _parts_of(small):
+    for part in nested_configs(small):
         for name in _LAYERS:
             if part is not text and type(getattr(part, name, None)) is int:
                 setattr(part, name, min(2, getattr(part, name)))
@@ -153,11 +153,6 @@ def _with_few_ids(config: Any, num_layers: int) -> Any:
         if name.startswith("vocab_size") and type(value) is int:
             setattr(text, name, min(value, TWIN_VOCABULARY))
     return small
-
-
-def _parts_of(config: Any) -> list[Any]:
-    """A configuration and those within it, of towers and text."""
-    return [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))]
 
 
 def _thin(part: Any) -> None:
@@ -194,13 +189,6 @@ def _few_heads(part: Any, head_dim: int = 1 << 30) -> None:
     if getattr(part, "mamba_n_heads", None) and getattr(part, "mamba_expand", None):
         part.mamba_d_head, part.mamba_n_groups = _HEAD_DIM, 1
         part.mamba_n_heads = part.mamba_expand * part.hidden_size // _HEAD_DIM
-
-
-def _without_dropout(config: Any) -> None:
-    for part in _parts_of(config):
-        for name, value in list(vars(part).items()):
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(part, name, 0.0)
 
 
 def _draw(model: Any) -> None:
