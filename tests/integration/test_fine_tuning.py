@@ -150,8 +150,9 @@ def plain_losses(
     targets_of: Callable[[list[Any]], int] = num_targets,
 ) -> list[float]:
     """The losses of a training loop without anything of this project."""
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
+    names = {*transformers.Trainer.get_decay_parameter_names(None, model)}
+    decayed = [p for name, p in model.named_parameters() if name in names]
+    others = [p for name, p in model.named_parameters() if name not in names]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     losses = []

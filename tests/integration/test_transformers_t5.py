@@ -212,7 +212,8 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
     preloaded_transformers: Preloaded, tmp_path: Path
 ) -> None:
     """Tied ends and biases lie on both ranks of a V: their gradients are summed, and count once in the norm."""
-    saved(tiny("t5", vocab_size=VOCABULARY, num_layers=2, num_decoder_layers=2), tmp_path / "model")
+    # Of another seed one unit of a ReLU is so near 0 that rounding turns its gradient on or off.
+    saved(tiny("t5", seed=1, vocab_size=VOCABULARY, num_layers=2, num_decoder_layers=2), tmp_path / "model")
     write_pairs(tmp_path, tmp_path / "model")
     library = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=library, pad_token="<pad>", eos_token="</s>")

@@ -57,6 +57,7 @@ RIM = {
         "executor/stages/spread_attention.py",
         "executor/stages/torch_stage.py",
         "executor/stages/transformers/*.py",
+        "executor/stages/weight_decay.py",
         "executor/transport/torch_p2p.py",
         "executor/transport/parallel_context.py",
         "executor/transport/strict.py",

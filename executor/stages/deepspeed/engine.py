@@ -25,6 +25,7 @@ from dynapipe_ext.executor.stages.accumulator import describe_norm_fault
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates
 from dynapipe_ext.executor.stages.megatron_cpu import uncompiled
 from dynapipe_ext.executor.stages.split_linear import pass_hooks_by
+from dynapipe_ext.executor.stages.weight_decay import decaying_weights
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy, joined_faults
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.settings.tables import OptimizerSettings
@@ -81,7 +82,7 @@ def _no_warnings_logged() -> Iterator[None]:
 
 
 def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: ParallelContext) -> Any:
-    """`deepspeed.initialize` on all ranks at the same point; matrices decay, norms and biases do not.
+    """`deepspeed.initialize` on all ranks at the same point; norms and biases do not decay.
 
     `model` is what this rank has of one: each pipeline rank has an engine, and all clip by the norm of the whole. On a
     CPU nothing is compiled: DeepSpeed would build an extension as it starts, and wait for ever for a build that was
@@ -99,9 +100,10 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: Par
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ConfigError("no weight of the model trains: give adapters, or weights that require gradients")
+    decaying = decaying_weights(model)
     groups = [
-        {"params": [p for p in trained if p.dim() > 1]},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "wd_mult": 0.0},
+        {"params": [p for p in trained if p in decaying]},
+        {"params": [p for p in trained if p not in decaying], "weight_decay": 0.0, "wd_mult": 0.0},
     ]
     for parameter in trained:  # no other stage has it, so that norms of all stages add up
         parameter.model_parallel = True  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from dynapipe_ext.executor.stages.accumulator import describe_norm_fault, gradie
 from dynapipe_ext.executor.stages.megatron.exact import ExactNorm
 from dynapipe_ext.executor.stages.megatron.model import global_names, take_unrounded
 from dynapipe_ext.executor.stages.megatron.stage import Chunks
+from dynapipe_ext.executor.stages.weight_decay import weight_decays
 from dynapipe_ext.executor.training_loop import ExecutedStep, NanPolicy, Refused, SkipPolicy, joined_faults
 from dynapipe_ext.settings.tables import LrSchedule, OptimizerSettings
 
@@ -135,8 +136,10 @@ class MegatronOptimizer:
     """Megatron's optimizer and learning-rate schedule of a rank's chunks behind two calls, `step` and `restore`."""
 
     def __init__(self, chunks: Chunks, config: Any, settings: OptimizerSettings, *, num_steps: int) -> None:
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+        from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
+        keeps = ParamWithNamePredicate(name="keeps", fn=lambda weight, name: not weight_decays(name))
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -151,6 +154,7 @@ class MegatronOptimizer:
                 use_distributed_optimizer=settings.distributed,
             ),
             list(chunks),
+            config_overrides={ParamKey(with_name_predicate=keeps): {"wd_mult": 0.0}},
         )
         self._exact_norm = ExactNorm(chunks) if settings.deterministic else None
         self._clip_grad = settings.clip_grad

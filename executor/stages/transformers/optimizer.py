@@ -16,6 +16,7 @@ from dynapipe_ext.executor.stages.accumulator import describe_norm_fault, gradie
 from dynapipe_ext.executor.stages.chunk_runner import gradient_of
 from dynapipe_ext.executor.stages.megatron.optimizer import learning_rates, step_count, update_in_one_pass
 from dynapipe_ext.executor.stages.transformers.part import TransformersPart, copied_weights
+from dynapipe_ext.executor.stages.weight_decay import decaying_weights
 from dynapipe_ext.executor.training_loop import ExecutedStep, Refused, SkipPolicy, joined_faults
 from dynapipe_ext.settings.tables import OptimizerSettings
 
@@ -26,7 +27,7 @@ class TransformersOptimizer:
     """AdamW, its learning rates those of Megatron's schedule by the same settings; frozen weights have no state.
 
     Every rank of the job has one and calls `step` alike. Gradients are those of a `TransformersStage` over the same
-    `parallel`. Matrices decay, norms and biases do not.
+    `parallel`. Norms and biases do not decay.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class TransformersOptimizer:
         self._speaks = parts[0].place.is_first  # one rank of each replica
         self._copies = copied_weights(parts)
         self._masters = {p: p if p.dtype == torch.float32 else _master(p) for p in named}
-        decaying = [master for p, master in self._masters.items() if p.dim() > 1]
-        others = [master for p, master in self._masters.items() if p.dim() <= 1]
-        groups: list[dict[str, Any]] = [{"params": decaying}, {"params": others, "wd_mult": 0.0}]
+        decaying = set[torch.nn.Parameter]().union(*(decaying_weights(part.model) for part in parts))
+        groups: list[dict[str, Any]] = [
+            {"params": [master for p, master in self._masters.items() if p in decaying]},
+            {"params": [master for p, master in self._masters.items() if p not in decaying], "wd_mult": 0.0},
+        ]
         self._adam = torch.optim.AdamW(
             groups,
             lr=settings.lr,
