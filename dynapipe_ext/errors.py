@@ -7,7 +7,7 @@ import difflib
 import errno
 import math
 import tokenize
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
 from dataclasses import fields
 from functools import cache
@@ -45,6 +45,13 @@ def install_advice(extra: str) -> str:
 
 
 _MOST_SHOWN = 40
+_BRACKETS: Mapping[Any, Sequence[str]] = {  # by how a class shows itself, and so its subclasses
+    list.__repr__: "[]",
+    tuple.__repr__: "()",
+    dict.__repr__: "{}",
+    set.__repr__: "{}",
+    frozenset.__repr__: ("frozenset({", "})"),
+}
 _MOST_INT = 2**63 - 1  # what arrays hold
 _KIND_WORDS = {bool: "true or false", int: "an integer of at most 64 bits", float: "a number", str: "a text"}
 _OF_NO_TYPE = object()
@@ -72,15 +79,43 @@ def writing_move(number: int | None, make_room: str = "make room there") -> str:
 
 
 def short(value: object) -> str:
-    """`value` as messages show it, in at most 40 characters.
+    """Return `value` as messages show it, in at most 40 characters. No more of it is read than these show.
 
     >>> short("0F0"), short("7" * 5000), short(10**5000)
     ("'0F0'", "'777777777777777777777777777777777777...", 'an integer of 16610 bits')
+    >>> import functools
+    >>> nested = functools.reduce(lambda inner, _: [inner, inner], range(1000), ("a", {1: None}))
+    >>> short(("a", {1: None})), short(nested)
+    ("('a', {1: None})", '[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[...')
     """
+    text = ""
+    for part in _shown_parts(value):
+        text += part
+        if len(text) > _MOST_SHOWN:
+            return text[: _MOST_SHOWN - 3] + "..."
+    return text
+
+
+def _shown_parts(value: Any) -> Iterator[str]:
+    """Yield what `repr` gives, piece by piece: of lists that hold a list twice, again and again, no memory holds it."""
+    kind = type(value)
     if isinstance(value, int) and value.bit_length() > 10_000:  # more digits than Python prints
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+        yield f"an integer of {value.bit_length()} bits"
+    elif kind in (str, bytes):
+        yield repr(value[: _MOST_SHOWN + 1])
+    elif value and kind.__repr__ in _BRACKETS:
+        opening, closing = _BRACKETS[kind.__repr__]
+        yield opening
+        for number, entry in enumerate(value):
+            if number:
+                yield ", "
+            yield from _shown_parts(entry)
+            if isinstance(value, dict):
+                yield ": "
+                yield from _shown_parts(value[entry])
+        yield ",)" if isinstance(value, tuple) and len(value) == 1 else closing
+    else:
+        yield repr(value)
 
 
 def format_bytes(num_bytes: int) -> str:

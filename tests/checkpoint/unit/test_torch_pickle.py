@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import subprocess
 import sys
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -28,8 +30,10 @@ def saved(value: object, zipped: bool = True) -> bytes:
 
 
 def archive(path: Path, body: bytes, **others: bytes) -> Path:
+    """An archive as torch.save makes it, but for other records, which are compressed."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for name, data in {"data.pkl": body, **others}.items():
+        file.writestr("archive/data.pkl", body, zipfile.ZIP_STORED)
+        for name, data in others.items():
             file.writestr(f"archive/{name}", data)
     return path
 
@@ -66,6 +70,34 @@ def test_no_kind_of_file_takes_more_memory_than_its_size_explains(bomb: bytes, t
     ):
         with pytest.raises(DataError, match=r"damaged \(ValueError"):
             read()
+
+
+TWICE = {
+    "lists": pickle.dumps(functools.reduce(lambda inner, _: [inner, inner], range(50), [1])),
+    "dictionaries": pickle.dumps(functools.reduce(lambda inner, _: {1: inner, 2: inner}, range(50), {})),
+    "objects": pickle.dumps(functools.reduce(lambda inner, _: Namespace(a=inner, b=inner), range(50), Namespace())),
+    "a key": b"\x80\x02}K\x01\x85q\x00" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(50)) + b"K\x01s.",
+    "sizes": b"\x80\x02}ctorch\nSize\nqcK\x01\x85q\x00"
+    + b"".join(b"hch%ch%c\x86\x85Rq%c" % (i, i, i + 1) for i in range(50))
+    + b"K\x01s.",
+    "a deep key": b"\x80\x02}K\x01" + b"\x85" * 300_000 + b"K\x01s.",
+    "a deep list": b"\x80\x02" + b"]" * 1000 + b"a" * 999 + b".",
+    "itself": b"\x80\x02]q\x00h\x00a.",
+}
+
+
+@pytest.mark.parametrize("body", TWICE.values(), ids=list(TWICE))
+def test_values_that_unfold_to_more_than_the_file_explains_are_refused(body: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.pkl").write_bytes(body)
+    with pytest.raises(DataError, match=r"damaged \(ValueError: it"):
+        read_pickle(tmp_path / "x.pkl")
+
+
+def test_a_pickle_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", b"\x80\x02" + b"N0" * (1 << 20) + b"N.")
+    with pytest.raises(DataError, match=r"its data\.pkl is compressed: save it again with torch\.save"):
+        read_tree(ArchiveRecord(tmp_path / "a.pt"))
 
 
 def test_a_byte_order_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path: Path) -> None:

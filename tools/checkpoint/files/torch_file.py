@@ -19,8 +19,9 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 
 from dynapipe_ext.errors import DataError, short
+from dynapipe_ext.tools.checkpoint.files.pickle_scan import refuse_size
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor
-from dynapipe_ext.tools.checkpoint.files.torch_pickle import Classes, load, next_pickle, refuse_size
+from dynapipe_ext.tools.checkpoint.files.torch_pickle import Classes, load, next_pickle
 
 _PLAIN_MAGIC = 0x1950A86A20F9469CFC6C
 _HEAD_BYTES = 32  # the magic number's pickle, in any protocol, is shorter
@@ -151,6 +152,8 @@ class _Zip:
             with self._archive.open(order) as file:
                 _refuse_order(self._path, file.read(16).strip())
         info = self._records[f"{self._root}data.pkl"]
+        if info.compress_type != zipfile.ZIP_STORED:  # a megabyte may become a gigabyte
+            raise DataError(f"{self._path}: its data.pkl is compressed: save it again with torch.save")
         refuse_size(info.file_size)
         return next_pickle(io.BytesIO(self._archive.read(info)))
 

@@ -6,10 +6,10 @@ an `Inert` that only remembers what the pickle said.
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import pickle
-import pickletools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dynapipe_ext.errors import DataError, short
+from dynapipe_ext.tools.checkpoint.files.pickle_scan import pickle_size, refuse_unfolding
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_state
 
 Locate = Callable[[str, torch.dtype], tuple[int, int]]  # of a storage's key: its first byte in the file, its length
@@ -35,7 +36,6 @@ _STORAGE_DTYPES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,  # unless the tensor says otherwise
 }
-_MOST_PICKLE_BYTES = 1 << 30  # names and shapes; tensors lie beside it
 _MOST_DIMENSIONS = 64
 
 
@@ -96,27 +96,14 @@ class _Storage(NamedTuple):
 
 
 def next_pickle(file: io.RawIOBase | io.BytesIO) -> bytes:
-    """The bytes of the pickle at the file's position, which moves beyond it.
+    """Return the bytes of the pickle at the file's position, which moves beyond it.
 
-    Errors: ValueError where it is cut or broken, or where loading would take memory that its size does not explain.
+    Raises ValueError if it is cut or broken, or if loading would take memory or time that its size does not explain.
     """
-    start, largest = file.tell(), 0
-    # It also finds lengths that reach beyond the end.
-    for operation, argument, _ in pickletools.genops(file):  # type: ignore[arg-type]  # the stubs want all of IO
-        if operation.name.endswith("PUT"):
-            largest = max(largest, int(argument or 0))
-    num_bytes = file.tell() - start
-    refuse_size(num_bytes)
-    if largest > num_bytes:
-        raise ValueError(f"value {largest:,} is remembered in a pickle of {num_bytes:,} bytes")
+    start = file.tell()
+    num_bytes = pickle_size(file)  # type: ignore[arg-type]  # the stubs want all of IO
     file.seek(start)
     return file.read(num_bytes)
-
-
-def refuse_size(num_bytes: int) -> None:
-    """Errors: ValueError for more than names and shapes take."""
-    if num_bytes > _MOST_PICKLE_BYTES:
-        raise ValueError(f"its pickle has {num_bytes:,} bytes, more than {_MOST_PICKLE_BYTES:,}")
 
 
 def load(
@@ -126,7 +113,9 @@ def load(
 
     Errors: DataError, and whatever else a broken pickle raises.
     """
-    return _Unpickler(data, path, locate, classes, tensor).load()
+    tree = _Unpickler(data, path, locate, classes, tensor).load()
+    refuse_unfolding(tree, (Inert, argparse.Namespace))
+    return tree
 
 
 class _Unpickler(pickle.Unpickler):
@@ -205,6 +194,11 @@ def _from_type(function: Any, _type: Any, arguments: Sequence[Any], _state: Any)
     return function(*arguments)
 
 
+def _set_of(values: Any = (), *_rest: Any) -> Any:
+    """Return a set; of tuples, whose hashes may look at more than there is, a list."""
+    return list(values) if any(isinstance(value, tuple) for value in values) else frozenset(values)
+
+
 _ITSELF = _Function(lambda value, *_rest: value)
 _KNOWN: Mapping[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _ITSELF,
@@ -217,5 +211,7 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
     # By which old protocols write bytes.
     ("_codecs", "encode"): _Function(lambda text, *_: text.encode("latin1") if isinstance(text, str) else text),
 } | {
-    (module, kind.__name__): kind for module in ("builtins", "__builtin__") for kind in (set, frozenset, complex)
-}  # fmt: skip
+    (module, kind.__name__): known
+    for module in ("builtins", "__builtin__")
+    for kind, known in ((complex, complex), (set, _Function(_set_of)), (frozenset, _Function(_set_of)))
+}
