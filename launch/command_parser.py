@@ -139,7 +139,12 @@ def refuse_below(args: argparse.Namespace, least: int, *names: str) -> None:
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:
     """`--truncate [N]`, which `cut_at` reads; `longest` is what holds without N."""
     parser.add_argument(
-        "--truncate", nargs="?", type=int, const=True, metavar="N", help=f"cut samples at N tokens (default: {longest})"
+        "--truncate",
+        nargs="?",
+        type=int,
+        const=True,
+        metavar="N",
+        help=f"cut samples at N positions (N + 1 tokens, the last a label only; default: {longest})",
     )
 
 

@@ -191,11 +191,15 @@ class StepMaker:
         return mixture(part.sources, part.shares, seed=self.args.seed, count=count)
 
     def _bounded(self, part: Part, use: str) -> Part:
-        how = self.data_arguments.long_samples or ("truncate" if getattr(self.args, "sft", False) else "refuse")
+        is_sft = getattr(self.args, "sft", False)
+        how = self.data_arguments.long_samples or ("truncate" if is_sft else "refuse")
+        most = self.args.seq_length
+        if is_sft and how == "truncate":
+            most -= 1  # SFTDataset keeps --seq-length tokens, of which the first is no label
         sources = []
         for number, source in enumerate(part.sources):
             what = f"{use} data" if len(part.sources) == 1 else f"{use} data {number}"
-            bounded, note = of_bounded_length(source, self.args.seq_length, long_samples=how, what=what)
+            bounded, note = of_bounded_length(source, most, long_samples=how, what=what)
             if note:
                 self.say(note)
             sources.append(bounded)

@@ -164,6 +164,15 @@ def test_ramp_up_takes_the_samples_that_megatrons_own_count_says() -> None:
         _maker(arguments(**vars(args) | {"consumed_train_samples": 13})).training(Part((Source([5] * 30),), (None,)))
 
 
+def test_conversations_are_cut_to_the_tokens_that_megatrons_own_data_set_keeps() -> None:
+    """SFTDataset pads the first 64 tokens of one of 65 or more, so 63 of its labels count."""
+    part = Part((Source([62, 63, 64, 65, 200]),), (None,))
+    for changes, kept in (({"sft": True}, [62, 63, 63, 63, 63]), ({}, [62, 63, 64, 64, 64])):
+        maker = _maker(arguments(global_batch_size=5, **changes), DataArguments(long_samples="truncate"))
+        assert sorted(_samples(maker.training(part), 1)[0]) == kept
+    assert sorted(_samples(_maker(arguments(global_batch_size=5, sft=True)).training(part), 1)[0]) == [62, *[63] * 4]
+
+
 def test_steps_of_tokens_hold_as_many_samples_as_fit_and_go_on_where_they_stopped() -> None:
     source = Source([1 + i * 7 % 60 for i in range(40)])
     data_arguments = DataArguments(tokens_per_batch=100)
