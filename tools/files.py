@@ -82,11 +82,13 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 def write_output(path: str | Path, text: str) -> None:
     """Write a file that a user has named: as `write_atomic` does, but a path such as /dev/null or a pipe is written to
-    directly. Errors: DataError where the place cannot be written."""
+    directly, though through a link only if the link is the system's. Errors: DataError where the place cannot be
+    written."""
     target = Path(path)
     if str(path) == "-":
         raise DataError("- is standard output, which --json alone writes to: name a file (one of that name is ./-)")
-    if not target.exists() or target.is_file() or target.is_dir():
+    is_planted = target.is_symlink() and target.absolute().parts[1] not in ("dev", "proc")
+    if is_planted or not target.exists() or target.is_file() or target.is_dir():
         write_atomic(path, text)
         return
     try:

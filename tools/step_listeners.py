@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dynapipe_ext.durable_files import open_kept
 from dynapipe_ext.errors import ConfigError, install_advice
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.tools.files import writing_in
@@ -40,7 +41,7 @@ class TensorBoardFile:
         self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         with writing_in(self._path):
             folder.mkdir(parents=True, exist_ok=True)
-            self._records = RecordWriter(self._path.open("ab"))
+            self._records = RecordWriter(os.fdopen(open_kept(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab"))
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._has_begun = False
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import Any
 
 from dynapipe_ext.batch.micro_batches import MicroBatch, SampleLength
 from dynapipe_ext.batch.topology import ActivationFormat, ReplicaCollectives, Topology
+from dynapipe_ext.durable_files import replace_file
 from dynapipe_ext.errors import DataError, writing_move
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -163,14 +163,9 @@ def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
 
 def _write(path: Path, text: str) -> None:
     """In one step: readers see the old file or the whole new one, whoever else writes the same."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(path)
+        replace_file(path, (text + "\n").encode())
     except OSError as error:
-        with suppress(OSError):
-            part.unlink()
         raise DataError(
             f"{path} cannot be written ({error.strerror}): {writing_move(error.errno)}, or choose another [debug]"
             " plan_dir"

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import os
 import platform
 import sys
 import time
@@ -37,6 +38,7 @@ from dynapipe_ext.costs.pieces import MeasuredPieces
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.surface import Measured, MeasuredShape, ModelPart
 from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.durable_files import open_kept
 from dynapipe_ext.errors import ConfigError, did_you_mean, short
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.job.configured import architecture_of, refuse_undivided
@@ -198,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
 def _alone(out: Path) -> Iterator[None]:
     """Errors: ConfigError where another process measures for the same file: both would spoil the other's times."""
     try:
-        lock = out.with_name(f".{out.name}.lock").open("w")
+        lock = os.fdopen(open_kept(out.with_name(f".{out.name}.lock"), os.O_RDWR | os.O_CREAT), "w")
     except OSError as error:
         raise ConfigError(f"{out} cannot be written ({error.strerror}): choose another folder") from error
     with lock:
@@ -210,7 +212,7 @@ def _alone(out: Path) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                Path(lock.name).unlink()
+                out.with_name(f".{out.name}.lock").unlink()
 
 
 def _measure_blocks(job: _Job, env: RankEnv) -> int:

@@ -81,6 +81,8 @@ class RunDirectory:
         self._overwrite = overwrite
         self.path, self._is_new = _made(Path(named)) if named else _made_by_time(now or datetime.now())
         try:
+            if resume:
+                _refuse_links(self.path)
             self._lock = FileLock(self.path / _LOCK, f"the run directory {self.path}")
             for part in self.path.glob(".*.part"):  # half written by a run that was killed; no other uses the directory
                 part.unlink(missing_ok=True)
@@ -111,6 +113,19 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _refuse_links(path: Path) -> None:
+    """Errors: ConfigError for a folder in a run's that is a link to elsewhere, where a resumed run would write."""
+    folders = [path / CHECKPOINTS, path / "tensorboard"]
+    for place in (*folders, *(inner for folder in folders for inner in folder.glob("*"))):
+        is_read_only = place.name.startswith("iter_")  # a checkpoint, which is read, or taken away as a link
+        inside = Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path))
+        if place.is_symlink() and place.is_dir() and not is_read_only and not inside:
+            raise ConfigError(
+                f"{place} is a link out of the run's folder, where a resumed run would write: put the folder itself"
+                " there"
+            )
 
 
 def is_in_use(path: Path) -> bool:

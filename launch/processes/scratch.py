@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from dynapipe_ext.durable_files import open_kept
 from dynapipe_ext.errors import ConfigError
 
 _UNFINISHED, _OWNED, _LOCK = "dynapipe-new-", "dynapipe-run-", "lock"
@@ -117,7 +118,7 @@ class FileLock:
     def __init__(self, path: Path, what: str, *, wait_s: float = 0.0) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = open_kept(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise ConfigError(f"{path} cannot be made ({error.strerror}): choose another directory") from error
         try:
@@ -158,7 +159,9 @@ class FileLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process holds the lock whose file is at `path`."""
+    """Whether a process holds the lock whose file is at `path`. Nobody holds what is not a file."""
+    if path.is_symlink() or not path.is_file():
+        return False
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+from dynapipe_ext.durable_files import open_kept
 from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.events import Listener, StepDone
 from dynapipe_ext.executor.instructions import ExecutionPlan
@@ -119,7 +120,8 @@ def rank_log(settings: DebugSettings, env: RankEnv) -> Iterator[RankLog | None]:
     path = Path(settings.log_dir) / f"rank-{env.rank:05d}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        descriptor = open_kept(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        file = os.fdopen(descriptor, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another [debug] log_dir") from error
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.references import ReferencedPairs, References
 from dynapipe_ext.data.sample_selection import SampleSubset
-from dynapipe_ext.durable_files import file_stamp
+from dynapipe_ext.durable_files import file_stamp, replacing
 from dynapipe_ext.errors import NO_ARRAY, ExecutionError, NotFiniteError, named_collectives
 from dynapipe_ext.evaluating import evaluating
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -153,9 +152,5 @@ def _read_array(place: Path, shape: tuple[int, int]) -> References | None:
 
 def _write(place: Path, references: References) -> None:
     """In one step: readers see the whole file or none."""
-    part = place.with_name(f".{place.name}.{os.getpid()}.part")
-    with writing_in(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            np.save(file, references, allow_pickle=False)
-        part.replace(place)
+    with writing_in(place), replacing(place) as file:
+        np.save(file, references, allow_pickle=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from contextlib import AbstractContextManager
@@ -113,10 +114,29 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preload
         assert (whole / "config.toml").read_text() == settings  # which the next resume reads
     (whole / "events.jsonl").write_bytes((whole / "events.jsonl").read_bytes()[:5000])
     (whole / "report.json").write_bytes(b"")
+    outside = _replace_by_links(whole, tmp_path / "outside")
     status, said = ended(train("--resume", str(whole), "--steps", str(STEPS + 1)))
     assert status == 0, said
     assert f"was cut or damaged: the losses of steps 1 to {STEPS} are lost" in said
     assert RunReport.read(whole / "report.json").result.first_step == STEPS
+    assert {place: place.read_bytes() for place in outside} == outside
+    assert {place.name for place in outside} >= {".lock", "config.toml", "events.jsonl", "history.jsonl", "report.json"}
+
+
+def _replace_by_links(run: Path, outside: Path) -> dict[Path, bytes]:
+    """Put all files of a run elsewhere, and links in their place, as somebody may plant them: a second name of those
+    that grow, and symbolic links for the rest. What they then hold."""
+    outside.mkdir()
+    contents = {}
+    for file in [*run.iterdir(), run / "checkpoints" / "latest_checkpointed_iteration.txt"]:
+        if file.is_file() and not file.is_symlink():
+            place = file.rename(outside / file.name)
+            contents[place] = place.read_bytes()
+            if file.name in (".lock", "history.jsonl"):
+                os.link(place, file)
+            else:
+                file.symlink_to(place)
+    return contents
 
 
 @pytest.mark.parametrize(

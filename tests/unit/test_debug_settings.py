@@ -1,6 +1,7 @@
 """DynaPipe's variables mean the settings that flags and files give; a rank's log ends with why the rank did."""
 
 import argparse
+import resource
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -141,9 +142,13 @@ def test_a_ranks_log_ends_with_the_calls_that_ended_it_and_goes_on_after(tmp_pat
 
 
 def test_a_log_on_a_full_disk_ends_by_its_name(tmp_path: Path) -> None:
-    (tmp_path / "rank-00003.log").symlink_to("/dev/full")
-    with pytest.raises(DataError, match=r"rank-00003\.log"), rank_log(DebugSettings(log_dir=str(tmp_path)), env(3)):
-        pytest.fail("the first line has no room")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(DataError, match=r"rank-00003\.log"), rank_log(DebugSettings(log_dir=str(tmp_path)), env(3)):
+            pytest.fail("the first line has no room")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_log_whose_disk_fills_says_so_once_and_the_rank_goes_on(capfd: pytest.CaptureFixture[str]) -> None:

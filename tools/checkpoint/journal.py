@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dynapipe_ext.durable_files import file_stamp, sync
+from dynapipe_ext.durable_files import file_stamp, open_kept, sync
 from dynapipe_ext.errors import ConfigError, DataError, short
 
 NAME = ".dynapipe-convert.jsonl"
@@ -48,7 +48,7 @@ class ConversionJournal:
         path = directory / NAME
         if not path.exists() and any(directory.iterdir()):
             raise DataError(f"{directory} exists and is no unfinished conversion: remove it, or choose another DST")
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = open_kept(path, os.O_RDWR | os.O_CREAT)
         try:
             self._hold(path)
             self._read(path, conversion)

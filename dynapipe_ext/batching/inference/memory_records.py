@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from dynapipe_ext.durable_files import open_kept
 from dynapipe_ext.errors import ConfigError, DataError, short, writing_move
 
 RECORDS_FORMAT = "dynapipe-memory-records/1"
@@ -208,7 +209,7 @@ class RecordFile:
     def __enter__(self) -> Self:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+b")
+            self._file = os.fdopen(open_kept(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._close()

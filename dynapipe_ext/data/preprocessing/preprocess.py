@@ -50,7 +50,7 @@ from dynapipe_ext.data.preprocessing.inputs import Block, BlockStream, InputFile
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.preprocessing.workers import InlineWorkers, Workers
 from dynapipe_ext.data.tokenizer import BpeTokenizer, train_tokenizer
-from dynapipe_ext.durable_files import file_stamp
+from dynapipe_ext.durable_files import file_stamp, open_kept, replace_file
 from dynapipe_ext.errors import ConfigError, DataError, writing_move
 
 _NAME, _LOCK = "journal.jsonl", "lock"
@@ -82,7 +82,7 @@ class StreamJournal:
         self._files: dict[str, IO[bytes]] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = open_kept(folder / _LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise DataError(
                 f"{folder} cannot be made ({error.strerror}): choose another place for the output"
@@ -167,15 +167,11 @@ class StreamJournal:
                 if left.name != _LOCK:
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
             header = json.dumps({"key": self.key, "template_date": self._template_date}) + "\n"
-            (self.folder / _NAME).write_text(header, encoding="utf-8")
+            replace_file(self.folder / _NAME, header.encode())
         for name in (*self.streams, _NAME):
             path = self.folder / _NAME if name == _NAME else self.path(name)
-            path.touch()
-            if path.stat().st_nlink > 1:  # an output shares this file, and must not change with it
-                copy = self.folder / "copy"
-                shutil.copyfile(path, copy)
-                copy.replace(path)
-            self._files[name] = path.open("r+b")
+            # Where an output shares this file, it must not change with it: then this is a copy.
+            self._files[name] = os.fdopen(open_kept(path, os.O_RDWR | os.O_CREAT), "r+b")
         self._read()
 
     def _read(self) -> None:
