@@ -198,7 +198,10 @@ def softmax_backward(
     target_grad_N: torch.Tensor,
     columns: Columns,
 ) -> torch.Tensor:
-    """The gradient of products, in their place, of those of the logarithms of the sums and of the labels' logits."""
+    """The gradient of products, in their place, of those of the logarithms of the sums and of the labels' logits.
+
+    Their version rises, as torch's own operations in place raise it: a backward that still needs them raises.
+    """
     from dynapipe_ext.executor.stages.triton_kernels import softmax_backward_kernel
 
     num_positions, num_rows = products_NV.shape
@@ -209,4 +212,5 @@ def softmax_backward(
             num_rows, columns.num_ids, columns.first_id, columns.scale,
             BLOCK=block, num_warps=8,
         )  # fmt: skip
+        torch.autograd.graph.increment_version(products_NV)
     return products_NV

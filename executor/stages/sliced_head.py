@@ -123,11 +123,30 @@ def losses_of_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor, head: Head
 
 def losses_of_whole_logits(logits_NV: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of every position, in float32, of logits of a whole vocabulary; 0 where the label is -100, as of
-    torch's. The caller has no more use for the logits: of those that no backward reads, the place is used up."""
+    torch's. The caller has no more use for the logits: of those that no backward reads, the place is used up, unless
+    they come from `keep_readable`."""
     if not runs_kernels(logits_NV):
         return torch.nn.functional.cross_entropy(logits_NV.float(), labels_N, reduction="none")
     losses: torch.Tensor = _LossesOfWholeLogits.apply(logits_NV, labels_N, _is_read_by_none(logits_NV))  # type: ignore[no-untyped-call]
     return losses
+
+
+def keep_readable(logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits for a loss that leaves their values as they are, since someone else may have kept them."""
+    readable: torch.Tensor = _Readable.apply(logits)  # type: ignore[no-untyped-call]
+    return readable
+
+
+class _Readable(torch.autograd.Function):
+    """The identity: its backward is not one of those whose output may be used up."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        return inputs[0].view_as(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
 
 
 _VIEWS = ("ViewBackward0", "UnsafeViewBackward0")

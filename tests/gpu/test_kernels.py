@@ -35,6 +35,7 @@ from dynapipe_ext.executor.stages.kernels import (
 from dynapipe_ext.executor.stages.megatron import head, layers
 from dynapipe_ext.executor.stages.transformers import few_passes, part
 from dynapipe_ext.executor.stages.transformers.parts import parts_of_model
+from dynapipe_ext.executor.stages.transformers.stage import token_loss_sum
 from dynapipe_ext.models.architecture import Architecture
 from tests.gpu import steps
 from tests.gpu.steps import EXPERTS, SHAPE, Case, alone, learned, megatron_stage
@@ -196,9 +197,47 @@ def test_gradients_of_logits_take_the_place_of_those_that_no_backward_reads(
     losses = sliced_head.losses_of_whole_logits(logits.flatten(0, 1), labels)
     expected = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
     (wanted,) = torch.autograd.grad(expected.sum(), weight, retain_graph=True)
-    (grad,) = torch.autograd.grad(losses.sum(), weight)
+    version = logits._version
+    (grad,) = torch.autograd.grad(losses.sum(), weight, retain_graph=True)
     assert_near(grad, wanted.double(), torch.float32)
-    assert torch.equal(logits, before) == bool(cap)
+    assert torch.equal(logits, before) == bool(cap) == (logits._version == version)
+    if not cap:  # as after torch's own operations in place
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(losses.sum(), weight)
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_used_up_logits_raise_for_whoever_needs_them_by_kernels_and_without(
+    by_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits as tanh keeps them, and a second backward."""
+    monkeypatch.setattr(sliced_head, "runs_kernels", lambda x: by_kernels)
+    products, labels = random(4, 64).requires_grad_(), torch.arange(4, device=DEVICE)
+    head = sliced_head.Head(weight=torch.zeros(64, 1, device=DEVICE))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sliced_head.losses_of_logits(torch.tanh(products), labels, head).sum().backward()
+    losses = sliced_head.losses_of_logits(2 * products, labels, head)
+    losses.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
+
+
+@pytest.mark.parametrize("watched", ["lm_head", ""])
+def test_logits_that_forward_hooks_keep_stay_as_they_are(watched: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sliced_head, "runs_kernels", lambda x: True)
+    (one,) = parts_of_model(tiny("llama").to(DEVICE))
+    kept: list[torch.Tensor] = []
+    one.model.get_submodule(watched).register_forward_hook(
+        lambda _module, _inputs, output: kept.append(getattr(output, "logits", output))
+    )
+    tokens = torch.arange(8, device=DEVICE)[None]
+    micro_batch = MicroBatch((SampleLength(0, 8, 0, 8),))
+    batch: Any = {"tokens": tokens, "labels": tokens, "loss_weights": torch.ones(1, 8, device=DEVICE)}
+    batch["model_inputs"] = {name: x.to(DEVICE) for name, x in one.model_inputs(micro_batch).items()}
+    loss: Any = token_loss_sum(one(tokens, batch=batch), batch)
+    before = kept[0].detach().clone()
+    loss.backward()
+    assert torch.equal(kept[0], before)
 
 
 def test_what_runs_by_kernels() -> None:

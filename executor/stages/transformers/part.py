@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.modules.module import _global_forward_hooks
 
 from dynapipe_ext.batch.micro_batches import MicroBatch
 from dynapipe_ext.batch.topology import Topology
@@ -16,7 +17,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.device import runs_kernels
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.chunk_runner import HEAD_SLICE_KEY, HeadSlices, seed_of, seed_torch
-from dynapipe_ext.executor.stages.sliced_head import HiddenStates
+from dynapipe_ext.executor.stages.sliced_head import HiddenStates, keep_readable
 from dynapipe_ext.executor.stages.transformers.few_passes import compute_in_few_passes
 from dynapipe_ext.executor.stages.transformers.head import LeftHead
 from dynapipe_ext.executor.stages.transformers.layers import PartPlace, with_own_modules
@@ -46,6 +47,7 @@ class TransformersPart(torch.nn.Module, ABC):
         self.shared = {name: model.get_parameter(name) for name, at in holders.items() if place.stage in at}
         self.own_layers = dict(layers)  # those of this stage, by their numbers
         self._key = ""
+        self._is_engines = False
         self._is_settled = False  # whether its modules take our kernels where they can
         self._left_head = LeftHead(model)
         for number, layer in self.own_layers.items():
@@ -90,11 +92,18 @@ class TransformersPart(torch.nn.Module, ABC):
         if slices is not None:
             return self._left_head.run(forward, slices)
         logits: torch.Tensor = forward().logits
-        return logits
+        return keep_readable(logits) if self._shows_logits() else logits
+
+    def _shows_logits(self) -> bool:
+        """Whether forward hooks are given the logits, and may keep them. Engines' hooks do not."""
+        givers = (self.model, self.model.get_output_embeddings())
+        return not self._is_engines and (
+            bool(_global_forward_hooks) or any(giver._forward_hooks for giver in givers if giver is not None)
+        )
 
     def run_by(self, engine: torch.nn.Module) -> None:
         """Have `engine`, which wraps the whole model, run its forwards from now on: it gathers weights before them."""
-        self._call = engine.__call__
+        self._call, self._is_engines = engine.__call__, True
 
     def recompute_layers(self, enabled: bool) -> None:
         """Whether layers keep their inputs alone from the next forward on. Errors: ConfigError where they cannot."""
