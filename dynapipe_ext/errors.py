@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import cache
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 MOST_NAME_BYTES = 255  # of a file
 # What numpy raises of a file that is no array, or ends within one; its reader of headers is Python's.
@@ -144,7 +144,9 @@ def in_one_line(error: BaseException) -> str:
 
 
 class DynaPipeError(Exception):
-    """Base of all errors raised for reasons outside this package's own code."""
+    """Base of all errors raised for reasons outside this package's own code. `may_pass`: another start may succeed."""
+
+    may_pass: ClassVar[bool] = False
 
 
 class ConfigError(DynaPipeError):
@@ -289,17 +291,25 @@ class VerificationError(DynaPipeError):
 class StoreError(DynaPipeError):
     """The store is absent, refuses, timed out, or holds a message that this job did not sign."""
 
+    may_pass = True
+
 
 class StoreRefusedError(StoreError):
     """The store, or what protects it, refuses this job: another try would end the same way."""
+
+    may_pass = False
 
 
 class ExecutionError(DynaPipeError):
     """A rank that cannot go on: a peer is late, dead or out of step."""
 
+    may_pass = True
+
 
 class NotFiniteError(ExecutionError):
     """A step's loss or gradients are not finite, and the settings allow no such step."""
+
+    may_pass = False
 
 
 # What gloo and NCCL say of a peer that is late or gone; both raise plain RuntimeErrors (torch 2.6 to 2.13).

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dynapipe_ext.errors import NO_ROOM, ConfigError, DataError, DynaPipeError, in_one_line, install_advice
 from dynapipe_ext.launch.command_parser import CommandParser, ending, json_place
-from dynapipe_ext.launch.processes.cluster import USER_ERROR_STATUS, JobError
+from dynapipe_ext.launch.processes.cluster import USER_ERROR_STATUS, failure_status
 from dynapipe_ext.launch.processes.env import keep_cuda_forkable
 from dynapipe_ext.tools.files import deliver_error
 
@@ -96,8 +96,7 @@ def run_subcommand(arguments: Sequence[str]) -> int:
             sys.stdout.flush()  # inside this try, which handles a reader that has gone
         return status
     except DynaPipeError as error:
-        status = error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS
-        return _reported(error, status, json_place(arguments))
+        return _reported(error, failure_status(error), json_place(arguments))
     except BrokenPipeError:
         _leave_output()
         return _BROKEN_PIPE_STATUS

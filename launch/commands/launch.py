@@ -29,7 +29,6 @@ from dynapipe_ext.launch.job.requested import is_done, refuse_settings, store_an
 from dynapipe_ext.launch.job.run_data import missing_file, refuse_missing_file
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
 from dynapipe_ext.launch.processes.agent import (
-    LOST_STATUS,
     TAKEN_STATUS,
     NodeEnd,
     NodePlace,
@@ -37,7 +36,7 @@ from dynapipe_ext.launch.processes.agent import (
     run_agent,
     torchrun_command,
 )
-from dynapipe_ext.launch.processes.cluster import JobError, say_at_once
+from dynapipe_ext.launch.processes.cluster import LOST_STATUS, JobError, say_at_once
 from dynapipe_ext.launch.processes.env import (
     debug_settings,
     job_secret,
@@ -89,7 +88,7 @@ def _shell(args: argparse.Namespace) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     requested.add_arguments(parser)
     parser.epilog = ending(
-        _EPILOG, {LOST_STATUS: "ranks were lost: the same command goes on"} | requested.TRAINING_STATUSES
+        _EPILOG, requested.TRAINING_STATUSES | {LOST_STATUS: "ranks were lost: the same command goes on"}
     )
     _add_launch_flags(parser.add_argument_group("nodes"))
 

@@ -19,6 +19,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.free_memory import Room, sizes_of_devices
+from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.launch.job.model_folder import configured_cut
 from dynapipe_ext.launch.job.requested import add_arguments, requested_job
 from dynapipe_ext.launch.job.room import Place
@@ -71,7 +72,9 @@ def trained(args: argparse.Namespace) -> Path:
     request = requested_job(args, _place(), secret=secrets.token_hex(32))  # which the ranks inherit
     console = Console(stderr=True, highlight=False)
     overwrite = request.overwrite and request.resumed is None  # else it is what --output holds that may be lost
-    with claimed(request, console, overwrite=overwrite) as request:
+    # A store that has served the run before is waited for.
+    store_wait_s = store_patience_s(request.config.job.timeout_s) if request.resumed else None
+    with claimed(request, console, overwrite=overwrite, store_wait_s=store_wait_s) as request:
         config = request.config
         job = settled_job(request, _ThisMachine(config), console)
         outlive_readers()

@@ -41,6 +41,7 @@ from dynapipe_ext.launch.job.run_directory import (
     runs_folder,
 )
 from dynapipe_ext.launch.job.saved_settings import find_damage, read_saved_settings, refuse_untrusted
+from dynapipe_ext.launch.processes.cluster import LOST_STATUS
 from dynapipe_ext.launch.processes.env import debug_settings, kv_store_url, num_ranks_here, store_password
 from dynapipe_ext.launch.processes.scratch import read_secret
 from dynapipe_ext.launch.store import asked_store
@@ -60,6 +61,7 @@ _EPILOG = """examples:
 
 
 TRAINING_STATUSES = {
+    LOST_STATUS: "ranks or the store were lost: --resume goes on",
     130: "saved on Ctrl-C (twice: ended at once)",
     138: "saved on SIGUSR1 (143: SIGTERM, 129: the terminal closed)",
 }

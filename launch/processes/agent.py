@@ -17,17 +17,9 @@ from pathlib import Path
 from threading import Event
 from typing import Literal, assert_never
 
-from dynapipe_ext.errors import (
-    ConfigError,
-    DataError,
-    NoRoomError,
-    NotFiniteError,
-    PlanError,
-    StoreRefusedError,
-    VerificationError,
-)
 from dynapipe_ext.launch.processes.cluster import (
     BUG_STATUS,
+    LOST_STATUS,
     USER_ERROR_STATUS,
     AskedStack,
     JobError,
@@ -44,8 +36,6 @@ from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lo
 _END, _STACKS, _AGENT = ".end", ".stacks", "agent"
 _END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
 _LOOKED_AT_S = 1.0  # a launcher that tests a lock holds it for an instant
-# Errors of settings or data, and stops that the settings ask for: another start would end the same way.
-FINAL = (ConfigError, DataError, NoRoomError, PlanError, StoreRefusedError, VerificationError, NotFiniteError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +117,6 @@ def _record(place: Path) -> RankRecord:
 
 RENDEZVOUS = "dynapipe"  # torchrun's name of the package's own, in processes/rendezvous.py
 Order = Literal["", "save", "stacks", "end"]  # to a node: nothing, or what its launcher shall do
-LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another try may succeed
 TAKEN_STATUS = 69  # EX_UNAVAILABLE: another process has the port at which nodes were to meet
 SAVED_STATUSES = (128 + signal.SIGTERM, 128 + signal.SIGUSR1, 128 + signal.SIGHUP)
 INTERRUPTED_STATUS = 128 + signal.SIGINT

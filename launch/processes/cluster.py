@@ -89,6 +89,7 @@ def set_process_title(title: str) -> None:
 
 
 BUG_STATUS, USER_ERROR_STATUS = 1, 2
+LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another try may succeed
 _SAVED_STATUS = 128 + signal.SIGUSR1
 _GRACE_S = 2.0
 _KILL_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
@@ -103,12 +104,21 @@ class JobError(ExecutionError):
     `is_final`: another start would end the same way."""
 
     def __init__(
-        self, message: str, exit_status: int = USER_ERROR_STATUS, cause: str = "", *, is_final: bool = False
+        self, message: str, exit_status: int = LOST_STATUS, cause: str = "", *, is_final: bool = False
     ) -> None:
         super().__init__(message)
         self.exit_status = exit_status
         self.cause = cause or message
         self.is_final = is_final
+
+
+def failure_status(error: BaseException) -> int:
+    """Return the exit status of a process or job that ends with an error."""
+    if isinstance(error, JobError):
+        return error.exit_status
+    if not isinstance(error, DynaPipeError):
+        return BUG_STATUS
+    return LOST_STATUS if error.may_pass else USER_ERROR_STATUS
 
 
 class Supervised:
@@ -129,9 +139,10 @@ class Supervised:
     def fork(cls, name: str, main: Callable[[], int], is_first: Callable[[], bool] = lambda: True) -> Supervised:
         """Run `main` in a copy of this process; its result is the exit status.
 
-        A DynaPipeError prints `name: message` and gives status 2; another exception prints its traceback and gives
-        status 1. They are printed only if `is_first()` says that no other process of the job failed before. The child
-        ignores SIGINT and SIGHUP, since this process decides what they mean, and never returns into the caller's stack.
+        A DynaPipeError prints `name: message` and gives status 2, or 75 if another start may succeed; another exception
+        prints its traceback and gives status 1. They are printed only if `is_first()` says that no other process of the
+        job failed before. The child ignores SIGINT and SIGHUP, since this process decides what they mean, and never
+        returns into the caller's stack.
         """
         parent_pid = supervising_pid()
         sys.stdout.flush()
@@ -373,7 +384,8 @@ def _raise_first_failure(processes: Sequence[Supervised], first: Path) -> None:
             time.sleep(_DYING_S / 20)
         # Of several that ended at once, one with an exit status tells more than one that a signal ended.
         culprit = max(killed[:1] or failed, key=lambda process: (process.poll() or 0) > 0)
-        status = BUG_STATUS if culprit.poll() == BUG_STATUS else USER_ERROR_STATUS
+        code = culprit.poll()
+        status = code if code in (BUG_STATUS, USER_ERROR_STATUS) else LOST_STATUS
         raise JobError(culprit.verdict(), status, culprit.last_words())
 
 
@@ -444,7 +456,7 @@ def _run_child(
                 )  # write whole lines, since ranks share the terminal
         status = main()
     except DynaPipeError as error:
-        status = USER_ERROR_STATUS
+        status = failure_status(error)
         message = f"{name}: {in_one_line(error)}"
         os.write(words, message.encode())
         if is_first():
@@ -505,7 +517,7 @@ def ended_if_silent(limit_s: float, move: str) -> Iterator[Callable[[str], None]
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
             if not over.wait(_GIVE_UP_S):
                 say_at_once(f"dynapipe: error: {fault()}")
-                os._exit(USER_ERROR_STATUS)
+                os._exit(LOST_STATUS)
             return
 
     before = signal.signal(signal.SIGALRM, raise_fault)

@@ -25,13 +25,19 @@ from dynapipe_ext.errors import ConfigError, ExecutionError, install_advice, rea
 from dynapipe_ext.executor.parent_death import before_exec
 from dynapipe_ext.launch.processes.agent import (
     INTERRUPTED_STATUS,
-    LOST_STATUS,
     SAVED_STATUSES,
     TAKEN_STATUS,
     NodeEnd,
     Order,
 )
-from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all, say_at_once
+from dynapipe_ext.launch.processes.cluster import (
+    BUG_STATUS,
+    LOST_STATUS,
+    USER_ERROR_STATUS,
+    Supervised,
+    end_all,
+    say_at_once,
+)
 from dynapipe_ext.launch.processes.signals import interrupted_again, raise_if_lost, stacks_asked_for
 from dynapipe_ext.ray_cluster import connect_to_ray
 

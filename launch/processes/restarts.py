@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
-from dynapipe_ext.launch.processes.agent import LOST_STATUS, NodeEnd
-from dynapipe_ext.launch.processes.cluster import say_at_once
+from dynapipe_ext.launch.processes.agent import NodeEnd
+from dynapipe_ext.launch.processes.cluster import LOST_STATUS, say_at_once
 from dynapipe_ext.launch.processes.nodes import Host
 
 _PAUSE_S, _PAUSE_FACTOR, _MOST_PAUSE_S = 1.0, 4, 60.0

@@ -40,8 +40,14 @@ from dynapipe_ext.launch.job.job_keys import UNSHARED_WARNING
 from dynapipe_ext.launch.job.requested import JobRequest, add_arguments, refuse_done, requested_job
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS, is_unfinished
 from dynapipe_ext.launch.job.terms import UnlikeRanksError
-from dynapipe_ext.launch.processes.agent import FINAL, recorded
-from dynapipe_ext.launch.processes.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError, set_process_title
+from dynapipe_ext.launch.processes.agent import recorded
+from dynapipe_ext.launch.processes.cluster import (
+    BUG_STATUS,
+    USER_ERROR_STATUS,
+    JobError,
+    failure_status,
+    set_process_title,
+)
 from dynapipe_ext.launch.processes.env import (
     RankEnv,
     agent_attempt,
@@ -97,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_status
     except DynaPipeError as error:  # no rank yet
         print(f"dynapipe: error: {in_one_line(error)}", file=sys.stderr)
-        return USER_ERROR_STATUS
+        return failure_status(error)
     except KeyboardInterrupt:
         return _INTERRUPTED_STATUS
 
@@ -200,10 +206,10 @@ def _telling(env: RankEnv) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, UnlikeRanksError):
             end_undisturbed()  # torchrun ends this rank, too, once the node that keeps its store has left
-        status = USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
+        status = failure_status(error)
         own_failure = f"rank {env.rank}: {in_one_line(error)}"
-        may_pass = isinstance(error, LowMemoryError) and is_restart()
-        cause, is_final = _first_failure(env, (own_failure, isinstance(error, FINAL) and not may_pass))
+        may_pass = status != USER_ERROR_STATUS or (isinstance(error, LowMemoryError) and is_restart())
+        cause, is_final = _first_failure(env, (own_failure, not may_pass))
         if cause == own_failure:
             if status == BUG_STATUS and launcher() is not None:  # else torchrun's summary has its calls
                 print("".join(traceback.format_tb(error.__traceback__)), end="", file=sys.stderr)

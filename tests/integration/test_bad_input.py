@@ -270,7 +270,7 @@ def test_a_killed_rank_ends_the_job_with_its_number(preloaded: Preloaded, tiny: 
     with running(preloaded, tiny) as job:
         os.kill(ranks(job)[rank].pid, signal.SIGKILL)
         text = last_words(job)
-        assert job.returncode == 2
+        assert job.returncode == 75
         assert_gone(job.pid)
     assert f"dynapipe: error: rank {rank} was killed by signal 9 (SIGKILL)" in text
     assert "Traceback" not in text

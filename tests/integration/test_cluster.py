@@ -17,12 +17,20 @@ import torch
 from dynapipe_ext.batch.micro_batches import sample_lengths
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
+from dynapipe_ext.errors import (
+    ConfigError,
+    DataError,
+    ExecutionError,
+    NotFiniteError,
+    PlanError,
+    StoreError,
+    StoreRefusedError,
+)
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.launch.processes.cluster import JobError, Supervised, run_local
+from dynapipe_ext.launch.processes.cluster import JobError, Supervised, failure_status, run_local
 from dynapipe_ext.launch.processes.env import RankEnv, rank_env
 from dynapipe_ext.schedules.planner import Planner
 from tests.support.limits import LIMIT_S, SOON_S
@@ -89,6 +97,25 @@ def test_ranks_meet_in_a_process_group(run_ranks: Any) -> None:
         return list(x_N.tolist())
 
     assert run_ranks(3, total) == [[3.0, 3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StoreError("the store did not answer for 60 s"), 75),
+        (StoreRefusedError("the store refuses the password"), 2),
+        (ExecutionError("rank 0 waited for rank 1"), 75),
+        (NotFiniteError("the loss is nan"), 2),
+        (PlanError("sample 3 does not fit"), 2),
+    ],
+)
+def test_a_job_ends_with_75_if_another_start_may_succeed_else_with_2(error: Exception, status: int) -> None:
+    def main(env: RankEnv) -> int:
+        raise error
+
+    with pytest.raises(JobError) as caught:
+        run_local(main, 1, timeout_s=LIMIT_S)
+    assert caught.value.exit_status == failure_status(error) == status
 
 
 def test_the_first_failure_ends_all_ranks_and_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +206,7 @@ def test_a_killed_rank_is_named_though_another_has_said_first_that_it_is_gone() 
     finally:
         os.close(gone)
         os.close(going)
-    assert caught.value.exit_status == 2
+    assert caught.value.exit_status == 75
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(run_ranks: Any) -> None:

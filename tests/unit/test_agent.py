@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.launch.processes import torchrun
-from dynapipe_ext.launch.processes.agent import LOST_STATUS, NodeEnd, Order, RankRecord, read_rank_records, run_agent
-from dynapipe_ext.launch.processes.cluster import Supervised
+from dynapipe_ext.launch.processes.agent import NodeEnd, Order, RankRecord, read_rank_records, run_agent
+from dynapipe_ext.launch.processes.cluster import LOST_STATUS, Supervised
 from dynapipe_ext.launch.processes.env import launcher
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
 from tests.support.limits import LIMIT_S
@@ -29,11 +29,11 @@ from dynapipe_ext.errors import ConfigError, ExecutionError, NoRoomError, NotFin
 from dynapipe_ext.executor.parent_death import end_with_parent, supervising_pid
 from dynapipe_ext.launch.processes.cluster import JobError
 from dynapipe_ext.launch.processes.env import launcher
-from dynapipe_ext.launch.processes.agent import FINAL, recorded
+from dynapipe_ext.launch.processes.agent import recorded
 from dynapipe_ext.launch.processes.signals import ending_signals_raise
 
 def fail(error, cause, is_final=None):
-    final = isinstance(error, FINAL) if is_final is None else is_final
+    final = not getattr(error, "may_pass", True) if is_final is None else is_final
     raise JobError(str(error), 1 if isinstance(error, ValueError) else 2, cause, is_final=final) from error
 
 def rank(number, body):
