@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from fractions import Fraction
@@ -21,6 +20,7 @@ from dynapipe_ext.data.batches import permutation
 from dynapipe_ext.data.dataset import TokenDataset, TokenSample
 from dynapipe_ext.data.length_bounds import SideBounds, TaskBounds
 from dynapipe_ext.errors import ConfigError, DataError, check_integer, did_you_mean, reason, refuse_unknown, short
+from dynapipe_ext.toml_text import parse_toml
 
 _INPUT, _TARGET, _WEIGHT = "max_input_len", "max_target_len", "weight"
 
@@ -105,7 +105,7 @@ def _sides(others: SideBounds) -> tuple[tuple[str, int], tuple[str, int]]:
 def _tables(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        tables = json.loads(text) if Path(path).suffix.lower() == ".json" else tomllib.loads(text)
+        tables = json.loads(text) if Path(path).suffix.lower() == ".json" else parse_toml(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a file of tasks: {reason(error)}") from error
     if not isinstance(tables, dict):

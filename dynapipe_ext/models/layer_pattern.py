@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from dynapipe_ext.errors import ConfigError, reason, refuse_unknown, short
+from dynapipe_ext.toml_text import parse_toml
 
 # Positions of a row, whole or full of samples, whose stored bytes are measured; under masks of rows no more are packed.
 MASKED_ROW = 2048
@@ -88,7 +88,7 @@ def read_pattern(path: str | Path) -> LayerPattern:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-        raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        raw = json.loads(text) if path.suffix == ".json" else parse_toml(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a layer pattern: {reason(error)}: give TOML, or .json") from error
     if not isinstance(raw, dict):

@@ -7,7 +7,6 @@ defaults that their settings declare.
 from __future__ import annotations
 
 import argparse
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -40,6 +39,7 @@ from dynapipe_ext.settings.tables import (
     RunSettings,
     TopologySettings,
 )
+from dynapipe_ext.toml_text import parse_toml
 
 Tables = dict[str, dict[str, Any]]
 DEGREES = ("tp", "pp", "dp")
@@ -75,7 +75,7 @@ class TrainConfig:
         Errors: ConfigError naming the file, and the table and name that are unknown or of the wrong type.
         """
         try:
-            raw = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+            raw = parse_toml(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of settings") from error
         over = over or cls()

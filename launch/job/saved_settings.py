@@ -9,7 +9,6 @@ it that its folder alone names: such a setting has to be given again.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import checkpoints, read_manifest
 from dynapipe_ext.launch.job.run_directory import CHECKPOINTS
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.toml_text import parse_toml
 
 SETTINGS_FILE = "config.toml"
 _PROGRAMS = {("job", "redis_server"): "--redis-server"}
@@ -109,7 +109,7 @@ def find_damage(run_dir: Path) -> str:
 def _is_cut(data: bytes, saved: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether TOML lacks settings that a checkpoint of the same run has."""
     try:
-        tables = tomllib.loads(data.decode("utf-8-sig"))
+        tables = parse_toml(data.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return False  # a mistake of somebody who has edited it, which is told as such
     return any(name not in tables.get(table, {}) for table, values in saved.items() for name in values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.toml_text import parse_toml
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, read_events, read_history
 from dynapipe_ext.tools.account.run_series import RunSoFar
 from dynapipe_ext.tools.files import write_atomic
@@ -27,7 +27,7 @@ def read_settings(run_dir: Path) -> SettingTables:
     """The tables of a run's config.toml. Errors: DataError where it cannot be read."""
     path = run_dir / "config.toml"
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = parse_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read ({error}): give the directory of a run") from error
     return {name: table for name, table in tables.items() if isinstance(table, dict)}
