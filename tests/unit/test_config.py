@@ -471,3 +471,17 @@ def test_a_named_model_that_is_contradicted_or_cannot_be_trained_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         from_toml(tmp_path, f"[model]\n{text}")
+
+
+def test_no_text_of_settings_holds_a_nul(tmp_path: Path) -> None:
+    """Nothing that takes a path, an address or a name could take it: it would be a traceback, or a rank's end."""
+    num_texts = 0
+    for table, settings in declared_tables().items():
+        for name, one in settings.items():
+            if one.kind in (str, tuple[str, ...]) and (table, name) != ("deepspeed", "config"):  # read at once
+                value = json.dumps("a\0b") if one.kind is str else json.dumps(["a", "a\0b"])
+                (tmp_path / "c.toml").write_text(f"[{table}]\n{name} = {value}\n")
+                with pytest.raises(ConfigError, match=rf"\[{table}\] {name} is .* must not hold the character NUL"):
+                    TrainConfig.read(tmp_path / "c.toml")
+                num_texts += 1
+    assert num_texts > 15
