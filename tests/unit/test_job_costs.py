@@ -194,20 +194,15 @@ def test_rows_that_a_published_model_has_too_few_positions_for_are_refused_with_
     topology_of(config.with_values(plan={"pad_multiple": 20}))
 
 
-@pytest.mark.parametrize("said", [{}, {"dropout_rate": 0.1}, {"dropout_rate": 0.0}])
-def test_what_dropout_keeps_is_counted_by_the_rates_of_the_framework_that_computes_the_model(
-    said: dict[str, float], tmp_path: Path
-) -> None:
-    """A T5 has 0.1 without a word; megatron-core trains it without."""
-    raw = {"model_type": "t5", "is_encoder_decoder": True, "num_layers": 2, "vocab_size": 61} | said
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+def test_what_dropout_keeps_is_counted_if_it_is_set_whatever_the_configuration_says(tmp_path: Path) -> None:
     counted = {}
-    for backend in ("transformers", "megatron"):
-        config = TrainConfig().with_values(
-            model={"architecture": str(tmp_path), "backend": backend}, topology={"tp": 1, "pp": 1, "dp": 1}
-        )
+    for said, rate in ((0.1, 0.0), (0.0, 0.0), (0.0, 0.1)):
+        raw = {"model_type": "t5", "is_encoder_decoder": True, "num_layers": 2, "vocab_size": 61, "dropout_rate": said}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        model = {"architecture": str(tmp_path), "backend": "transformers", "dropout": rate}
+        config = TrainConfig().with_values(model=model, topology={"tp": 1, "pp": 1, "dp": 1})
         costs = analytic_costs(config, architecture_of(config, 61), flops_per_s=1e12, overhead_ns=0)
         pair = MicroBatch((SampleLength(0, 64, 64, 64),))
-        counted[backend] = int(costs.evaluate([pair]).stored_bytes[0, 0])
-    more = counted["transformers"] / counted["megatron"]
-    assert more > 1.2 if said.get("dropout_rate", 0.1) else more == 1
+        counted[said, rate] = int(costs.evaluate([pair]).stored_bytes[0, 0])
+    assert counted[0.1, 0.0] == counted[0.0, 0.0]
+    assert counted[0.0, 0.1] > 1.2 * counted[0.0, 0.0]
