@@ -13,6 +13,7 @@ from dynapipe_ext.executor.stages.chunk_runner import (
     Copies,
     GradientAccumulator,
     Sum,
+    find_used,
     gradient_of,
     sum_over_copies,
 )
@@ -146,6 +147,7 @@ class ExactAccumulator(GradientAccumulator):
 
     The same micro-batch gradients give the same bits in every order, on every split over replicas, whether the uses of
     a weight lie on one rank or on two. `in_float32` leaves them in `parameter.main_grad`, for weights of 16 bits.
+    Otherwise a weight that no micro-batch used has the gradient None.
     """
 
     by_use = True
@@ -160,28 +162,32 @@ class ExactAccumulator(GradientAccumulator):
     ) -> None:
         self._sums, self._copies = ExactSums(parameters), copies
         self._sum_over_replicas, self._in_float32 = sum_over_replicas, in_float32
+        self._parameters, self._used = list(parameters), set[torch.Tensor]()
 
     def begin(self, plan: ExecutionPlan) -> None:
         self._sums.clear()
+        self._used.clear()
         for parameter in self._sums.parameters:
             parameter.grad = None
 
     def add(self) -> None:
-        for parameter in self._sums.parameters:
+        for parameter in self._parameters:
             if parameter.grad is not None:
-                self._sums.add(parameter, parameter.grad)
+                self.add_weight(parameter, parameter.grad)
                 parameter.grad = None
 
     def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._used.add(weight)
         self._sums.add(weight, gradient)
 
     def reduce(self) -> None:
+        used = {*find_used(self._parameters, self._used | {*self._copies}, self._sum_over_replicas)}
         if self._sum_over_replicas is not None:
             self._sums.sum_all(self._sum_over_replicas)
         for weight, over_copies in self._copies.items():
             self._sums.sum_over(over_copies, [weight])
-        for parameter in self._sums.parameters:
+        for parameter in self._parameters:
             if self._in_float32:
                 parameter.main_grad = self._sums.value(parameter).float()  # type: ignore[attr-defined]
-            else:
+            elif parameter in used:
                 parameter.grad = self._sums.value(parameter).to(parameter.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -143,11 +143,16 @@ class GradientAccumulator(Protocol):
         """Sum over replicas, once a step."""
 
 
-class PlainAccumulator(GradientAccumulator):
-    """Floating-point sums in arrival order, replicas in one flat sum.
+_MAX_BUCKET = 1 << 24  # values of several weights that are summed over replicas at once
 
-    Micro-batches add up in the parameter's dtype, replicas in float32, or float64 where a weight has it: with bfloat16
-    weights and many micro-batches a step, small gradients are lost in the first sum.
+
+class PlainAccumulator(GradientAccumulator):
+    """Floating-point sums in arrival order, left in `parameter.grad`; None where no micro-batch of any replica used the
+    weight, as autograd leaves it.
+
+    Gradients of 16-bit weights add up in float32, over micro-batches and replicas, and are rounded once. These sums are
+    the 4 bytes of a weight that "megatron" states count as its gradient. Replicas are summed bucket by bucket, so that
+    no second copy of all gradients exists.
     """
 
     def __init__(
@@ -159,57 +164,92 @@ class PlainAccumulator(GradientAccumulator):
     ) -> None:
         self._parameters, self._copies = list(parameters), copies
         self._sum_over_replicas = sum_over_replicas
+        self._narrow = dict.fromkeys(p for p in self._parameters if p.element_size() < 4)
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # of narrow weights
 
     def begin(self, plan: ExecutionPlan) -> None:
+        self._sums.clear()
         for parameter in self._parameters:
             parameter.grad = None
 
     def add(self) -> None:
-        """Autograd has already added into `parameter.grad`."""
+        """Autograd has already added into `parameter.grad`, where that is wide enough."""
+        for parameter in self._narrow:
+            if parameter.grad is not None:
+                self.add_weight(parameter, parameter.grad)
+                parameter.grad = None
 
     def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        _add_to_grad(weight, gradient)
+        if weight not in self._narrow:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        elif weight in self._sums:
+            self._sums[weight].add_(gradient)
+        else:
+            self._sums[weight] = gradient.float()
 
     def reduce(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if self._sum_over_replicas is not None and self._parameters:
-            wide = torch.float64 if any(p.dtype == torch.float64 for p in self._parameters) else torch.float32
-            flat = torch.cat([_grad(parameter).reshape(-1).to(wide) for parameter in self._parameters])
-            self._sum_over_replicas(flat)
-            _scatter(flat, self._parameters)
-        sum_over_copies(self._copies)
+        own = {p for p in self._parameters if p in self._sums or p.grad is not None or p in self._copies}
+        used = find_used(self._parameters, own, self._sum_over_replicas)
+        unsettled: dict[torch.Tensor, torch.Tensor] = {}
+        for bucket in _buckets(used):
+            sums = [self._take_sum(parameter) for parameter in bucket]
+            if self._sum_over_replicas is not None:
+                wide = torch.float64 if any(one.dtype == torch.float64 for one in sums) else torch.float32
+                flat = torch.cat([one.reshape(-1).to(wide) for one in sums]) if len(sums) > 1 else sums[0].reshape(-1)
+                self._sum_over_replicas(flat)
+                sums = list(torch.split(flat, [one.numel() for one in sums]))
+            for parameter, total in zip(bucket, sums, strict=True):
+                if parameter in self._copies:
+                    unsettled[parameter] = total
+                else:
+                    parameter.grad = total.view_as(parameter).to(parameter.dtype)
+        for parameter, over_copies in self._copies.items():
+            over_copies(unsettled[parameter])
+            parameter.grad = unsettled[parameter].view_as(parameter).to(parameter.dtype)
+
+    def _take_sum(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's sum, which is not kept any longer; zeros where only other ranks used the weight."""
+        total = self._sums.pop(parameter, parameter.grad)
+        parameter.grad = None
+        if total is None:
+            narrow = parameter in self._narrow
+            total = torch.zeros_like(parameter, dtype=torch.float32 if narrow else None, requires_grad=False)
+        return total.contiguous()
+
+
+def find_used(
+    parameters: Sequence[torch.nn.Parameter], own: Collection[torch.Tensor], sum_over_replicas: Sum | None
+) -> list[torch.nn.Parameter]:
+    """Return the weights that any replica has a gradient of, where `own` are those of this one."""
+    if sum_over_replicas is None or not parameters:
+        return [parameter for parameter in parameters if parameter in own]
+    counts = torch.tensor([float(parameter in own) for parameter in parameters], device=parameters[0].device)
+    sum_over_replicas(counts)
+    return [parameter for parameter, count in zip(parameters, counts.tolist(), strict=True) if count]
+
+
+def _buckets(parameters: Iterable[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+    """Group weights in their order; a weight above the bound has a bucket of its own."""
+    bucket: list[torch.nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and sum(one.numel() for one in bucket) + parameter.numel() > _MAX_BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
 
 
 def gradient_of(weight: torch.Tensor) -> torch.Tensor:
-    """The sum that an accumulator of any kind left."""
+    """Return the sum that an accumulator of any kind left; zeros for a weight that no micro-batch used."""
     gradient = getattr(weight, "main_grad", None)
     gradient = weight.grad if gradient is None else gradient
-    assert gradient is not None
-    return gradient
+    return torch.zeros_like(weight, requires_grad=False) if gradient is None else gradient
 
 
 def sum_over_copies(copies: Copies) -> None:
     for weight, over_copies in copies.items():
         over_copies(gradient_of(weight))
-
-
-def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    weight.grad = gradient if weight.grad is None else weight.grad + gradient
-
-
-def _grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def _scatter(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-    offset = 0
-    for parameter in parameters:
-        size = parameter.numel()
-        parameter.grad = flat[offset : offset + size].view_as(parameter).to(parameter.dtype)
-        offset += size
 
 
 # (weight, input, output gradient), two-dimensional

@@ -48,7 +48,9 @@ class TorchStage:
 
     `parallel` (a `ParallelContext`) sums over ranks: needed where the plan has more than one. Split backwards put off
     the weight gradients of torch.nn.Linear layers. Whether modules train or evaluate is theirs (`train()`, `eval()`).
-    Nothing ties weights over ranks: one that stages of two ranks use is two weights from the first step on.
+    Gradients are left in `parameter.grad`, of 16-bit weights summed in float32 and rounded once; of weights that no
+    micro-batch used it is None. Nothing ties weights over ranks: one that stages of two ranks use is two weights from
+    the first step on.
     Errors: ConfigError for what cannot be trained so, such as modules that reduce gradients themselves.
     """
 

@@ -27,6 +27,7 @@ from dynapipe_ext.executor.instructions import (
     WaitSend,
 )
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages import chunk_runner
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, ExactSums, Float32Accumulator, gradient_fault
 from dynapipe_ext.executor.stages.chunk_runner import PlainAccumulator
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
@@ -191,6 +192,37 @@ def test_a_pipeline_of_threads_gives_the_gradients_of_one_sample_at_a_time(num_s
     assert got == pytest.approx(loss, rel=1e-6)
     for parameter, expected in zip(torch.nn.Sequential(*parts).parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("make_accumulator", [PlainAccumulator, ExactAccumulator])
+def test_gradients_of_16_bits_add_up_in_float32_and_unused_weights_have_none(make_accumulator, monkeypatch):
+    """Two replicas: this one's sums are doubled, and the other one alone has used the third weight."""
+    monkeypatch.setattr(chunk_runner, "_MAX_BUCKET", 3)
+    used, linear, elsewhere, unused = (torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(4))
+    largest, plan = 0, prove_step(planner_for(1), SAMPLES, step=0).plans[0][0]
+
+    def sum_over_replicas(tensor: torch.Tensor) -> None:
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        is_counts = tensor.tolist() == [1.0, 1.0, 0.0, 0.0]
+        tensor += torch.tensor([1.0, 1.0, 1.0, 0.0]) if is_counts else tensor.clone()
+
+    accumulator = make_accumulator([used, linear, elsewhere, unused], sum_over_replicas)
+    accumulator.begin(plan)
+    for _ in range(1000):
+        used.grad = torch.full_like(used, 2**-9)
+        accumulator.add_weight(linear, torch.full_like(linear, 2**-9))
+        accumulator.add()
+    accumulator.reduce()
+    assert used.grad.dtype == linear.grad.dtype == torch.bfloat16
+    assert used.grad.tolist() == linear.grad.tolist() == [3.90625] * 2  # in bfloat16 they stay at .5
+    assert elsewhere.grad.tolist() == [0.0, 0.0]
+    assert unused.grad is None
+    if make_accumulator is PlainAccumulator:
+        assert largest == 4  # the counts: a bucket has one weight here
+    # What is None takes no step: AdamW neither decays it nor moves it.
+    torch.optim.AdamW([used, unused], lr=0.1, weight_decay=0.5).step()
+    assert unused.tolist() == [1.0, 1.0] != used.tolist()
 
 
 def test_exact_accumulation_has_the_same_bits_in_every_order_and_plain_is_close():
