@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from dynapipe_ext.executor.stages.deepspeed.engine import ask_for_devices_once, compile_nothing
+from dynapipe_ext.executor.stages.deepspeed.engine import ask_for_devices_once, compile_nothing, keep_steps_apart
 from dynapipe_ext.launch.processes.cluster import run_local
 from dynapipe_ext.launch.processes.env import RankEnv
 from tests.support.checkpoints import tiny
@@ -170,7 +170,9 @@ def _engine(run: Run, *, is_new: bool = False, universal: bool = False) -> Any:
     config["zero_optimization"] = {"stage": run.stage, **run.config.get("zero_optimization", {})}
     if universal:
         config["checkpoint"] = {"load_universal": True}
-    return deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=lr), config=config)[0]
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=lr), config=config)[0]
+    keep_steps_apart(engine)
+    return engine
 
 
 def _step(engine: Any, step: int, rank: int) -> float:

@@ -112,7 +112,27 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: Par
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(config), mpu=mpu)
     except (ValueError, AssertionError) as error:  # as it has them for fields of a section and names of classes
         raise ConfigError(f"DeepSpeed refuses its configuration, so correct the file: {in_one_line(error)}") from error
+    keep_steps_apart(engine)
     return engine
+
+
+def keep_steps_apart(engine: Any) -> None:
+    """Have `engine.load_checkpoint` give every group of weights a count of steps of its own.
+
+    ZeRO 3 (0.19) gives all of them the one tensor that a universal checkpoint has. torch's Adam adds to it once for
+    each group, so bias corrections would run ahead.
+    """
+    load: Any = engine.load_checkpoint
+
+    def load_checkpoint(*arguments: Any, **options: Any) -> Any:
+        loaded = load(*arguments, **options)
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        for state in inner.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+        return loaded
+
+    engine.load_checkpoint = load_checkpoint
 
 
 def compile_nothing() -> None:

@@ -198,7 +198,9 @@ def test_engines_go_on_from_a_converted_checkpoint_at_every_stage_and_number_of_
 ) -> None:
     ours = converted(runs / "stage1", tmp_path / "ours")
     with_experts = converted(runs / "stage3-experts", tmp_path / "experts")
-    loads = [(ours, Run(tied, stage), {"universal": True}) for stage in (1, 2, 3)]
+    small_groups = {"zero_optimization": {"sub_group_size": 1000}}
+    to_load = [*(Run(tied, stage) for stage in (1, 2, 3)), Run(tied, 3, config=small_groups)]
+    loads = [(ours, run, {"universal": True}) for run in to_load]
     others = [(with_experts, Run(experts, 2), {"universal": True}), (ours, Run(tied, 0), {"load_module_only": True})]
     *found, experts_found, weights_found = load_runs([*loads, *others], tmp_path)
     first = [pytest.approx(rank[0], abs=2e-6) for rank in losses_of(runs / "stage1")]
