@@ -8,18 +8,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
-from dynapipe_ext.tools.files import ALONE, write_output
+from dynapipe_ext.tools.files import ALONE, write_data, write_output
+from dynapipe_ext.visible_text import visible
 
 _PIPE_COLUMNS = 160
 
 
+class VisibleConsole(Console):
+    """A console whose text shows control characters as escapes, whatever is printed. It colours text itself."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def error_console() -> Console:
+    """Return standard error as it is now."""
+    return VisibleConsole(stderr=True, highlight=False)
+
+
 def output(columns: int = _PIPE_COLUMNS, *, json_to: str | None = None) -> Console:
     """Standard output as it is now, `columns` wide where nobody looks; silent where JSON stands alone there."""
-    console = Console(highlight=False, quiet=json_to == ALONE)
-    return console if console.is_terminal else Console(highlight=False, width=columns, quiet=json_to == ALONE)
+    console = VisibleConsole(highlight=False, quiet=json_to == ALONE)
+    return console if console.is_terminal else VisibleConsole(highlight=False, width=columns, quiet=json_to == ALONE)
 
 
 def show(*parts: RenderableType, console: Console | None = None) -> None:
@@ -46,7 +61,7 @@ def delivering(where: str | None, value: Any) -> Iterator[None]:
         write_output(where, text)
     yield
     if where == ALONE:
-        sys.stdout.write(text)
+        write_data(text)
     elif where:
         show(f"as JSON in {where}")
 

@@ -54,6 +54,11 @@ def parse_json(text: str, where: str, expected: str) -> Any:
         raise DataError(f"{where} has a number too long to be read: give {expected}") from error
 
 
+def write_data(text: str) -> None:
+    """Write what a program reads to standard output, every character as it is."""
+    getattr(sys.stdout, "rich_proxied_file", sys.stdout).write(text)
+
+
 def deliver_error(where: str | None, message: str, status: int) -> None:
     """What --json gets from a command that fails: {"error", "status"}, alone on standard output, or in a file that is
     not there yet. A file with an earlier result keeps it."""
@@ -61,7 +66,7 @@ def deliver_error(where: str | None, message: str, status: int) -> None:
         return
     text = json.dumps({"error": message, "status": status}, indent=1) + "\n"
     if where == ALONE:
-        sys.stdout.write(text)
+        write_data(text)
         return
     with contextlib.suppress(DataError):  # the error that is being reported matters more
         write_output(where, text)

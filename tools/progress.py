@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dynapipe_ext.errors import ConfigError, format_bytes
 from dynapipe_ext.executor.events import StepDone
-from dynapipe_ext.tools.console import counted, percent
+from dynapipe_ext.tools.console import counted, error_console, percent
 
 Clock = Callable[[], float]
 _FIRST_LINE = 1 << 14  # pieces before the first line where the total is unknown
@@ -71,7 +71,7 @@ class _Meter:
     ) -> None:
         if total is not None and total < 0:
             raise ConfigError(f"a progress bar over {total} pieces: the total must be at least 0")
-        self._console = console or Console(stderr=True)
+        self._console = console or error_console()
         self._clock = clock
         self._total, self._done = total, 0
         self._enabled = enabled

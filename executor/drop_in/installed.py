@@ -30,6 +30,7 @@ from dynapipe_ext.executor.drop_in.sample_streams import LongSamples
 from dynapipe_ext.executor.stages.megatron.layers import ROTATIONS
 from dynapipe_ext.executor.stages.megatron.stage import LINEAR
 from dynapipe_ext.executor.store.address import StoreAddress, named_store
+from dynapipe_ext.visible_text import visible
 
 
 @contextmanager
@@ -230,7 +231,7 @@ def _say_once(lines_shown: set[str]) -> Callable[[str], None]:
 
     def say(text: str) -> None:
         if text not in lines_shown and dist.get_rank() == 0:
-            print(f"dynapipe: {text}", flush=True)
+            print(visible(f"dynapipe: {text}"), flush=True)
         lines_shown.add(text)
 
     return say

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dynapipe_ext.errors import DynaPipeError, in_one_line
 from dynapipe_ext.executor.store.address import StoreAddress, named_store
+from dynapipe_ext.visible_text import visible
 
 _USAGE = """usage: torchrun ... -m dynapipe_ext.megatron SCRIPT ARGUMENTS
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str], store_of: Callable[[str | None], StoreAddress
         return 0 if arguments and arguments[0] in ("-h", "--help") else 2
     script = Path(arguments[0])
     if not script.is_file():
-        print(f"{script} is not there: give the path of a training script\n{_USAGE}", file=sys.stderr, end="")
+        print(visible(f"{script} is not there: give the path of a training script\n{_USAGE}"), file=sys.stderr, end="")
         return 2
     from dynapipe_ext.executor.drop_in.installed import installed
 
@@ -35,6 +36,6 @@ def main(arguments: Sequence[str], store_of: Callable[[str | None], StoreAddress
         with installed(store_of=store_of):
             runpy.run_path(str(script), run_name="__main__")
     except DynaPipeError as error:
-        print(f"dynapipe: {in_one_line(error)}", file=sys.stderr)
+        print(visible(f"dynapipe: {in_one_line(error)}"), file=sys.stderr)
         return 2
     return 0

@@ -29,6 +29,7 @@ from dynapipe_ext.executor.proven_step import StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import Keys, StoreAddress, StoreTimeoutError
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.wire import encode_all, sealed
+from dynapipe_ext.visible_text import visible
 
 LOOK_S = 0.5  # how often a planner that waits looks for plans that are missed
 SLACK = 4  # a tensor parallel peer of rank 0 may still have to read a plan that rank 0 has taken
@@ -364,7 +365,7 @@ def main() -> int:
     except Closed:
         return 0
     except (EOFError, DynaPipeError) as error:
-        print(f"planner process{worker}: {error}", file=sys.stderr)
+        print(visible(f"planner process{worker}: {error}"), file=sys.stderr)
         return 2
     except Exception:  # noqa: BLE001 - the last frame of the process; the ranks have the sentence, this is the detail
         traceback.print_exc()

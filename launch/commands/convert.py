@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.batch.topology import refuse_half_layers
@@ -18,7 +17,7 @@ from dynapipe_ext.launch.command_parser import add_json, ending, flag_of, refuse
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.settings.train_config import add_flag
 from dynapipe_ext.tools.checkpoint import FORMATS, TARGETS, WriterOptions
-from dynapipe_ext.tools.console import deliver
+from dynapipe_ext.tools.console import deliver, error_console
 from dynapipe_ext.tools.progress import WorkProgress
 
 _INTERRUPTED_STATUS = 130
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
     started_s = time.perf_counter()
     _return_freed_tensors()
-    errors = Console(stderr=True, highlight=False)
+    errors = error_console()
     try:
         conversion = prepare_conversion(
             args.source,
@@ -168,7 +167,7 @@ def _merge(args: argparse.Namespace) -> int:
     started_s = time.perf_counter()
     args.to = "hf"
     outcome = merge_adapters(args.source, args.merge, args.destination, **_own(args))
-    errors = Console(stderr=True, highlight=False)
+    errors = error_console()
     for notice in outcome.notices:
         errors.print(f"note: {notice}", soft_wrap=True, markup=False)
     report = {

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from rich.console import Console
-
 from dynapipe_ext.batch.micro_batches import Layout, Pieces
 from dynapipe_ext.batch.topology import placement_of
 from dynapipe_ext.costs.cluster import DEVICES, PRECISIONS, Cluster
@@ -24,7 +22,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.counted import CountedModel
 from dynapipe_ext.models.named_models import PRESETS, read_model
 from dynapipe_ext.settings.train_config import TrainConfig, add_flag, add_flags
-from dynapipe_ext.tools.console import deliver, delivering, output
+from dynapipe_ext.tools.console import deliver, delivering, error_console, output
 from dynapipe_ext.tools.estimate.answer import (
     Prices,
     estimate_json,
@@ -138,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         return _counted(args, *unknown)
     question, search, prices = question_of(args), search_of(args), prices_of(args)
     console = output(_PIPE_COLUMNS, json_to=args.json)
-    with WorkProgress("planning", search.most_plans, console=Console(stderr=True), enabled=sys.stderr.isatty()) as bar:
+    with WorkProgress("planning", search.most_plans, console=error_console(), enabled=sys.stderr.isatty()) as bar:
         answer = estimate(question, search, bar.advance)
     with delivering(args.json, estimate_json(answer, prices)):
         if left_out := prediction_line(args.model):

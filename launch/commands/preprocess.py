@@ -57,7 +57,7 @@ from dynapipe_ext.launch.job.data_form import (
 from dynapipe_ext.launch.processes.env import child_environment
 from dynapipe_ext.settings.tables import DataSettings
 from dynapipe_ext.settings.train_config import add_flag, add_flags, check_data_settings
-from dynapipe_ext.tools.console import deliver
+from dynapipe_ext.tools.console import deliver, error_console
 
 _OF_INDEX = {"--input", "--output", "--output-prefix", "--lengths-only", "--skip-empty", "--overwrite", "--json"}
 _ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # one core a worker
@@ -172,7 +172,7 @@ def _add_output(writing: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console(stderr=True, highlight=False)
+    console = error_console()
     if args.lengths_only or any(map(is_indexed, args.input)):
         return _from_index(args, console)
     _take_other_names(args, console)

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
@@ -33,7 +31,7 @@ from dynapipe_ext.launch.rank.one_rank import rank_title, train_rank
 from dynapipe_ext.launch.run.outcome import claimed
 from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.settings.train_config import DEGREES, TrainConfig
-from dynapipe_ext.tools.console import counted, say_loading
+from dynapipe_ext.tools.console import counted, error_console, say_loading
 
 __all__ = ["add_arguments", "run"]
 
@@ -70,7 +68,7 @@ def trained(args: argparse.Namespace) -> Path:
     """Train as the flags say. The run's directory."""
     limit_threads()  # before anything loads torch, which measures with as many as it starts with
     request = requested_job(args, _place(), secret=secrets.token_hex(32))  # which the ranks inherit
-    console = Console(stderr=True, highlight=False)
+    console = error_console()
     overwrite = request.overwrite and request.resumed is None  # else it is what --output holds that may be lost
     # A store that has served the run before is waited for.
     store_wait_s = store_patience_s(request.config.job.timeout_s) if request.resumed else None

@@ -37,6 +37,7 @@ from dynapipe_ext.launch.processes.signals import (
     raise_if_lost,
     stacks_asked_for,
 )
+from dynapipe_ext.visible_text import visible
 
 _GIVE_UP_S = 5.0  # for the main thread to raise, which a call that hangs in the system never does
 
@@ -483,7 +484,7 @@ def _memory_text(descriptor: int) -> str:
 def say_at_once(text: str) -> None:
     """Write to standard error at once and in one piece, since several processes write there."""
     with suppress(OSError):
-        os.write(2, (text.rstrip("\n") + "\n").encode())
+        os.write(2, (visible(text.rstrip("\n")) + "\n").encode(errors="backslashreplace"))
 
 
 @contextmanager

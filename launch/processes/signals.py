@@ -17,7 +17,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+from dynapipe_ext.visible_text import visible
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -183,6 +185,54 @@ def complete_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
+def show_what_terminals_obey() -> None:
+    """From now on what is printed shows control characters as escapes, whoever prints it. Consoles of rich, which move
+    the cursor themselves, do so for their text (`tools/console.py`). Streams of tests stay as they are."""
+    sys.stdout, sys.stderr = _visible(sys.stdout), _visible(sys.stderr)
+
+
+class _VisibleStream(io.TextIOWrapper):
+    """A standard stream that shows control characters as escapes. A progress bar's return to the begin of the line
+    stays, at the begin of what is written."""
+
+    def write(self, text: str, /) -> int:
+        begin = "\r" * text.startswith("\r")
+        super().write(begin + visible(text.removeprefix(begin)))
+        return len(text)
+
+    @property
+    def rich_proxied_file(self) -> _AsItIs:
+        """Where rich writes."""
+        return _AsItIs(self)
+
+
+class _AsItIs:
+    """A visible stream to which everything is written as it is."""
+
+    def __init__(self, stream: _VisibleStream) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return io.TextIOWrapper.write(self._stream, text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _visible(stream: TextIO) -> TextIO:
+    if type(stream) is not io.TextIOWrapper or stream.closed:
+        return stream
+    try:
+        outlives = isinstance(getattr(stream.buffer, "raw", None), _Outliving)
+        raw = (_Outliving if outlives else io.FileIO)(stream.fileno(), "w", closefd=False)
+    except OSError:  # of a test
+        return stream
+    stream.flush()
+    return _VisibleStream(
+        io.BufferedWriter(raw), stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through
+    )
+
+
 def outlive_readers() -> None:
     """From now on what is written to a standard stream that nobody reads any more is lost, and while the disk of a log
     is full: an error would end a run that has not saved. Forks of this process inherit that. A reader that only
@@ -210,4 +260,5 @@ def _outliving(stream: TextIO) -> TextIO:
     except OSError:  # of a test
         return stream
     stream.flush()
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+    kind = _VisibleStream if isinstance(stream, _VisibleStream) else io.TextIOWrapper
+    return kind(io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=True)

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, PlanError, named_collectives
 from dynapipe_ext.executor.checkpoints.folder import read_manifest
@@ -59,7 +57,7 @@ from dynapipe_ext.models.layer_pattern import ProvenCut
 from dynapipe_ext.settings.train_config import TrainConfig
 from dynapipe_ext.tools.account.report import StoreInfo
 from dynapipe_ext.tools.account.run_series import RunSoFar
-from dynapipe_ext.tools.console import say_loading
+from dynapipe_ext.tools.console import error_console, say_loading
 
 if TYPE_CHECKING:  # they import torch, one of them Megatron
     from dynapipe_ext.executor.stages.joined_ranks import JoinedRanks
@@ -95,7 +93,7 @@ def _train(env: RankEnv, job: SettledJob | JobRequest, end_signals: EndSignals, 
     topology_of(config).check_num_ranks(env.world_size)  # on all ranks, before they connect
     device = _prepared_device(env, config)
     if env.rank == 0 and isinstance(job, JobRequest):
-        job = settled_job(job, _RanksMachine(env, device), Console(stderr=True, highlight=False))
+        job = settled_job(job, _RanksMachine(env, device), error_console())
     meeting.arrive("meeting of all ranks")
     meeting.connect(device, timeout_s=timeout_s)  # from here on nobody may be silent for longer
     # A rank that fails keeps its process groups until it has said why: others fail once they are closed.

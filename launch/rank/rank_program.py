@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from rich.console import Console
-
 from dynapipe_ext.errors import DynaPipeError, ExecutionError, LowMemoryError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
@@ -67,10 +65,12 @@ from dynapipe_ext.launch.processes.signals import (
     end_undisturbed,
     ending_signals_raise,
     outlive_readers,
+    show_what_terminals_obey,
 )
 from dynapipe_ext.launch.rank.one_rank import place_of, rank_title, train_rank
 from dynapipe_ext.launch.run.outcome import claimed
 from dynapipe_ext.settings.train_config import TrainConfig
+from dynapipe_ext.tools.console import error_console
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
 _INTERRUPTED_STATUS = 130
@@ -80,6 +80,7 @@ _FREED_S, _LOOK_S = 30.0, 1.0  # for memory of ranks that were killed
 def run_and_exit() -> NoReturn:
     """The program. A rank that fails leaves at once: with its peers gone, closing its process groups could hang."""
     complete_streams()
+    show_what_terminals_obey()
     outlive_readers()
     _end_with_agent()
     limit_threads()
@@ -160,7 +161,7 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
         request = replace(request, resumed=resumed)
     goes_on = launcher() is not None and (request.resumed is not None or overwrite)
     store_wait_s = store_patience_s(config.job.timeout_s) if goes_on else None
-    console = Console(stderr=True, highlight=False)
+    console = error_console()
     if not request.secret and env.local_world_size < env.world_size:
         console.print(UNSHARED_WARNING, markup=False, soft_wrap=True)
     with (

@@ -65,7 +65,7 @@ from dynapipe_ext.tools.account.run_events import (
     start_events,
 )
 from dynapipe_ext.tools.account.run_series import RunSoFar
-from dynapipe_ext.tools.console import counted
+from dynapipe_ext.tools.console import VisibleConsole, counted, error_console
 from dynapipe_ext.tools.files import toml_of, write_atomic
 from dynapipe_ext.tools.show.run_page import PAGE_FILE
 from dynapipe_ext.tools.show.run_words import next_moves_table
@@ -169,7 +169,7 @@ def write_outcome(job: SettledJob, costs: RunCosts, spans: Sequence[Spans]) -> N
     moves, num_tried = next_moves(job, costs.now, steps)
     write_page(run_dir, RunSoFar.of(events), record=record, moves=moves if num_tried else None, num_tried=num_tried)
     report.write(run_dir / "report.json")  # the last: by it a run has ended
-    console = Console()
+    console = VisibleConsole()
     console.print(summary_table(report))
     if report.compare:
         console.print(compare_table(report))
@@ -189,7 +189,7 @@ def write_unfinished(run_dir: Path, reason: str, command: str) -> None:
         write_page(run_dir, RunSoFar.of(events), unfinished=reason)
     ending_line = f"{report.steps} of {counted(events.num_steps, 'step')} ran: what is known of them is in {run_dir}"
     saved = _saved_line(run_dir, "" if report.compare else command)
-    Console(stderr=True, highlight=False).print(f"{ending_line}\n{saved}", markup=False, soft_wrap=True)
+    error_console().print(f"{ending_line}\n{saved}", markup=False, soft_wrap=True)
 
 
 def _saved_line(run_dir: Path, command: str) -> str:

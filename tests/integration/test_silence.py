@@ -49,7 +49,7 @@ def test_a_process_that_hangs_where_python_cannot_raise_ends_with_the_same_words
             time.sleep(10 * LIMIT_S)
         return 0
 
-    with pytest.raises(JobError, match="rank 0 ended with exit status 2"):
+    with pytest.raises(JobError, match="rank 0 ended with exit status 75"):
         run_local(main, 1, timeout_s=LIMIT_S)
     assert "waiting for a device has not ended after 0.2 s (stacks above): look there\n" in capfd.readouterr().err
 
