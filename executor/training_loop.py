@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, Protocol
 
+from dynapipe_ext.data.sample_selection import format_ranges
 from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError
 from dynapipe_ext.evaluating import ModuleWithModes, evaluating
 from dynapipe_ext.executor.drift import CostWatch
@@ -30,24 +31,25 @@ from dynapipe_ext.settings.tables import EvalSettings
 from dynapipe_ext.timeline import Span
 
 NanPolicy = Literal["stop", "skip"]
-_MOST_FAULTS, _MOST_SAMPLES = 3, 8  # that a message names
+_MOST_FAULTS = 3  # that a message names
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutedStep:
     """What a step has come to on this rank: the loss of the global batch, and each micro-batch's share of it where the
-    last stage runs."""
+    last stage runs. `describe_samples` names samples of the plan as the user knows them."""
 
     plan: ExecutionPlan
     loss: float
     losses: Mapping[int, float] = field(default_factory=dict)
+    describe_samples: Callable[[Iterable[int]], str] = format_ranges
 
     def loss_faults(self) -> Iterator[str]:
-        """A sentence for each micro-batch of this rank whose loss is not finite, with its samples."""
+        """A sentence for each micro-batch of this rank whose loss is not finite, with all of its samples."""
         for micro_batch, loss in self.losses.items():
             if not math.isfinite(loss):
-                samples = [sample.index for sample in self.plan.micro_batches[micro_batch].samples]
-                shown = ", ".join(map(str, samples[:_MOST_SAMPLES])) + (", …" * (len(samples) > _MOST_SAMPLES))
+                samples = self.plan.micro_batches[micro_batch].samples
+                shown = self.describe_samples(sample.index for sample in samples)
                 where = f"micro-batch {micro_batch} of replica {self.plan.dp_rank}"
                 yield f"the loss of {where} (samples {shown}) is {loss:g}"
 
@@ -258,6 +260,7 @@ class LoopHooks:
     that this rank held, where its activations took so much. `counts_work(plan)` on one rank of each replica.
     `micro_batch_losses()` are the stage's, of the step that has run: they name a loss that is not finite;
     `preferences()` are the whole step's.
+    `describe_samples(indices)` names samples in messages.
     `begins(plan)` is called before each step runs, since a step that hangs has no end to listen to. `evaluate(step)` is
     called after each step's update, before the listeners, which receive its result. `stops(place, why)` is called on
     all ranks where a step that is not finite ends the run, with the loader's state before it. `watch` compares plans
@@ -269,6 +272,7 @@ class LoopHooks:
     counts_work: Callable[[ExecutionPlan], bool] = lambda plan: True
     micro_batch_losses: Callable[[], Mapping[int, float]] = dict
     preferences: Callable[[], PreferenceFigures | None] = lambda: None
+    describe_samples: Callable[[Iterable[int]], str] = format_ranges
     begins: Callable[[ExecutionPlan], None] = lambda plan: None
     evaluate: Callable[[int], EvalDone | None] = lambda step: None
     stops: Callable[[Mapping[str, Any], str], None] = lambda place, why: None
@@ -405,7 +409,7 @@ def _run_step(
     loss = executor.execute(plan, micro_batches)
     executed_s = time.perf_counter()
     try:
-        updated = optimizer.step(ExecutedStep(plan, loss, hooks.micro_batch_losses()))
+        updated = optimizer.step(ExecutedStep(plan, loss, hooks.micro_batch_losses(), hooks.describe_samples))
     except NotFiniteError as error:
         hooks.stops(place, str(error))
         raise

@@ -227,6 +227,37 @@ class SampleSubset:
         return replace(self.whole[int(self.indices[index])], index=int(index))
 
 
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return the numbers in ascending order, neighbours as a range.
+
+    >>> format_ranges([12, 3, 4, 5, 3, 8])
+    '3-5, 8, 12'
+    """
+    ranges: list[list[int]] = []
+    for number in sorted({*numbers}):
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def describe_samples(whole: TokenDataset, selected: _Indices, paths: Sequence[str], indices: Iterable[int]) -> str:
+    """Return which samples of the `whole` data `indices` into those `selected` from it are: their numbers from 0, in
+    each file for data of several. `paths` name the files, if they are files."""
+    numbers = sorted({int(selected[index]) for index in indices})
+    sizes = whole.file_sizes
+    if len(sizes) < 2:
+        return format_ranges(numbers)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    of_file: dict[int, list[int]] = {}
+    for number in numbers:
+        file = int(np.searchsorted(starts, number, side="right")) - 1
+        of_file.setdefault(file, []).append(number - int(starts[file]))
+    names = paths if len(paths) == len(sizes) else [f"file {file + 1}" for file in range(len(sizes))]
+    return "; ".join(f"{format_ranges(own)} of {names[file]}" for file, own in of_file.items())
+
+
 def hold_out(whole: TokenDataset, fraction: float, *, seed: int) -> tuple[SampleSubset, SampleSubset]:
     """(training part, held-out part). `seed` draws the held-out samples, a fraction of all, rounded.
 

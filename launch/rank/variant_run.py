@@ -19,6 +19,7 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.layers import reading_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.pairs import PairDataset
+from dynapipe_ext.data.sample_selection import describe_samples, weighted_files
 from dynapipe_ext.errors import DataError, NoRoomError, named_collectives
 from dynapipe_ext.executor.checkpoints.folder import (
     RunState,
@@ -147,6 +148,7 @@ def run_variant(
 
 def _hooks(context: RankContext, config: TrainConfig, built: BuiltModel, log: RankLog | None) -> LoopHooks:
     """What the loop of any variant calls on this rank."""
+    data, paths = context.job.data, [file.path for file in weighted_files(config.data.mixture)]
     me = topology_of(config).coordinates(context.rank)
     return LoopHooks(
         gather=partial(_gather, device=context.device),
@@ -154,6 +156,7 @@ def _hooks(context: RankContext, config: TrainConfig, built: BuiltModel, log: Ra
         counts_work=lambda plan: me.pp_rank == me.tp_rank == me.dp_rank % plan.width == 0,
         micro_batch_losses=built.stage.losses,
         preferences=built.stage.preferences,
+        describe_samples=partial(describe_samples, data.whole, data.train.indices, paths),
         begins=log.step_begins if log is not None else lambda plan: None,
     )
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.batch.topology import ActivationFormat, Topology
+from dynapipe_ext.data.sample_selection import format_ranges
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan, lower
@@ -155,7 +156,7 @@ JOBS = {**SPOILED, skipping: skipping, aimless: aimless}
 @pytest.mark.parametrize("job", SPOILED)
 def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(job, ran):
     plan = lower(step_plan_of(Case(ALL), 1, FEW), ActivationFormat(32))[1][0]
-    samples = ", ".join(str(sample.index) for sample in plan.micro_batches[1].samples)
+    samples = format_ranges(sample.index for sample in plan.micro_batches[1].samples)
     found = ran[job]
     assert len({tuple(messages) for messages, _ in found}) == 1
     (loss, gradient), _ = found[0]

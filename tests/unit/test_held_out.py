@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from dynapipe_ext.batch.micro_batches import SampleLength
 from dynapipe_ext.data.dataset import TokenDataset, prepare
 from dynapipe_ext.data.examples import generate_examples
-from dynapipe_ext.data.sample_selection import hold_out
+from dynapipe_ext.data.sample_selection import describe_samples, format_ranges, hold_out
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.training_loop import ExecutedStep
 from dynapipe_ext.launch.job.run_data import check_data, run_data
 from dynapipe_ext.settings.train_config import TrainConfig
 
@@ -43,6 +49,33 @@ def test_each_sample_is_trained_or_held_out_as_the_seed_draws_and_reads_as_in_th
             assert part.lengths[index].tolist() == [sample.positions, 0, sample.target]
     with pytest.raises(IndexError, match="sample 10 is outside of the 10"):
         held[10]
+
+
+@pytest.mark.parametrize("weights", [("", ""), ("=0.8", "=0.2")])
+def test_a_loss_that_is_not_finite_names_all_samples_as_records_of_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: tuple[str, str]
+) -> None:
+    """With a part held out and, with weights, records of one file several times an epoch."""
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("a", 12), ("b", 30)):
+        Path(f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {i}"}}\n' for i in range(count)))
+    files = {"mixture": tuple(f"{name}.jsonl{weight}" for name, weight in zip("ab", weights, strict=True))}
+    data = run_data(TrainConfig().with_values(data=files | {"tokenizer": "bytes"}, eval={"every": 1, "fraction": 0.2}))
+    texts = [data.whole.tokenizer().decode(data.train[i].tokens) for i in range(len(data.train))]
+    chosen = [
+        i for i, text in enumerate(texts) if text in ("a 7", "b 3", "b 4", "b 5", "b 29", *map("a {}".format, range(4)))
+    ]
+    plan: Any = SimpleNamespace(
+        dp_rank=1, micro_batches=[SimpleNamespace(samples=[SampleLength(i, 1) for i in reversed(chosen)])]
+    )
+    names = partial(describe_samples, data.whole, data.train.indices, ["a.jsonl", "b.jsonl"])
+    (fault,) = ExecutedStep(plan, math.nan, {0: math.nan}, names).loss_faults()
+    records: dict[str, list[int]] = {"a": [], "b": []}
+    for text in {texts[i] for i in chosen}:
+        records[text[0]].append(int(text[2:]))
+    shown = "; ".join(f"{format_ranges(own)} of {name}.jsonl" for name, own in records.items())
+    assert fault == f"the loss of micro-batch 0 of replica 1 (samples {shown}) is nan"
+    assert len(chosen) > 5
 
 
 @pytest.mark.parametrize(("fraction", "held"), [(0.01, 0), (0.99, 40)])
