@@ -97,15 +97,18 @@ class PlannedSchedule:
         loss_kwargs: dict[str, Any] | None = None,
         return_outputs: bool = False,
     ) -> None:
-        """Forwards and backwards of ready-cut micro-batches; gradients add up to those there are.
+        """Forwards and backwards of ready-cut micro-batches; gradients, summed over replicas, add up to those there
+        are. Each replica may have another number of micro-batches.
 
-        Errors: ConfigError for micro-batches that do not tell their shape on this rank, or asked outputs.
+        Errors: ConfigError for micro-batches that do not tell their shape on this rank, for other numbers of them on
+        ranks of one replica, or asked outputs.
         """
         if return_outputs:
             raise ConfigError("return_outputs is True but no outputs are kept: leave it out, and take losses")
         entries = [*_entries(arg_mbs, kwarg_mbs, target_mbs)]
         shapes = tuple(_shape(one) for one in entries)
         plan = plan_of_shapes(shapes, self._topology, self._format, self._parallel.coordinates, split=self._split)
+        plan = replace(plan, num_micro_batches=self._counts(len(entries)))
         batches = [{**one, "loss_kwargs": loss_kwargs or {}, "divisor": plan.loss_divisor} for one in entries]
         weights = {p: p.grad for part in self._parts for p in part.parameters() if p.requires_grad}  # parts share some
         self._executor.execute(plan, batches)
@@ -115,6 +118,22 @@ class PlannedSchedule:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if losses is not None:
             losses[:] = [torch.tensor(loss) for _, loss in sorted(self._stage.losses().items())]
+
+    def _counts(self, own: int) -> tuple[int, ...]:
+        """Return how many micro-batches each replica has; all ranks ask at one point."""
+        topology = self._topology
+        if topology.dp == 1:
+            return (own,)
+        of_replicas: dict[int, set[int]] = {}
+        for rank, (count,) in enumerate(gather_json([own], self._parallel.device)):
+            of_replicas.setdefault(topology.coordinates(rank).dp_rank, set()).add(count)
+        for dp_rank, counts in of_replicas.items():
+            if len(counts) > 1:
+                raise ConfigError(
+                    f"pipeline ranks of replica {dp_rank} were given {sorted(counts)} micro-batches, but run the same"
+                    " ones: give all of them the same number"
+                )
+        return tuple(counts.pop() for _, counts in sorted(of_replicas.items()))
 
     def _loss(self, output: Any, batch: Any) -> torch.Tensor:
         """What a step divides by its divisor, which this one already has."""

@@ -84,11 +84,12 @@ def one_process(num_stages: int, kind: Kind) -> tuple[list[float], dict[str, tor
     return losses, {f"{s}.{n}": p.grad for s, part in enumerate(chain) for n, p in part.named_parameters()}  # type: ignore[misc]
 
 
-def stepped(env: Any, placement: tuple[int, ...], split: bool, kind: Kind = Kind()) -> bool:
+def stepped(env: Any, placement: tuple[int, ...], split: bool, kind: Kind = Kind(), dp: int = 1) -> bool:
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
     chain, where = parts(len(placement), kind), dict(enumerate(placement))
-    own = [stage for stage, rank in where.items() if rank == env.rank]
+    pp_rank, dp_rank = divmod(env.rank, dp)
+    own = [stage for stage, rank in where.items() if rank == pp_rank]
     stages = [SimpleNamespace(submod=chain[s], stage_index=s, stage_index_to_group_rank=where) for s in own]
     schedule = PlannedSchedule(stages, loss_of, hidden_size=HIDDEN, split_backward=split)
     weights, put_off = [p for s in own for p in chain[s].parameters()], set[bool]()
@@ -96,7 +97,7 @@ def stepped(env: Any, placement: tuple[int, ...], split: bool, kind: Kind = Kind
         schedule._stage.backward_weight = partial(  # type: ignore[method-assign]
             whether_changed, schedule._stage.backward_weight, weights, put_off
         )
-    batches, losses = micro_batches(), [] if len(placement) - 1 in own else None
+    batches, losses = micro_batches()[dp_rank::dp], [] if len(placement) - 1 in own else None
     keywords = {
         "arg_mbs": [(one["tokens"],) for one in batches] if 0 in own else None,
         "target_mbs": [one["labels"] for one in batches] if losses is not None else None,
@@ -116,7 +117,7 @@ def stepped(env: Any, placement: tuple[int, ...], split: bool, kind: Kind = Kind
     with pytest.raises(ConfigError, match="no outputs are kept"):
         schedule.step(return_outputs=True)
     if losses is not None:
-        same &= torch.allclose(torch.stack(losses), torch.tensor(expected_losses), rtol=max(rel, 1e-6))
+        same &= torch.allclose(torch.stack(losses), torch.tensor(expected_losses[dp_rank::dp]), rtol=max(rel, 1e-6))
     return same
 
 
@@ -139,6 +140,23 @@ def steps(env: Any) -> list[bool]:
     dist.barrier()
     dist.destroy_process_group()
     return found
+
+
+def steps_of_replicas(env: Any) -> list[bool]:
+    """Of unequal numbers of micro-batches; then pipeline ranks of one replica disagree about its number."""
+    found = [stepped(env, (0, 1), split, dp=2) for split in (False, True)]
+    stages = [SimpleNamespace(submod=torch.nn.Linear(1, 1), stage_index=0, stage_index_to_group_rank={0: 0, 1: 1})]
+    schedule = PlannedSchedule(stages, loss_of, hidden_size=HIDDEN)
+    with pytest.raises(ConfigError, match=r"pipeline ranks of replica 1 were given \[1, 2\] micro-batches"):
+        schedule._counts(2 if env.rank == 3 else 1)
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_replicas_sum_the_gradients_of_their_own_micro_batches(run_ranks: Any) -> None:
+    assert len(SHAPES) % 2
+    assert run_ranks(4, steps_of_replicas) == [[True] * 2] * 4
 
 
 def test_model_parts_have_the_losses_and_gradients_of_one_process(run_ranks: Any) -> None:
