@@ -7,6 +7,7 @@ version. Of another version only names that are like a known one are refused: th
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -75,6 +76,18 @@ SCHEDULERS: Mapping[str, Collection[str]] = {
         "last_batch_iteration",
     ),
 }  # fmt: skip
+_REQUIRED: Mapping[str, Collection[str]] = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+_FLAGS = (
+    "maximize", "foreach", "differentiable", "fused", "amsgrad", "capturable", "bias_correction", "adam_w_mode",
+    "adamw_mode", "set_grad_none", "torch_adam", "fp32_optimizer_states", "nesterov", "cycle_momentum",
+    "lr_range_test_staircase",
+)  # fmt: skip
+_MAY_BE_NULL = ("foreach", "fused", "cycle_second_step_size", "cycle_second_stair_count", "warmup_max_lr")
+_WARMUP_TYPES = ("log", "linear")
 _MEANT = {  # other programs' names
     "learning_rate": "lr",
     "wd": "weight_decay",
@@ -97,6 +110,7 @@ def refuse_unread(raw: Mapping[str, Any], path: str | Path, version: str | None 
     parameters = OPTIMIZERS.get(str(optimizer.get("type", "adamw")).lower())
     if parameters is not None:
         _refuse(optimizer.get("params", {}), parameters, "optimizer.params", path, version)
+        _refuse_values(optimizer.get("params", {}), "optimizer.params", path)
     if not scheduler:
         return
     kind = scheduler.get("type")
@@ -106,11 +120,32 @@ def refuse_unread(raw: Mapping[str, Any], path: str | Path, version: str | None 
             raise ConfigError(f"{path}: scheduler.type is {short(kind)}: choose from {', '.join(SCHEDULERS)}{near}")
         return
     _refuse(scheduler.get("params", {}), SCHEDULERS[kind], "scheduler.params", path, version)
-    for name, value in scheduler.get("params", {}).items():
-        values = value if isinstance(value, list) else [value]  # one for all groups of weights, or one each
-        is_number = all(type(one) in (int, float) for one in values)
-        if value != "auto" and name.endswith(("_lr", "_rate")) and not is_number:
-            raise ConfigError(f'{path}: scheduler.params.{name} is {short(value)} but must be a number or "auto"')
+    _refuse_values(scheduler.get("params", {}), "scheduler.params", path)
+    for name in _REQUIRED.get(kind, ()):
+        is_filled, value = name == "total_num_steps", scheduler.get("params", {}).get(name)
+        if value is None or (value == "auto" and not is_filled):
+            or_auto = ', or "auto" for the steps of the run' if is_filled else ""
+            raise ConfigError(
+                f"{path}: scheduler.params.{name} is {short(value)}, but {kind} needs it: give a number{or_auto}"
+            )
+
+
+def _refuse_values(section: Mapping[str, Any], place: str, path: str | Path) -> None:
+    """Errors: ConfigError for a value of another kind, on which DeepSpeed or torch would fail while ranks start."""
+    for name, value in section.items():
+        if value == "auto" or name == "betas" or (value is None and name in _MAY_BE_NULL):
+            continue
+        values = value if isinstance(value, list) and value else [value]  # one for all groups of weights, or one each
+        if name in _FLAGS:
+            must = "" if isinstance(value, bool) else "true or false"
+        elif name == "warmup_type":
+            must = "" if value in _WARMUP_TYPES else " or ".join(map(repr, _WARMUP_TYPES))
+        else:
+            must = (
+                "" if all(type(one) in (int, float) and math.isfinite(one) for one in values) else 'a number or "auto"'
+            )
+        if must:
+            raise ConfigError(f"{path}: {place}.{name} is {short(value)} but must be {must}")
 
 
 def _refuse(

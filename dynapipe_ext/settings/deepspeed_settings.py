@@ -82,7 +82,8 @@ def _refuse_misfits(raw: Json, path: str | Path) -> None:
             raise ConfigError(f"{path}: {name}.params is {short(params)} but must be an object")
     parameters = raw.get("optimizer", {}).get("params", {})
     values = {f"optimizer.params.{name}": parameters.get(name, "auto") for name in ("lr", "weight_decay")}
-    for name, value in (values | {"gradient_clipping": raw.get("gradient_clipping", "auto")}).items():
+    values |= {name: raw.get(name, "auto") for name in ("gradient_clipping", "steps_per_print")}
+    for name, value in values.items():
         if value != "auto" and type(value) not in (int, float):
             raise ConfigError(f'{path}: {name} is {short(value)} but must be a number or "auto"')
     for name in ("offload_optimizer", "offload_param"):

@@ -196,6 +196,17 @@ def warmup(kind: str = "WarmupLR", **parameters: Any) -> dict[str, Any]:
         (warmup(warmup_maximum_lr=1e-3), "scheduler.params.warmup_maximum_lr .* did you mean warmup_max_lr?"),
         (warmup(total_num_steps=9), "scheduler.params.total_num_steps is no name that DeepSpeed"),
         (warmup(warmup_max_lr="1e-3"), "scheduler.params.warmup_max_lr is '1e-3' but must be a number"),
+        (warmup(warmup_num_steps="10"), "scheduler.params.warmup_num_steps is '10' but must be a number"),
+        (warmup(warmup_type="cubic"), "scheduler.params.warmup_type is 'cubic' but must be 'log' or 'linear'"),
+        (warmup("WarmupDecayLR"), 'total_num_steps is None, but WarmupDecayLR needs it: give a number, or "auto"'),
+        (warmup("WarmupCosineLR", warmup_num_steps=3), "total_num_steps is None, but WarmupCosineLR needs it"),
+        (warmup("WarmupCosineLR", total_num_steps="9"), "total_num_steps is '9' but must be a number or"),
+        (warmup("OneCycle", cycle_min_lr=0.1), "cycle_max_lr is None, but OneCycle needs it: give a number"),
+        (warmup("OneCycle", cycle_min_lr="auto", cycle_max_lr=1), "cycle_min_lr is 'auto', but OneCycle needs it"),
+        (warmup("OneCycle", cycle_momentum=1), "cycle_momentum is 1 but must be true or false"),
+        (adam(eps="1e-8"), "optimizer.params.eps is '1e-8' but must be a number or"),
+        (adam(amsgrad="no"), "optimizer.params.amsgrad is 'no' but must be true or false"),
+        ({"steps_per_print": "10"}, "steps_per_print is '10' but must be a number"),
     ],
 )
 def test_a_name_that_deepspeed_does_not_read_is_refused_with_what_may_be_meant(

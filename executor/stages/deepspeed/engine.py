@@ -110,7 +110,7 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: Par
     mpu = ModelParallelUnit(parallel)
     try:
         engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(config), mpu=mpu)
-    except (ValueError, AssertionError) as error:  # as it has them for fields of a section and names of classes
+    except (ValueError, AssertionError, TypeError, KeyError) as error:  # as it has them for fields, names and values
         raise ConfigError(f"DeepSpeed refuses its configuration, so correct the file: {in_one_line(error)}") from error
     keep_steps_apart(engine)
     return engine
