@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from dynapipe_ext.errors import ConfigError, DataError, install_advice
+from dynapipe_ext.errors import ConfigError, DataError, format_bytes, install_advice
 
 _READ_BYTES = 1 << 20
 _ZSTANDARD_READ_BYTES = 1 << 10  # its decoder returns everything these bytes expand to, up to 10,000 times as much
+MOST_RECORD_BYTES = 256 << 20  # of a line, an item or a row: a few kB, compressed, may hold gigabytes
 COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
 DAMAGE = (EOFError, lzma.LZMAError, zlib.error, OSError)  # what `decompressed` raises
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -47,6 +48,11 @@ def damaged(file: Path, error: BaseException, *, line: int) -> DataError:
     reason = "ends too early" if isinstance(error, EOFError) else f"cannot be read ({error})"
     place = f" after line {line}" if line else ""
     return DataError(f"{file} {reason}{place}: copy or compress it again")
+
+
+def too_long(file: Path, place: str) -> DataError:
+    """The error for a record at a place of a file that goes on for more than `MOST_RECORD_BYTES`."""
+    return DataError(f"{file}, {place}: longer than {format_bytes(MOST_RECORD_BYTES)}: split it into several records")
 
 
 def refuse_foreign(file: Path, start: bytes) -> None:

@@ -174,7 +174,10 @@ def is_own(path: Path) -> bool:
 def _library_from(model: Mapping[str, object]) -> LibraryTokenizer:
     from tokenizers import Tokenizer as LibraryTokenizer
 
-    return LibraryTokenizer.from_str(json.dumps(model))
+    try:
+        return LibraryTokenizer.from_str(json.dumps(model))
+    except Exception as error:  # noqa: BLE001  (the library raises Exception itself, whatever is wrong)
+        raise DataError(f"a tokenizer cannot be read ({str(error)[:100]}): prepare the data again") from None
 
 
 def _read_library(path: Path) -> LibraryTokenizer:

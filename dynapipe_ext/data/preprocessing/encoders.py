@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from unicodedata import normalize
@@ -18,6 +18,7 @@ Specials = Literal["parse", "text"]
 FORMAT = "dynapipe-tokenizer/1"
 GPT2_END = "<|endoftext|>"
 _RARE = "ж한𠮷🧿"
+_MOST_GROWTH = 256
 _ANCHORS = ("\n", ".", "0", "a")
 
 
@@ -56,6 +57,7 @@ class LibraryEncoder:
         add_special_tokens: bool = False,
     ) -> None:
         self._library = library
+        check_expansion(library)
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = specials == "text"
@@ -78,6 +80,37 @@ class LibraryEncoder:
             specials=self._specials,
             add_special_tokens=self._add_special_tokens,
         )
+
+
+def check_expansion(library: LibraryTokenizer) -> None:
+    """Check that a normalizer makes no long text of a short one: a file may say that each letter is a million others.
+    Raises DataError."""
+    if library.normalizer is None:
+        return
+    growth, added = _growth(json.loads(library.normalizer.__getstate__()))
+    if max(growth, added) > _MOST_GROWTH:
+        raise DataError(
+            f"the tokenizer's normalizer writes up to {max(growth, added):,.0f} characters for one, more than"
+            f" {_MOST_GROWTH}: give one that does not lengthen texts"
+        )
+
+
+def _growth(normalizer: Mapping[str, Any]) -> tuple[float, float]:
+    """How many characters a normalizer may write for each one, and for the beginning of a text."""
+    match normalizer.get("type"):
+        case "Sequence":
+            growth, added = 1.0, 0.0
+            for part in normalizer["normalizers"]:
+                own_growth, own_added = _growth(part)
+                growth, added = growth * own_growth, added * own_growth + own_added
+            return growth, added
+        case "Replace":
+            pattern = normalizer["pattern"].get("String")  # a regular expression may fit between any two characters
+            length = len(normalizer["content"])
+            return (max(1.0, length / max(1, len(pattern))) if pattern is not None else 1.0 + length), 0.0
+        case "Prepend":
+            return 1.0, float(len(normalizer["prepend"]))
+    return 1.0, 0.0
 
 
 class TiktokenEncoder:

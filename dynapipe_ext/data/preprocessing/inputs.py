@@ -21,10 +21,12 @@ from dynapipe_ext.data.preprocessing.compressed import (
     BYTE_ORDER_MARK,
     COMPRESSED,
     DAMAGE,
+    MOST_RECORD_BYTES,
     check_readable,
     damaged,
     decompressed,
     refuse_foreign,
+    too_long,
 )
 from dynapipe_ext.data.preprocessing.file_heads import DELIMITERS, HEAD_BYTES, delimiter_of, json_form
 from dynapipe_ext.data.preprocessing.table_files import (
@@ -42,6 +44,7 @@ TextUnit = Literal["line", "paragraph", "document"]
 BLOCK_BYTES = 1 << 20
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 _MAGIC = "*?["
+_NEWLINE = b"\n"
 _LINE_END, _BLANK_LINE = re.compile(rb"\n"), re.compile(rb"\n\r?\n")
 _FORMS: dict[str, Form] = {
     ".parquet": "parquet",
@@ -260,6 +263,8 @@ def _line_blocks(file: InputFile, unit: TextUnit, block_bytes: int) -> Iterator[
                 yield Block(str(file.path), file.form, unit, first, payload, raw.tell())
                 first, searched = first + payload.count(b"\n"), start
             searched = max(start, len(rest) - 2)  # a border may begin with the last two bytes
+            if len(rest) > block_bytes + MOST_RECORD_BYTES:
+                raise too_long(file.path, f"line {first + rest.count(_NEWLINE)}")
     if rest or first == 1:
         yield Block(str(file.path), file.form, unit, first, bytes(rest), file.stored_bytes)
 
@@ -279,10 +284,13 @@ def _item_blocks(file: InputFile, reader: ItemReader, block_bytes: int) -> Itera
 
 
 def _document(file: InputFile) -> Block:
+    text = bytearray()
     with file.path.open("rb") as raw:
-        text = b"".join(_pieces(file.path, raw))
-    text = text.removeprefix(BYTE_ORDER_MARK)
-    return Block(str(file.path), "text", "document", 1, text, file.stored_bytes)
+        for piece in _pieces(file.path, raw):
+            text += piece
+            if len(text) > MOST_RECORD_BYTES:
+                raise too_long(file.path, "a document")
+    return Block(str(file.path), "text", "document", 1, bytes(text.removeprefix(BYTE_ORDER_MARK)), file.stored_bytes)
 
 
 def _pieces(path: Path, raw: IO[bytes]) -> Iterator[bytes]:

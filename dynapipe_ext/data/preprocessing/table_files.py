@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from dynapipe_ext.data.examples import PREFERENCE
+from dynapipe_ext.data.preprocessing.compressed import MOST_RECORD_BYTES, too_long
 from dynapipe_ext.data.preprocessing.file_heads import HEAD_BYTES, refuse_members
 from dynapipe_ext.errors import ConfigError, DataError, install_advice
 
+_MOST_ROW_CHARACTERS = 64 << 20  # of a table: its reader takes several bytes for each
+_THRIFT_I32, _DICTIONARY_PAGE = 0x15, 2
+_INDEX_BYTES = 8  # at most of a value's index into a dictionary, with its place in lists
+_MOST_PART_BYTES = 32 << 20  # of rows that are decoded at a time
 _ROWS = 256  # of Parquet and Arrow, read at a time
 _SPACE = re.compile(r"\s*")
 _SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
@@ -37,13 +42,16 @@ def array_items(file: Path, raw: IO[bytes], pieces: PieceReader, *, wrapper: str
     decoder, text, number, is_open = json.JSONDecoder(), "", 1, False
     place = least = 0
     stream = _texts(file, pieces(raw))
-    stream = _from_member(stream, wrapper) if wrapper else stream
+    stream = _from_member(file, stream, wrapper) if wrapper else stream
 
     def refused(reason: str) -> DataError:
         return DataError(f"{file}, item {number}: {reason}: write a JSON array of objects, or one object a line")
 
     for piece, is_last in stream:
-        text, place = text[place:] + piece, 0
+        text, place = text[place:], 0
+        text += piece  # in place
+        if len(text) > MOST_RECORD_BYTES:
+            raise too_long(file, f"item {number}")
         if len(text) < least and not is_last:
             continue  # an item that was longer than all that was read: try again once there is twice as much
         while True:
@@ -58,10 +66,8 @@ def array_items(file: Path, raw: IO[bytes], pieces: PieceReader, *, wrapper: str
             elif number > 1 and start < len(text) and text[start] != "]":
                 raise refused("a comma is missing before it")
             if text[start : start + 1] == "]":
-                if is_next:
-                    raise refused("the array ends after a comma")
                 behind = itertools.chain([text[start + 1 :]], (rest for rest, _ in stream))
-                if reason := _refused_end(behind, wrapper):
+                if reason := "the array ends after a comma" if is_next else _refused_end(behind, wrapper):
                     raise refused(reason)
                 return
             try:
@@ -81,12 +87,14 @@ def array_items(file: Path, raw: IO[bytes], pieces: PieceReader, *, wrapper: str
     raise refused("the file ends before the array does")
 
 
-def _from_member(stream: Iterator[tuple[str, bool]], name: str) -> Iterator[tuple[str, bool]]:
+def _from_member(file: Path, stream: Iterator[tuple[str, bool]], name: str) -> Iterator[tuple[str, bool]]:
     """What of a text of JSON begins with the value of an object's member, which begins within its head."""
     head, is_last = "", False
     member = re.compile(rf"[{{,]\s*{re.escape(json.dumps(name, ensure_ascii=False))}\s*:\s*(?=\[)")
     for piece, is_last in stream:
         head += piece
+        if len(head) > MOST_RECORD_BYTES:
+            raise too_long(file, f"before {name!r}")
         for match in member.finditer(head):
             try:  # what stands before is whole members, and not a part of one
                 json.loads(f"{head[: match.start()]}}}") if head[match.start()] == "," else None
@@ -122,10 +130,20 @@ def table_rows(file: Path, raw: IO[bytes], pieces: PieceReader, delimiter: str) 
     Errors: DataError for names that are missing or given twice, and for a row with more or fewer values.
     """
     csv.field_size_limit(sys.maxsize)  # by default a text of 128 KiB ends the reading
-    rows = csv.reader(_lines(_texts(file, pieces(raw))), delimiter=delimiter, strict=True)
     names: list[str] | None = None
-    number = 0
+    number = row_characters = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal row_characters
+        for line in _lines(file, _texts(file, pieces(raw))):
+            row_characters += len(line)
+            if row_characters > _MOST_ROW_CHARACTERS:  # as where a quote is not closed
+                raise too_long_row(file, number + 1)
+            yield line
+
+    rows = csv.reader(lines(), delimiter=delimiter, strict=True)
     while True:
+        row_characters = 0
         try:
             row = next(rows)
         except StopIteration:
@@ -157,6 +175,12 @@ def table_rows(file: Path, raw: IO[bytes], pieces: PieceReader, delimiter: str) 
         raise DataError(f"{file} has no rows below the names of its columns: leave it out")
 
 
+def too_long_row(file: Path, number: int) -> DataError:
+    return DataError(
+        f"{file}, row {number}: longer than {_MOST_ROW_CHARACTERS >> 20} Mi characters: close its quotes, or write JSON"
+    )
+
+
 def row_batches(file: Path, form: str, columns: Collection[str]) -> Iterator[tuple[Any, int]]:
     """The rows of a Parquet or Arrow file, record batches of pyarrow with only `columns`, and the bytes read so far.
 
@@ -176,11 +200,13 @@ def row_batches(file: Path, form: str, columns: Collection[str]) -> Iterator[tup
                 f"{file} has the columns {', '.join(map(repr, names[:9]))} but none of "
                 f"{', '.join(map(repr, sorted(columns)))}: name the right ones"
             )
-        has_rows = False
+        has_rows, number = False, 1
         for batch, upto_bytes in batches(chosen):
             for first in range(0, batch.num_rows, _ROWS):
                 has_rows = True
-                yield batch.slice(first, _ROWS), upto_bytes
+                for part in _decoded(batch.slice(first, _ROWS), file, number):
+                    yield part, upto_bytes
+                    number += part.num_rows
         if not has_rows:
             raise DataError(f"{file} has no rows: leave it out")
     except (pyarrow.ArrowException, OSError) as error:
@@ -193,15 +219,16 @@ def _opened(file: Path, form: str) -> tuple[list[str], Callable[[list[str]], Ite
     import pyarrow.parquet
 
     if form == "parquet":
-        table, stored_bytes = pyarrow.parquet.ParquetFile(file), file.stat().st_size
+        names, stored_bytes = list(pyarrow.parquet.read_schema(file).names), file.stat().st_size
 
         def parquet_batches(chosen: list[str]) -> Iterator[tuple[Any, int]]:
-            end = 0
-            for batch in table.iter_batches(batch_size=_ROWS, columns=chosen):
+            num_rows, indexed = _reading(file, chosen)
+            table, end = pyarrow.parquet.ParquetFile(file, read_dictionary=indexed), 0
+            for batch in table.iter_batches(batch_size=num_rows, columns=chosen):
                 end += batch.num_rows
                 yield batch, stored_bytes * end // table.metadata.num_rows
 
-        return list(table.schema_arrow.names), parquet_batches
+        return names, parquet_batches
     source = pyarrow.memory_map(str(file))
     try:
         stream = pyarrow.ipc.open_stream(source)
@@ -210,6 +237,109 @@ def _opened(file: Path, form: str) -> tuple[list[str], Callable[[list[str]], Ite
         stream = pyarrow.ipc.open_file(source)
         all_batches = (stream.get_batch(place) for place in range(stream.num_record_batches))
     return list(stream.schema.names), lambda chosen: ((batch.select(chosen), source.tell()) for batch in all_batches)
+
+
+def _dictionary_bytes(raw: IO[bytes], column: Any) -> int:
+    """The size of the dictionary with which a column chunk of a Parquet file begins; 0 without one. It is in the page's
+    header: Thrift's compact fields 1, the kind of page (2: a dictionary), and 2, its bytes."""
+    raw.seek(column.dictionary_page_offset or column.data_page_offset)
+    head = iter(raw.read(16))
+    values = []
+    for _ in range(2):
+        if next(head, 0) != _THRIFT_I32:
+            return int(column.total_uncompressed_size)  # no more is known
+        value = shift = 0
+        for byte in head:
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        values.append(value >> 1)  # zigzag, of numbers that are not negative
+    kind, size = values
+    return size if kind == _DICTIONARY_PAGE else 0
+
+
+def _reading(file: Path, names: Collection[str]) -> tuple[int, list[str]]:
+    """How many rows of some columns of a Parquet file take bounded memory, and the columns that are to be read as
+    indices into dictionaries: a file of some hundred bytes may repeat one long text in each row, or in the lists of
+    one. Errors: DataError for rows of which none does."""
+    import pyarrow.parquet
+
+    metadata = pyarrow.parquet.read_metadata(file)
+    num_rows, indexed = _ROWS, set[str]()
+    with file.open("rb") as raw:
+        for group_number in range(metadata.num_row_groups):
+            group = metadata.row_group(group_number)
+            row_bytes = 0
+            for place in range(group.num_columns):
+                column = group.column(place)
+                if column.path_in_schema.partition(".")[0] not in names or column.physical_type != "BYTE_ARRAY":
+                    continue
+                size, rest = _dictionary_bytes(raw, column), column.total_uncompressed_size
+                own_bytes = rest // max(1, group.num_rows)
+                is_nested = metadata.schema.column(place).max_repetition_level > 0
+                if size and is_nested and rest - size <= _INDEX_BYTES * (column.num_values + 1024):
+                    indexed.add(column.path_in_schema)
+                elif size:
+                    own_bytes += size * -(-column.num_values // max(1, group.num_rows))
+                row_bytes += own_bytes
+                if own_bytes > MOST_RECORD_BYTES:
+                    raise too_long(file, f"a row of group {group_number + 1}")
+            num_rows = min(num_rows, max(1, _MOST_PART_BYTES // max(1, row_bytes)))
+    return num_rows, sorted(indexed)
+
+
+def _decoded(batch: Any, file: Path, number: int) -> Iterator[Any]:
+    """The rows of a batch without dictionaries, in parts that take bounded memory; `number` is that of its first row.
+    Errors: DataError for a row that takes too much by itself."""
+    import pyarrow
+
+    plain = pyarrow.schema([field.with_type(_plain_type(field.type)) for field in batch.schema])
+    if plain.equals(batch.schema):
+        yield batch
+        return
+    num_bytes = sum(map(_num_bytes, batch.columns))
+    if num_bytes > _MOST_PART_BYTES and batch.num_rows > 1:
+        half = batch.num_rows // 2
+        yield from _decoded(batch.slice(0, half), file, number)
+        yield from _decoded(batch.slice(half), file, number + half)
+        return
+    if num_bytes > MOST_RECORD_BYTES:
+        raise too_long(file, f"row {number}")
+    yield pyarrow.Table.from_batches([batch]).cast(plain).combine_chunks().to_batches()[0]
+
+
+def _plain_type(kind: Any) -> Any:
+    """The type of the same values without dictionaries, at any depth."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(kind):
+        return kind.value_type
+    if pyarrow.types.is_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pyarrow.types.is_large_list(kind):
+        return pyarrow.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    return kind
+
+
+def _num_bytes(array: Any) -> int:
+    """The bytes of an array's values without dictionaries."""
+    import pyarrow
+    import pyarrow.compute
+
+    kind = array.type
+    if pyarrow.types.is_dictionary(kind):
+        if not (pyarrow.types.is_string(kind.value_type) or pyarrow.types.is_large_string(kind.value_type)):
+            return len(array) * max(1, int(array.dictionary.nbytes))
+        sizes = pyarrow.compute.binary_length(array.dictionary).cast(pyarrow.int64())
+        return int(pyarrow.compute.sum(sizes.take(array.indices)).as_py() or 0)
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return _num_bytes(array.flatten())
+    if pyarrow.types.is_struct(kind):
+        return sum(map(_num_bytes, array.flatten()))
+    return int(array.nbytes)
 
 
 def as_arrow(batches: Sequence[Any]) -> bytes:
@@ -311,10 +441,13 @@ def _after_space(text: str, place: int) -> int:
     return match.end()
 
 
-def _lines(texts: Iterator[tuple[str, bool]]) -> Iterator[str]:
+def _lines(file: Path, texts: Iterator[tuple[str, bool]]) -> Iterator[str]:
     """The lines of a text with their ends."""
-    rest = ""
+    rest, number = "", 0  # the first line is that of names
     for text, is_last in texts:
+        if len(rest) > _MOST_ROW_CHARACTERS:
+            raise too_long_row(file, number)
+        number += text.count("\n")
         *whole, rest = (rest + text).split("\n")
         yield from (f"{line}\n" for line in whole)
         if is_last and rest:

@@ -19,7 +19,7 @@ from typing import Any
 
 from dynapipe_ext.data.preprocessing.answers import PlacedTokens, training_template, writes_newline
 from dynapipe_ext.data.preprocessing.chat_variants import keeps_words, spellings
-from dynapipe_ext.data.preprocessing.encoders import FORMAT, LibraryEncoder, Specials
+from dynapipe_ext.data.preprocessing.encoders import FORMAT, LibraryEncoder, Specials, check_expansion
 from dynapipe_ext.data.preprocessing.template_limits import in_template_limits
 from dynapipe_ext.errors import ConfigError, DataError, install_advice, short
 
@@ -49,6 +49,8 @@ class FolderEncoder:
         template_date: str = "",
     ) -> None:
         self._tokenizer, self._files = tokenizer, dict(files)
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            check_expansion(backend)
         self.template_date = template_date
         self.eos, self.separator = eos, separator
         self.vocab_size = max(len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values()))
