@@ -79,8 +79,7 @@ class Setting:
             raise ConfigError(f"{subject} but must be of type {self.kind.__name__}{bounds}")
         if self.kind in (int, float):
             self._refuse_out_of_bounds(value, subject)
-        elif self.kind is str:
-            _refuse_nul(value, subject)
+        _refuse_nul(value, subject)
         return value
 
     def _refuse_out_of_bounds(self, value: float, subject: str) -> None:
@@ -107,7 +106,7 @@ class Setting:
         listed = value if isinstance(value, list | tuple) else [None]
         if any(not isinstance(member, allowed) or isinstance(member, bool) for member in listed):
             raise ConfigError(f"{subject} but must be a list of {members}")
-        for member in listed if kind is str else ():
+        for member in listed:
             _refuse_nul(member, subject)
         return tuple(kind(member) for member in listed)
 
@@ -128,9 +127,9 @@ class Setting:
         return options
 
 
-def _refuse_nul(text: str, subject: str) -> None:
-    """Refuse what no path, address or argument of a program can hold. Raises ConfigError."""
-    if "\0" in text:
+def _refuse_nul(value: object, subject: str) -> None:
+    """Refuse a text that no path, address or argument of a program can hold. Raises ConfigError."""
+    if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{subject} but must not hold the character NUL (\\0): leave it out")
 
 

@@ -226,6 +226,7 @@ def _write(
 
     def source(group: TensorGroup, kind: StateKind) -> GroupTensors:
         tensors = conversion.reader.read(group, kind)
+        _refuse_other_types(conversion, group, kind, tensors)
         if (group.name, kind) not in read_keys:
             read_keys.add((group.name, kind))
             advance(_bytes(conversion.reader, group, kind))
@@ -262,6 +263,18 @@ def _settle_configs(conversion: Conversion) -> None:
     default = places[0] if conversion.target_format.name == "hf" else places[1]
     for place in {default, *(place for place in places if place.exists())}:
         settle_config(place, conversion.reader.architecture, conversion.reader.config_fields)
+
+
+def _refuse_other_types(conversion: Conversion, group: TensorGroup, kind: StateKind, tensors: GroupTensors) -> None:
+    """Refuse numbers that no model is made of, and another type than the target was planned for. Raises DataError."""
+    expected = conversion.reader.dtype(group, kind)
+    for name, tensor in tensors.items():
+        if not tensor.dtype.is_floating_point or tensor.dtype != expected:
+            others = "a float type" if not expected.is_floating_point else f"{expected}, as those beside it"
+            raise DataError(
+                f"{conversion.source}: {name} ({kind}) is {tensor.dtype} but must be {others}: copy it again, or save"
+                " it anew"
+            )
 
 
 def _refuse_lost(reader: CheckpointReader, pieces: Sequence[CheckpointPiece]) -> None:

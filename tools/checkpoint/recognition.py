@@ -26,6 +26,7 @@ WHOLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 SHARD = re.compile(r"(?:pytorch_)?model-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
 CONSOLIDATED = "consolidated.safetensors"
 META_PARAMS = "params.json"
+_MOST_DIGITS = 18  # of an iteration
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
 METADATA, COMMON, DIST_CONFIG = ".metadata", "common.pt", "metadata.json"
@@ -155,7 +156,7 @@ def iteration_folder(path: Path) -> Path:
             text = tracker.read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{tracker} cannot be read ({error}): write the iteration into it") from error
-        if text != RELEASE and not text.isdecimal():
+        if text != RELEASE and not (text.isdecimal() and len(text) <= _MOST_DIGITS):
             raise DataError(f"{tracker} says {short(text)}: it must be a number or {RELEASE!r}")
         return path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
     iterations = sorted(entry for entry in path.iterdir() if entry.is_dir() and _ITERATION.fullmatch(entry.name))
@@ -178,7 +179,7 @@ def is_tag(path: Path) -> bool:
     patterns = (MODEL_FILE, SHARD_FILE, LAYER_FILE)
     try:
         names = [file.name for file in path.iterdir() if file.is_file()]
-    except OSError:  # no folder, or not ours to read
+    except (OSError, ValueError):  # no folder, not ours to read, or a name that no file can have
         return False
     return any(pattern.fullmatch(name) for name in names for pattern in patterns)
 

@@ -42,7 +42,7 @@ def read_universal(tag: Path, model: Mapping[Any, Any], where: Path) -> ZeroStat
     A parameter with a master and no moments was frozen. Errors: DataError for a file that is absent or not DeepSpeed's.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for group in model.get("param_shapes") or ():
+    for group in items(model, "param_shapes", where) if model.get("param_shapes") is not None else ():
         if isinstance(group, Mapping):
             shapes |= {str(name): shape(value, str(name), where) for name, value in group.items()}
     path = tag / FOLDER / OPTIMIZER_STATE

@@ -101,6 +101,7 @@ class MegatronLegacyWriter(CheckpointWriter):
         self._groups = tensor_groups(reader.architecture)
         self._kinds = written_kinds(reader)
         self._state = reader.state if len(self._kinds) > 1 else None
+        self._refuse_narrow_states()
         groups = param_groups(self._state) if self._state is not None else []
         if self._state is not None and sorted(map(decays, groups)) != [False, True]:
             raise ConfigError(
@@ -113,6 +114,16 @@ class MegatronLegacyWriter(CheckpointWriter):
         )
         self.usage = usage(self._launch_options)
         self.notices = writer_notices(reader, self._layout, self._state)
+
+    def _refuse_narrow_states(self) -> None:
+        """Refuse moments that are not float32, as the layout has them. Raises ConfigError."""
+        for kind in self._kinds[1:]:
+            for group in self._groups:
+                dtype = self._reader.dtype(group, kind)
+                if not group.is_buffer and dtype != torch.float32 and (kind != "master" or dtype != self._dtype(group)):
+                    raise ConfigError(
+                        f"the {kind} of {group.name} is {dtype}, but this layout holds float32: use --to megatron"
+                    )
 
     def pieces(self) -> Sequence[CheckpointPiece]:
         return [

@@ -1,0 +1,59 @@
+"""Sources that no program wrote are refused in a sentence of ours, whatever they are made into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
+from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+from tests.support.checkpoints import saved, tiny
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tiny("llama"), tmp_path_factory.mktemp("hostile") / "hf", shard_size="1GB")
+
+
+def of_integers(source: Path) -> None:
+    (file,) = source.rglob("model_optim_rng.pt")
+    tree = torch.load(file, weights_only=False)
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    tree["model"][name] = tree["model"][name].to(torch.int32)
+    torch.save(tree, file)
+
+
+def of_a_long_number(source: Path) -> None:
+    (source / "latest_checkpointed_iteration.txt").write_text("1" * 5000)
+
+
+def of_a_nul(source: Path) -> None:
+    (source / "latest").write_text("a\0b")
+
+
+def of_shapes_that_are_none(source: Path) -> None:
+    (file,) = source.rglob("mp_rank_00_model_states.pt")
+    torch.save(torch.load(file) | {"param_shapes": torch.tensor(3)}, file)
+
+
+@pytest.mark.parametrize(
+    ("first", "spoil", "says"),
+    [
+        ("megatron-legacy", of_integers, "is torch.int32 but (must be a float type|layers.0.mlp_out is torch.float32)"),
+        ("megatron", of_a_long_number, "it must be a number or 'release'"),
+        ("deepspeed", of_a_nul, "latest names no folder"),
+        ("deepspeed", of_shapes_that_are_none, "field 'param_shapes' is .* but must be a list"),
+    ],
+)
+def test_a_spoilt_source_is_refused(
+    first: str, spoil: Callable[[Path], None], says: str, published: Path, tmp_path: Path
+) -> None:
+    convert(prepare_conversion(published, tmp_path / "source", first, WriterOptions()))
+    spoil(tmp_path / "source")
+    for target in ("hf", "megatron", "megatron-legacy", "deepspeed"):
+        with pytest.raises(DynaPipeError, match=says):
+            convert(prepare_conversion(tmp_path / "source", tmp_path / target, target, WriterOptions()))
