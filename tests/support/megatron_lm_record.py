@@ -29,7 +29,8 @@ class Recorder:
         """`training` is Megatron-LM's module of that name. Weights are made to depend on their names, not on ranks: a
         run on few ranks is then the measure of runs on any."""
         self._chunks: list[Any] = []
-        self._tp_rank = self._ep_rank = 0
+        self._tp_rank = self._ep_rank = self._num_experts = 0
+        self._ep = 1
         self._steps: list[dict[str, Any]] = []
         self._tflops_per_s: list[float] = []
         get_model, train_step = training.get_model, training.train_step
@@ -46,6 +47,8 @@ class Recorder:
                 initialize_weights(model, model.config, seed=1)
             self._chunks, self._tp_rank = chunks, parallel_state.get_tensor_model_parallel_rank()
             self._ep_rank = parallel_state.get_expert_model_parallel_rank()
+            self._ep = parallel_state.get_expert_model_parallel_world_size()
+            self._num_experts = unwrapped(chunks[0]).config.num_moe_experts or 0
             return chunks
 
         def recorded_step(*arguments: Any, **keywords: Any) -> Any:
@@ -79,14 +82,13 @@ class Recorder:
     def save(self, place: Path) -> None:
         import torch
 
-        from dynapipe_ext.executor.stages.megatron.model import held_weights
+        from dynapipe_ext.executor.stages.megatron.model import global_expert_name, held_weights
         from dynapipe_ext.executor.stages.megatron.stage import unwrapped
 
         weights = {}
         for name, parameter in (pair for chunk in self._chunks for pair in held_weights(unwrapped(chunk))):
             cut = (parameter.partition_dim, parameter.partition_stride) if _is_cut(parameter) else None  # type: ignore[attr-defined]
-            if "local_experts" in name:
-                name += f" of expert parallel rank {self._ep_rank}"
+            name = global_expert_name(name, self._num_experts, self._ep_rank, self._ep)
             weights[name] = (parameter.detach().clone(), cut)
         steps = {"steps": self._steps, "tflops_per_s": self._tflops_per_s}
         torch.save({**steps, "tp_rank": self._tp_rank, "weights": weights}, place)

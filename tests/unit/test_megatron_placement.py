@@ -13,12 +13,13 @@ from dynapipe_ext.batch.topology import Topology
 from dynapipe_ext.batch.vocabulary import spread_vocabulary
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron.model import build_model, transformer_config
+from dynapipe_ext.executor.stages.megatron.model import build_model, initialize_weights, transformer_config
 from dynapipe_ext.executor.stages.megatron.stage import MegatronStage
 from dynapipe_ext.models.architecture import Architecture
 
 megatron_cpu.install()
 
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
 
 from dynapipe_ext.executor.stages.megatron.exact import ExactMegatronGradients  # noqa: E402
@@ -128,6 +129,24 @@ def test_exact_sums_take_the_gradients_of_steps_and_no_others():
     assert [p.grad for p in chunk.parameters()] == [None, None]
     chunk(torch.ones(1, 3)).sum().backward()
     assert all(p.grad is not None for p in chunk.parameters())
+
+
+def test_expert_parallel_ranks_begin_with_experts_of_their_own(monkeypatch):
+    """Those of the same numbers on one rank: equal ones on all ranks would hide that ranks were swapped."""
+    config = SimpleNamespace(num_moe_experts=4, num_layers=1)
+
+    def experts(ep_rank: int, ep: int) -> list[torch.Tensor]:
+        for name, value in {"rank": ep_rank, "world_size": ep}.items():
+            monkeypatch.setattr(parallel_state, f"get_expert_model_parallel_{name}", lambda value=value: value)
+            monkeypatch.setattr(parallel_state, f"get_tensor_model_parallel_{name}", lambda name=name: name != "rank")
+        own = torch.nn.ModuleList(torch.nn.Linear(3, 2, bias=False) for _ in range(4 // ep))
+        initialize_weights(torch.nn.ModuleDict({"local_experts": own}), config, seed=1)
+        return [expert.weight.detach() for expert in own]
+
+    whole = experts(0, 1)
+    assert not torch.equal(whole[0], whole[2])
+    for found, expected in zip([*experts(0, 2), *experts(1, 2)], whole, strict=True):
+        assert torch.equal(found, expected)
 
 
 class WithoutWeights(torch.nn.Module):

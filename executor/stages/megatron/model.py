@@ -45,6 +45,7 @@ _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HEADS = (_HEAD, f"lm_head.{_HEAD}")  # of GPTModel and of T5Model
 _VOCABULARY = (_EMBEDDING, *_HEADS, "lm_head.output_layer.bias")  # rows of them are ids
 _LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)")
+_EXPERT = re.compile(r"\blocal_experts\.(\d+)\.")
 
 
 def global_name(name: str, first_layer: int, first_encoder_layer: int = 0) -> str:
@@ -54,6 +55,16 @@ def global_name(name: str, first_layer: int, first_encoder_layer: int = 0) -> st
     """
     before = {"decoder": first_layer, "encoder": first_encoder_layer}
     return _LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + before[match[1]]}", name)
+
+
+def global_expert_name(name: str, num_experts: int, ep_rank: int, ep: int) -> str:
+    """Name a weight of a local expert by the expert's number in the whole model.
+
+    >>> global_expert_name("decoder.layers.5.mlp.experts.local_experts.1.linear_fc1.weight", 8, 3, 4)
+    'decoder.layers.5.mlp.experts.local_experts.7.linear_fc1.weight'
+    """
+    first = ep_rank * (num_experts // ep)
+    return _EXPERT.sub(lambda match: f"local_experts.{int(match[1]) + first}.", name)
 
 
 def global_names(model: Any, named: Iterable[tuple[str, Any]] | None = None) -> Iterator[tuple[str, Any]]:
@@ -80,7 +91,14 @@ def initialize_weights(model: Any, config: Any, *, seed: int) -> None:
     from megatron.core import parallel_state
 
     tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    for name, parameter in held_weights(model):
+    num_experts = config.num_moe_experts or 0
+    ep_rank, ep = (
+        (parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_world_size())
+        if num_experts
+        else (0, 1)
+    )
+    for own_name, parameter in held_weights(model):
+        name = global_expert_name(own_name, num_experts, ep_rank, ep)
         with torch.no_grad():
             if name.endswith("bias"):
                 parameter.zero_()
