@@ -351,7 +351,14 @@ def test_contents_are_parts_only_for_templates_that_lose_them_as_text() -> None:
 
 @pytest.mark.parametrize("arguments", [{"in": "Rome"}, '{"in": "Rome"}'])
 @pytest.mark.parametrize(
-    "write", ["{{ f.arguments | tojson }}", "{{ '' + f.arguments }}", "{{ f.arguments }}", "{%- set _ = f.arguments %}"]
+    "write",
+    [
+        "{{ f.arguments | tojson(ensure_ascii=true) }}",
+        "{{ f.arguments | tojson }}",
+        "{{ '' + f.arguments }}",
+        "{{ f.arguments }}",
+        "{%- set _ = f.arguments %}",
+    ],
 )
 def test_arguments_of_calls_are_one_object_however_data_have_them(write: str, arguments: Any) -> None:
     answer = "<|a|>{% for c in m.tool_calls %}{% set f = c.function %}{{ f.name }}" + write + "{% endfor %}<|e|>"

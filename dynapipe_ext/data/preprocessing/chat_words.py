@@ -31,12 +31,13 @@ Choose = Callable[[Sequence[re.Match[str]], str], Sequence[re.Match[str]]]
 
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0x10FFFD  # two planes of characters for private use
 _MARKS = re.compile("([\U000f0000-\U0010fffd])")
-_TAG = r"<[^<>\s]{1,40}>"  # templates look for tags, which must stay whole
-_WORDS = re.compile(rf"{_TAG}|[^\s<]{{1,24}}|<")
+# Templates look for tags, which must stay whole: words are of the second group.
+_WORDS = re.compile(r"(<[^<>\s]{1,40}>)|([^\s<]{1,24}|<)")
 _THOUGHTS = ("reasoning_content", "thinking")  # fields of a message
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"(\s*:)?')  # of JSON; a key is followed by a colon
-_WORDS_OF_STRING = re.compile(r"\\(?:u[0-9a-fA-F]{4}|.)|[^\s\\]{1,24}")
-_SKIPPED = ("system", "developer", "name", "tools")  # not marked for a template that looks at them
+_WORDS_OF_STRING = re.compile(r"(\\(?:u[0-9a-fA-F]{4}|.))|([^\s\\]{1,24})")
+_LOOKED_AT = ("system", "developer", "name", "tools")  # not marked for a template that looks at them
+_WRITTEN_OTHERWISE = ("arguments", "thought")  # nor these for one that writes them as escapes, for example
 ADVICE = {  # by role, if a template leaves out words
     "system": "put its words into the first user message, or give a template that has one",
     "user": "give a template that has all of them",
@@ -57,8 +58,8 @@ class _Word:
 
 
 class _Marker:
-    """Puts a character of its own before each chosen word; `words` says before which. Without a character left, or
-    where `choose` leaves words out, it `skips` some."""
+    """Puts a character of its own before each word that `choose` takes, by the role of a content or the part of
+    another text; `words` says before which. It `skips` some if `choose` does, or if no character is left."""
 
     def __init__(self, choose: Choose, used: str) -> None:
         taken = set(_MARKS.findall(used))
@@ -124,8 +125,8 @@ class _Marker:
     ) -> str:
         """The text with marks; its first `num_optional` characters are."""
         found = list(expression.finditer(text))
-        words = [word for word in found if not re.fullmatch(rf"{_TAG}|\\.+", word[0])] or found
-        chosen, pieces, end = self._choose(words, part if part in ("name", "tools") else role), [], 0
+        words = [word for word in found if word.lastindex == 2] or found
+        chosen, pieces, end = self._choose(words, role if part == "content" else part), [], 0
         self.skips = self.skips or len(chosen) < len(words)
         for word in chosen:
             mark = next(self._marks, "")
@@ -137,16 +138,16 @@ class _Marker:
         return "".join([*pieces, text[end:]])
 
 
-def _inner(words: Sequence[re.Match[str]], role: str) -> Sequence[re.Match[str]]:
+def _inner(words: Sequence[re.Match[str]], kind: str) -> Sequence[re.Match[str]]:
     """All but the first, for templates that look at the beginnings of texts, or for words of systems."""
-    return [] if role in _SKIPPED else words[1:] or words
+    return [] if kind in _LOOKED_AT else words[1:] or words
 
 
-def _middle(words: Sequence[re.Match[str]], role: str) -> Sequence[re.Match[str]]:
+def _middle(words: Sequence[re.Match[str]], kind: str) -> Sequence[re.Match[str]]:
     """One near the middle; of answers near the end, as templates may drop thoughts."""
-    if role in _SKIPPED or not words:
+    if kind in (*_LOOKED_AT, *_WRITTEN_OTHERWISE) or not words:
         return []
-    place = len(words) * 7 // 8 if role == "assistant" else len(words) // 2
+    place = len(words) * 7 // 8 if kind == "assistant" else len(words) // 2
     return [words[min(place, len(words) - 1)]]
 
 
