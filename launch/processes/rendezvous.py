@@ -172,7 +172,7 @@ class SeveralNodes(_Agreed):
 
     def shutdown(self) -> bool:
         """Have no node of the job wait for this one any more, if it is one of them."""
-        if self._num_starts or self._is_first:
+        if self._store is not None and (self._num_starts or self._is_first):
             with suppress(RuntimeError):  # the first node is gone
                 self._store.set(_CLOSED, self._closed)
         return True
@@ -199,7 +199,12 @@ class SeveralNodes(_Agreed):
             self._is_first = False  # another node of this machine has come first
             store = _store(place.host, place.port, is_first=False, limit_s=_COME_S)
         if self._is_first:
-            store.set(_CHALLENGE, secrets.token_hex(16))
+            own = secrets.token_hex(16)  # torch opens a store here, but asks the one at the endpoint
+            if store.compare_set(_CHALLENGE, "", own) != own.encode():
+                raise ConfigError(
+                    f"this node has --node-rank 0, but another node has opened {self._at} on another machine: give this"
+                    " one its own --node-rank"
+                )
         self._challenge = store.get(_CHALLENGE).decode()
         return store
 

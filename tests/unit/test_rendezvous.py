@@ -121,6 +121,22 @@ def test_a_node_that_does_not_belong_here_is_refused_alone_and_the_invited_ones_
     assert said.count("dynapipe launch: a node is refused (") == len(uninvited) + len(strange)
 
 
+def test_a_second_node_with_rank_0_is_refused_alone(
+    place: NodesPlace, begin: NextStart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine, where torch opens a store, too, but writes into the one at the endpoint."""
+    nodes = [node(place, rank) for rank in range(3)]
+    starts = [begin(nodes[0])]
+    wait_for(visitor(place), "ask/1")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(rendezvous, "_store", lambda *_, **__: visitor(place))
+        second = node(place, 0)
+        with pytest.raises(ConfigError, match=r"this node has --node-rank 0, but another node has opened 127\.0\.0\.1"):
+            second.next_rendezvous()
+        second.shutdown()
+    assert ranks(*starts, *map(begin, nodes[1:])) == [0, 1, 2]
+
+
 def test_nodes_take_the_places_that_they_name_and_the_others_in_order(place: NodesPlace, begin: NextStart) -> None:
     """The first is the one at the endpoint. A node that a user has started again takes the place of its forerunner."""
     place = replace(place, num_nodes=4)
